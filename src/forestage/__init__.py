@@ -1,0 +1,1 @@
+"""forestage stages container images on a Slurm job's node before the job starts."""
