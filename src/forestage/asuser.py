@@ -1,0 +1,128 @@
+"""Act as the job's user: in a child that can hang, be killed and be left behind, never the hook.
+
+The child changes its effective ids only. Its real and saved ids stay root's, so the user can
+neither signal nor ptrace it (kill(2), ptrace(2)): whatever it reads for the cache stays untouched.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from forestage.errors import Failed
+from forestage.job import User
+
+T = TypeVar("T")
+
+Found = tuple[T, list[int]]
+"""What the child found: a value, and open file descriptors that go with it."""
+
+_MAX_ANSWER = 64 * 1024
+_MAX_FDS = 4
+
+
+class TooSlow(Exception):
+    """The child did not answer in time: the file system under it hangs, most likely."""
+
+
+class _Answer(msgspec.Struct):
+    """What crosses the socket: a value, or the errno and file name of an OSError."""
+
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    errno: int = 0
+    filename: str = ""
+
+
+def become(user: User) -> None:
+    """Takes on the user's effective ids and groups, for file access, until the process ends."""
+    # Groups first: they can only be set while the effective uid is still root's.
+    if os.geteuid() == 0:
+        os.setgroups(os.getgrouplist(user.name, user.gid) if user.name else [user.gid])
+    os.setegid(user.gid)
+    os.seteuid(user.uid)
+
+
+def call(
+    work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
+) -> Found[T]:
+    """Runs `work` in a child; gives its value, decoded as `answer`, and its descriptors.
+
+    `work` decides by `become` when it stops being root; of the descriptors open here it has only
+    `keep`. OSErrors of `work` are raised again here.
+    Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
+    """
+    ours, theirs = socket.socketpair()
+    with ours:
+        child = os.fork()
+        if child == 0:
+            _answer(work, theirs, keep)
+        theirs.close()
+        try:
+            data, fds = _receive(ours, timeout)
+        finally:
+            _reap(child)
+    if not data:
+        raise Failed("helper", "the process that looks at the image died without an answer")
+    got = msgspec.json.decode(data, type=_Answer)
+    if got.errno:
+        raise OSError(got.errno, os.strerror(got.errno), got.filename)
+    return msgspec.json.decode(got.value, type=answer), fds
+
+
+def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int, ...]) -> NoReturn:
+    """The child's whole life. It must never return into the hook's code above it."""
+    try:
+        _let_go({theirs.fileno(), *keep})
+        fds: list[int] = []
+        try:
+            value, fds = work()
+            answer = _Answer(value=msgspec.Raw(msgspec.json.encode(value)))
+        except OSError as error:
+            answer = _Answer(errno=error.errno or 0, filename=str(error.filename or ""))
+        socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)
+    finally:
+        # Whatever went wrong: no answer tells the parent, and a traceback has nowhere to go.
+        os._exit(0)
+
+
+def _let_go(keep: set[int]) -> None:
+    """Drops what the child would hold for ever if its file system never answers.
+
+    That is the hook's stdout and stderr (slurmd waits until all who hold them are gone) and every
+    lock (flock(2) belongs to the open file, so a copy of the descriptor keeps it).
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    low = 3
+    for fd in sorted(keep):
+        os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+
+
+def _receive(ours: socket.socket, timeout: float) -> tuple[bytes, list[int]]:
+    end = time.monotonic() + timeout
+    ready, _, _ = select.select([ours], [], [], max(0.0, end - time.monotonic()))
+    if not ready:
+        raise TooSlow(f"no answer after {timeout:.1f} s")
+    data, fds, _, _ = socket.recv_fds(ours, _MAX_ANSWER, _MAX_FDS)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return data, list(fds)
+
+
+def _reap(child: int) -> None:
+    """Kills without waiting: a child in an uninterruptible read dies when its file system wakes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    for _ in range(20):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return
+        time.sleep(0.0005)

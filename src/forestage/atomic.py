@@ -1,0 +1,30 @@
+"""Small files that are there whole or not at all, also after a power cut."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(fd, mode)
+            os.fsync(fd)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames and new names inside `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

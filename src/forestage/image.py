@@ -1,0 +1,236 @@
+"""Is it ours to stage, and which bytes are meant? A path the user wrote in, an `Image` out.
+
+Looking is done as the user, in a child, with our own binds out of sight: what it finds is what the
+job would have found on the shared file system.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+
+import msgspec
+
+from forestage import asuser, mounts
+from forestage.errors import Declined
+from forestage.job import Asked, User
+from forestage.units import format_size
+
+ACL = "system.posix_acl_access"
+
+PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Which bytes are meant. `path` is resolved; times are in ns, of the file server's clock."""
+
+    path: str
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def key(self) -> str:
+        """The cache's name for these bytes: 32 hex digits."""
+        parts = (self.path, self.inode, self.size, self.mtime_ns, self.ctime_ns)
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+class Access(msgspec.Struct, frozen=True):
+    """Who may read the file: mirrored on the cached copy. `acl` is the raw xattr, or empty."""
+
+    uid: int
+    gid: int
+    mode: int
+    acl: bytes = b""
+
+
+class Image(msgspec.Struct, frozen=True):
+    """A regular file below a configured source that the user may read."""
+
+    identity: Identity
+    access: Access
+
+    @property
+    def key(self) -> str:
+        return self.identity.key
+
+    @property
+    def path(self) -> str:
+        return self.identity.path
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.identity.size
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """Raw facts from the look; `judge` decides what they mean. `path` is "" if it is no text."""
+
+    path: str
+    sources: tuple[str, ...]
+    mode: int
+    image: Image | None = None
+
+
+class Look(msgspec.Struct, frozen=True):
+    """An image and an open descriptor of its source, opened with the user's rights."""
+
+    image: Image
+    source: int
+
+    def close(self) -> None:
+        os.close(self.source)
+
+
+def wanted_path(asked: Asked, work_dir: str) -> str:
+    """The absolute path a request names. Pure. Raises Declined for what is no path.
+
+    A value that begins with `.` or `/` is a path for pyxis, relative to the working directory;
+    everything else names an image in a registry (pyxis `pyxis_slurmstepd.c`).
+    """
+    if not asked.path.startswith(("/", ".")):
+        raise Declined("registry", f"{asked.path} is no path: registry images are not staged")
+    if any(ord(char) < 32 or ord(char) == 127 for char in asked.path):
+        raise Declined("bad-path", "the path holds control characters")
+    path = os.path.join(work_dir, asked.path)
+    if not path.startswith("/"):
+        raise Declined("bad-path", f"{asked.path} is relative and Slurm names no working directory")
+    try:
+        too_long = len(path.encode()) >= PATH_MAX
+    except UnicodeEncodeError:
+        raise Declined("bad-path", "the path is not UTF-8") from None
+    if too_long:
+        raise Declined("bad-path", f"the path is longer than {PATH_MAX} bytes")
+    return path
+
+
+def look(
+    path: str,
+    user: User,
+    sources: Iterable[str],
+    hidden: Iterable[mounts.Mount],
+    timeout: float,
+) -> tuple[Seen, int | None]:
+    """Opens `path` as the user, with the binds `hidden` out of sight; waits `timeout` seconds.
+
+    The caller closes the descriptor. Raises OSError as the user would get it; asuser.TooSlow.
+    """
+
+    def work() -> asuser.Found[Seen]:
+        _hide(hidden)
+        asuser.become(user)
+        return _see(path, tuple(os.path.realpath(source) for source in sources))
+
+    seen, fds = asuser.call(work, Seen, timeout)
+    return seen, fds[0] if fds else None
+
+
+def judge(seen: Seen, max_size: int | None) -> Image:
+    """Pure: the image, or Declined with the reason that the user and the admin will read."""
+    if not seen.path:
+        raise Declined("bad-path", "the path resolves to a name that is not UTF-8")
+    if not stat.S_ISREG(seen.mode):
+        raise Declined("not-a-file", f"{seen.path} is {_kind(seen.mode)}, not a regular file")
+    if not seen.sources:
+        raise Declined("outside-sources", "no sources are configured", "set `sources:`")
+    if not is_below(seen.path, seen.sources):
+        raise Declined(
+            "outside-sources",
+            f"{seen.path} is not below {', '.join(seen.sources)}",
+            "the admin can add its directory to `sources:`",
+        )
+    if seen.image is None:
+        raise Declined("missing", f"{seen.path} was removed while it was looked at")
+    if seen.image.size == 0:
+        raise Declined("empty", f"{seen.path} is empty")
+    if max_size is not None and seen.image.size > max_size:
+        raise Declined(
+            "too-large",
+            f"{seen.path} has {format_size(seen.image.size)}, more than"
+            f" max_image_size {format_size(max_size)}",
+        )
+    return seen.image
+
+
+def declined_by(error: OSError, path: str) -> Declined:
+    """Pure: what an error of the user's own look means. pyxis will tell the user the same."""
+    known = {
+        errno.ENOENT: ("missing", "does not exist"),
+        errno.ENOTDIR: ("missing", "does not exist"),
+        errno.EACCES: ("no-permission", "is not readable by this user"),
+        errno.EPERM: ("no-permission", "is not readable by this user"),
+        errno.ELOOP: ("bad-path", "has too many symbolic links"),
+        errno.ENAMETOOLONG: ("bad-path", "has a name that is too long"),
+    }
+    reason, text = known.get(error.errno or 0, ("source-error", f"cannot be opened: {error}"))
+    return Declined(reason, f"{path} {text}")
+
+
+def is_below(path: str, directories: Iterable[str]) -> bool:
+    """Pure: whether a resolved path lies inside one of the resolved directories."""
+    return any(path.startswith(directory.rstrip("/") + "/") for directory in directories)
+
+
+def identify(fd: int, path: str) -> Identity:
+    """The identity of an open file that is known to lie at the resolved `path`."""
+    facts = os.fstat(fd)
+    return Identity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
+def _hide(hidden: Iterable[mounts.Mount]) -> None:
+    """Takes our binds off in a mount namespace of this process' own; the host's table stays."""
+    binds = list(hidden)
+    if not binds:
+        return
+    mounts.private_namespace()
+    for bind in reversed(binds):
+        with contextlib.suppress(OSError):  # gone meanwhile; or a path that the look will report
+            mounts.umount(bind.point, mounts.MNT_DETACH | mounts.UMOUNT_NOFOLLOW)
+
+
+def _see(path: str, sources: tuple[str, ...]) -> asuser.Found[Seen]:
+    # O_PATH first: opening a FIFO would block and opening a device may do something.
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    mode = os.fstat(handle).st_mode
+    resolved = os.readlink(f"/proc/self/fd/{handle}")
+    try:
+        resolved.encode()
+    except UnicodeEncodeError:
+        return Seen("", sources, mode), []
+    seen = Seen(resolved, sources, mode)
+    if not (stat.S_ISREG(mode) and is_below(resolved, sources)):
+        return seen, []
+    # Through the handle, so that it is the same file whatever the path has become.
+    source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    facts = os.fstat(source)
+    if facts.st_nlink == 0:
+        return seen, []
+    access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), read_acl(source))
+    image = Image(identify(source, resolved), access)
+    return Seen(resolved, sources, mode, image), [source]
+
+
+def read_acl(fd: int) -> bytes:
+    """The raw POSIX ACL of an open file, or nothing where there is none or none can be."""
+    try:
+        return os.getxattr(fd, ACL)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+            return b""
+        raise
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "no file")

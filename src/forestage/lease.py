@@ -1,0 +1,84 @@
+"""Who uses it now? One small file for each job that uses an entry, gone after a reboot as jobs are.
+
+Reading is free; taking and dropping happen under the cache's space lock, the one that evict plans
+under, so that no entry goes between the look at it and its lease.
+"""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from forestage import atomic
+from forestage.errors import Failed
+from forestage.job import User
+
+
+class Use(msgspec.Struct, frozen=True):
+    """One entry a job may read. `path` is the resolved path if it is redirected, else ""."""
+
+    key: str
+    path: str = ""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """What one job holds on this node; `since` in seconds since the epoch, `cache` the root."""
+
+    job: int
+    user: User
+    since: float
+    cache: str
+    uses: tuple[Use, ...] = ()
+
+    def with_use(self, use: Use) -> "Lease":
+        """The same lease with one use more; a redirect replaces the plain use of the same entry."""
+        others = tuple(u for u in self.uses if u not in (use, Use(use.key)))
+        return msgspec.structs.replace(self, uses=(*others, use))
+
+
+class Leases:
+    """The directory of leases. Only `read` and `all` may be called without the space lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def file(self, job: int) -> Path:
+        return self.directory / f"{job}.json"
+
+    def read(self, job: int) -> Lease | None:
+        """One job's lease. Raises Failed if it is damaged."""
+        return _decode(self.file(job))
+
+    def all(self) -> list[Lease]:
+        """Every lease, by file name. Raises Failed for a damaged one: it may protect any entry."""
+        # glob() of a directory that is not there is empty, and so are the leases of a fresh boot.
+        found = map(_decode, sorted(self.directory.glob("*.json")))
+        return [lease for lease in found if lease is not None]
+
+    def keys(self) -> frozenset[str]:
+        """The keys in use by any job: what must not be evicted."""
+        return frozenset(use.key for lease in self.all() for use in lease.uses)
+
+    def redirected(self) -> frozenset[str]:
+        """The paths that some job needs redirected."""
+        return frozenset(use.path for lease in self.all() for use in lease.uses if use.path)
+
+    def write(self, lease: Lease) -> None:
+        """Takes or extends a job's lease. Under the space lock."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic.write(self.file(lease.job), msgspec.json.encode(lease))
+
+    def drop(self, job: int) -> None:
+        """Ends a job's lease. Under the space lock."""
+        with contextlib.suppress(FileNotFoundError):
+            self.file(job).unlink()
+
+
+def _decode(file: Path) -> Lease | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Lease)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        # Damage is no licence to evict. The job's own Epilog removes the file without reading it.
+        raise Failed("lease-damaged", f"{file}: {error}", "remove it if the job is gone") from None

@@ -1,0 +1,43 @@
+"""The locks of a node: one for each key's copy, one for the cache's space and its leases.
+
+Order, where both are held: key first, then space. Space is held for milliseconds only, and never
+across a look at the shared file system.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+SPACE_TIMEOUT = 10.0  # seconds; space is held for milliseconds, so later means that it is stuck
+POLL = 0.02  # seconds; how soon a waiting hook notices that a copy has ended
+
+
+class Busy(Exception):
+    """Somebody else holds the lock and did not let go in time."""
+
+
+@contextlib.contextmanager
+def held(path: Path, timeout: float) -> Iterator[None]:
+    """Holds the lock file `path` (flock(2), gone when the process is). Raises Busy.
+
+    `timeout` in seconds; 0 tries once. The file stays: unlinking it would split those who wait.
+    """
+    lock = FileLock(
+        path,
+        timeout=max(0.0, timeout),
+        mode=0o600,
+        poll_interval=POLL,
+        # A lock that is only a file outlives a crash, and then nobody stages on this node again.
+        fallback_to_soft=False,
+        preserve_lock_file=True,
+    )
+    try:
+        lock.acquire()
+    except Timeout:
+        raise Busy(f"{path.name} is held by another process") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,125 @@
+"""Mount syscalls, and which binds of ours the kernel shows. Root only.
+
+The kernel's own list (`/proc/self/mountinfo`, proc(5)) is the one truth about redirects: nothing
+here keeps a ledger that a crash could make wrong.
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+import msgspec
+
+MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
+MS_REMOUNT, MS_BIND, MS_REC, MS_SLAVE = 32, 4096, 16384, 1 << 19
+MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
+CLONE_NEWNS = 0x00020000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Mount(msgspec.Struct, frozen=True):
+    """One line of mountinfo, octal escapes undone. `root` is the path inside its file system."""
+
+    id: int
+    parent: int
+    device: str
+    root: str
+    point: str
+
+
+def mount(source: str, target: str, flags: int) -> None:
+    """mount(2) without a type: bind, remount and propagation changes. Raises OSError."""
+    _check(_libc.mount(os.fsencode(source), os.fsencode(target), None, flags, None), target)
+
+
+def umount(target: str, flags: int = MNT_DETACH) -> None:
+    """umount2(2). Raises OSError."""
+    _check(_libc.umount2(os.fsencode(target), flags), target)
+
+
+def private_namespace() -> None:
+    """Leaves the host's mount table: what this process mounts or takes off, only it sees."""
+    _check(_libc.unshare(CLONE_NEWNS), "mount namespace")
+    # Slave, not private: a source that is unmounted on the host goes away here too.
+    mount("none", "/", MS_REC | MS_SLAVE)
+
+
+def listed(mountinfo: str) -> list[Mount]:
+    """Parses mountinfo; `os.fsdecode`d text in, mounts in the kernel's order (oldest first) out."""
+    mounts = []
+    # Not splitlines(): a mount point may hold a form feed, and the kernel escapes only \n.
+    for line in filter(None, mountinfo.split("\n")):
+        number, parent, device, root, point = line.split(" ", 5)[:5]
+        mounts.append(Mount(int(number), int(parent), device, _plain(root), _plain(point)))
+    return mounts
+
+
+def current() -> list[Mount]:
+    """The mounts of this process' namespace."""
+    return listed(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
+
+
+def holder(mounts: list[Mount], path: str) -> Mount | None:
+    """The mount that `path` lies on: the longest mount point above it, the newest of equals."""
+    above = [m for m in mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
+    # sorted() keeps the kernel's order among equals, where the last one covers the others.
+    return sorted(above, key=lambda m: len(m.point))[-1] if above else None
+
+
+def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
+    """Binds of files below `directory`, each with its path inside it, wherever they were laid.
+
+    They are known by device and by path inside the file system, so no other program's mounts and no
+    file that a user made can look like ours. A deleted file's path ends in `//deleted`.
+    """
+    base = holder(mounts, directory)
+    if base is None:
+        return []
+    inside = directory[len(base.point.rstrip("/")) :]
+    prefix = base.root.rstrip("/") + inside + "/"
+    return [
+        (m, m.root[len(prefix) :])
+        for m in mounts
+        if m.device == base.device and m.root.startswith(prefix)
+    ]
+
+
+def take_off(bind: Mount) -> None:
+    """Takes exactly this mount off its path, whatever the path has come to mean. Raises OSError.
+
+    Job owners may rename and link around their files, so the path is opened first and must turn out
+    to be the mount that was meant. A mount that is gone already is fine.
+    """
+    try:
+        fd = os.open(bind.point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        if mount_id(fd) == bind.id:
+            umount(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def mount_id(fd: int) -> int:
+    """The id, as in mountinfo, of the mount that an open descriptor lies on."""
+    for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "mnt_id":
+            return int(value)
+    raise OSError(f"no mnt_id for descriptor {fd}")
+
+
+def _plain(text: str) -> str:
+    """Undoes mountinfo's octal escapes (space, tab, newline, backslash)."""
+    if "\\" not in text:
+        return text
+    parts = text.split("\\")
+    return parts[0] + "".join(chr(int(part[:3], 8)) + part[3:] for part in parts[1:])
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)

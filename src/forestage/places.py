@@ -1,0 +1,33 @@
+"""Where forestage's own files lie, apart from the cache, whose root the configuration names."""
+
+from pathlib import Path
+
+import msgspec
+
+
+class Places(msgspec.Struct, frozen=True):
+    """Every fixed path as a property of one value; tests pass a root of their own."""
+
+    root: Path = Path("/")
+
+    @property
+    def etc(self) -> Path:
+        return self.root / "etc/forestage"
+
+    @property
+    def run(self) -> Path:
+        """On a tmpfs: gone after a reboot, as jobs are."""
+        return self.root / "run/forestage"
+
+    @property
+    def leases(self) -> Path:
+        return self.run / "leases"
+
+    @property
+    def redirects(self) -> Path:
+        """Where a redirect is made read-only before it is laid over a job's path."""
+        return self.run / "redirects"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "var/log/forestage/events.jsonl"

@@ -1,0 +1,171 @@
+"""Which bytes does the path show? A read-only bind of the entry over the path, for the whole node.
+
+Taking a redirect off is always right: the path then shows the shared file system, only slower.
+Laying one is right only over the very file that was staged, so that is checked last of all.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage import asuser, image, lock, mounts
+from forestage.cache import Cache
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed
+from forestage.image import Identity, Image
+from forestage.job import User
+from forestage.lease import Lease, Leases, Use
+from forestage.places import Places
+
+TAKE_OFF_TIMEOUT = 5.0  # seconds; walking to a path on a dead file system may take for ever
+
+Step = Literal["keep", "lay", "take-off"]
+Laid = Literal["kept", "laid"]
+
+
+class Bind(msgspec.Struct, frozen=True):
+    """One of our binds as the kernel shows it. `key` is "" where the entry is gone or going."""
+
+    mount: mounts.Mount
+    key: str
+
+    @property
+    def path(self) -> str:
+        return self.mount.point
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """What lies at the path in the host's own namespace; `path` is resolved."""
+
+    identity: Identity
+
+
+def binds(cache: Cache) -> list[Bind]:
+    """Every bind of this cache on the node, oldest first."""
+    found = []
+    for mount, inside in mounts.binds_from(mounts.current(), os.path.realpath(cache.root)):
+        parts = inside.split("/")
+        is_entry = parts[0] == "entries" and parts[2:] == ["image"]
+        found.append(Bind(mount, parts[1] if is_entry else ""))
+    return found
+
+
+def next_step(bound: list[Bind], path: str, key: str) -> Step:
+    """Pure: what the path needs so that it shows the entry `key`, given all binds of ours."""
+    at_path = [bind for bind in bound if bind.path == path]
+    if not at_path:
+        return "lay"
+    return "keep" if at_path[-1].key == key else "take-off"
+
+
+def unneeded(bound: list[Bind], needed: frozenset[str]) -> list[Bind]:
+    """Pure: the binds whose path no lease redirects."""
+    return [bind for bind in bound if bind.path not in needed]
+
+
+def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
+    """Pure: the binds at one of the paths that show other bytes than the entry `key`."""
+    return [bind for bind in bound if bind.path in paths and bind.key != key]
+
+
+def take_off(taken: list[Bind]) -> None:
+    """Takes binds off their paths, newest first. Raises OSError, Failed where a path hangs."""
+    if not taken:
+        return
+
+    def work() -> asuser.Found[None]:
+        for bind in reversed(taken):
+            mounts.take_off(bind.mount)
+        return None, []
+
+    try:
+        asuser.call(work, type(None), TAKE_OFF_TIMEOUT)
+    except asuser.TooSlow:
+        raise Failed("redirect", f"{taken[-1].path} hangs; its redirect is still there") from None
+
+
+def lay(
+    cache: Cache,
+    places: Places,
+    leases: Leases,
+    lease: Lease,
+    wanted: Image,
+    deadline: Deadline,
+) -> tuple[Lease, Laid]:
+    """Makes the image's path show the entry, and notes it in the job's lease.
+
+    Raises Declined where the path no longer leads to the staged file or the copy is not readable
+    for the job's user; OSError, asuser.TooSlow.
+    """
+    for _ in range(3):
+        # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
+        target, identity = _open_target(cache, wanted, lease.user, deadline.left())
+        try:
+            with lock.held(cache.space_lock, min(lock.SPACE_TIMEOUT, deadline.left())):
+                bound = binds(cache)
+                step = next_step(bound, wanted.path, wanted.key)
+                if step == "take-off":
+                    take_off(stale(bound, frozenset({wanted.path}), wanted.key))
+                    continue
+                if step == "lay" and identity != wanted.identity:
+                    raise Declined("changed", f"{wanted.path} was changed or replaced just now")
+                # Lease first: an Epilog that runs next takes off what no lease mentions.
+                lease = lease.with_use(Use(wanted.key, wanted.path))
+                leases.write(lease)
+                if step == "lay":
+                    _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
+                return lease, "laid" if step == "lay" else "kept"
+        finally:
+            os.close(target)
+    raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
+
+
+def clear(cache: Cache, leases: Leases, places: Places) -> int:
+    """Takes off every redirect that no lease needs; gives their number. Under the space lock."""
+    taken = unneeded(binds(cache), leases.redirected())
+    take_off(taken)
+    if places.redirects.exists():
+        for leftover in places.redirects.iterdir():
+            leftover.unlink()
+    return len(taken)
+
+
+def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:
+    copy = os.open(cache.image(wanted.key), os.O_PATH | os.O_CLOEXEC)
+
+    def work() -> asuser.Found[_Target]:
+        asuser.become(user)
+        fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A server may grant what mode and ACL do not show (NFSv4): never lay a copy that this
+        # user, who could read the source, cannot open.
+        os.close(os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_CLOEXEC))
+        return _Target(image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))), [fd]
+
+    try:
+        target, fds = asuser.call(work, _Target, timeout, keep=(copy,))
+    except PermissionError:
+        raise Declined("access", f"this user cannot read the copy of {wanted.path}") from None
+    finally:
+        os.close(copy)
+    return fds[0], target.identity
+
+
+def _bind(source: Path, spot: Path, target: int) -> None:
+    """Lays `source` over the open file `target`, read-only from the first moment on.
+
+    A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
+    root reaches, is remounted read-only, and the second is made from it: one call, no moment in
+    which the job could open the cached file for writing.
+    """
+    spot.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    spot.touch(mode=0o600)
+    mounts.mount(str(source), str(spot), mounts.MS_BIND)
+    try:
+        flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
+        mounts.mount("none", str(spot), mounts.MS_REMOUNT | mounts.MS_BIND | flags)
+        mounts.mount(str(spot), f"/proc/self/fd/{target}", mounts.MS_BIND)
+    finally:
+        mounts.umount(str(spot))
+        spot.unlink()

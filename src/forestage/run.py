@@ -1,0 +1,60 @@
+"""The one door to other programs: argv lists, no shell, no stdin, a small environment, a limit."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+
+import msgspec
+
+from forestage.errors import Failed
+
+# slurmd gives its hooks no PATH at all.
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """How a program ended; `code` is negative for a signal, as in subprocess."""
+
+    argv: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+    def explained(self) -> str:
+        """One line for the log: the program, how it ended, its last words."""
+        end = f"signal {-self.code}" if self.code < 0 else f"exit {self.code}"
+        last = self.err.strip().splitlines()[-1:] or [""]
+        return f"{self.argv[0]}: {end} {last[0]}".strip()
+
+
+class TimedOut(Exception):
+    """The program did not end in time; it and its process group were killed."""
+
+
+def run(argv: Sequence[str], timeout: float, pass_fds: Sequence[int] = ()) -> Ran:
+    """Runs a program to its end, `timeout` seconds at most. Raises TimedOut, Failed if missing."""
+    try:
+        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+            cwd="/",
+            pass_fds=tuple(pass_fds),
+            # A group of its own, so that its helpers go with it when it is killed.
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise Failed("program", f"{argv[0]} is not installed", "install it on every node") from None
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise TimedOut(f"{argv[0]} did not end within {timeout:.1f} s") from None
+    return Ran(
+        tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+    )

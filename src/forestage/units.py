@@ -1,0 +1,183 @@
+"""Sizes, durations and shares: from what people write to numbers, and back. Pure.
+
+The parsers take a value as it comes out of YAML or off a command line. Whatever it
+is, they return a number or raise ValueError with what was expected and what was found.
+"""
+
+import re
+
+import msgspec
+
+MAX_SIZE = 2**63 - 1  # bytes; the largest offset a file can have
+MAX_DURATION = 3650 * 86400.0  # seconds; ten years is a typing error, not a deadline
+
+_PREFIXES = "KMGTP"
+_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+# re.ASCII: \d would take every script's digits, and K the Kelvin sign. The counts keep
+# a megabyte of digits away from int(), which is quadratic and has a limit of its own.
+_NUMBER = r"\d{1,19}(?:\.\d{1,9})?"
+_SIZE = re.compile(rf"({_NUMBER}) ?(?:([{_PREFIXES}])(?:I?B)?|B)?", re.ASCII | re.IGNORECASE)
+_DURATION = re.compile("".join(rf"(?:({_NUMBER}){unit})?" for unit in _SECONDS), re.ASCII)
+_PLAIN = re.compile(_NUMBER, re.ASCII)
+# Four decimals, because that is what Amount prints: what is read is what is shown.
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,4})?)%", re.ASCII)
+
+_A_SIZE = "a size such as 23GiB or 500M"
+_A_DURATION = "a duration such as 90s or 10m"
+_A_SHARE = "a share such as 80%"
+
+
+class Amount(msgspec.Struct, frozen=True):
+    """Bytes, or a share (0 to 1) of a total that is known only later; one of the two is set."""
+
+    size: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.size is None) == (self.share is None):
+            raise ValueError("an Amount is either a size or a share")
+
+    @classmethod
+    def parse(cls, value: object) -> "Amount":
+        """Read "80%" or a size as `parse_size` takes it."""
+        try:
+            if isinstance(value, str) and value.endswith("%"):
+                return cls(share=parse_share(value))
+            return cls(size=parse_size(value))
+        except ValueError:
+            raise _unexpected(f"{_A_SIZE}, or {_A_SHARE}", value) from None
+
+    def of(self, total: int) -> int:
+        """Bytes meant when the whole is `total` bytes; a size is itself, even above `total`."""
+        if self.share is None:
+            return self.size or 0
+        # Rounded, not cut: 29% of 100 is 28.999999999999996 in floating point.
+        return min(total, round(total * self.share))
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return exact_size(self.size or 0)
+        return f"{self.share * 100:.4f}".rstrip("0").rstrip(".") + "%"
+
+
+def parse_size(value: object) -> int:
+    """Bytes from "23GiB", "23G", "1.5T", "500 MB", "0" or an int.
+
+    K, M, G, T, P are binary (1024) with or without B or iB and in either case: disks are
+    sold in powers of ten, but an admin who writes 500G has df -h in mind. A fraction needs
+    a unit and is cut to whole bytes.
+    """
+    size = _size_in_bytes(value)
+    if size is None or not 0 <= size <= MAX_SIZE:
+        raise _unexpected(_A_SIZE, value)
+    return size
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from "10m", "90s", "1h30m", "250ms", "1d", "15" or a number of seconds.
+
+    Units go from large to small, each at most once.
+    """
+    seconds = _in_seconds(value)
+    # Written this way round, because nan compares false with everything.
+    if seconds is None or not 0 <= seconds <= MAX_DURATION:
+        raise _unexpected(_A_DURATION, value)
+    return float(seconds)
+
+
+def parse_share(value: object) -> float:
+    """A number from 0 to 1 from "80%"; a bare 80 or 0.8 is refused: it could mean either."""
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) > 100:
+        raise _unexpected(_A_SHARE, value)
+    return float(match[1]) / 100
+
+
+def exact_size(size: int) -> str:
+    """`size` bytes for a file that is read again: "23GiB", "1000"; nothing is rounded."""
+    power = 0
+    while size and size % 1024 == 0 and power < len(_PREFIXES):
+        size //= 1024
+        power += 1
+    return f"{size}{_PREFIXES[power - 1]}iB" if power else str(size)
+
+
+def format_size(size: float) -> str:
+    """`size` bytes for the eye: "512 B", "1.5 GiB"."""
+    power = 0
+    # Just below 1024, or 1023.99 MiB would print as 1024 MiB.
+    while size >= 1023.95 and power < len(_PREFIXES):
+        size /= 1024
+        power += 1
+    number = f"{size:.1f}".removesuffix(".0")
+    return f"{number} {_PREFIXES[power - 1]}iB" if power else f"{number} B"
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` for the eye: "0.12s", "1m30s", "2h"; below a tenth of a millisecond "0s"."""
+    if seconds < 0.0001:
+        return "0s"
+    if seconds < 59.95:
+        return f"{seconds:.3g}s"
+    rest = round(seconds)
+    text = ""
+    for unit in ("d", "h", "m", "s"):
+        count, rest = divmod(rest, int(_SECONDS[unit]))
+        text += f"{count}{unit}" if count else ""
+    return text
+
+
+def format_rate(size: float, seconds: float) -> str:
+    """`size` bytes in `seconds` for the eye: "2.1 GiB/s"; "-" if no time has passed."""
+    return f"{format_size(size / seconds)}/s" if seconds > 0 else "-"
+
+
+def quote(value: object) -> str:
+    """`value` for an error message: short and on one line, whatever somebody has written."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else f"{value[:59]}…")
+    if isinstance(value, int) and abs(value) > MAX_SIZE:
+        return "a huge number"  # Python refuses to print integers of 4300 digits
+    if isinstance(value, (int, float)):
+        return repr(value)
+    # A list or mapping is never printed: YAML aliases can make it grow without end.
+    return "a mapping" if isinstance(value, dict) else f"a {type(value).__name__}"
+
+
+def _size_in_bytes(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    whole, _, decimals = match[1].partition(".")
+    if decimals and not match[2]:
+        return None
+    unit = 1 << 10 * (_PREFIXES.index(match[2].upper()) + 1) if match[2] else 1
+    # Integers all the way: a float is off by bytes above 8 PiB.
+    scale: int = 10 ** len(decimals)
+    return int(whole) * unit + int(decimals or "0") * unit // scale
+
+
+def _in_seconds(value: object) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or not value:
+        return None
+    if _PLAIN.fullmatch(value):
+        return float(value)
+    match = _DURATION.fullmatch(value)
+    if match is None:
+        return None
+    return sum(
+        float(count) * unit
+        for count, unit in zip(match.groups(), _SECONDS.values(), strict=True)
+        if count
+    )
+
+
+def _unexpected(expected: str, value: object) -> ValueError:
+    return ValueError(f"expected {expected}, got {quote(value)}")
