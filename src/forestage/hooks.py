@@ -42,7 +42,9 @@ def main(name: Name) -> int:
 
         return hook.run(Places(), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
-        hook.say(f"result=failed reason=bug at={_place(error)} detail={str(error)[:1000]!r}")
+        hook.say(
+            f"result=failed reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
+        )
         return DRAIN if hook.drains else 0
 
 
@@ -81,7 +83,7 @@ class Hook:
         from forestage.errors import ConfigError, Failed
 
         if not job.asked:
-            return []
+            return prolog.misread(job)
         try:
             config = self._config(job, places)
         except ConfigError as error:

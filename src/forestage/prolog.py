@@ -34,6 +34,14 @@ class Node(msgspec.Struct, frozen=True):
         return cls(config, places, cache, Leases(places.leases), clock)
 
 
+def misread(job: Job) -> list[Outcome]:
+    """Pure: the outcome of a job that names no image, but tried to tell us something."""
+    if not job.hints.problems:
+        return []
+    detail = printable("; ".join(job.hints.problems))
+    return [Outcome(result="declined", reason="bad-hint", detail=detail)]
+
+
 def prolog(node: Node, job: Job) -> list[Outcome]:
     """Stages all that the job asks for. Never raises for a request: each gets its outcome."""
     if not node.config.enabled:
