@@ -42,9 +42,8 @@ def main(name: Name) -> int:
 
         return hook.run(Places(), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
-        hook.say(
-            f"result=failed reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
-        )
+        what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
+        hook.say(f"result=failed {what}")
         return DRAIN if hook.drains else 0
 
 
