@@ -102,9 +102,9 @@ class Hook:
         return epilog.epilog(config, places, clock, job.id)
 
     def _config(self, job: Job, places: Places) -> Config:
-        from forestage import config
+        from forestage import settings
 
-        found = config.load(places.etc, owner=os.geteuid()).for_partition(job.partition)
+        found = settings.load(places.etc, owner=os.geteuid()).for_partition(job.partition)
         self.drains = found.on_error == "drain"
         return found
 

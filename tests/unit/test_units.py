@@ -1,0 +1,253 @@
+"""Sizes, durations and shares: nothing but the meant number, and never another exception."""
+
+import contextlib
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.units import (
+    MAX_DURATION,
+    MAX_SIZE,
+    Amount,
+    exact_size,
+    format_duration,
+    format_rate,
+    format_size,
+    parse_duration,
+    parse_share,
+    parse_size,
+    quote,
+)
+
+HUGE = 10**5000  # more digits than str() takes
+NO_NUMBER = [
+    "", " ", "-1", "+1", "nan", "inf", "1e3", "1_000", "0x10", ".5", "5.", "1,5", "½", "²",
+    "١٢", "１２", "12\n", " 12", "9" * 5000, None, True, False, [], {}, b"1", object(),
+    -1, math.nan, math.inf, -math.inf, HUGE,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (0, 0),
+        (1024, 1024),
+        ("0", 0),
+        ("1024", 1024),
+        ("512B", 512),
+        ("1K", 1 << 10),
+        ("500M", 500 << 20),
+        ("500 MB", 500 << 20),
+        ("23GiB", 23 << 30),
+        ("23g", 23 << 30),
+        ("1.5T", 3 << 39),
+        ("2P", 2 << 50),
+        ("0.3K", 307),
+        (str(MAX_SIZE), MAX_SIZE),
+    ],
+)
+def test_size_means_bytes_and_every_prefix_is_binary(text: object, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [*NO_NUMBER, "1.5", 1.5, "5iB", "5X", "5 GiBi", "5\u212a", "1m30s", "8192P", MAX_SIZE + 1],
+    ids=quote,
+)
+def test_size_refuses_what_is_no_size(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a size such as 23GiB or 500M, got "):
+        parse_size(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (0, 0.0),
+        (15, 15.0),
+        (1.5, 1.5),
+        ("15", 15.0),
+        ("1.5", 1.5),
+        ("90s", 90.0),
+        ("10m", 600.0),
+        ("1h30m", 5400.0),
+        ("1d1h1m1s1ms", 90061.001),
+        ("250ms", 0.25),
+        ("0.5h", 1800.0),
+    ],
+)
+def test_duration_means_seconds(text: object, expected: float) -> None:
+    assert parse_duration(text) == expected
+    assert type(parse_duration(text)) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    [*NO_NUMBER, "soon", "10M", "10 m", "30m1h", "1m1m", "m", "ms", "5G", "4000d", 1e300],
+    ids=quote,
+)
+def test_duration_refuses_what_is_no_duration(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a duration such as 90s or 10m, got "):
+        parse_duration(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0%", 0), ("80%", 0.8), ("100%", 1), ("12.5%", 0.125), ("0.0001%", 1e-6)],
+)
+def test_share_is_between_nothing_and_all(text: str, expected: float) -> None:
+    assert parse_share(text) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [*NO_NUMBER, "80", 80, 0.8, "%", "80%%", "80 %", "-5%", "101%", "100.1%", "٨%", "1e1%"],
+    ids=quote,
+)
+def test_share_refuses_what_could_mean_something_else(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a share such as 80%, got "):
+        parse_share(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "expected"),
+    [
+        ("80%", 1000, 800),
+        ("29%", 100, 29),  # not 28, as 28.999999999999996 cut
+        ("100%", MAX_SIZE, MAX_SIZE),  # not more, as a float rounded up
+        ("5%", 0, 0),
+        ("500M", 10, 500 << 20),
+    ],
+)
+def test_amount_of_a_total(text: str, total: int, expected: int) -> None:
+    assert Amount.parse(text).of(total) == expected
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBER, "101%", "80 %", "5X"], ids=quote)
+def test_amount_refuses_and_names_both_forms(value: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected a size such as .*, or a share such as 80%, got "
+    ):
+        Amount.parse(value)
+
+
+@pytest.mark.parametrize("both", [{}, {"size": 1, "share": 0.5}])
+def test_amount_is_never_neither_nor_both(both: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="either"):
+        Amount(**both)  # type: ignore[arg-type]
+
+
+def test_amount_cannot_change_under_a_reader() -> None:
+    with pytest.raises(AttributeError):
+        Amount(size=1).size = 2  # type: ignore[misc]
+    assert msgspec.structs.replace(Amount(size=1), size=2) == Amount(size=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536 << 20, "1.5 GiB"),
+        (23 << 30, "23 GiB"),
+        ((1 << 30) - 1, "1 GiB"),  # not 1024 MiB
+        (5000 << 50, "5000 PiB"),
+    ],
+)
+def test_size_for_the_eye(size: int, expected: str) -> None:
+    assert format_size(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0s"),
+        (0.00001, "0s"),
+        (0.035, "0.035s"),
+        (0.1234, "0.123s"),
+        (0.12, "0.12s"),
+        (15.0, "15s"),
+        (59.96, "1m"),  # not 60s
+        (90, "1m30s"),
+        (3600, "1h"),
+        (5400, "1h30m"),
+        (86400 + 61, "1d1m1s"),
+    ],
+)
+def test_duration_for_the_eye(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
+
+
+def test_rate_needs_time_to_have_passed() -> None:
+    assert format_rate(3 << 30, 2) == "1.5 GiB/s"
+    assert format_rate(3 << 30, 0) == "-"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a\nb", r"'a\nb'"),
+        ("x" * 1000, f"'{'x' * 59}…'"),
+        (None, "null"),
+        (False, "false"),
+        (15, "15"),
+        pytest.param(HUGE, "a huge number", id="huge"),
+        (["secret"], "a list"),
+        ({"secret": 1}, "a mapping"),
+    ],
+)
+def test_quoted_value_is_short_and_on_one_line(value: object, expected: str) -> None:
+    assert quote(value) == expected
+
+
+ANY_VALUE = st.one_of(
+    st.text(),
+    st.from_regex(r"[0-9.٣]{1,12} ?[KMGTPkmgtpihdsBb%]{0,4}", fullmatch=True),
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+)
+
+
+@given(ANY_VALUE)
+def test_any_value_gives_a_number_in_range_or_a_value_error(value: object) -> None:
+    for parse, most in (
+        (parse_size, MAX_SIZE),
+        (parse_duration, MAX_DURATION),
+        (parse_share, 1),
+        (lambda raw: Amount.parse(raw).of(MAX_SIZE), MAX_SIZE),
+    ):
+        with contextlib.suppress(ValueError):
+            assert 0 <= parse(value) <= most
+
+
+@given(st.integers(0, MAX_SIZE))
+def test_exact_size_reads_back_as_the_same_bytes(size: int) -> None:
+    assert parse_size(exact_size(size)) == size
+
+
+@given(st.integers(0, 1 << 60))
+def test_shown_size_reads_back_nearly_the_same(size: int) -> None:
+    assert parse_size(format_size(size)) == pytest.approx(size, rel=0.05)
+
+
+@given(st.floats(0.001, MAX_DURATION))
+def test_shown_duration_reads_back_nearly_the_same(seconds: float) -> None:
+    assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=0.01)
+
+
+@given(st.integers(0, 1_000_000), st.integers(0, MAX_SIZE))
+def test_amount_reads_back_as_the_same_amount(millionths: int, size: int) -> None:
+    share = Amount.parse(f"{millionths // 10000}.{millionths % 10000:04d}%")
+    for amount in (share, Amount(size=size)):
+        assert Amount.parse(str(amount)) == amount
+
+
+@given(st.integers(0, 1_000_000), st.integers(0, MAX_SIZE))
+def test_share_never_takes_more_than_there_is(millionths: int, total: int) -> None:
+    assert 0 <= Amount(share=millionths / 1e6).of(total) <= total
