@@ -1,0 +1,350 @@
+/*
+ * A stand-in for pyxis: does what a job can see of the real one before its container runs.
+ *
+ * Plugstack arguments:
+ *   report=FILE    append one JSON line for each task that has a squashfs image
+ *   print          print that line on the task's stdout as well (or PYXIS_STANDIN_PRINT=1)
+ *   container=no   run the task outside of the image even where FUSE is usable
+ *
+ * As in pyxis, everything happens in task_init, as the job's user, and a value that begins
+ * with '.' or '/' is the path of a squashfs file. Other than pyxis, every task looks for itself
+ * and gets a container of its own, so that a test sees what each task would have seen.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <slurm/slurm.h>
+#include <slurm/spank.h>
+
+/* The name decides how the Prolog's variables are called: SPANK__SLURM_SPANK_OPTION_pyxis_... */
+SPANK_PLUGIN(pyxis, 1)
+
+#define MOUNT_SECONDS 10
+
+static char image[4096];
+static char report_file[4096];
+static bool print_report, use_container = true;
+
+static int set_image(int val, const char *arg, int remote)
+{
+	(void)val, (void)remote;
+	snprintf(image, sizeof(image), "%s", arg ? arg : "");
+	return 0;
+}
+
+static int ignore_value(int val, const char *arg, int remote)
+{
+	(void)val, (void)arg, (void)remote;
+	return 0;
+}
+
+static struct spank_option options[] = {
+	{"container-image", "IMAGE", "[pyxis stand-in] the container's image", 1, 0, set_image},
+	{"container-save", "PATH", "[pyxis stand-in] seen, not done", 1, 1, ignore_value},
+	{"container-name", "NAME", "[pyxis stand-in] seen, not done", 1, 2, ignore_value},
+};
+
+int slurm_spank_init(spank_t sp, int ac, char **av)
+{
+	spank_context_t context = spank_context();
+
+	/* An exported table `spank_options` would do for srun, but sbatch and salloc ignore it. */
+	if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR || context == S_CTX_REMOTE)
+		for (size_t i = 0; i < sizeof(options) / sizeof(options[0]); i++)
+			if (spank_option_register(sp, &options[i]) != ESPANK_SUCCESS)
+				return -1;
+
+	for (int i = 0; i < ac; i++) {
+		if (strncmp(av[i], "report=", 7) == 0)
+			snprintf(report_file, sizeof(report_file), "%s", av[i] + 7);
+		else if (strcmp(av[i], "print") == 0)
+			print_report = true;
+		else if (strcmp(av[i], "container=no") == 0)
+			use_container = false;
+		else {
+			slurm_error("pyxis stand-in: unknown argument %s", av[i]);
+			return -1;
+		}
+	}
+	return 0;
+}
+
+/* pyxis has this one, and for that alone Slurm keeps the option variables from the Epilog. */
+int slurm_spank_job_epilog(spank_t sp, int ac, char **av)
+{
+	(void)sp, (void)ac, (void)av;
+	return 0;
+}
+
+/* The digest is made by a program that reads our very descriptor, not the path again. */
+static void sha256(int fd, char digest[65])
+{
+	int out[2];
+	size_t have = 0;
+	ssize_t n;
+
+	digest[0] = '\0';
+	if (pipe2(out, O_CLOEXEC) < 0)
+		return;
+	pid_t child = fork();
+	if (child == 0) {
+		dup2(fd, STDIN_FILENO);
+		dup2(out[1], STDOUT_FILENO);
+		execl("/usr/bin/sha256sum", "sha256sum", (char *)NULL);
+		_exit(127);
+	}
+	close(out[1]);
+	while (have < 64 && (n = read(out[0], digest + have, 64 - have)) > 0)
+		have += (size_t)n;
+	digest[have == 64 ? 64 : 0] = '\0';
+	close(out[0]);
+	if (child > 0)
+		waitpid(child, NULL, 0);
+	lseek(fd, 0, SEEK_SET);
+}
+
+/* Type and mount point of the file system the descriptor is on: shows whether a bind is used. */
+static void find_mount(int fd, char fs[64], char point[4096])
+{
+	char line[8192], path[64];
+	int wanted = -1, id;
+	FILE *file;
+
+	snprintf(fs, 64, "?");
+	snprintf(point, 4096, "?");
+	snprintf(path, sizeof(path), "/proc/self/fdinfo/%d", fd);
+	if ((file = fopen(path, "re"))) {
+		while (fgets(line, sizeof(line), file))
+			if (sscanf(line, "mnt_id: %d", &id) == 1)
+				wanted = id;
+		fclose(file);
+	}
+	if (!(file = fopen("/proc/self/mountinfo", "re")))
+		return;
+	while (fgets(line, sizeof(line), file)) {
+		char *type = strstr(line, " - ");
+		if (type && sscanf(line, "%d", &id) == 1 && id == wanted) {
+			sscanf(line, "%*d %*d %*s %*s %4095s", point);
+			sscanf(type, " - %63s", fs);
+		}
+	}
+	fclose(file);
+}
+
+static void print_string(FILE *out, const char *name, const char *value)
+{
+	fprintf(out, ", \"%s\": ", name);
+	if (!value) {
+		fputs("null", out);
+		return;
+	}
+	fputc('"', out);
+	for (const unsigned char *c = (const unsigned char *)value; *c; c++)
+		fprintf(out, *c < ' ' || *c == '"' || *c == '\\' ? "\\u%04x" : "%c", *c);
+	fputc('"', out);
+}
+
+static void report(spank_t sp, int fd, const struct stat *st, const char *error)
+{
+	char digest[65] = "", node[256] = "", fs[64] = "?", point[4096] = "?", dev[32];
+	uint32_t job = 0, step = 0, task = 0;
+	char *line = NULL;
+	size_t size = 0;
+	FILE *out = open_memstream(&line, &size);
+
+	if (!out)
+		return;
+	spank_get_item(sp, S_JOB_ID, &job);
+	spank_get_item(sp, S_JOB_STEPID, &step);
+	spank_get_item(sp, S_TASK_GLOBAL_ID, &task);
+	spank_getenv(sp, "SLURMD_NODENAME", node, sizeof(node));
+	snprintf(dev, sizeof(dev), "%u:%u", major(st->st_dev), minor(st->st_dev));
+	if (fd >= 0) {
+		sha256(fd, digest);
+		find_mount(fd, fs, point);
+	}
+	fprintf(out, "{\"job\": %u, \"step\": %d, \"task\": %u", job, (int)step, task);
+	fprintf(out, ", \"ino\": %ju, \"size\": %jd", (uintmax_t)st->st_ino, (intmax_t)st->st_size);
+	fprintf(out, ", \"uid\": %u, \"gid\": %u, \"mode\": %u", st->st_uid, st->st_gid,
+		st->st_mode & 07777);
+	print_string(out, "node", node);
+	print_string(out, "path", image);
+	print_string(out, "dev", dev);
+	print_string(out, "sha256", digest);
+	print_string(out, "mount_fs", fs);
+	print_string(out, "mount_point", point);
+	print_string(out, "error", error);
+	fputs("}\n", out);
+	fclose(out);
+	/* One write with O_APPEND: lines of several tasks never mix. */
+	int log = report_file[0] ? open(report_file, O_WRONLY | O_APPEND | O_CLOEXEC) : -1;
+	if (log >= 0 && write(log, line, size) < 0)
+		slurm_error("pyxis stand-in: %s: %s", report_file, strerror(errno));
+	if (log >= 0)
+		close(log);
+	if (print_report && write(STDOUT_FILENO, line, size) < 0)
+		slurm_error("pyxis stand-in: stdout: %s", strerror(errno));
+	free(line);
+}
+
+static int write_file(const char *path, const char *text)
+{
+	int fd = open(path, O_WRONLY | O_CLOEXEC);
+	ssize_t n = fd < 0 ? -1 : write(fd, text, strlen(text));
+
+	if (fd >= 0)
+		close(fd);
+	return n < 0 ? -1 : 0;
+}
+
+/* A user namespace in which the user has kept the uid and may mount. */
+static int unshare_mounts(void)
+{
+	char map[64];
+	uid_t uid = geteuid();
+	gid_t gid = getegid();
+
+	/* After the step manager's setuid our /proc/self is root's; its maps could not be written. */
+	if (prctl(PR_SET_DUMPABLE, 1) < 0 || unshare(CLONE_NEWUSER | CLONE_NEWNS) < 0)
+		return -1;
+	snprintf(map, sizeof(map), "%u %u 1", uid, uid);
+	if (write_file("/proc/self/uid_map", map) < 0 ||
+	    write_file("/proc/self/setgroups", "deny") < 0)
+		return -1;
+	snprintf(map, sizeof(map), "%u %u 1", gid, gid);
+	if (write_file("/proc/self/gid_map", map) < 0)
+		return -1;
+	return mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL);
+}
+
+/* Lets a program that this process executes mount: over exec, only ambient capabilities last. */
+static int keep_sys_admin(void)
+{
+	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+	struct __user_cap_data_struct sets[2];
+
+	if (syscall(SYS_capget, &header, sets) < 0)
+		return -1;
+	sets[0].inheritable |= 1u << CAP_SYS_ADMIN;
+	if (syscall(SYS_capset, &header, sets) < 0)
+		return -1;
+	return prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN, 0, 0);
+}
+
+/* Mounts the open image on root. The server is the task's child and ends with it. */
+static int mount_image(int fd, const char *root)
+{
+	struct stat before, now;
+	char path[64];
+	pid_t parent = getpid();
+
+	if (stat(root, &before) < 0)
+		return -1;
+	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+	pid_t server = fork();
+	if (server == 0) {
+		int null = open("/dev/null", O_RDWR);
+		/* No daemon: it would escape proctrack/linuxproc and keep the mount for ever. */
+		if (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || getppid() != parent ||
+		    keep_sys_admin() < 0)
+			_exit(1);
+		/* srun waits for the end of all who have the task's stdout open. */
+		for (int i = 0; i < 3; i++)
+			dup2(null, i);
+		fcntl(fd, F_SETFD, 0);
+		execl("/usr/bin/squashfuse", "squashfuse", "-f", path, root, (char *)NULL);
+		_exit(127);
+	}
+	for (int i = 0; server > 0 && i < MOUNT_SECONDS * 200; i++) {
+		if (stat(root, &now) == 0 && now.st_dev != before.st_dev)
+			return 0;
+		if (waitpid(server, NULL, WNOHANG) == server) {
+			errno = EIO;
+			return -1;
+		}
+		nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
+	}
+	errno = ETIMEDOUT;
+	return -1;
+}
+
+/* Where the image has such directories, the node's own are seen, as enroot's hooks do it. */
+static int enter_image(int fd)
+{
+	static const char *const shown[] = {"proc", "sys", "dev", "tmp", "home", "shared"};
+	/* A directory that every node has. What it held is out of sight in this namespace only. */
+	const char *root = "/mnt";
+	char target[64], source[16];
+	char *cwd = getcwd(NULL, 0);
+
+	if (unshare_mounts() < 0 || mount_image(fd, root) < 0)
+		return -1;
+	for (size_t i = 0; i < sizeof(shown) / sizeof(shown[0]); i++) {
+		snprintf(target, sizeof(target), "%s/%s", root, shown[i]);
+		snprintf(source, sizeof(source), "/%s", shown[i]);
+		if (access(target, F_OK) == 0 && mount(source, target, NULL, MS_BIND | MS_REC, NULL) < 0)
+			return -1;
+	}
+	if (chroot(root) < 0 || (chdir(cwd ? cwd : "/") < 0 && chdir("/") < 0))
+		return -1;
+	free(cwd);
+	return 0;
+}
+
+static bool is_squashfs(int fd)
+{
+	char magic[4];
+
+	return pread(fd, magic, 4, 0) == 4 && memcmp(magic, "hsqs", 4) == 0;
+}
+
+int slurm_spank_task_init(spank_t sp, int ac, char **av)
+{
+	struct stat st = {0};
+	uint32_t step = 0;
+	char value[8];
+	int error = 0;
+
+	(void)ac, (void)av;
+	if (!image[0])
+		spank_getenv(sp, "PYXIS_CONTAINER_IMAGE", image, sizeof(image));
+	if (spank_getenv(sp, "PYXIS_STANDIN_PRINT", value, sizeof(value)) == ESPANK_SUCCESS)
+		print_report = strcmp(value, "1") == 0;
+	if (image[0] != '.' && image[0] != '/')
+		return 0;
+
+	int fd = open(image, O_RDONLY | O_CLOEXEC);
+	if (fd < 0 || fstat(fd, &st) < 0)
+		error = errno;
+	report(sp, error ? -1 : fd, &st, error ? strerror(error) : NULL);
+	if (error) {
+		slurm_spank_log("pyxis stand-in: could not open %s: %s", image, strerror(error));
+		return -1;
+	}
+	spank_get_item(sp, S_JOB_STEPID, &step);
+	/* A batch script stays outside: in the image there is no srun for it. */
+	if (use_container && step != SLURM_BATCH_SCRIPT && is_squashfs(fd) &&
+	    access("/dev/fuse", R_OK | W_OK) == 0 && enter_image(fd) < 0) {
+		slurm_spank_log("pyxis stand-in: could not start %s: %s", image,
+				strerror(errno));
+		return -1;
+	}
+	close(fd);
+	return 0;
+}

@@ -1,0 +1,117 @@
+"""What a test cluster looks like: plain values, shared by the host's side and the inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+LOGIN = "login"
+PYXIS_REPORT = "/shared/pyxis.jsonl"
+# Where the state directory appears inside the cluster, whatever its path on the host.
+INSIDE_STATE = Path("/var/lib/cluster")
+FIRST_SLURMD_PORT = 17001
+
+
+@dataclass(frozen=True)
+class User:
+    """A user that exists only inside the clusters."""
+
+    name: str
+    uid: int
+
+
+ALICE = User("alice", 21001)
+BOB = User("bob", 21002)
+USERS = (ALICE, BOB)
+LAB_GID = 21100  # the group "lab", which both are in
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Everything that may differ between two clusters. Paths are those inside the cluster.
+
+    `slurm_conf` replaces or adds lines of slurm.conf; the value None removes one.
+    `files` are written before the daemons start, mode 0755, so scripts can be run.
+    `plugstack` replaces plugstack.conf; `{state}/pyxis.so` is the stand-in for pyxis.
+    `node_dirs` are kept by each node for itself, over its reboots as a local disk would.
+    `lower` is the read-only tree to run in, a path on the host: "/" or a debootstrap tree of
+    another release, with Slurm, Python and gcc. `venv`, on the host as well, is bound to
+    /usr/lib/forestage.
+    """
+
+    nodes: int = 4
+    nvme_mib: int = 1024
+    prolog: str = str(REPO / "prolog/forestage")
+    epilog: str = str(REPO / "epilog/forestage")
+    slurm_conf: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    plugstack: tuple[str, ...] = (f"required {{state}}/pyxis.so report={PYXIS_REPORT}",)
+    node_dirs: tuple[str, ...] = ("/var/log/forestage", "/var/lib/forestage")
+    lower: str = "/"
+    venv: str = str(REPO / ".venv")
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        hosts = (LOGIN, *self.node_names)
+        return {host: f"10.77.{index >> 8}.{index & 255}" for index, host in enumerate(hosts, 1)}
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterSpec:
+        values = json.loads(text)
+        values["plugstack"] = tuple(values["plugstack"])
+        values["node_dirs"] = tuple(values["node_dirs"])
+        return cls(**values)
+
+
+def slurm_conf(spec: ClusterSpec) -> str:
+    """The cluster's slurm.conf. What is not named here is at Slurm's own default."""
+    last_port = FIRST_SLURMD_PORT + spec.nodes - 1
+    lines: dict[str, str | None] = {
+        "ClusterName": "forestage",
+        "SlurmctldHost": LOGIN,
+        "SlurmUser": "root",
+        "AuthType": "auth/munge",
+        "StateSaveLocation": "/var/spool/slurmctld",
+        "SlurmdSpoolDir": "/var/spool/slurmd",
+        "SlurmctldPidFile": "/run/slurmctld.pid",
+        "SlurmdPidFile": "/run/slurmd.pid",
+        "SlurmctldLogFile": "/var/log/slurm/slurmctld.log",
+        "SlurmdLogFile": "/var/log/slurm/%n.log",
+        "SlurmdDebug": "verbose",
+        # No cgroups: nodes share one kernel, and a container may not let us have any.
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "MpiDefault": "none",
+        # The nodes claim more cores than this machine has, so that jobs can share one.
+        "SlurmdParameters": "config_overrides",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU",
+        "ReturnToService": "2",
+        "PrologFlags": "Alloc,DeferBatch",
+        "Prolog": spec.prolog,
+        "Epilog": spec.epilog,
+        "NodeName": (
+            f"n[1-{spec.nodes}] NodeHostname={LOGIN} NodeAddr=n[1-{spec.nodes}]"
+            f" Port=[{FIRST_SLURMD_PORT}-{last_port}] CPUs=8 State=UNKNOWN"
+        ),
+        "PartitionName": "all Nodes=ALL Default=YES OverSubscribe=YES State=UP",
+    }
+    lines.update(spec.slurm_conf)
+    return "".join(f"{key}={value}\n" for key, value in lines.items() if value is not None)
+
+
+def plugstack_conf(spec: ClusterSpec) -> str:
+    return "".join(line.format(state=INSIDE_STATE) + "\n" for line in spec.plugstack)

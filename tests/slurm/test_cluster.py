@@ -1,0 +1,251 @@
+"""The cluster itself: what the other tests rest on, each named by what would mislead them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, ClusterError, state_path
+from host import Leader, file_identity, loop_files, wait_until
+from images import MIB, make_image, sha256
+from spec import ALICE, ClusterSpec
+
+HOOK = "#!/bin/sh\nexec >/var/log/forestage/$1.$SLURM_JOB_ID\ntr '\\0' '\\n' </proc/self/environ\n"
+TRIVIAL = ClusterSpec(
+    nodes=4,
+    nvme_mib=64,
+    prolog="/etc/prolog",
+    epilog="/etc/epilog",
+    files={
+        "/etc/prolog": HOOK.replace("$1", "prolog"),
+        "/etc/epilog": HOOK.replace("$1", "epilog"),
+    },
+)
+OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
+IMAGE = "/shared/alice/image.sqsh"
+
+
+@pytest.fixture(scope="module")
+def trivial(machine: None) -> Iterator[Cluster]:
+    """A cluster whose Prolog and Epilog only note their environment."""
+    with Cluster.up(TRIVIAL) as cluster:
+        make_image(cluster, IMAGE, mib=2, name="image")
+        yield cluster
+
+
+def last_reports(cluster: Cluster, count: int = 1) -> list[dict[str, object]]:
+    return cluster.pyxis_reports()[-count:]
+
+
+def test_all_nodes_run_a_step_of_an_unprivileged_user(trivial: Cluster) -> None:
+    step = trivial.run(["srun", "-N4", "sh", "-c", "echo $SLURMD_NODENAME $(hostname) $(id -u)"])
+    assert sorted(step.stdout.splitlines()) == [f"n{n} n{n} {ALICE.uid}" for n in (1, 2, 3, 4)]
+
+
+def test_two_jobs_share_a_node(trivial: Cluster) -> None:
+    wait_for_other = "touch /shared/alice/$0; until test -e /shared/alice/$1; do sleep 0.05; done"
+    jobs = [
+        trivial.popen(["srun", "-t1", "-w", "n1", "sh", "-c", wait_for_other, mine, other])
+        for mine, other in (("left", "right"), ("right", "left"))
+    ]
+    assert [job.wait(20) for job in jobs] == [0, 0]
+
+
+def test_nodes_keep_their_own_disks_and_share_one_file_system(trivial: Cluster) -> None:
+    trivial.write("/mnt/nvme/mine", "n1", node="n1")
+    trivial.write("/run/forestage/mine", "n1", node="n1")
+    assert not trivial.host_path("/mnt/nvme/mine", "n2").exists()
+    assert not trivial.host_path("/run/forestage/mine", "n2").exists()
+    for node in trivial.nodes:
+        points = [line.split()[4] for line in trivial.mounts(node).splitlines()]
+        assert {"/shared", "/mnt/nvme", "/run"} <= set(points)
+
+
+def test_a_mount_made_on_a_node_stays_on_it(trivial: Cluster) -> None:
+    trivial.run(["mount", "--bind", "/etc/hostname", IMAGE], user="root", node="n1")
+    assert IMAGE in trivial.mounts("n1")
+    assert IMAGE not in trivial.mounts("n2")
+    assert IMAGE not in trivial.mounts()
+    trivial.run(["umount", IMAGE], user="root", node="n1")
+
+
+@pytest.mark.parametrize("way", ["srun", "sbatch", "sbatch-inner", "salloc", "environment"])
+def test_the_stand_in_sees_the_image_however_it_is_asked_for(trivial: Cluster, way: str) -> None:
+    option = f"--container-image={IMAGE}"
+    release = ["cat", "/etc/os-release"]
+    if way == "srun":
+        output = trivial.run(["srun", option, *release]).stdout
+    elif way == "salloc":
+        output = trivial.run(["salloc", "srun", option, *release]).stdout
+    elif way == "environment":
+        output = trivial.run(["srun", *release], env={"PYXIS_CONTAINER_IMAGE": IMAGE}).stdout
+    else:
+        outer, inner = (option, "") if way == "sbatch" else ("--job-name=inner", option)
+        trivial.submit(f"#!/bin/sh\nsrun {inner} {' '.join(release)}\n", "--output=out", outer)
+        trivial.wait_idle()
+        output = trivial.read("/shared/alice/out")
+    source = trivial.host_path(IMAGE)
+    (report,) = last_reports(trivial)
+    assert report["path"] == IMAGE
+    assert report["sha256"] == sha256(source)
+    assert (report["ino"], report["size"]) == (source.stat().st_ino, source.stat().st_size)
+    assert (report["uid"], report["error"]) == (ALICE.uid, None)
+    assert report["mount_point"] == "/shared"
+    assert output == 'NAME="image"\nID=image\n', "not run in the image"
+
+
+def test_a_relative_path_is_that_of_the_working_directory(trivial: Cluster) -> None:
+    trivial.run(["srun", "--container-image=./image.sqsh", "true"], check=False)
+    (report,) = last_reports(trivial)
+    assert report["sha256"] == sha256(trivial.host_path(IMAGE))
+
+
+def test_a_missing_image_fails_the_step_and_not_the_node(trivial: Cluster) -> None:
+    step = trivial.run(["srun", "--container-image=/shared/no.sqsh", "cat"], check=False)
+    assert step.returncode != 0
+    assert "could not open /shared/no.sqsh: No such file" in step.stderr
+    assert last_reports(trivial)[0]["error"] == "No such file or directory"
+    trivial.wait_idle()
+
+
+def test_no_squashfuse_survives_its_task(trivial: Cluster) -> None:
+    trivial.run(["srun", "-N2", f"--container-image={IMAGE}", "sleep", "0.2"])
+    trivial.wait_idle()
+    processes = trivial.run(["ps", "-e", "-o", "comm="], user="root").stdout.split()
+    assert "squashfuse" not in processes
+
+
+def test_the_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> None:
+    job = trivial.run(
+        ["srun", f"--container-image={IMAGE}", "-w", "n3", "sh", "-c", "echo $SLURM_JOB_ID"]
+    )
+    trivial.wait_idle()
+    prolog = trivial.read(f"/var/log/forestage/prolog.{job.stdout.strip()}", "n3")
+    epilog = trivial.read(f"/var/log/forestage/epilog.{job.stdout.strip()}", "n3")
+    assert f"{OPTION}={IMAGE}" in prolog.splitlines()
+    assert OPTION not in epilog
+
+
+def test_a_reboot_keeps_the_disk_and_nothing_else(trivial: Cluster) -> None:
+    trivial.write("/mnt/nvme/kept", "kept", node="n4")
+    trivial.write("/run/forestage/lost", "lost", node="n4")
+    stray = trivial.popen(["sleep", "60"], node="n4")
+    trivial.node_reboot("n4")
+    assert stray.wait(5) != 0
+    assert trivial.read("/mnt/nvme/kept", "n4") == "kept"
+    assert not trivial.host_path("/run/forestage/lost", "n4").exists()
+    assert trivial.run(["srun", "-w", "n4", "hostname"]).stdout == "n4\n"
+    trivial.wait_idle()
+
+
+def test_images_are_the_same_for_the_same_seed_and_of_the_wanted_size(trivial: Cluster) -> None:
+    one, same, other = (
+        make_image(trivial, f"/shared/alice/{name}.sqsh", mib=3, seed=seed)
+        for name, seed in (("one", 1), ("same", 1), ("other", 2))
+    )
+    assert sha256(one) == sha256(same) != sha256(other)
+    assert 3 * MIB < one.stat().st_size < 12 * MIB
+
+
+def test_two_clusters_at_once_do_not_meet(trivial: Cluster) -> None:
+    with Cluster.up(TRIVIAL) as second:
+        steps = [c.popen(["srun", "-N4", "touch", "/shared/alice/here"]) for c in (trivial, second)]
+        assert [step.wait(20) for step in steps] == [0, 0]
+        second.host_path("/shared/alice/here").unlink()
+        assert trivial.host_path("/shared/alice/here").exists()
+        second.wait_idle()
+    trivial.wait_idle()
+
+
+def net_namespace(cluster: Cluster) -> str:
+    """The login's, which all nodes are in as well."""
+    return os.readlink(f"/proc/{Leader(cluster.state / 'init.pid').pid}/ns/net")
+
+
+def processes_in(namespace: str) -> set[int]:
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "ns/net") == namespace:
+                found.add(int(process.name))
+    return found
+
+
+def test_down_leaves_nothing_on_the_host(machine: None) -> None:
+    with Cluster.up(TRIVIAL) as cluster:
+        make_image(cluster, IMAGE)
+        stray = "setsid -f sleep 61; exec sleep 61"
+        cluster.popen(["srun", "-N2", f"--container-image={IMAGE}", "sleep", "61"])
+        cluster.popen(["sh", "-c", stray], node="n1", user="root")
+        wait_until(lambda: len(cluster.pyxis_reports()) == 2, 10, lambda: "no change")
+        namespace = net_namespace(cluster)
+        disks = {file_identity(disk) for disk in cluster.state.glob("nodes/*/nvme.img")}
+        assert len(processes_in(namespace)) > 10
+        assert disks <= loop_files()
+    assert processes_in(namespace) == set()
+    assert not disks & loop_files()
+    assert str(cluster.state) not in Path("/proc/self/mountinfo").read_text()
+    assert not cluster.state.exists()
+    cluster.down()  # once more, with nothing to do
+
+
+def test_a_cluster_ends_with_its_owner_however_that_ends(machine: None) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from cluster import *\n"
+        "spec = ClusterSpec(nodes=1, prolog='/bin/true', epilog='/bin/true')\n"
+        "print(Cluster.up(spec).state, flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    cluster = Cluster(Path(owner.stdout.readline().strip()), ClusterSpec(nodes=1))
+    namespace = net_namespace(cluster)
+    owner.kill()
+    owner.communicate()
+    wait_until(lambda: not processes_in(namespace), 10, lambda: "no change")
+    cluster.down()
+
+
+def test_a_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None:
+    name = f"test-{os.getpid()}"
+    command = [str(Path(__file__).with_name("cluster"))]
+
+    def call(*words: str) -> str:
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        call("up", "--name", name, "--nodes=1", "--prolog=/bin/true", "--epilog=/bin/true")
+        assert call("exec", "--name", name, "--node=n1", "--", "whoami") == "alice\n"
+        assert "n1 idle" in call("status", "--name", name)
+    finally:
+        call("down", "--name", name)
+    assert not state_path(name).exists()
+
+
+def test_a_start_that_is_ended_by_sigterm_leaves_nothing(machine: None) -> None:
+    name = f"test-{os.getpid()}"
+    command = [str(Path(__file__).with_name("cluster")), "up", "--name", name]
+    starting = subprocess.Popen([*command, "--prolog=/bin/true", "--epilog=/bin/true"])
+    init = Leader(state_path(name) / "init.pid")
+    wait_until(lambda: init.alive, 10, lambda: "no cluster")
+    namespace = os.readlink(f"/proc/{init.pid}/ns/net")
+    starting.terminate()
+    assert starting.wait(20) == 130
+    assert processes_in(namespace) == set()
+    assert not state_path(name).exists()
+
+
+def test_a_failed_start_says_why_and_leaves_nothing(machine: None) -> None:
+    name = f"test-{os.getpid()}"
+    with pytest.raises(ClusterError, match="/no/prolog is not there"):
+        Cluster.up(ClusterSpec(prolog="/no/prolog"), name=name)
+    assert not state_path(name).exists()
