@@ -1,0 +1,294 @@
+"""The admin's view: `forestage status`, `ls`, `show`, `explain`, `path`, `evict`, `pin`, `config`.
+
+Each command gathers facts, makes a view of them and shows it. What a command needs is imported when
+it runs, so that `forestage --help` and completion stay quick.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import click
+
+from forestage import exits
+from forestage.exits import Exit
+
+if TYPE_CHECKING:
+    from forestage.clock import Clock
+    from forestage.entries import Item
+    from forestage.places import Places
+    from forestage.prolog import Node
+
+
+class World(NamedTuple):
+    """What the commands work on; tests pass places and a clock of their own as click's `obj`."""
+
+    places: "Places"
+    clock: "Clock"
+
+    @classmethod
+    def real(cls) -> "World":
+        from forestage.clock import Clock
+        from forestage.places import Places
+
+        return cls(Places(), Clock())
+
+    def node(self) -> "Node":
+        """Raises ConfigError."""
+        from forestage import settings
+        from forestage.prolog import Node
+
+        return Node.of(settings.load(self.places.etc).config, self.places, self.clock)
+
+
+class Commands(click.Group):
+    """The boundary: expected errors become a line on stderr and an exit status, no traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            # Here, where it is caught: at exit the interpreter would only complain.
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # What is still buffered is nobody's any more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(Exit.PIPE)
+        except KeyboardInterrupt:
+            ctx.exit(Exit.INTERRUPTED)
+        except exits.expected() as error:
+            _complain(ctx, error)
+
+
+def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
+    """Slurm's numeric id; `12_3` and `12.0` are other names, which only Slurm can translate."""
+    if not (value.isascii() and value.isdigit() and len(value) <= 10):
+        raise click.BadParameter(f"{value!r} is no job id: expected a number such as 4242")
+    return int(value)
+
+
+def _complain(ctx: click.Context, error: Exception) -> NoReturn:
+    from forestage.screen import harmless
+
+    for line in exits.lines(error, os.geteuid() == 0):
+        click.echo(f"forestage: {harmless(line)}", err=True)
+    ctx.exit(exits.of(error))
+
+
+def _table_of_exits() -> str:
+    rows = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
+    return f"\b\nExit status:\n{rows}"  # \b keeps click from filling the lines
+
+
+@click.group(
+    cls=Commands,
+    epilog=_table_of_exits(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="forestage")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Look after the container images that forestage keeps on this node.
+
+    KEY is an entry's key or its beginning, PATH the image's path as `forestage ls` prints it or a
+    link to it.
+    """
+    if ctx.obj is None:
+        ctx.obj = World.real()
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
+
+
+@main.command()
+@as_json
+@click.pass_context
+def status(ctx: click.Context, as_json: bool) -> None:
+    """The cache, its room, copies under way, leases.
+
+    Ends with status 5 where the cache is not mounted or must not be used.
+    """
+    from forestage import screen
+    from forestage import status as view
+
+    found = view.gather(ctx.obj.node())
+    screen.show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
+    if found.unusable:
+        ctx.exit(Exit.CACHE)
+
+
+@main.command()
+@as_json
+@click.pass_obj
+def ls(world: World, as_json: bool) -> None:
+    """List the entries, last used first."""
+    from forestage import entries, screen
+    from forestage import show as view
+
+    found = entries.gather(world.node())
+    screen.show(found.items, view.listing(found, world.clock.wall()), as_json)
+
+
+@main.command()
+@as_json
+@click.argument("word", metavar="KEY|PATH")
+@click.pass_obj
+def show(world: World, word: str, as_json: bool) -> None:
+    """All about an entry, and whether its source is unchanged.
+
+    A PATH may have several entries, of which the first is the newest.
+    """
+    from forestage import entries, screen, source
+    from forestage import show as view
+
+    node = world.node()
+    held = entries.gather(node)
+    user = source.invoking_user()
+    found = []
+    for item in entries.pick(held.items, word, source.resolved):
+        no_look = source.Source("not-checked", "the entry is damaged")
+        checked = source.of(node.cache, item.entry, user) if item.entry else no_look
+        found.append(view.everything(node.cache, item, held.leases, checked))
+    now = world.clock.wall()
+    blank = screen.Line("")
+    told = [piece for one in found for piece in (blank, *view.detailed(one, now))]
+    screen.show(found, told[1:], as_json)
+
+
+@main.command()
+@as_json
+@click.argument("job", callback=_job_id, metavar="JOBID")
+@click.pass_obj
+def explain(world: World, job: int, as_json: bool) -> None:
+    """What a job asked for, what was done, why, and how long it took.
+
+    Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
+    """
+    from forestage import events, screen
+    from forestage import explain as view
+    from forestage.errors import Failed
+    from forestage.lease import Leases
+
+    lease = None
+    problems: tuple[str, ...] = ()
+    try:
+        lease = Leases(world.places.leases).read(job)
+    except Failed as failed:
+        problems = (str(failed),)
+    found = view.story(job, events.read(world.places.events), lease, problems)
+    screen.show(found, view.pieces(found, world.clock.wall()), as_json)
+
+
+@main.command()
+@as_json
+@click.argument("image")
+@click.pass_obj
+def path(world: World, image: str, as_json: bool) -> None:
+    """Print the path of IMAGE's local copy.
+
+    Only if the copy is exactly what IMAGE is now; else it says why not and ends with status 1.
+    """
+    from forestage import entries, screen, source
+
+    node = world.node()
+    held = entries.gather(node)
+    wanted = source.look(node.cache, source.wanted(image), source.invoking_user())
+    copy = entries.copy_of(node.cache, held.items, wanted)
+    screen.show(copy, [screen.Line(copy.copy, whole=True)], as_json)
+
+
+@main.command()
+@as_json
+@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@click.option("--to-watermark", is_flag=True, help="As far as the Epilog would; the default.")
+@click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
+@click.option("-n", "--dry-run", is_flag=True, help="Only tell what would be evicted.")
+@click.pass_context
+def evict(
+    ctx: click.Context,
+    words: tuple[str, ...],
+    to_watermark: bool,
+    everything: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Evict entries: exactly those named, or down to the low watermark.
+
+    Leased and pinned entries stay. Ends with status 1 if one that was named stays.
+    """
+    from forestage import entries, evictions, screen
+
+    if bool(words) + to_watermark + everything > 1:
+        raise click.UsageError("KEY|PATH, --to-watermark and --all exclude each other")
+    node = ctx.obj.node()
+    held = entries.gather(node)
+    if words:
+        done = evictions.exactly(node, _picked(held.items, words), dry_run)
+    elif not entries.is_made(node):
+        done = evictions.Evictions(dry_run)
+    elif everything:
+        done = evictions.exactly(node, held.items, dry_run)
+    else:
+        done = evictions.to_watermark(node, dry_run)
+    screen.show(done, evictions.pieces(done), as_json)
+    if words and done.left_out:
+        ctx.exit(Exit.NOT_FOUND)
+
+
+@main.command()
+@as_json
+@words
+@click.pass_obj
+def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
+    """Keep entries from being evicted; of a PATH, its newest."""
+    from forestage import entries, pins, screen
+
+    node = world.node()
+    picked = _picked(entries.gather(node).items, words, newest=True)
+    done = [pins.pin(node.cache, item) for item in picked]
+    screen.show(done, pins.pieces(done), as_json)
+
+
+@main.command()
+@as_json
+@words
+@click.pass_obj
+def unpin(world: World, words: tuple[str, ...], as_json: bool) -> None:
+    """Let entries be evicted again; of a PATH, all of them."""
+    from forestage import entries, pins, screen
+
+    node = world.node()
+    done = [pins.unpin(node.cache, item) for item in _picked(entries.gather(node).items, words)]
+    screen.show(done, pins.pieces(done), as_json)
+
+
+def _picked(
+    items: "tuple[Item, ...]", words: tuple[str, ...], newest: bool = False
+) -> "list[Item]":
+    """The entries that all the words mean, each once. Raises NotFound before anything is done."""
+    from forestage import entries, source
+
+    found: dict[str, Item] = {}
+    for word in words:
+        picked = entries.pick(items, word, source.resolved)
+        found |= {item.key: item for item in (picked[:1] if newest else picked)}
+    return list(found.values())
+
+
+@main.command()
+@as_json
+@click.option("-p", "--partition", metavar="NAME", help="As it holds for this partition's jobs.")
+@click.pass_obj
+def config(world: World, partition: str | None, as_json: bool) -> None:
+    """Every setting, and which file says so."""
+    from forestage import screen, settings
+
+    rows = settings.load(world.places.etc).rows(partition)
+    columns = (
+        screen.Column("key"),
+        screen.Column("value", folds=True),
+        screen.Column("origin", folds=True),
+    )
+    document = [row._asdict() for row in rows]
+    screen.show(document, [screen.Table(columns, tuple(map(tuple, rows)))], as_json)

@@ -1,0 +1,210 @@
+"""What is in the cache, who uses it, and which entry is meant by a key or a path?"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from forestage import mounts
+from forestage.cache import Cache, Entry, Stored
+from forestage.errors import Failed
+from forestage.exits import NotFound
+from forestage.image import Image
+from forestage.lease import Lease, Leases
+from forestage.prolog import Node
+
+MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
+
+_PREFIX = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},32}}", re.ASCII | re.IGNORECASE)
+
+
+class Item(msgspec.Struct, frozen=True):
+    """An entry and who uses it. Bytes are on disk, times in seconds since the epoch.
+
+    `entry` is None where the entry is damaged: it is never served, only evicted.
+    """
+
+    key: str
+    path: str
+    bytes: int
+    used: float
+    jobs: tuple[int, ...]
+    pinned: bool
+    superseded: bool
+    entry: Entry | None
+
+    @property
+    def damaged(self) -> bool:
+        return self.entry is None
+
+    @property
+    def created(self) -> float:
+        return self.entry.created if self.entry else 0.0
+
+
+class Holdings(msgspec.Struct, frozen=True):
+    """Every entry and every lease of the node; `problems` tells of leases that cannot be read."""
+
+    items: tuple[Item, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Leased(msgspec.Struct, frozen=True):
+    """One image of a lease; `path` is "" where nobody knows it any more."""
+
+    key: str
+    path: str
+    redirected: bool
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A job that holds a lease, `since` in seconds since the epoch."""
+
+    job: int
+    user: str
+    since: float
+    images: tuple[Leased, ...]
+
+
+def is_made(node: Node) -> bool:
+    """Whether the cache is there yet; the first job with an image makes it.
+
+    Raises Failed where it must not be used, PermissionError for users who may not look.
+    """
+    cache = node.cache
+    try:
+        (cache.root / "format").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.path.lexists(cache.root):
+            _refuse_root_disk(node)
+            return False
+    cache.prepare(node.config.require_mount)
+    return True
+
+
+def _refuse_root_disk(node: Node) -> None:
+    under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
+    if node.config.require_mount and (under is None or under.point == "/"):
+        raise Failed(
+            "cache-not-mounted",
+            f"{node.cache.root} would lie on the root file system: its disk is not mounted",
+            "mount it, or set `require_mount: false`",
+        )
+
+
+def gather(node: Node) -> Holdings:
+    """Looks at the node; a cache that is not made yet is empty. Raises Failed, PermissionError."""
+    leases, problems = live(node.leases)
+    if not is_made(node):
+        return Holdings((), leases, problems)
+    return Holdings(items_of(node.cache.stored(), leases), leases, problems)
+
+
+def live(leases: Leases) -> tuple[tuple[Lease, ...], tuple[str, ...]]:
+    """The leases that can be read, by job, and a sentence for each that cannot."""
+    found: list[Lease] = []
+    problems: list[str] = []
+    try:
+        names = [file.name for file in leases.directory.iterdir()]
+    except FileNotFoundError:  # a fresh boot
+        names = []
+    for job in sorted(int(name[:-5]) for name in names if re.fullmatch(r"[0-9]+\.json", name)):
+        try:
+            lease = leases.read(job)
+        except Failed as failed:
+            problems.append(str(failed))
+        else:
+            found += [lease] if lease else []
+    return tuple(found), tuple(problems)
+
+
+def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, ...]:
+    """Pure: the entries, last used first."""
+    everything = list(stored)
+    jobs: dict[str, list[int]] = {}
+    for lease in leases:
+        for key in dict.fromkeys(use.key for use in lease.uses):
+            jobs.setdefault(key, []).append(lease.job)
+    old = superseded(everything)
+    items = [
+        Item(
+            key=one.key,
+            path=one.entry.identity.path if one.entry else "",
+            bytes=one.bytes,
+            used=one.used,
+            jobs=tuple(jobs.get(one.key, ())),
+            pinned=one.pinned,
+            superseded=one.key in old,
+            entry=one.entry,
+        )
+        for one in everything
+    ]
+    return tuple(sorted(items, key=lambda item: (-item.used, item.key)))
+
+
+def superseded(stored: Iterable[Stored]) -> frozenset[str]:
+    """Pure: the keys whose path has a newer entry, as evict.plan sees them."""
+    by_path: dict[str, list[tuple[float, str]]] = {}
+    for one in stored:
+        if one.entry is not None:
+            by_path.setdefault(one.entry.identity.path, []).append((one.entry.created, one.key))
+    return frozenset(key for found in by_path.values() for _, key in sorted(found)[:-1])
+
+
+def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tuple[Item, ...]:
+    """The entries that KEY|PATH means, newest first: one for a key, any number for a path.
+
+    Raises NotFound where there is none, or a key's beginning fits several.
+    """
+    items = tuple(items)
+    if exact := tuple(item for item in items if item.key == word):
+        return exact
+    if _PREFIX.fullmatch(word):
+        fitting = tuple(item for item in items if item.key.startswith(word.lower()))
+        if len(fitting) > 1:
+            keys = ", ".join(sorted(item.key for item in fitting))
+            raise NotFound(f"{word} is the beginning of several keys: {keys}", "write more of it")
+        if fitting:
+            return fitting
+    # Resolving walks the shared file system; the path as `ls` prints it needs none of that.
+    found = _at(items, os.path.abspath(word)) or _at(items, resolve(word))
+    if not found:
+        raise NotFound(f"no entry has the key or path {word}", "see `forestage ls`")
+    return found
+
+
+def _at(items: Iterable[Item], path: str) -> tuple[Item, ...]:
+    found = (item for item in items if item.entry and item.path == path)
+    return tuple(sorted(found, key=lambda item: item.created, reverse=True))
+
+
+def holder(lease: Lease, paths: Mapping[str, str]) -> Holder:
+    """Pure: a lease for people; `paths` is key -> path, as far as known."""
+    return Holder(
+        job=lease.job,
+        user=lease.user.name or str(lease.user.uid),
+        since=lease.since,
+        images=tuple(
+            Leased(use.key, use.path or paths.get(use.key, ""), bool(use.path))
+            for use in lease.uses
+        ),
+    )
+
+
+class LocalCopy(msgspec.Struct, frozen=True):
+    """The file that has an image's present bytes."""
+
+    image: str
+    key: str
+    copy: str
+
+
+def copy_of(cache: Cache, items: Iterable[Item], wanted: Image) -> LocalCopy:
+    """The local copy of exactly this image. Raises NotFound with what the cache has instead."""
+    if any(item.key == wanted.key for item in items) and cache.find(wanted):
+        return LocalCopy(wanted.path, wanted.key, str(cache.image(wanted.key)))
+    if any(item.path == wanted.path for item in items):
+        raise NotFound(f"the cache holds another version of {wanted.path}, not the present one")
+    raise NotFound(f"the cache does not hold {wanted.path}")

@@ -1,0 +1,159 @@
+"""How the command line speaks: tables for eyes, plain lines for pipes, one JSON document for tools.
+
+What is shown was written by users: paths, names, comments. Here, and only here, it is made harmless
+for a terminal; `rich` gets it as text, never as markup.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
+
+import msgspec
+
+from forestage import events
+from forestage.units import format_duration
+
+SHORT_KEY = 12  # hex digits
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+class Line(NamedTuple):
+    """A sentence, or a heading for what follows; `whole`: it is to be copied, so never folded."""
+
+    text: str
+    indent: int = 0
+    heading: bool = False
+    whole: bool = False
+
+
+class Facts(NamedTuple):
+    """Names and values, one a line."""
+
+    facts: tuple[tuple[str, str], ...]
+    indent: int = 0
+
+
+class Column(NamedTuple):
+    """`folds`: its long values go on in the next line, where the terminal is too narrow."""
+
+    name: str
+    right: bool = False
+    folds: bool = False
+
+
+class Table(NamedTuple):
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    indent: int = 0
+
+
+Piece: TypeAlias = Line | Facts | Table
+
+
+def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
+    """Prints the document as JSON, or else its pieces as stdout likes them."""
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+        sys.stdout.write("\n")
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        draw(pieces, Console(highlight=False, emoji=False, markup=False))
+    else:
+        write(pieces, sys.stdout)
+
+
+def write(pieces: Iterable[Piece], out: IO[str]) -> None:
+    """For pipes: one row a line, however long, and nothing but text."""
+    for piece in pieces:
+        for line in _plain(piece):
+            out.write(" " * piece.indent + line.rstrip() + "\n")
+
+
+def draw(pieces: Iterable[Piece], console: "Console") -> None:
+    """For a terminal: folded to its width; nothing is cut off."""
+    from rich.padding import Padding
+
+    for piece in pieces:
+        whole = isinstance(piece, Line) and piece.whole
+        body = _rich(piece)
+        if piece.indent:
+            body = Padding(body, (0, 0, 0, piece.indent), expand=False)
+        console.print(body, soft_wrap=whole)
+
+
+def harmless(text: str) -> str:
+    """Pure: a user's text without control characters, in full length."""
+    step = events.MAX_VALUE
+    return "".join(events.printable(text[at : at + step]) for at in range(0, len(text), step))
+
+
+def short(key: str) -> str:
+    """Pure: as much of a key as people see; enough for any node's cache."""
+    return key[:SHORT_KEY]
+
+
+def moment(when: float) -> str:
+    """Local time, for the eye; `when` in seconds since the epoch."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def age(seconds: float) -> str:
+    """Pure: a duration in its two largest units: "12s", "3h12m", "2d4h"."""
+    whole = max(0, round(seconds))
+    for above, unit in ((86400, 3600), (3600, 60)):
+        if whole >= above:
+            whole -= whole % unit
+    return format_duration(whole)
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """Pure: "1 entry", "2 entries"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _plain(piece: Piece) -> Iterator[str]:
+    if isinstance(piece, Line):
+        yield harmless(piece.text)
+    elif isinstance(piece, Facts):
+        width = max((len(name) for name, _ in piece.facts), default=0)
+        for name, value in piece.facts:
+            yield f"{harmless(name):<{width}}  {harmless(value)}"
+    else:
+        names = tuple(column.name.upper() for column in piece.columns)
+        rows = [names, *(tuple(map(harmless, row)) for row in piece.rows)]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        for row in rows:
+            yield "  ".join(
+                f"{cell:>{width}}" if column.right else f"{cell:<{width}}"
+                for cell, width, column in zip(row, widths, piece.columns, strict=True)
+            )
+
+
+def _rich(piece: Piece) -> "RenderableType":
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    if isinstance(piece, Line):
+        return Text(harmless(piece.text), style="bold" if piece.heading else "", overflow="fold")
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    if isinstance(piece, Facts):
+        grid.show_header = False
+        grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(overflow="fold")
+        for name, value in piece.facts:
+            grid.add_row(Text(harmless(name)), Text(harmless(value)))
+        return grid
+    for column in piece.columns:
+        grid.add_column(
+            column.name.upper(),
+            justify="right" if column.right else "left",
+            overflow="fold",
+            no_wrap=not column.folds,
+        )
+    for row in piece.rows:
+        grid.add_row(*(Text(harmless(cell)) for cell in row))
+    return grid

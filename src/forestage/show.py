@@ -1,0 +1,95 @@
+"""What do people want to know of an entry? The views behind `ls` and `show`; pure."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from forestage.cache import Cache
+from forestage.entries import Holder, Holdings, Item, holder
+from forestage.lease import Lease
+from forestage.screen import Column, Facts, Line, Piece, Table, age, count, moment, short
+from forestage.source import Source
+from forestage.units import format_size
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """All about one entry."""
+
+    item: Item
+    copy: str
+    leases: tuple[Holder, ...]
+    source: Source
+
+
+def state(item: Item) -> str:
+    """Pure: who or what keeps it, and what is wrong with it."""
+    words = [f"leased by {count(len(item.jobs), 'job')}"] if item.jobs else []
+    words += [word for word in ("pinned", "superseded", "damaged") if getattr(item, word)]
+    return ", ".join(words)
+
+
+def listing(holdings: Holdings, now: float) -> list[Piece]:
+    """Pure: what `ls` prints."""
+    if not holdings.items:
+        return [Line("The cache holds no entry."), *_problems(holdings)]
+    columns = (
+        Column("key"),
+        Column("size", right=True),
+        Column("used", right=True),
+        Column("state", folds=True),
+        Column("path", folds=True),
+    )
+    rows = tuple(
+        (short(i.key), format_size(i.bytes), age(now - i.used), state(i) or "-", i.path or "-")
+        for i in holdings.items
+    )
+    return [Table(columns, rows), *_problems(holdings)]
+
+
+def _problems(holdings: Holdings) -> list[Piece]:
+    return [Line(f"Problem: {problem}") for problem in holdings.problems]
+
+
+def everything(cache: Cache, item: Item, leases: Iterable[Lease], source: Source) -> Shown:
+    """Pure: one entry with all that belongs to it."""
+    paths = {item.key: item.path}
+    using = tuple(holder(lease, paths) for lease in leases if lease.job in item.jobs)
+    return Shown(item, str(cache.image(item.key)), using, source)
+
+
+def detailed(found: Shown, now: float) -> list[Piece]:
+    """Pure: what `show` prints for one entry."""
+    item = found.item
+    facts = [("key", item.key), ("state", state(item) or "free to be evicted")]
+    if item.entry is None:
+        facts.append(("path", "unknown: its record cannot be read, or is not of this image"))
+    else:
+        identity, access = item.entry.identity, item.entry.access
+        facts += [
+            ("path", identity.path),
+            ("size", f"{format_size(identity.size)} ({identity.size} bytes)"),
+            ("inode", str(identity.inode)),
+            ("written", moment(identity.mtime_ns / 1e9)),
+            ("access", f"uid {access.uid}, gid {access.gid}, mode {access.mode:04o}"),
+            ("ACL", "yes" if access.acl else "none"),
+            ("copied", f"{moment(item.created)} by {item.entry.engine}"),
+        ]
+    facts += [
+        ("last use", f"{moment(item.used)} ({age(now - item.used)} ago)"),
+        ("on disk", format_size(item.bytes)),
+        ("local copy", found.copy),
+        ("source", _told(found.source)),
+    ]
+    facts += [("lease", _lease(one, item.key, now)) for one in found.leases]
+    return [Facts(tuple(facts))]
+
+
+def _told(source: Source) -> str:
+    word = source.state.replace("-", " ")
+    return f"{word}: {source.detail}" if source.detail else word
+
+
+def _lease(one: Holder, key: str, now: float) -> str:
+    redirected = any(image.redirected for image in one.images if image.key == key)
+    word = "redirected" if redirected else "not redirected"
+    return f"job {one.job} of {one.user}, for {age(now - one.since)}, {word}"

@@ -1,0 +1,93 @@
+"""Is the source still what was copied? Looked at as the user who asks, under our own binds."""
+
+import os
+import pwd
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage import asuser, image, redirect
+from forestage.cache import Cache, Entry
+from forestage.errors import Declined
+from forestage.image import Image
+from forestage.job import Asked, User
+from forestage.units import format_size
+
+TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
+
+State = Literal["unchanged", "changed", "gone", "not-checked"]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """What the look found; `detail` is what differs, or why there was no look."""
+
+    state: State
+    detail: str = ""
+
+
+def invoking_user() -> User:
+    """Who runs this program."""
+    uid = os.getuid()
+    try:
+        return User(pwd.getpwuid(uid).pw_name, uid, os.getgid())
+    except KeyError:
+        return User("", uid, os.getgid())
+
+
+def wanted(path: str) -> str:
+    """The absolute path of what a user calls an image. Raises Declined for what is no path."""
+    return image.wanted_path(Asked(path, "option"), str(Path.cwd()))
+
+
+def resolved(path: str) -> str:
+    """The path without symbolic links. Raises asuser.TooSlow."""
+    found, _ = asuser.call(lambda: (os.path.realpath(path), []), str, TIMEOUT)
+    return found
+
+
+def look(cache: Cache, path: str, user: User) -> Image:
+    """The image that `path` leads to now. Raises Declined, asuser.TooSlow."""
+    hidden = [bind.mount for bind in redirect.binds(cache)]
+    try:
+        # Below `/`: what is in the cache may come from sources that are configured no more.
+        seen, fd = image.look(path, user, ("/",), hidden, TIMEOUT)
+    except OSError as error:
+        raise image.declined_by(error, path) from None
+    if fd is not None:
+        os.close(fd)
+    return image.judge(seen, None)
+
+
+def of(cache: Cache, entry: Entry, user: User) -> Source:
+    """Whether the entry's source has these bytes and access rights still."""
+    try:
+        now = look(cache, entry.identity.path, user)
+    except asuser.TooSlow:
+        return Source("not-checked", f"no answer within {TIMEOUT:.0f} s")
+    except Declined as declined:
+        return without_look(declined)
+    return compared(entry, now)
+
+
+def without_look(declined: Declined) -> Source:
+    """Pure: what is known where the look did not find an image."""
+    states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}
+    return Source(states.get(declined.reason, "not-checked"), str(declined))
+
+
+def compared(entry: Entry, now: Image) -> Source:
+    """Pure: the entry against the image that lies at its path now."""
+    if now.identity == entry.identity and now.access == entry.access:
+        return Source("unchanged")
+    was = entry.identity
+    differences = [
+        (now.path != was.path, f"the path leads to {now.path}"),
+        (now.identity.inode != was.inode, "it is another file"),
+        (now.size != was.size, f"its size is {format_size(now.size)}"),
+        (now.identity.mtime_ns != was.mtime_ns, "it was written to"),
+        (now.access != entry.access, "its owner, mode or ACL is another"),
+    ]
+    # A new ctime alone: renamed, linked, or its rights changed and changed back.
+    told = [text for differs, text in differences if differs] or ["its change time is another"]
+    return Source("changed", ", ".join(told))

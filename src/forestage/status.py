@@ -1,0 +1,238 @@
+"""How is this node? The cache, its room, copies under way, leases and redirects at one glance."""
+
+import contextlib
+import os
+from collections.abc import Iterable
+
+import msgspec
+
+from forestage import entries, evict, lock, mounts, redirect
+from forestage.cache import Cache
+from forestage.entries import Holder, Holdings, Item
+from forestage.errors import Failed
+from forestage.prolog import Node
+from forestage.screen import Column, Facts, Line, Piece, Table, age, count, short
+from forestage.units import format_size
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """The file system under the cache, in bytes."""
+
+    mounted_at: str
+    total: int
+    free: int
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A copy under way: bytes written and to be written; `since` in seconds since the epoch."""
+
+    key: str
+    written: int
+    size: int
+    since: float
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """How many entries there are, and how many of them are what."""
+
+    total: int = 0
+    leased: int = 0
+    pinned: int = 0
+    superseded: int = 0
+    damaged: int = 0
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The node as it is now. `unusable` says why the cache is not used.
+
+    Then, and where the cache is not made yet, `disk` and `room` are None.
+    """
+
+    cache: str
+    unusable: str
+    redirects: tuple[str, ...]
+    leases: tuple[Holder, ...]
+    problems: tuple[str, ...]
+    disk: Disk | None = None
+    room: evict.Room | None = None
+    entries: Counts = Counts()
+    copies: tuple[Copy, ...] = ()
+
+
+def gather(node: Node) -> Status:
+    """Looks at the node and changes nothing. Raises PermissionError for users who may not look."""
+    unusable = ""
+    try:
+        holdings = entries.gather(node)
+        made = entries.is_made(node)
+    except Failed as failed:
+        leases, problems = entries.live(node.leases)
+        holdings, made, unusable = Holdings((), leases, problems), False, str(failed)
+    paths = {item.key: item.path for item in holdings.items}
+    found = Status(
+        cache=str(node.cache.root),
+        unusable=unusable,
+        redirects=tuple(bind.path for bind in redirect.binds(node.cache)),
+        leases=tuple(entries.holder(lease, paths) for lease in holdings.leases),
+        problems=holdings.problems,
+    )
+    if not made:
+        return found
+    return msgspec.structs.replace(
+        found,
+        disk=_disk(node.cache),
+        room=evict.measure(node.cache, node.cache.stored(), node.config),
+        entries=counts(holdings.items),
+        copies=copies(node.cache),
+    )
+
+
+def counts(items: Iterable[Item]) -> Counts:
+    """Pure."""
+    found = list(items)
+    return Counts(
+        total=len(found),
+        leased=sum(1 for item in found if item.jobs),
+        pinned=sum(1 for item in found if item.pinned),
+        superseded=sum(1 for item in found if item.superseded),
+        damaged=sum(1 for item in found if item.damaged),
+    )
+
+
+def _disk(cache: Cache) -> Disk:
+    facts = os.statvfs(cache.root)
+    under = mounts.holder(mounts.current(), os.path.realpath(cache.root))
+    return Disk(
+        mounted_at=under.point if under else "?",
+        total=facts.f_blocks * facts.f_frsize,
+        free=facts.f_bavail * facts.f_frsize,
+    )
+
+
+def copies(cache: Cache) -> tuple[Copy, ...]:
+    """The parts that a live process works on: it holds their key's lock. Oldest first."""
+    found = []
+    for part in cache.parts.iterdir():
+        if _is_held(cache, part.name):
+            # Published, or given up, between the two looks.
+            with contextlib.suppress(FileNotFoundError):
+                found.append(progress(cache, part.name))
+    return tuple(sorted(found, key=lambda copy: (copy.since, copy.key)))
+
+
+def _is_held(cache: Cache, key: str) -> bool:
+    path = cache.key_lock(key)
+    if not path.exists():  # taking it would make it
+        return False
+    try:
+        with lock.held(path, 0):
+            return False
+    except lock.Busy:
+        return True
+
+
+def progress(cache: Cache, key: str) -> Copy:
+    """How far a copy is. Raises FileNotFoundError once its part is gone.
+
+    The part has its full size from the start, since its space is reserved; what was not written yet
+    reads as a hole (lseek(2), SEEK_HOLE).
+    """
+    since = cache.part_dir(key).stat().st_mtime
+    try:
+        fd = os.open(cache.part(key), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        cache.part_dir(key).stat()
+        return Copy(key, 0, 0, since)
+    try:
+        return Copy(key, _written(fd), os.fstat(fd).st_size, since)
+    finally:
+        os.close(fd)
+
+
+def _written(fd: int) -> int:
+    total = at = 0
+    # ENXIO: nothing but holes from here on.
+    with contextlib.suppress(OSError):
+        while True:
+            data = os.lseek(fd, at, os.SEEK_DATA)
+            at = os.lseek(fd, data, os.SEEK_HOLE)
+            total += at - data
+    return total
+
+
+def pieces(status: Status, now: float) -> list[Piece]:
+    """Pure: what `status` prints."""
+    return [
+        Facts(tuple(_facts(status))),
+        *(Line(f"Problem: {problem}") for problem in status.problems),
+        *_copies(status.copies, now),
+        *_leases(status.leases, now),
+    ]
+
+
+def _facts(status: Status) -> list[tuple[str, str]]:
+    facts = [("cache", status.cache)]
+    if status.unusable:
+        facts.append(("state", f"not in use: {status.unusable}"))
+    elif status.room is None:
+        facts.append(("state", "not made yet: the first job with an image makes it"))
+    if status.disk and status.room:
+        disk, room = status.disk, status.room
+        of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"
+        facts += [
+            ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
+            ("used", f"{format_size(room.used)} by the cache"),
+            ("max_size", f"{format_size(room.max_size)}, the most it may take"),
+            ("low_watermark", f"{format_size(room.low)}, where evicting at rest stops"),
+            ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
+            ("entries", _entries(status.entries)),
+        ]
+    return [*facts, ("redirects", str(len(status.redirects)))]
+
+
+def _entries(found: Counts) -> str:
+    numbers = msgspec.structs.asdict(found)
+    total = numbers.pop("total")
+    told = ", ".join(f"{number} {word}" for word, number in numbers.items() if number)
+    return f"{total} ({told})" if told else str(total)
+
+
+def _copies(under_way: tuple[Copy, ...], now: float) -> list[Piece]:
+    if not under_way:
+        return [Line("No copy is under way.")]
+    columns = (
+        Column("key"),
+        Column("written", right=True),
+        Column("of", right=True),
+        Column("age", right=True),
+    )
+    rows = tuple(
+        (short(c.key), format_size(c.written), format_size(c.size), age(now - c.since))
+        for c in under_way
+    )
+    told = "copy is under way" if len(rows) == 1 else "copies are under way"
+    return [Line(f"{len(rows)} {told}:", heading=True), Table(columns, rows, indent=2)]
+
+
+def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:
+    if not holders:
+        return [Line("No job holds a lease.")]
+    columns = (
+        Column("job", right=True),
+        Column("user"),
+        Column("age", right=True),
+        Column("redirected"),
+        Column("image", folds=True),
+    )
+    rows = tuple(row for one in holders for row in _images(one, now))
+    number = count(len(holders), "lease")
+    return [Line(f"{number}:", heading=True), Table(columns, rows, indent=2)]
+
+
+def _images(one: Holder, now: float) -> list[tuple[str, ...]]:
+    """One row for each image of the job."""
+    head = (str(one.job), one.user, age(now - one.since))
+    return [
+        (*head, "yes" if image.redirected else "no", image.path or image.key)
+        for image in one.images
+    ] or [(*head, "-", "-")]

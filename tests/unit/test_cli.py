@@ -1,0 +1,609 @@
+"""The command line against a real cache: what people see, what scripts get, how it ends."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from forestage import asuser, exits, lock, mounts, settings
+from forestage.cache import Entry
+from forestage.cli import World, main
+from forestage.clock import Clock
+from forestage.errors import ConfigError, Declined, Failed, ForestageError, JobError, Problem
+from forestage.events import Event, Outcome, append
+from forestage.exits import Exit, NotFound
+from forestage.image import Access, Identity
+from forestage.job import User
+from forestage.lease import Lease, Use
+from forestage.places import Places
+from forestage.prolog import Node
+
+MAN = Path(__file__).resolve().parents[2] / "packaging/man/forestage.1"
+NOW = 1_800_000_000.0
+COMMANDS = ("status", "ls", "show", "explain", "path", "evict", "pin", "unpin", "config")
+
+
+class Frozen(Clock):
+    def wall(self) -> float:
+        return NOW
+
+
+class Site:
+    """A node of its own below a temporary root: configuration, cache, leases, sources."""
+
+    def __init__(self, root: Path, config: str = "") -> None:
+        self.places = Places(root)
+        self.world = World(self.places, Frozen())
+        self.lustre = root / "lustre"
+        self.lustre.mkdir()
+        self.places.etc.mkdir(parents=True)
+        self.file = self.places.etc / "forestage.yaml"
+        self.configure(config)
+
+    def configure(self, text: str) -> None:
+        self.file.write_text(f"cache: /nvme/forestage\nrequire_mount: false\n{text}")
+        self.file.chmod(0o644)
+
+    @property
+    def node(self) -> Node:
+        return Node.of(settings.load(self.places.etc).config, self.places, self.world.clock)
+
+    def run(self, *args: str) -> Result:
+        done = CliRunner().invoke(main, [*args], obj=self.world)
+        if done.exception and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done
+
+    def json(self, *args: str, code: int = Exit.OK) -> Any:
+        done = self.run(*args, "--json")
+        assert done.exit_code == code, done.output
+        return json.loads(done.stdout)
+
+    def image(self, name: str, data: bytes = b"squashfs") -> Path:
+        path = self.lustre / name
+        path.write_bytes(data)
+        return path
+
+    def publish(self, path: Path, age: float = 60.0) -> str:
+        """Puts what `path` is now into the cache, last used `age` seconds ago; gives the key."""
+        cache = self.node.cache
+        cache.prepare(False)
+        facts = path.stat()
+        identity = Identity(
+            str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+        )
+        cache.part_dir(identity.key).mkdir()
+        shutil.copyfile(path, cache.part(identity.key))
+        access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
+        cache.publish(Entry(identity.key, identity, access, NOW - age, "rsync"))
+        cache.touch(identity.key, NOW - age)
+        return identity.key
+
+    def lease(self, job: int, *uses: Use) -> None:
+        user = User("alice", 1000, 1000)
+        self.node.leases.write(Lease(job, user, NOW - 90, str(self.node.cache.root), uses))
+
+    def keys(self) -> set[str]:
+        return {entry.name for entry in self.node.cache.entries.iterdir()}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def no_rights(site: Site) -> Iterator[None]:
+    """Who runs the commands may enter neither the cache nor the leases, as users of a node."""
+    site.publish(site.image("a.sqsh"))
+    site.lease(7)
+    # pytest's own directories are root's alone; on a node there is no such wall above /run.
+    above = [site.places.root, *site.places.root.parents]
+    walls = [d for d in above if d.stat().st_uid == os.geteuid() and not d.stat().st_mode & 0o001]
+    modes = {wall: wall.stat().st_mode for wall in walls}
+    modes |= dict.fromkeys((site.node.cache.root, site.places.run), 0o700)
+    for path in modes:
+        path.chmod(modes[path] | 0o011 if path in walls else 0o000)
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(was)
+    for path, mode in modes.items():
+        path.chmod(mode)
+
+
+# --- the command line itself
+
+
+def test_help_does_not_pay_for_what_it_does_not_need() -> None:
+    code = """
+import sys
+from click.testing import CliRunner
+from forestage.cli import main
+assert CliRunner().invoke(main, ["--help"]).exit_code == 0
+print([name for name in ("rich", "yaml", "filelock", "msgspec") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_manual_page_and_help_have_the_one_table_of_exit_statuses() -> None:
+    section = MAN.read_text().split(".SH EXIT STATUS")[1].split(".SH")[0]
+    listed = re.findall(r"\.TP\n\.B (\d+)\n(.+)\n", section)
+    assert listed == [(str(member.value), member.meaning) for member in Exit]
+    shown = CliRunner().invoke(main, ["--help"]).output
+    assert all(f"{member.value}  {member.meaning}" in shown for member in Exit)
+
+
+def test_manual_page_names_every_command_and_option() -> None:
+    text = MAN.read_text().replace("\\-", "-")
+    assert set(main.commands) == set(COMMANDS)
+    for name, command in main.commands.items():
+        assert re.search(rf"^(\.B |\\fB){name}\b", text, re.MULTILINE), name
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert all(re.search(rf"{option}\b", text) for option in parameter.opts), name
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (NotFound("x"), Exit.NOT_FOUND),
+        (Declined("missing", "x"), Exit.NOT_FOUND),
+        (JobError("x"), Exit.USAGE),
+        (ConfigError((Problem("f", "k", "w"),)), Exit.CONFIG),
+        (PermissionError(13, "Permission denied", "/x"), Exit.PERMISSION),
+        (Failed("cache-not-mounted", "x"), Exit.CACHE),
+        (Failed("lease-damaged", "x"), Exit.FAILED),
+        (OSError(5, "Input/output error", "/x"), Exit.FAILED),
+        (lock.Busy("x"), Exit.FAILED),
+        (asuser.TooSlow("x"), Exit.FAILED),
+    ],
+)
+def test_each_error_has_its_exit_status(error: Exception, expected: Exit) -> None:
+    assert isinstance(error, exits.expected())
+    assert exits.of(error) is expected
+
+
+def test_only_who_is_not_root_is_told_to_be_root() -> None:
+    denied = PermissionError(13, "Permission denied", "/x")
+    assert exits.lines(denied, is_root=False) == ["/x: Permission denied (run as root)"]
+    assert exits.lines(denied, is_root=True) == ["/x: Permission denied"]
+    assert exits.lines(ForestageError("what", "hint"), False) == ["what (hint)"]
+
+
+def test_a_reader_that_goes_away_is_met_quietly(site: Site, tmp_path: Path) -> None:
+    for number in range(3):
+        site.publish(site.image(f"{number}.sqsh"))
+    code = (
+        "import sys; from pathlib import Path; from forestage.cli import *;"
+        "from forestage.places import Places; from forestage.clock import Clock;"
+        f"main(['ls'], obj=World(Places(Path({str(tmp_path)!r})), Clock()))"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (Exit.PIPE, b"")
+
+
+def test_a_terminal_gets_every_character_of_a_long_path(site: Site, tmp_path: Path) -> None:
+    name = "x" * 150 + ".sqsh"
+    site.publish(site.image(name))
+    code = (
+        "from pathlib import Path; from forestage.cli import *;"
+        "from forestage.places import Places; from forestage.clock import Clock;"
+        f"main(['ls'], obj=World(Places(Path({str(tmp_path)!r})), Clock()))"
+    )
+    environ = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    controller, terminal = pty.openpty()
+    subprocess.run([sys.executable, "-c", code], stdout=terminal, check=True, env=environ)
+    os.close(terminal)
+    out = os.read(controller, 1 << 16).decode()
+    os.close(controller)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert max(map(len, lines)) <= 80
+    start = lines[0].index("PATH")
+    assert "".join(line[start:].strip() for line in lines[1:]).endswith(name)
+
+
+@pytest.mark.parametrize(
+    "args", [["show"], ["explain", "4_2"], ["explain", "0x4"], ["pin"], ["no"]]
+)
+def test_a_wrong_command_line_ends_with_2(site: Site, args: list[str]) -> None:
+    assert site.run(*args).exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("args", [["--all", "abcd"], ["--all", "--to-watermark"]])
+def test_evicting_two_things_at_once_is_refused(site: Site, args: list[str]) -> None:
+    assert site.run("evict", *args).exit_code == Exit.USAGE
+
+
+# --- a node that is not as it should be
+
+LOOKING = [["status"], ["ls"], ["show", "abcd"], ["path", "/x"], ["evict"], ["pin", "abcd"]]
+
+
+@pytest.mark.parametrize("args", [*LOOKING, ["config"]])
+def test_a_broken_configuration_is_told_in_full(site: Site, args: list[str]) -> None:
+    site.configure("deadline: soon\nengine: magic\n")
+    done = site.run(*args)
+    assert (done.exit_code, done.stdout) == (Exit.CONFIG, "")
+    lines = done.stderr.splitlines()
+    assert [line.split(": ")[:3] for line in lines] == [
+        ["forestage", str(site.file), "deadline"],
+        ["forestage", str(site.file), "engine"],
+    ]
+
+
+@pytest.mark.parametrize("args", LOOKING)
+def test_who_may_not_look_is_told_to_be_root(site: Site, no_rights: None, args: list[str]) -> None:
+    done = site.run(*args)
+    assert (done.exit_code, done.stdout) == (Exit.PERMISSION, "")
+    assert re.fullmatch(r"forestage: /.*: Permission denied \(run as root\)\n", done.stderr)
+
+
+@pytest.mark.parametrize("args", [["status"], ["ls"], ["evict"], ["evict", "--all"]])
+def test_a_cache_that_is_not_made_yet_is_empty_and_stays_unmade(
+    site: Site, args: list[str]
+) -> None:
+    assert site.run(*args).exit_code == Exit.OK
+    assert not site.node.cache.root.exists()
+
+
+@pytest.mark.parametrize("args", [["ls"], ["evict"], ["path", "/x"]])
+def test_a_disk_that_is_not_mounted_ends_with_its_own_status(
+    site: Site, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
+    monkeypatch.setattr(mounts, "current", lambda: [mounts.Mount(1, 0, "8:1", "/", "/")])
+    done = site.run(*args)
+    assert (done.exit_code, done.stdout) == (Exit.CACHE, "")
+    assert "its disk is not mounted" in done.stderr
+
+
+def test_status_tells_of_leases_though_the_disk_is_not_mounted(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.lease(7, Use("k" * 32, "/lustre/a.sqsh"))
+    site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
+    monkeypatch.setattr(mounts, "current", lambda: [mounts.Mount(1, 0, "8:1", "/", "/")])
+    done = site.run("status")
+    assert done.exit_code == Exit.CACHE
+    assert "not in use: " in done.stdout
+    assert "/lustre/a.sqsh" in done.stdout
+    found = site.json("status", code=Exit.CACHE)
+    assert (found["room"], found["leases"][0]["job"]) == (None, 7)
+
+
+def test_a_cache_of_another_format_is_left_alone(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh"))
+    (site.node.cache.root / "format").write_text("99\n")
+    assert site.run("evict", key).exit_code == Exit.CACHE
+    assert site.run("status").exit_code == Exit.CACHE
+    assert site.keys() == {key}
+
+
+def test_a_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh"))
+    site.lease(7, Use(key))
+    site.node.leases.file(8).write_text("{")
+    done = site.run("status")
+    assert done.exit_code == Exit.OK
+    assert "Problem: " in done.stdout
+    for args in (["--all"], [key], ["--to-watermark"], ["--all", "-n"], ["-n"]):
+        assert site.run("evict", *args).exit_code == Exit.FAILED
+    assert site.keys() == {key}
+
+
+# --- status and ls
+
+
+def test_status_counts_what_is_there(site: Site) -> None:
+    old = site.publish(site.image("a.sqsh"), age=500)
+    site.publish(site.image("a.sqsh", b"another version"), age=50)
+    used = site.publish(site.image("b.sqsh"))
+    site.lease(7, Use(used, str(site.lustre / "b.sqsh")), Use(old))
+    site.run("pin", used)
+    (site.node.cache.entries / ("f" * 32)).mkdir()
+    found = site.json("status")
+    assert isinstance(found, dict)
+    expected = {"total": 4, "leased": 2, "pinned": 1, "superseded": 1, "damaged": 1}
+    assert found["entries"] == expected
+    assert found["room"]["max_size"] > found["room"]["low"] > 0
+    assert found["disk"]["total"] >= found["disk"]["free"] > 0
+    images = {image["path"]: image["redirected"] for image in found["leases"][0]["images"]}
+    assert images == {str(site.lustre / "b.sqsh"): True, str(site.lustre / "a.sqsh"): False}
+    told = site.run("status").stdout
+    assert "4 (2 leased, 1 pinned, 1 superseded, 1 damaged)" in told
+
+
+def test_status_tells_a_copy_under_way_from_one_that_died(site: Site) -> None:
+    cache = site.node.cache
+    cache.prepare(False)
+    size, written = 8 << 20, 3 << 20
+    for key in ("a" * 32, "b" * 32):
+        cache.part_dir(key).mkdir()
+        with cache.part(key).open("wb") as part:
+            os.posix_fallocate(part.fileno(), 0, size)
+            part.write(b"x" * written)
+    with lock.held(cache.key_lock("a" * 32), 0):
+        found = site.json("status")
+    copies = found["copies"]
+    assert [(copy["key"], copy["size"]) for copy in copies] == [("a" * 32, size)]
+    assert written <= copies[0]["written"] <= size
+    assert not cache.key_lock("b" * 32).exists()
+    assert site.json("status")["copies"] == []
+
+
+def test_ls_has_the_last_used_first(site: Site) -> None:
+    for name, age in (("a", 50), ("b", 5), ("c", 500)):
+        site.publish(site.image(name), age)
+    assert [Path(item["path"]).name for item in site.json("ls")] == ["b", "a", "c"]
+    lines = site.run("ls").stdout.splitlines()
+    assert [line.split()[3] for line in lines[1:]] == ["5s", "50s", "8m20s"]
+
+
+def test_what_users_write_cannot_command_the_terminal(site: Site) -> None:
+    name = "\x1b]0;gotcha\x07[red]\n\u202ename"
+    site.publish(site.image(name))
+    told = site.run("ls").stdout
+    assert r"\x1b]0;gotcha\x07[red]\n\u202ename" in told
+    assert len(told.splitlines()) == 2
+    for args in (["ls", "--json"], ["show", f"{site.lustre}/{name}"], ["show", f"/no/{name}"]):
+        assert "\x1b" not in site.run(*args).output
+
+
+# --- which entry is meant
+
+
+def test_show_takes_a_key_its_beginning_a_path_and_a_link(site: Site) -> None:
+    path = site.image("a.sqsh")
+    key = site.publish(path)
+    link = site.lustre / "link"
+    link.symlink_to(path)
+    for word in (key, key[:4], key[:9].upper(), str(path), f"{site.lustre}/../lustre/a.sqsh", link):
+        found = site.json("show", str(word))
+        assert [one["item"]["key"] for one in found] == [key]
+
+
+def test_show_of_a_path_has_its_newest_version_first(site: Site) -> None:
+    old = site.publish(site.image("a.sqsh"), age=5)
+    new = site.publish(site.image("a.sqsh", b"another version"), age=3)
+    found = site.json("show", str(site.lustre / "a.sqsh"))
+    assert [one["item"]["key"] for one in found] == [new, old]
+    assert [one["source"]["state"] for one in found] == ["unchanged", "changed"]
+
+
+@pytest.mark.parametrize("word", ["abcd", "/nowhere", "0" * 32, "", "a" * 5000, "."])
+def test_what_is_not_here_ends_with_1(site: Site, word: str) -> None:
+    site.publish(site.image("a.sqsh"))
+    for command in ("show", "evict", "pin", "unpin"):
+        done = site.run(command, word)
+        assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, ""), command
+        assert "Traceback" not in done.stderr
+
+
+def test_one_wrong_word_among_several_does_nothing_at_all(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh"))
+    assert site.run("evict", key, "nothing").exit_code == Exit.NOT_FOUND
+    assert site.run("pin", key, "nothing").exit_code == Exit.NOT_FOUND
+    assert site.keys() == {key}
+    assert site.json("ls")[0]["pinned"] is False
+
+
+# --- show and path: is the source what the entry holds?
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda path: None, "source      unchanged"),
+        (lambda path: path.write_bytes(b"longer than before"), "changed: its size is 18 B"),
+        (lambda path: path.chmod(0o600), "changed: its owner, mode or ACL is another"),
+        (lambda path: path.unlink(), "source      gone: "),
+        (lambda path: (path.unlink(), path.mkdir()), "changed: .* is a directory"),
+    ],
+)
+def test_show_tells_what_became_of_the_source(
+    site: Site, change: Callable[[Path], None], expected: str
+) -> None:
+    path = site.image("a.sqsh")
+    key = site.publish(path)
+    change(path)
+    done = site.run("show", key)
+    assert done.exit_code == Exit.OK
+    assert re.search(expected, done.stdout)
+
+
+def test_show_of_a_damaged_entry_says_so(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh"))
+    (site.node.cache.entry_dir(key) / "entry.json").write_text("{")
+    done = site.run("show", key)
+    assert "damaged" in done.stdout
+    assert "not checked: the entry is damaged" in done.stdout
+
+
+def test_path_gives_the_copy_only_of_exactly_the_present_bytes(site: Site) -> None:
+    path = site.image("a.sqsh")
+    assert "does not hold" in site.run("path", str(path)).stderr
+    key = site.publish(path)
+    assert site.run("path", str(path)).stdout == f"{site.node.cache.image(key)}\n"
+    path.write_bytes(b"newer")
+    done = site.run("path", str(path))
+    assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")
+    assert "another version" in done.stderr
+
+
+@pytest.mark.parametrize("image", ["ubuntu:24.04", "/nowhere.sqsh", "/", "/dev/null", "docker://x"])
+def test_path_of_what_cannot_be_in_a_cache_says_why(site: Site, image: str) -> None:
+    done = site.run("path", image)
+    assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")
+    assert image in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="lays a bind")
+def test_source_is_looked_at_under_our_own_bind(site: Site) -> None:
+    path = site.image("a.sqsh")
+    key = site.publish(path)
+    child = os.fork()
+    if child == 0:
+        failed = True
+        try:
+            mounts.private_namespace()
+            with path.open("ab") as below:
+                mounts.mount(str(site.node.cache.image(key)), str(path), mounts.MS_BIND)
+                assert site.json("status")["redirects"] == [str(path)]
+                assert site.run("path", str(path)).exit_code == Exit.OK
+                below.write(b"changed below the bind")
+            assert site.run("path", str(path)).exit_code == Exit.NOT_FOUND
+            failed = False
+        finally:
+            os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# --- evict, pin, unpin
+
+
+def test_evict_takes_what_was_named_but_nothing_in_use(site: Site) -> None:
+    keys = {name: site.publish(site.image(name)) for name in "abcd"}
+    site.lease(7, Use(keys["a"]))
+    site.lease(8, Use(keys["a"]))
+    site.run("pin", keys["b"])
+    done = site.run("evict", keys["a"], keys["b"], str(site.lustre / "c"))
+    assert done.exit_code == Exit.NOT_FOUND
+    assert "stays: leased by jobs 7, 8" in done.stdout
+    assert "stays: pinned" in done.stdout
+    assert "1 entry evicted, " in done.stdout
+    assert site.keys() == {keys["a"], keys["b"], keys["d"]}
+    assert site.run("evict", keys["d"]).exit_code == Exit.OK
+
+
+def test_evict_all_leaves_what_is_in_use_and_is_content(site: Site) -> None:
+    keys = {name: site.publish(site.image(name)) for name in "abc"}
+    site.lease(7, Use(keys["a"]))
+    assert site.run("evict", "--all").exit_code == Exit.OK
+    assert site.keys() == {keys["a"]}
+    assert list(site.node.cache.evicted.iterdir()) == []
+
+
+def test_evict_of_a_path_takes_all_its_versions(site: Site) -> None:
+    site.publish(site.image("a.sqsh"))
+    site.publish(site.image("a.sqsh", b"another version"))
+    assert site.run("evict", str(site.lustre / "a.sqsh")).exit_code == Exit.OK
+    assert site.keys() == set()
+
+
+@pytest.mark.parametrize("args", [[], ["--to-watermark"]])
+def test_evict_stops_at_the_low_watermark(site: Site, args: list[str]) -> None:
+    old, new = (
+        site.publish(site.image(name, b"x" * (1 << 20)), age)
+        for name, age in (("old", 500), ("new", 5))
+    )
+    assert site.run("evict", *args).exit_code == Exit.OK
+    assert site.keys() == {old, new}
+    site.configure("max_size: 2M\nlow_watermark: 80%\n")
+    found = site.json("evict", *args, "--dry-run")
+    assert [one["key"] for one in found["verdicts"]] == [old]
+    assert site.keys() == {old, new}
+    done = site.run("evict", *args)
+    assert "Still, " not in done.stdout
+    assert site.keys() == {new}
+
+
+def test_evict_says_when_leases_keep_it_above_the_watermark(site: Site) -> None:
+    key = site.publish(site.image("a", b"x" * (1 << 20)))
+    site.lease(7, Use(key))
+    site.configure("max_size: 512K\n")
+    done = site.run("evict")
+    assert done.exit_code == Exit.OK
+    assert "Still, the cache takes" in done.stdout
+
+
+def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
+    keys = [site.publish(site.image(name)) for name in "abc"]
+    site.lease(7, Use(keys[0]))
+    promised = site.json("evict", "-n", *keys, code=Exit.NOT_FOUND)
+    assert site.keys() == set(keys)
+    done = site.json("evict", *keys, code=Exit.NOT_FOUND)
+    assert done == {**promised, "dry_run": False}
+    assert site.keys() == {keys[0]}
+
+
+def test_a_pin_keeps_and_an_unpin_lets_go(site: Site) -> None:
+    key = site.publish(site.image("a"))
+    assert "pinned" in site.run("pin", key).stdout
+    assert "was pinned already" in site.run("pin", key).stdout
+    assert site.json("evict", "--all")["verdicts"][0]["why_not"] == "pinned"
+    assert site.keys() == {key}
+    assert site.run("unpin", str(site.lustre / "a")).exit_code == Exit.OK
+    assert "was not pinned" in site.run("unpin", key).stdout
+    site.run("evict", "--all")
+    assert site.keys() == set()
+
+
+def test_pin_of_a_path_means_its_newest_and_unpin_all(site: Site) -> None:
+    path = str(site.lustre / "a")
+    old = site.publish(site.image("a"), age=50)
+    new = site.publish(site.image("a", b"another version"), age=5)
+    assert [one["key"] for one in site.json("pin", path)] == [new]
+    site.run("pin", old)
+    found = site.json("unpin", path)
+    assert [(one["key"], one["changed"]) for one in found] == [
+        (new, True),
+        (old, True),
+    ]
+
+
+def test_a_damaged_entry_is_not_pinned_for_ever(site: Site) -> None:
+    key = site.publish(site.image("a"))
+    (site.node.cache.entry_dir(key) / "entry.json").unlink()
+    assert site.run("pin", key).exit_code == Exit.NOT_FOUND
+
+
+# --- explain, config
+
+
+def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
+    site.configure("nonsense: true\n")
+    told = Outcome("declined", "/x.sqsh", "option", reason="missing", detail="/x.sqsh is missing")
+    append(site.places.events, [Event(NOW, "prolog", 7, told, "alice", 1000, "n1", "gpu", 0.1)])
+    done = site.run("explain", "7")
+    assert done.exit_code == Exit.OK
+    assert "declined (missing)" in done.stdout
+    assert site.json("explain", "7")["runs"][0]["hook"] == "prolog"
+
+
+def test_explain_of_an_unknown_job_says_what_that_may_mean(site: Site) -> None:
+    done = site.run("explain", "7")
+    assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")
+    assert "asked for no image, ran elsewhere, never reached this node" in done.stderr
+
+
+def test_explain_of_a_job_with_a_damaged_lease_tells_the_rest(site: Site) -> None:
+    site.lease(7)
+    site.node.leases.file(7).write_text("{")
+    done = site.run("explain", "7")
+    assert done.exit_code == Exit.OK
+    assert "Problem: " in done.stdout
+
+
+def test_config_tells_values_and_origins(site: Site) -> None:
+    site.configure("partitions:\n  gpu:\n    deadline: 2m\n")
+    rows = {row["key"]: row for row in site.json("config")}
+    assert rows["cache"] == {"key": "cache", "value": "/nvme/forestage", "origin": str(site.file)}
+    assert (rows["deadline"]["value"], rows["deadline"]["origin"]) == ("15s", "default")
+    told = site.run("config", "--partition", "gpu").stdout
+    assert re.search(rf"^deadline +2m +{site.file}$", told, re.MULTILINE)

@@ -1,0 +1,114 @@
+"""Which entry is meant, and what is said of it: never another one than the user named."""
+
+from collections.abc import Callable
+
+import pytest
+
+from forestage.cache import Entry, Stored
+from forestage.entries import Item, items_of, pick, superseded
+from forestage.evict import Goal, Room, plan
+from forestage.exits import NotFound
+from forestage.image import Access, Identity, Image
+from forestage.job import User
+from forestage.lease import Lease, Use
+from forestage.source import compared
+
+EMPTY = Room(free=0, used=1 << 40, max_size=1 << 40, min_free=0, low=0)
+
+
+def stored(key: str, path: str = "/a", created: float = 1.0, used: float = 1.0) -> Stored:
+    entry = Entry(key, Identity(path, 1, 2, 3, 4), Access(0, 0, 0o644), created, "rsync")
+    return Stored(key, 4096, used, False, entry)
+
+
+def items(*found: Stored) -> tuple[Item, ...]:
+    return items_of(found, [])
+
+
+def nowhere(path: str) -> str:
+    return "/nowhere"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [stored("k1", created=1, used=9), stored("k2", created=2, used=1)],
+        [stored("k1", created=2, used=9), stored("k2", created=2, used=8)],
+        [stored("k1", "/a"), stored("k2", "/b", used=0)],
+        [stored(f"k{n}", created=n % 3, used=-n) for n in range(6)],
+    ],
+)
+def test_superseded_is_what_evict_takes_for_superseded(found: list[Stored]) -> None:
+    # Used just now, only a superseded entry is evicted before one that was never used.
+    old = superseded(found)
+    fresh = [Stored(s.key, s.bytes, 100.0, s.pinned, s.entry) for s in found]
+    unused = stored("unused", "/other", used=0.0)
+    order = plan([*fresh, unused], frozenset(), EMPTY, Goal(free=1 << 60, used=0)).victims
+    assert set(order[: order.index("unused")]) == old
+
+
+def test_a_beginning_that_fits_several_keys_is_refused_with_all_of_them() -> None:
+    both = items(stored("abcd1" + "0" * 27), stored("abcd2" + "0" * 27))
+    with pytest.raises(NotFound, match=r"abcd10.*abcd20"):
+        pick(both, "abcd", nowhere)
+    assert [item.key[:5] for item in pick(both, "abcd2", nowhere)] == ["abcd2"]
+
+
+def test_too_short_a_beginning_names_nothing() -> None:
+    with pytest.raises(NotFound):
+        pick(items(stored("abcd" + "0" * 28)), "abc", nowhere)
+
+
+def test_a_whole_key_is_meant_even_if_others_begin_with_it() -> None:
+    both = items(stored("abcd"), stored("abcd" + "0" * 28))
+    assert [item.key for item in pick(both, "abcd", nowhere)] == ["abcd"]
+
+
+def test_a_path_that_is_listed_is_found_without_the_shared_file_system() -> None:
+    def hangs(path: str) -> str:
+        raise AssertionError("resolved")
+
+    assert pick(items(stored("k1", "/lustre/a")), "/lustre/a", hangs)[0].key == "k1"
+
+
+def test_a_damaged_entry_is_not_found_by_an_empty_path() -> None:
+    damaged = Stored("k1", 4096, 1.0, False, None)
+    with pytest.raises(NotFound):
+        pick(items(damaged), "/x", lambda path: "")
+
+
+def test_a_job_is_counted_once_for_an_entry() -> None:
+    user = User("alice", 1000, 1000)
+    lease = Lease(7, user, 0.0, "/nvme", (Use("k1"), Use("k1", "/a"), Use("k1", "/b")))
+    assert items_of([stored("k1")], [lease])[0].jobs == (7,)
+
+
+IMAGE = Image(Identity("/a", 1, 2, 3, 4), Access(0, 0, 0o644))
+ENTRY = Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "rsync")
+
+
+def identity(**changes: object) -> Callable[[], Image]:
+    facts = {"path": "/a", "inode": 1, "size": 2, "mtime_ns": 3, "ctime_ns": 4, **changes}
+    return lambda: Image(Identity(**facts), IMAGE.access)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (identity(path="/b"), "leads to /b"),
+        (identity(inode=9), "another file"),
+        (identity(size=9), "size is 9 B"),
+        (identity(mtime_ns=9), "written to"),
+        (identity(ctime_ns=9), "change time"),
+        (lambda: Image(IMAGE.identity, Access(0, 0, 0o600)), "owner, mode or ACL"),
+        (lambda: Image(IMAGE.identity, Access(0, 0, 0o644, b"acl")), "owner, mode or ACL"),
+    ],
+)
+def test_no_difference_passes_for_unchanged(now: Callable[[], Image], expected: str) -> None:
+    found = compared(ENTRY, now())
+    assert found.state == "changed"
+    assert expected in found.detail
+
+
+def test_the_same_image_is_unchanged() -> None:
+    assert compared(ENTRY, IMAGE).state == "unchanged"

@@ -1,0 +1,138 @@
+"""What a job is told afterwards: every outcome in plain words, no run mixed up with another."""
+
+import errno
+import io
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from forestage import explain, image
+from forestage.entries import Holder, Leased
+from forestage.events import Event, Outcome, Result
+from forestage.exits import NotFound
+from forestage.explain import REASONS, pieces, sentences, story
+from forestage.job import User
+from forestage.lease import Lease, Use
+from forestage.screen import Line, write
+
+SOURCE = Path(explain.__file__).parent
+NOW = 1_800_000_000.0
+KEY = "0123456789abcdef" * 2
+
+
+def event(outcome: Outcome, **changes: Any) -> Event:
+    facts: dict[str, Any] = {"time": NOW, "hook": "prolog", "job": 7, "user": "alice", "node": "n1"}
+    return Event(outcome=outcome, **{**facts, **changes})
+
+
+def hit(**changes: Any) -> Outcome:
+    facts: dict[str, Any] = {"asked": "/a.sqsh", "via": "option", "image": "/a.sqsh", "key": KEY}
+    return Outcome("hit", **{**facts, "redirect": "laid", "wait": 0.01, **changes})
+
+
+def told(*events: Event, lease: Lease | None = None) -> str:
+    out = io.StringIO()
+    write(pieces(story(7, events, lease), NOW), out)
+    return out.getvalue()
+
+
+def test_every_reason_that_the_code_can_give_has_its_words() -> None:
+    found = {image.declined_by(OSError(n, ""), "/x").reason for n in errno.errorcode}
+    for file in SOURCE.glob("*.py"):
+        text = file.read_text()
+        found |= set(re.findall(r'(?:Declined|Failed)\(\s*"([a-z-]+)"', text))
+        found |= set(re.findall(r'reason(?:, detail)? ?= ?"([a-z-]+)"', text))
+    assert found - set(REASONS) == set()
+    assert set(REASONS) - found == set(), "reasons that nothing gives any more"
+
+
+@pytest.mark.parametrize("result", get_args(Result))
+@pytest.mark.parametrize("hook", ["prolog", "epilog"])
+def test_every_result_has_its_words(result: Result, hook: str) -> None:
+    outcome = Outcome(result, asked="/a", image="/a", key=KEY, reason="io", redirect="none")
+    text = " ".join(sentences(event(outcome, hook=hook), {}))
+    assert result in text or result == "released"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (hit(), "hit: the cache had it"),
+        (hit(redirect="laid"), "the path showed the local copy"),
+        (hit(redirect="kept"), "already, for another job"),
+        (hit(redirect="none"), "the job read the original path"),
+        (Outcome("joined", wait=3.0), "another copy of it was under way; waited 3s"),
+        (Outcome("copied", bytes=300 << 20, wait=1.2), r"copied 300 MiB in 1.2s \(250 MiB/s\)"),
+        (
+            Outcome("declined", reason="no-permission", detail="/a is not readable"),
+            r"declined \(no-permission\): The job's user.* /a is not readable .*original path",
+        ),
+        (Outcome("failed", reason="cache-not-mounted"), "on_error: drain"),
+        (Outcome("declined", reason="bad-hint", detail="unknown hint"), "as if the hint were not"),
+        (Outcome("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
+    ],
+)
+def test_an_outcome_in_plain_words(outcome: Outcome, expected: str) -> None:
+    assert re.search(expected, " ".join(sentences(event(outcome), {})))
+
+
+def test_a_requeued_job_has_each_of_its_runs() -> None:
+    events = [
+        event(hit(), time=NOW - 90, total=0.1),
+        event(hit(asked="/b.sqsh"), time=NOW - 89.999, total=0.1),
+        event(Outcome("released", released=1), time=NOW - 60, hook="epilog", total=0.2),
+        event(hit(), time=NOW - 30, total=0.3),
+        event(hit(), time=NOW - 30, total=0.4, job=8),
+    ]
+    runs = story(7, events, None).runs
+    assert [(run.hook, len(run.told)) for run in runs] == [
+        ("prolog", 2),
+        ("epilog", 1),
+        ("prolog", 1),
+    ]
+
+
+def test_what_went_in_the_epilog_is_named_by_path_where_the_log_knows_it() -> None:
+    text = told(
+        event(hit(image="/old.sqsh"), job=3),
+        event(Outcome("released", released=2, evicted=(KEY, "f" * 32)), hook="epilog"),
+    )
+    assert "took off 2 redirects" in text
+    assert "evicted 0123456789ab: /old.sqsh\n" in text
+    assert "evicted ffffffffffff\n" in text
+
+
+def test_problems_of_hints_are_told_once_for_a_run() -> None:
+    wrong = ("unknown hint stage-wat=",)
+    events = [event(hit(), problems=wrong) for _ in range(3)]
+    events.append(event(Outcome("released"), hook="epilog", problems=wrong))
+    assert told(*events).count("unknown hint") == 1
+
+
+def test_a_running_job_is_told_what_it_holds() -> None:
+    lease = Lease(7, User("", 1000, 1000), NOW - 60, "/nvme", (Use(KEY), Use("f" * 32, "/b.sqsh")))
+    text = told(event(hit()), lease=lease)
+    assert re.search(r"0123456789ab +/a.sqsh \(not redirected\)", text)
+    assert re.search(r"ffffffffffff +/b.sqsh \(redirected\)", text)
+    assert story(7, [], lease).lease == Holder(
+        7, "1000", NOW - 60, (Leased(KEY, "", False), Leased("f" * 32, "/b.sqsh", True))
+    )
+
+
+def test_a_lease_lost_without_an_epilog_is_noticed() -> None:
+    assert "no Epilog is recorded" in told(event(hit()))
+    declined = Outcome("declined", asked="/a", reason="missing")
+    assert "no Epilog is recorded" not in told(event(declined))
+    released = event(Outcome("released"), hook="epilog", total=1)
+    assert "no Epilog is recorded" not in told(event(hit()), released)
+
+
+def test_nothing_at_all_is_not_a_story() -> None:
+    with pytest.raises(NotFound, match="nothing is recorded about job 7"):
+        story(7, [event(hit(), job=8)], None)
+
+
+def test_a_damaged_lease_is_a_story() -> None:
+    assert Line("Problem: damaged") in pieces(story(7, [], None, ("damaged",)), NOW)

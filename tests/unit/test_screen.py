@@ -1,0 +1,106 @@
+"""What reaches a terminal or a pipe: everything that was to be said, and nothing that commands."""
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from forestage.screen import (
+    Column,
+    Facts,
+    Line,
+    Piece,
+    Table,
+    age,
+    count,
+    draw,
+    harmless,
+    write,
+)
+
+PATH = "/lustre/" + "/".join(f"directory-{number}" for number in range(20)) + "/image.sqsh"
+KEY = "0123456789ab"
+
+
+def drawn(piece: Piece, width: int) -> list[str]:
+    out = io.StringIO()
+    draw([piece], Console(file=out, width=width, highlight=False, emoji=False, markup=False))
+    return out.getvalue().splitlines()
+
+
+def written(piece: Piece) -> list[str]:
+    out = io.StringIO()
+    write([piece], out)
+    return out.getvalue().splitlines()
+
+
+def a_table(path: str) -> Table:
+    columns = (Column("key"), Column("size", right=True), Column("path", folds=True))
+    return Table(columns, ((KEY, "23 GiB", path),))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(
+    "piece", [a_table(PATH), Facts((("path", PATH),)), Line(PATH), Line(PATH, indent=2)]
+)
+def test_a_long_path_is_folded_and_whole(piece: Piece, width: int) -> None:
+    lines = drawn(piece, width)
+    assert max(map(len, lines)) <= width
+    assert len(lines) > 1
+    assert PATH in re.sub(r"\s", "", "".join(lines))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_keys_and_sizes_are_never_folded(width: int) -> None:
+    assert drawn(a_table(PATH), width)[1].startswith(f"{KEY}  23 GiB  /lustre")
+
+
+def test_what_is_to_be_copied_stays_on_one_line() -> None:
+    assert drawn(Line(PATH, whole=True), 80) == [PATH]
+
+
+def test_an_empty_line_is_a_line() -> None:
+    assert (drawn(Line(""), 80), written(Line(""))) == ([""], [""])
+
+
+def test_a_pipe_gets_one_line_for_a_row() -> None:
+    assert written(a_table(PATH)) == ["KEY             SIZE  PATH", f"{KEY}  23 GiB  {PATH}"]
+
+
+@pytest.mark.parametrize("text", ["[bold]x[/bold]", ":smile:", "[/]", "[link=http://x]x[/link]"])
+def test_markup_in_data_is_data(text: str) -> None:
+    for piece in (Line(text), Facts(((text, text),)), a_table(text)):
+        assert text in "".join(drawn(piece, 80))
+
+
+@given(st.text(max_size=3000))
+def test_harmless_text_is_printable_and_keeps_what_was(text: str) -> None:
+    shown = harmless(text)
+    assert shown.isprintable()
+    assert len(shown) >= len(text)
+    assert harmless(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (-5, "0s"),
+        (0.4, "0s"),
+        (59.4, "59s"),
+        (59.96, "1m"),
+        (61, "1m1s"),
+        (3599.9, "1h"),
+        (11555, "3h12m"),
+        (187_201, "2d4h"),
+    ],
+)
+def test_age_has_its_two_largest_units(seconds: float, expected: str) -> None:
+    assert age(seconds) == expected
+
+
+def test_counting_in_words() -> None:
+    assert [count(n, "job") for n in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
+    assert count(2, "entry", "entries") == "2 entries"
