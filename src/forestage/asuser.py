@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from forestage import child
 from forestage.errors import Failed
 from forestage.job import User
 
@@ -59,14 +60,14 @@ def call(
     """
     ours, theirs = socket.socketpair()
     with ours:
-        child = os.fork()
-        if child == 0:
+        pid = os.fork()
+        if pid == 0:
             _answer(work, theirs, keep)
         theirs.close()
         try:
             data, fds = _receive(ours, timeout)
         finally:
-            _reap(child)
+            _reap(pid)
     if not data:
         raise Failed("helper", "the process that looks at the image died without an answer")
     got = msgspec.json.decode(data, type=_Answer)
@@ -78,7 +79,7 @@ def call(
 def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int, ...]) -> NoReturn:
     """The child's whole life. It must never return into the hook's code above it."""
     try:
-        _let_go({theirs.fileno(), *keep})
+        child.let_go({theirs.fileno(), *keep})
         fds: list[int] = []
         try:
             value, fds = work()
@@ -89,22 +90,6 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
     finally:
         # Whatever went wrong: no answer tells the parent, and a traceback has nowhere to go.
         os._exit(0)
-
-
-def _let_go(keep: set[int]) -> None:
-    """Drops what the child would hold for ever if its file system never answers.
-
-    That is the hook's stdout and stderr (slurmd waits until all who hold them are gone) and every
-    lock (flock(2) belongs to the open file, so a copy of the descriptor keeps it).
-    """
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    low = 3
-    for fd in sorted(keep):
-        os.closerange(low, fd)
-        low = fd + 1
-    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
 def _receive(ours: socket.socket, timeout: float) -> tuple[bytes, list[int]]:
@@ -118,11 +103,11 @@ def _receive(ours: socket.socket, timeout: float) -> tuple[bytes, list[int]]:
     return data, list(fds)
 
 
-def _reap(child: int) -> None:
+def _reap(pid: int) -> None:
     """Kills without waiting: a child in an uninterruptible read dies when its file system wakes."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     for _ in range(20):
-        if os.waitpid(child, os.WNOHANG)[0]:
+        if os.waitpid(pid, os.WNOHANG)[0]:
             return
         time.sleep(0.0005)

@@ -1,9 +1,9 @@
 """Is it here? The layout on the node's disk, look-up, and publishing a finished copy.
 
     <root>/CACHEDIR.TAG  format
-    <root>/entries/<key>/{image, entry.json, used, pinned}   used: its mtime is the last use
-    <root>/parts/<key>/image                                 a copy under way
-    <root>/evicted/<key>.<n>                                 retired, soon deleted
+    <root>/entries/<key>/{image, map, entry.json, used, pinned}  used: its mtime is the last use
+    <root>/parts/<key>/{image, map, owner.json}                  a copy under way, see part.py
+    <root>/evicted/<key>.<n>                                     retired, soon deleted
     <root>/locks/{<key>.lock, space.lock}
 
 A published entry is read without a lock: it appears by one rename and leaves by one.
@@ -19,6 +19,7 @@ import msgspec
 from forestage import atomic, mounts
 from forestage.errors import Failed
 from forestage.image import Access, Identity, Image
+from forestage.part import Part
 
 FORMAT = "1\n"
 
@@ -30,13 +31,18 @@ _CACHEDIR_TAG = (
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """entry.json: what was copied, how, and when (seconds since the epoch)."""
+    """entry.json: what was copied, how, and when (seconds since the epoch).
+
+    `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
+    """
 
     key: str
     identity: Identity
     access: Access
     created: float
     engine: str
+    chunk: int = 0
+    digest: str = ""
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -75,8 +81,8 @@ class Cache:
     def part_dir(self, key: str) -> Path:
         return self.parts / key
 
-    def part(self, key: str) -> Path:
-        return self.parts / key / "image"
+    def part(self, key: str) -> Part:
+        return Part(self.parts / key)
 
     def prepare(self, require_mount: bool) -> None:
         """Makes the layout, or finds it made. Raises Failed where it must not be used."""
@@ -153,7 +159,8 @@ class Cache:
         part = self.part_dir(entry.key)
         atomic.write(part / "entry.json", msgspec.json.encode(entry))
         atomic.write(part / "used", b"")
-        fd = os.open(self.part(entry.key), os.O_RDONLY | os.O_CLOEXEC)
+        (part / "owner.json").unlink(missing_ok=True)
+        fd = os.open(part / "image", os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:

@@ -16,8 +16,8 @@ from forestage.exits import Exit
 if TYPE_CHECKING:
     from forestage.clock import Clock
     from forestage.entries import Item
+    from forestage.node import Node
     from forestage.places import Places
-    from forestage.prolog import Node
 
 
 class World(NamedTuple):
@@ -36,7 +36,7 @@ class World(NamedTuple):
     def node(self) -> "Node":
         """Raises ConfigError."""
         from forestage import settings
-        from forestage.prolog import Node
+        from forestage.node import Node
 
         return Node.of(settings.load(self.places.etc).config, self.places, self.clock)
 

@@ -24,8 +24,13 @@ from forestage.units import (
 PER_PARTITION = True
 
 Redirect: TypeAlias = Literal["bind", "none"]
-Engine: TypeAlias = Literal["rsync"]
+Engine: TypeAlias = Literal["chunks", "rsync"]
+Direct: TypeAlias = Literal["auto", "on", "off"]
+OnDeadline: TypeAlias = Literal["continue", "abort"]
 OnError: TypeAlias = Literal["continue", "drain"]
+
+MIN_CHUNK = 1024 * 1024  # bytes; a multiple of every disk's and file system's block
+MAX_CHUNK = 1024 * 1024 * 1024
 
 
 class Kind(NamedTuple):
@@ -115,6 +120,34 @@ def _share(raw: object) -> Amount:
     return Amount(share=parse_share(raw))
 
 
+def _auto_or(kind: Kind) -> Kind:
+    """The same, or `auto`, which is None in Config: decided where the facts for it are."""
+
+    def parse(raw: object) -> object:
+        return None if raw == "auto" else kind.parse(raw)
+
+    return Kind(parse, lambda value: "auto" if value is None else kind.show(value))
+
+
+def _whole(low: int, high: int) -> Kind:
+    def parse(raw: object) -> int:
+        if not isinstance(raw, int) or isinstance(raw, bool) or not low <= raw <= high:
+            raise ValueError(f"expected a whole number from {low} to {high}, got {quote(raw)}")
+        return raw
+
+    return Kind(parse, str)
+
+
+def _chunk(raw: object) -> int:
+    size = parse_size(raw)
+    if not MIN_CHUNK <= size <= MAX_CHUNK or size % MIN_CHUNK:
+        raise ValueError(
+            f"expected a multiple of {exact_size(MIN_CHUNK)} up to {exact_size(MAX_CHUNK)},"
+            f" got {quote(raw)}"
+        )
+    return size
+
+
 def _show_duration(seconds: float) -> str:
     text = format_duration(seconds)
     return text if parse_duration(text) == seconds else f"{seconds}s"
@@ -131,6 +164,12 @@ DURATION = Kind(parse_duration, _show_duration)
 REDIRECT = _one_of(get_args(Redirect))
 ENGINE = _one_of(get_args(Engine))
 ON_ERROR = _one_of(get_args(OnError))
+ON_DEADLINE = _one_of(get_args(OnDeadline))
+DIRECT = _one_of(get_args(Direct))
+DEADLINE = _auto_or(DURATION)
+THREADS = _auto_or(_whole(1, 64))
+COPIES = _whole(1, 64)
+CHUNK = Kind(_chunk, exact_size)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,10 +207,44 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Redirect,
         Key("bind mounts the local copy over the path, none only stages.", REDIRECT, PER_PARTITION),
     ] = "bind"
-    engine: Annotated[Engine, Key("The program that copies.", ENGINE)] = "rsync"
+    engine: Annotated[
+        Engine, Key("chunks copies with several threads, rsync runs that program.", ENGINE)
+    ] = "chunks"
+    threads: Annotated[
+        int | None, Key("Threads of one copy; auto is two for each core, 4 to 8.", THREADS)
+    ] = None
+    chunk_size: Annotated[
+        int, Key("The unit of copying and resuming; memory is threads x chunk_size.", CHUNK)
+    ] = 16 * 1024 * 1024
+    direct: Annotated[
+        Direct,
+        Key("Copy past the page cache: auto where both sides are local disks.", DIRECT),
+    ] = "auto"
+    digest: Annotated[
+        bool, Key("Keep a digest of each chunk, so that a copy can be verified.", FLAG)
+    ] = True
+    bandwidth: Annotated[
+        int | None, Key("The most one copy may read in a second; null is no limit.", LIMIT)
+    ] = None
+    max_copies: Annotated[
+        int, Key("Copies at once on a node; further ones queue in order.", COPIES)
+    ] = 4
     deadline: Annotated[
-        float, Key("How long a hook may make a job wait.", DURATION, PER_PARTITION)
-    ] = 15.0
+        float | None,
+        Key(
+            "How long a hook may make a job wait; auto is what slurm.conf allows.",
+            DEADLINE,
+            PER_PARTITION,
+        ),
+    ] = None
+    on_deadline: Annotated[
+        OnDeadline,
+        Key(
+            "Then the job starts from its original path and the copy goes on: continue, or abort.",
+            ON_DEADLINE,
+            PER_PARTITION,
+        ),
+    ] = "continue"
     max_stage_wait: Annotated[
         float, Key("The most that a user's stage-wait= may ask for.", DURATION, PER_PARTITION)
     ] = 600.0

@@ -1,44 +1,99 @@
 """How the bytes cross: one small interface, and the engines behind it."""
 
 import os
-from pathlib import Path
+import threading
 from typing import Protocol
 
-from forestage import run
+from forestage import chunks, run
+from forestage.chunks import Source, Tuning
+from forestage.config import Config
 from forestage.errors import Failed
+from forestage.part import Part
 
 
 class Engine(Protocol):
-    """Copies an open source into a part whose space is reserved already."""
+    """Brings a source into a part, from wherever the part already is."""
 
-    name: str
+    def reserve(self, source: Source, part: Part) -> None:
+        """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
 
-    def copy(self, source: int, part: Path, timeout: float) -> None:
-        """Leaves exactly the source's bytes in `part`. Raises Failed, run.TimedOut, OSError."""
+    def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
+        """Leaves exactly the source's bytes in the part, and its map complete.
+
+        Raises chunks.Stopped, chunks.Truncated, Failed, OSError; what is in can be resumed.
+        """
+
+
+class Chunks:
+    """Several threads, large chunks."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+
+    def reserve(self, source: Source, part: Part) -> None:
+        data = chunks.data_chunks(source.buffered, source.size, self.tuning.chunk)
+        chunks.reserve(part, source.size, self.tuning.chunk, data)
+
+    def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
+        chunks.copy(source, part, self.tuning, stop)
 
 
 class Rsync:
-    """The conservative choice: plain rsync, one stream.
+    """The conservative choice: rsync, one stream.
 
     It opens the source again through our descriptor, as root; where root is squashed on the shared
     file system it says so and the job goes on with its original path.
     """
 
-    name = "rsync"
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
 
-    def copy(self, source: int, part: Path, timeout: float) -> None:
+    def reserve(self, source: Source, part: Part) -> None:
+        # The size stays as far as rsync has come: that is its progress, and where it resumes.
+        fd = os.open(part.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            chunks.allocate(fd, 0, source.size)
+        finally:
+            os.close(fd)
+
+    def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
+        begun = part.image.stat().st_size > 0
         argv = [
             "rsync",
             "--copy-links",  # /proc/self/fd/N is a link
-            "--inplace",  # keeps the blocks that were reserved
-            "--whole-file",
-            "--ignore-times",  # a part of equal size and time is still not a finished copy
-            f"/proc/self/fd/{source}",
-            os.fspath(part),
+            "--inplace",  # keeps the space that was reserved
+            "--partial",
+            # What a killed rsync left is the head of the same file, checked against the source.
+            *(["--append-verify"] if begun else ["--whole-file", "--ignore-times"]),
+            f"--bwlimit={-(-(self.tuning.bandwidth or 0) // 1024)}",  # KiB/s, 0 is no limit
+            f"/proc/self/fd/{source.buffered}",
+            os.fspath(part.image),
         ]
-        ran = run.run(argv, timeout, pass_fds=[source])
+        ran = run.run(argv, pass_fds=[source.buffered], stop=stop)
+        if stop.is_set():
+            raise chunks.Stopped
         if ran.code != 0:
             raise Failed("copy", ran.explained())
+        self._write_map(source, part)
+
+    def _write_map(self, source: Source, part: Part) -> None:
+        """rsync keeps its own sums to itself, so the digests are taken from the copy."""
+        found = chunks.digests(part.image, source.size, self.tuning)
+        part.map.write_bytes(found)
 
 
-ENGINES: dict[str, Engine] = {"rsync": Rsync()}
+def engine(config: Config, tuning: Tuning) -> Engine:
+    """The engine that the admin chose."""
+    return Chunks(tuning) if config.engine == "chunks" else Rsync(tuning)
+
+
+def tuning(config: Config) -> Tuning:
+    """Pure but for the number of cores: what the configuration means for an engine."""
+    cores = os.cpu_count() or 1
+    return Tuning(
+        threads=config.threads or min(8, max(4, 2 * cores)),
+        chunk=config.chunk_size,
+        direct=config.direct != "off",
+        digest=config.digest,
+        bandwidth=config.bandwidth,
+    )

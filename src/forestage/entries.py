@@ -12,7 +12,7 @@ from forestage.errors import Failed
 from forestage.exits import NotFound
 from forestage.image import Image
 from forestage.lease import Lease, Leases
-from forestage.prolog import Node
+from forestage.node import Node
 
 MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
 

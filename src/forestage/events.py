@@ -10,7 +10,7 @@ import msgspec
 from forestage.job import Job, Via
 
 Result = Literal["hit", "joined", "copied", "declined", "failed", "released"]
-Hook = Literal["prolog", "epilog"]
+Hook = Literal["prolog", "stager", "epilog"]
 
 MAX_VALUE = 1000  # characters; a user's comment or path may be very long, a log line should not be
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
@@ -87,6 +87,30 @@ def _value(value: object) -> str:
 
 def _escaped(char: str) -> str:
     return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def record(
+    file: Path, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
+) -> None:
+    """Adds an event for each outcome of one run; all have the run's time and total (seconds)."""
+    append(
+        file,
+        [
+            Event(
+                time=round(now, 3),
+                hook=hook,
+                job=job.id,
+                outcome=outcome,
+                user=job.user.name,
+                uid=job.user.uid,
+                node=job.node,
+                partition=job.partition,
+                total=round(total, 4),
+                problems=job.hints.problems if hook == "prolog" else (),
+            )
+            for outcome in outcomes
+        ],
+    )
 
 
 def append(file: Path, events: Iterable[Event]) -> None:

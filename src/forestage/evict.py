@@ -1,7 +1,8 @@
 """Why was it removed? A pure plan from what is here, who uses it and the room; then its doing."""
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from forestage.cache import Cache, Stored, tree_bytes
 from forestage.config import Config
 from forestage.errors import Declined
 from forestage.lease import Leases
+from forestage.part import Part, boot_id
 from forestage.units import format_size
 
 
@@ -121,10 +123,14 @@ def make_room(
     Raises Declined, and evicts nothing, where even everything evictable would not do.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        _drop_dead_parts(cache)
         stored = cache.stored()
         room = measure(cache, stored, config)
-        made = plan(stored, leases.keys(), room, room_for_copy(room, size), path)
+        goal = room_for_copy(room, size)
+        if not _met(room, goal, 0):
+            # What might be resumed one day goes before anything that is whole.
+            drop_dead_parts(cache, lambda part: True)
+            room = measure(cache, stored, config)
+        made = plan(stored, leases.keys(), room, goal, path)
         if not made.enough:
             raise Declined(
                 "no-room",
@@ -139,8 +145,9 @@ def make_room(
 
 def tidy(cache: Cache, leases: Leases, config: Config) -> tuple[str, ...]:
     """Evicts to the low watermark, as far as leases and pins allow; gives the keys that went."""
+    boot = boot_id()
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        _drop_dead_parts(cache)
+        drop_dead_parts(cache, lambda part: not part.resumable_in(boot))
         stored = cache.stored()
         room = measure(cache, stored, config)
         made = plan(stored, leases.keys(), room, room_at_rest(room))
@@ -168,14 +175,13 @@ def _retire(cache: Cache, made: Plan) -> None:
         cache.retire(key)
 
 
-def _drop_dead_parts(cache: Cache) -> None:
-    """Deletes parts whose copier has died: nobody holds their key's lock."""
-    for part in list(cache.parts.iterdir()):
-        try:
-            with lock.held(cache.key_lock(part.name), 0):
-                cache.drop_part(part.name)
-        except lock.Busy:
+def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> None:
+    """Deletes unwanted parts whose stager has died: nobody holds their key's lock."""
+    for part in [Part(directory) for directory in cache.parts.iterdir()]:
+        if not unwanted(part):
             continue
+        with contextlib.suppress(lock.Busy), lock.held(cache.key_lock(part.directory.name), 0):
+            cache.drop_part(part.directory.name)
 
 
 def _bytes_if_there(directory: Path) -> int:

@@ -6,7 +6,7 @@ import msgspec
 
 from forestage import entries, evict
 from forestage.entries import Item
-from forestage.prolog import Node
+from forestage.node import Node
 from forestage.screen import Column, Line, Piece, Table, count, short
 from forestage.units import format_size
 

@@ -33,12 +33,12 @@ REASONS = {
     " admin's `deadline:` moves that.",
     "busy": "A lock of the node was held too long.",
     "changed": "The file was being written to; what cannot be copied whole is not used.",
+    "stopped": "The copy was stopped by the admin's `on_deadline: abort`; it can be resumed.",
     "off": "The job asked for this with stage=off.",
     "disabled": "The admin has switched staging off for this partition or node.",
     "access": "The file server grants this user more than the file's mode shows, so the local copy"
     " would not have been readable.",
     "bad-hint": "The comment names no image, but has a hint that could not be read.",
-    "evicted": "Other jobs needed the room at once.",
     "evicted-stays": "What was evicted could not be deleted.",
     "lease-damaged": "A lease file on the node cannot be read.",
     "config": "The configuration on the node could not be used: see `forestage config`.",

@@ -78,9 +78,10 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True):
-    """An image and an open descriptor of its source, opened with the user's rights."""
+    """An image and its source, opened with the user's rights; the caller closes it."""
 
     image: Image
+    user: User
     source: int
 
     def close(self) -> None:
@@ -180,6 +181,23 @@ def identify(fd: int, path: str) -> Identity:
     """The identity of an open file that is known to lie at the resolved `path`."""
     facts = os.fstat(fd)
     return Identity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
+def open_direct(looked: Look, timeout: float) -> int | None:
+    """The source once more, past the page cache; None where its file system cannot do that.
+
+    As the user again: root may be squashed on the shared file system. Raises asuser.TooSlow.
+    """
+
+    def work() -> asuser.Found[None]:
+        asuser.become(looked.user)
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+        return None, [os.open(f"/proc/self/fd/{looked.source}", flags)]
+
+    try:
+        return asuser.call(work, type(None), timeout, keep=(looked.source,))[1][0]
+    except OSError:
+        return None
 
 
 def _hide(hidden: Iterable[mounts.Mount]) -> None:

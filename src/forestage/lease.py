@@ -35,6 +35,10 @@ class Lease(msgspec.Struct, frozen=True):
         others = tuple(u for u in self.uses if u not in (use, Use(use.key)))
         return msgspec.structs.replace(self, uses=(*others, use))
 
+    def without(self, key: str) -> "Lease":
+        """The same lease, this entry no longer used."""
+        return msgspec.structs.replace(self, uses=tuple(u for u in self.uses if u.key != key))
+
 
 class Leases:
     """The directory of leases. Only `read` and `all` may be called without the space lock."""
@@ -67,6 +71,13 @@ class Leases:
         """Takes or extends a job's lease. Under the space lock."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         atomic.write(self.file(lease.job), msgspec.json.encode(lease))
+
+    def put(self, lease: Lease) -> None:
+        """Writes a lease, or drops one that uses nothing any more. Under the space lock."""
+        if lease.uses:
+            self.write(lease)
+        else:
+            self.drop(lease.job)
 
     def drop(self, job: int) -> None:
         """Ends a job's lease. Under the space lock."""

@@ -41,3 +41,14 @@ def held(path: Path, timeout: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds the lock now. Takes it for an instant: other takers need patience."""
+    if not path.exists():  # trying would make it
+        return True
+    try:
+        with held(path, 0):
+            return True
+    except Busy:
+        return False

@@ -1,8 +1,9 @@
-"""The one door to other programs: argv lists, no shell, no stdin, a small environment, a limit."""
+"""The one door to other programs: argv lists, no shell, no stdin, a small environment."""
 
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -11,6 +12,7 @@ from forestage.errors import Failed
 
 # slurmd gives its hooks no PATH at all.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
 
@@ -29,12 +31,13 @@ class Ran(msgspec.Struct, frozen=True):
         return f"{self.argv[0]}: {end} {last[0]}".strip()
 
 
-class TimedOut(Exception):
-    """The program did not end in time; it and its process group were killed."""
+def run(
+    argv: Sequence[str], pass_fds: Sequence[int] = (), stop: threading.Event | None = None
+) -> Ran:
+    """Runs a program to its end, or kills it and its process group once `stop` is set.
 
-
-def run(argv: Sequence[str], timeout: float, pass_fds: Sequence[int] = ()) -> Ran:
-    """Runs a program to its end, `timeout` seconds at most. Raises TimedOut, Failed if missing."""
+    Raises Failed where the program is missing.
+    """
     try:
         process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
             argv,
@@ -49,12 +52,18 @@ def run(argv: Sequence[str], timeout: float, pass_fds: Sequence[int] = ()) -> Ra
         )
     except FileNotFoundError:
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node") from None
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise TimedOut(f"{argv[0]} did not end within {timeout:.1f} s") from None
+    out, err = _finish(process, stop)
     return Ran(
         tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )
+
+
+def _finish(
+    process: "subprocess.Popen[bytes]", stop: threading.Event | None
+) -> tuple[bytes, bytes]:
+    while True:
+        try:
+            return process.communicate(timeout=STOP_POLL)
+        except subprocess.TimeoutExpired:
+            if stop is not None and stop.is_set():
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,155 +1,172 @@
-"""How did it get here? One copy for each key, whoever asks; others wait for it and join."""
+"""How did it get here, and is it worth the wait? One stager for each key; every hook only waits."""
 
-import errno
+import contextlib
 import os
-from typing import Literal
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from forestage import copy, evict, image, lock, redirect, run
-from forestage.cache import Cache, Entry
+from forestage import lock
+from forestage.cache import Entry
 from forestage.clock import Deadline
-from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.image import Image, Look
-from forestage.job import User
-from forestage.lease import Leases
+from forestage.job import Job
+from forestage.node import Node
+from forestage.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    import socket
+
+    from forestage.stager import Word
 
 Result = Literal["hit", "joined", "copied"]
 
-# A file server's clock may tick in seconds: a change within the same tick leaves the identity as it
-# is. So a copy starts only when the source's last change is a full tick old.
-COARSE_TICK_NS = 2_000_000_000
-FINE_TICK_NS = 20_000_000
-
-
-class Changed(Exception):
-    """The source is no longer the file that was asked for; its copy was thrown away."""
+TRIES = 3  # stagers that may die under one hook before it gives up
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between looks; many hooks may wait for one copy
+OBSERVE = 2.0  # seconds of a copy that tell its rate
+DOUBT = 1.3  # how much faster than seen a copy may yet become
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """An entry that is here, and how it came: bytes copied now by this hook."""
+    """An entry that is here, and how it came."""
 
     entry: Entry
     result: Result
-    bytes: int = 0
 
 
-def stage(
-    cache: Cache, leases: Leases, config: Config, looked: Look, user: User, deadline: Deadline
-) -> Staged:
-    """Finds the image in the cache, waits for a copy under way, or copies it.
+def stage(node: Node, job: Job, looked: Look, deadline: Deadline) -> Staged:
+    """Finds the image in the cache, or waits until a stager has brought it there.
 
-    Raises Changed, Declined (no-room, deadline, busy), Failed, OSError of the cache's file system.
+    Raises Declined (no-room, deadline, changed, ...), Failed. At the deadline the copy goes on,
+    unless the admin chose `on_deadline: abort` and no other job waits for it.
     """
-    entry = cache.find(looked.image)
+    entry = node.cache.find(looked.image)
     if entry is not None:
         return Staged(entry, "hit")
-    key = looked.image.key
-    try:
-        with lock.held(cache.key_lock(key), deadline.left()):
-            entry = cache.find(looked.image)
-            if entry is not None:
-                return Staged(entry, "joined")
-            entry = _bring(cache, leases, config, looked, user, deadline)
-            return Staged(entry, "copied", looked.image.size)
-    except lock.Busy:
-        raise Declined(
-            "deadline", f"another copy of {looked.image.path} did not end before the deadline"
-        ) from None
-    except run.TimedOut:
-        raise Declined(
-            "deadline", f"the copy of {looked.image.path} did not end before the deadline"
-        ) from None
+    for _ in range(TRIES):
+        result, word = _once(node, job, looked, deadline)
+        entry = node.cache.find(looked.image)
+        if entry is not None:
+            return Staged(entry, result)
+        if word is not None and word.state == "failed":
+            raise (Failed if word.ours else Declined)(word.reason, word.detail)
+    raise Failed("copy", f"the copy of {looked.image.path} was killed {TRIES} times")
 
 
-def _bring(
-    cache: Cache, leases: Leases, config: Config, looked: Look, user: User, deadline: Deadline
-) -> Entry:
-    """Room, copy, check, publish. The caller holds the key's lock."""
-    wanted = looked.image
-    engine = copy.ENGINES[config.engine]
-    deadline.clock.sleep(_settling(wanted, deadline.clock.wall()))
-    try:
-        _reserve(cache, leases, config, wanted)
-        engine.copy(looked.source, cache.part(wanted.key), deadline.left())
-        _check_unchanged(cache, config, looked, user, deadline)
-        _mirror(cache, wanted)
-        entry = Entry(
-            key=wanted.key,
-            identity=wanted.identity,
-            access=wanted.access,
-            created=deadline.clock.wall(),
-            engine=engine.name,
-        )
-        cache.publish(entry)
-        return entry
-    finally:
-        # After publish there is nothing left under this name.
-        cache.drop_part(wanted.key)
+def _once(node: Node, job: Job, looked: Look, deadline: Deadline) -> "tuple[Result, Word | None]":
+    """One stager from its start, or somebody else's, to its end; its last word if it was ours."""
+    from forestage import stager  # a hit needs none of it
 
-
-def _settling(wanted: Image, now: float) -> float:
-    """Seconds to wait until a further change of the source must show in its times. Pure."""
-    times = (wanted.identity.mtime_ns, wanted.identity.ctime_ns)
-    tick = FINE_TICK_NS if any(time % 1_000_000_000 for time in times) else COARSE_TICK_NS
-    age = int(now * 1_000_000_000) - max(times)
-    # A time in the future is another machine's clock; waiting for it could take for ever.
-    return (tick - age) / 1_000_000_000 if 0 <= age < tick else 0.0
-
-
-def _reserve(cache: Cache, leases: Leases, config: Config, wanted: Image) -> None:
-    """Makes room and takes it at once, so that no copy fails half-way for want of space."""
-    for attempt in (1, 2):
-        evict.make_room(cache, leases, config, wanted.path, wanted.size)
-        cache.drop_part(wanted.key)
-        cache.part_dir(wanted.key).mkdir(mode=0o700)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(cache.part(wanted.key), flags, 0o600)
+    with stager.start(stager.Task(node, job, looked)) as line:
         try:
-            os.posix_fallocate(fd, 0, wanted.size)
-            return
-        except OSError as error:
-            # Another copy, or somebody else on this disk, was faster; look once more.
-            if error.errno != errno.ENOSPC or attempt == 2:
-                raise
-        finally:
-            os.close(fd)
+            first = stager.hear(line, deadline.left())
+        except EOFError:
+            return "copied", None
+        if first is not None and first.state == "busy":
+            return "joined", _wait(node, job, looked.image, deadline, _theirs(node, looked.image))
+        return "copied", _wait(node, job, looked.image, deadline, _ours(line))
 
 
-def _check_unchanged(
-    cache: Cache, config: Config, looked: Look, user: User, deadline: Deadline
-) -> None:
-    """Raises Changed unless both the open file and what the path now leads to are as before."""
-    wanted = looked.image
-    if image.identify(looked.source, wanted.path) != wanted.identity:
-        raise Changed
+class _Over(Exception):
+    """The stager has ended; `word` is its last, if it had one."""
+
+    def __init__(self, word: "Word | None") -> None:
+        self.word = word
+
+
+def _ours(line: "socket.socket") -> Callable[[float], None]:
+    """Sleeps until the stager at the other end says its last word. Raises _Over then."""
+    from forestage import stager
+
+    def pause(seconds: float) -> None:
+        try:
+            word = stager.hear(line, seconds)
+        except EOFError:
+            raise _Over(None) from None
+        if word is not None and word.state != "started":
+            raise _Over(word)
+
+    return pause
+
+
+def _theirs(node: Node, wanted: Image) -> Callable[[float], None]:
+    """Sleeps until the key's lock is free, whoever held it. Raises _Over then."""
+
+    def pause(seconds: float) -> None:
+        node.clock.sleep(seconds)
+        if lock.is_free(node.cache.key_lock(wanted.key)):
+            raise _Over(None)
+
+    return pause
+
+
+def _wait(
+    node: Node, job: Job, wanted: Image, deadline: Deadline, pause: Callable[[float], None]
+) -> "Word | None":
+    """Waits for the stager's end; raises Declined once that cannot come in time."""
+    outlook = Outlook(node, wanted, deadline)
+    seconds = FIRST_PAUSE
     try:
-        hidden = [bind.mount for bind in redirect.binds(cache)]
-        seen, fd = image.look(wanted.path, user, config.sources, hidden, deadline.left())
-    except OSError:
-        raise Changed from None
-    if fd is not None:
-        os.close(fd)
-    if seen.image != wanted:
-        raise Changed
+        while not outlook.hopeless():
+            pause(min(seconds, deadline.left()))
+            seconds = min(LONGEST_PAUSE, seconds * 1.3)
+    except _Over as over:
+        return over.word
+    if node.config.on_deadline == "abort":
+        _abort(node, job, wanted)
+    raise Declined("deadline", outlook.told())
 
 
-def _mirror(cache: Cache, wanted: Image) -> None:
-    """Gives the copy the source's owner, group, mode, ACL and time: only who could read it may."""
-    fd = os.open(cache.part(wanted.key), os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if os.fstat(fd).st_size != wanted.size:
-            raise Failed("copy", f"the copy of {wanted.path} has another size than its source")
-        os.fchown(fd, wanted.access.uid, wanted.access.gid)
-        if wanted.access.acl:
-            try:
-                os.setxattr(fd, image.ACL, wanted.access.acl)
-            except OSError as error:
-                # Without its ACL the mode's group bits would mean something else.
-                raise Failed("acl", f"the cache's file system takes no ACL: {error}") from None
-        # Last: chown clears set-id bits.
-        os.fchmod(fd, wanted.access.mode)
-        os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
-    finally:
-        os.close(fd)
+class Outlook:
+    """Whether a copy can end before the deadline, judged by what it has done so far."""
+
+    def __init__(self, node: Node, wanted: Image, deadline: Deadline) -> None:
+        self.part = node.cache.part(wanted.key)
+        self.clock = node.clock
+        self.size = wanted.size
+        self.path = wanted.path
+        self.deadline = deadline
+        self.done = 0
+        self.needs: float | None = None
+
+    def hopeless(self) -> bool:
+        """True at the deadline, or when even a faster copy than this would miss it."""
+        left = self.deadline.left()
+        if left == 0.0:
+            return True
+        owner = self.part.owner()
+        if owner is None or owner.phase != "copying":
+            return False
+        took = self.clock.monotonic() - owner.began
+        if took < OBSERVE:
+            return False
+        self.done = self.part.copied(owner)
+        self.needs = remaining(self.done - owner.resumed, self.size - self.done, took)
+        return self.needs is not None and self.needs > left * DOUBT
+
+    def told(self) -> str:
+        """For the user, why the job does not wait."""
+        so_far = f"{format_size(self.done)} of {format_size(self.size)} of {self.path} are here"
+        if self.needs is None:
+            return so_far
+        return f"{so_far}, the rest takes {format_duration(self.needs)} more"
+
+
+def remaining(copied: int, rest: int, took: float) -> float | None:
+    """Pure: seconds until `rest` bytes are in, at the rate of `copied` in `took` seconds."""
+    return rest * took / copied if copied > 0 else None
+
+
+def _abort(node: Node, job: Job, wanted: Image) -> None:
+    """Stops the copy, unless another job waits for it or already uses it."""
+    others = [lease for lease in node.leases.all() if lease.job != job.id]
+    if any(use.key == wanted.key for lease in others for use in lease.uses):
+        return
+    owner = node.cache.part(wanted.key).owner()
+    # While the key's lock is held its owner lives, so the pid is still its own.
+    if owner is not None and not lock.is_free(node.cache.key_lock(wanted.key)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner.pid, signal.SIGTERM)

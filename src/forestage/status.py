@@ -10,7 +10,7 @@ from forestage import entries, evict, lock, mounts, redirect
 from forestage.cache import Cache
 from forestage.entries import Holder, Holdings, Item
 from forestage.errors import Failed
-from forestage.prolog import Node
+from forestage.node import Node
 from forestage.screen import Column, Facts, Line, Piece, Table, age, count, short
 from forestage.units import format_size
 
@@ -113,51 +113,21 @@ def copies(cache: Cache) -> tuple[Copy, ...]:
     """The parts that a live process works on: it holds their key's lock. Oldest first."""
     found = []
     for part in cache.parts.iterdir():
-        if _is_held(cache, part.name):
+        if not lock.is_free(cache.key_lock(part.name)):
             # Published, or given up, between the two looks.
             with contextlib.suppress(FileNotFoundError):
                 found.append(progress(cache, part.name))
     return tuple(sorted(found, key=lambda copy: (copy.since, copy.key)))
 
 
-def _is_held(cache: Cache, key: str) -> bool:
-    path = cache.key_lock(key)
-    if not path.exists():  # taking it would make it
-        return False
-    try:
-        with lock.held(path, 0):
-            return False
-    except lock.Busy:
-        return True
-
-
 def progress(cache: Cache, key: str) -> Copy:
-    """How far a copy is. Raises FileNotFoundError once its part is gone.
-
-    The part has its full size from the start, since its space is reserved; what was not written yet
-    reads as a hole (lseek(2), SEEK_HOLE).
-    """
-    since = cache.part_dir(key).stat().st_mtime
-    try:
-        fd = os.open(cache.part(key), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        cache.part_dir(key).stat()
+    """How far a copy is. Raises FileNotFoundError once its part is gone."""
+    part = cache.part(key)
+    since = part.directory.stat().st_mtime
+    owner = part.owner()
+    if owner is None:
         return Copy(key, 0, 0, since)
-    try:
-        return Copy(key, _written(fd), os.fstat(fd).st_size, since)
-    finally:
-        os.close(fd)
-
-
-def _written(fd: int) -> int:
-    total = at = 0
-    # ENXIO: nothing but holes from here on.
-    with contextlib.suppress(OSError):
-        while True:
-            data = os.lseek(fd, at, os.SEEK_DATA)
-            at = os.lseek(fd, data, os.SEEK_HOLE)
-            total += at - data
-    return total
+    return Copy(key, part.copied(owner), owner.image.size, since)
 
 
 def pieces(status: Status, now: float) -> list[Piece]:

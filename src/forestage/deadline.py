@@ -1,0 +1,104 @@
+"""How long may a hook make a job wait? What slurm.conf allows, the admin decides, the user hints.
+
+Hooks may run no Slurm command, but slurm.conf is a file and slurmd names it in $SLURM_CONF.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+SAFE = 15.0
+"""Seconds; below the 20 s after which Slurm's defaults lose the first srun of a batch job."""
+
+MAX_INCLUDES = 64
+_DEFAULTS = {"messagetimeout": 10.0, "batchstarttimeout": 10.0}  # slurm.conf(5), seconds
+_CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for so long
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Seconds. Beyond `drains` Slurm kills the Prolog and drains the node; beyond `hurts` it may
+    lose a step of the job. None: Slurm sets no such limit."""
+
+    drains: float | None
+    hurts: float
+
+
+UNKNOWN = Limits(drains=None, hurts=SAFE)
+
+
+def limits(conf: dict[str, str]) -> Limits:
+    """Pure: what the settings of slurm.conf (names in lower case) mean for a Prolog.
+
+    slurm.conf(5): PrologEpilogTimeout (since 25.05 PrologTimeout), PrologFlags, MessageTimeout,
+    BatchStartTimeout, AuthInfo. A Prolog that outlasts the last three's defaults was seen to kill
+    sruns at 20 s, unless PrologFlags has both Alloc and DeferBatch.
+    """
+    timeout = _seconds(conf, "prologtimeout") or _seconds(conf, "prologepilogtimeout")
+    drains = _below(timeout) if timeout else None
+    flags = {flag.strip().lower() for flag in conf.get("prologflags", "").split(",")}
+    launch = _cred_expire(conf)
+    if not {"alloc", "deferbatch"} <= flags:
+        launch = min(launch, sum(_seconds(conf, name) or 0.0 for name in _DEFAULTS))
+    hurts = _below(launch)
+    return Limits(drains, hurts if drains is None else min(hurts, drains))
+
+
+def patience(
+    limit: Limits, configured: float | None, hinted: float | None, max_hinted: float
+) -> float:
+    """Pure: seconds a hook may wait. The user's hint goes before the admin's deadline, under the
+    admin's cap; nothing goes beyond what would drain the node."""
+    wish = limit.hurts if configured is None else configured
+    if hinted is not None:
+        wish = min(hinted, max_hinted)
+    return wish if limit.drains is None else min(wish, limit.drains)
+
+
+def read(conf: str) -> Limits:
+    """The limits that the file `conf` (slurmd's $SLURM_CONF) sets; UNKNOWN if it is unreadable."""
+    settings: dict[str, str] = {}
+    try:
+        for line in _lines(Path(conf), [MAX_INCLUDES]):
+            name, equals, value = line.partition("=")
+            if equals:
+                settings[name.strip().lower()] = value.strip()
+    except (OSError, UnicodeDecodeError, ValueError):
+        return UNKNOWN
+    return limits(settings) if settings else UNKNOWN
+
+
+def _lines(conf: Path, left: list[int]) -> Iterator[str]:
+    """Lines without comments, continuations joined, includes followed (`Include FILE`)."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise ValueError("includes that never end")
+    joined = conf.read_text().replace("\\\n", "")
+    for raw in joined.splitlines():
+        line = raw.partition("#")[0].strip()
+        words = line.split(None, 1)
+        if len(words) == 2 and words[0].lower() == "include":
+            yield from _lines(conf.parent / words[1], left)
+        else:
+            yield line
+
+
+def _seconds(conf: dict[str, str], name: str) -> float | None:
+    """A setting in seconds; 0 and nonsense are as unset, and unset ones have Slurm's default."""
+    value = conf.get(name, "")
+    number = float(value) if value.isascii() and value.isdigit() else 0.0
+    # 65534 is Slurm's NO_VAL16, printed by `scontrol show config` for "never".
+    return number if 0 < number < 65534 else _DEFAULTS.get(name)
+
+
+def _cred_expire(conf: dict[str, str]) -> float:
+    for part in conf.get("authinfo", "").split(","):
+        name, _, value = part.strip().partition("=")
+        if name.lower() == "cred_expire" and value.isascii() and value.isdigit() and int(value):
+            return float(value)
+    return _CRED_EXPIRE
+
+
+def _below(limit: float) -> float:
+    """Safely below a limit: a quarter of it, and 3 s at least, stay for the rest of the hook."""
+    return max(0.0, limit - max(3.0, limit / 4))

@@ -1,0 +1,32 @@
+"""Are these the right bytes? Digests for each chunk, and one for the image made of them.
+
+XXH3-128 finds the faults of disks, memory and networks at the speed of memory. It is no defence
+against somebody who forges; nobody but root writes to a cache.
+"""
+
+from collections.abc import Sequence
+
+import xxhash
+
+BYTES = 16
+MISSING = bytes(BYTES)
+"""In a map: this chunk is not in yet."""
+
+UNKNOWN = b"\x01" + bytes(BYTES - 1)
+"""In a map: the chunk is in, but the admin chose `digest: false`."""
+
+
+def of_chunk(data: memoryview | bytes) -> bytes:
+    """The digest of one chunk. Runs without Python's global lock."""
+    return xxhash.xxh3_128(data).digest()
+
+
+def of_image(digests: bytes) -> str:
+    """The digest of an image, hex: that of its chunks' digests in order; "" if one is unknown."""
+    each = split(digests)
+    return "" if UNKNOWN in each or MISSING in each else xxhash.xxh3_128(digests).hexdigest()
+
+
+def split(digests: bytes) -> Sequence[bytes]:
+    """A map's entries, in the order of the chunks."""
+    return [digests[at : at + BYTES] for at in range(0, len(digests), BYTES)]

@@ -1,0 +1,126 @@
+"""How far is the copy? A part on disk: the bytes so far, and which chunks of them are in.
+
+    parts/<key>/image        as long as the source; space is reserved for all that holds data
+    parts/<key>/map          16 bytes for each chunk: its digest once it is in, zeros before
+    parts/<key>/owner.json   what is copied, by whom, since when; good for one boot
+
+The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
+bytes, so a killed copy leaves a map that is true. After a power cut the map may have reached the
+disk and the bytes not: that is why a part is good for the boot it was written in, and no longer.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage import atomic
+from forestage.image import Image
+
+ENTRY_BYTES = 16  # of the map, for one chunk
+Phase = Literal["queued", "copying"]
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
+
+    `chunk` in bytes; `resumed` bytes were in when it began; `job` is the one that asked first.
+    """
+
+    pid: int
+    boot: str
+    image: Image
+    chunk: int
+    engine: str
+    job: int
+    since: float
+    phase: Phase = "queued"
+    began: float = 0.0
+    resumed: int = 0
+
+
+class Part:
+    """One directory below parts/. Who writes holds the key's lock; reading needs none."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.image = directory / "image"
+        self.map = directory / "map"
+        self.record = directory / "owner.json"
+
+    def owner(self) -> Owner | None:
+        """Who copies, or copied; None where nothing can be read."""
+        try:
+            return msgspec.json.decode(self.record.read_bytes(), type=Owner)
+        except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+    def write_owner(self, owner: Owner) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        atomic.write(self.record, msgspec.json.encode(owner))
+
+    def digests(self) -> bytes:
+        """The whole map; empty where there is none yet."""
+        try:
+            return self.map.read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def copied(self, owner: Owner) -> int:
+        """Bytes that are in. Of a copy without a map (rsync): how far the file has grown."""
+        if owner.engine == "rsync":
+            return _size(self.image)
+        return done_bytes(self.digests(), owner.chunk, owner.image.size)
+
+    def allocated(self) -> int:
+        """Bytes of disk that the image's file has."""
+        try:
+            return self.image.stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    def resumable_in(self, boot: str) -> bool:
+        """Whether somebody could go on with it in this boot."""
+        owner = self.owner()
+        return owner is not None and owner.boot == boot
+
+    def resumable(self, owner: Owner) -> bool:
+        """Whether what is here is the beginning of just this copy, written in this boot."""
+        before = self.owner()
+        return before is not None and (
+            (before.boot, before.image, before.chunk, before.engine)
+            == (owner.boot, owner.image, owner.chunk, owner.engine)
+        )
+
+
+def chunk_count(size: int, chunk: int) -> int:
+    """Pure: how many chunks an image of `size` bytes has."""
+    return -(-size // chunk)
+
+
+def missing_chunks(digests: bytes, size: int, chunk: int) -> list[int]:
+    """Pure: the numbers of the chunks that are not in, in order."""
+    whole = digests.ljust(chunk_count(size, chunk) * ENTRY_BYTES, b"\0")
+    return [
+        number
+        for number in range(chunk_count(size, chunk))
+        if not any(whole[number * ENTRY_BYTES : (number + 1) * ENTRY_BYTES])
+    ]
+
+
+def done_bytes(digests: bytes, chunk: int, size: int) -> int:
+    """Pure: the bytes that a map says are in; the last chunk may be short."""
+    missing = missing_chunks(digests, size, chunk)
+    return size - sum(min(chunk, size - number * chunk) for number in missing)
+
+
+def boot_id() -> str:
+    """Names this boot of the machine (proc(5), random/boot_id)."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
