@@ -13,17 +13,15 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
-from forestage import digest
+from forestage import digest, reserve, trace
 from forestage.errors import Failed
 from forestage.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
 READ_TRIES = 3  # a network file system may fail a read once and serve it the next moment
 
@@ -74,49 +72,6 @@ class Throttle:
         stop.wait(max(0.0, start - time.monotonic()))
 
 
-def data_chunks(source: int, size: int, chunk: int) -> set[int]:
-    """The numbers of the chunks that hold any data; the others are holes of a sparse file."""
-    found: set[int] = set()
-    at = 0
-    while at < size:
-        try:
-            start = os.lseek(source, at, os.SEEK_DATA)
-            end = min(size, os.lseek(source, start, os.SEEK_HOLE))
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
-                break
-            start, end = at, size  # a file system that cannot tell has no holes
-        found.update(range(start // chunk, chunk_count(end, chunk)))
-        at = end
-    return found
-
-
-def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
-    """Makes the part's files and takes their space at once. Raises OSError (ENOSPC)."""
-    fd = os.open(part.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        for _, run in groupby(enumerate(sorted(data)), lambda item: item[1] - item[0]):
-            numbers = [number for _, number in run]
-            start = numbers[0] * chunk
-            allocate(fd, start, min(size, (numbers[-1] + 1) * chunk) - start)
-        os.ftruncate(fd, size)
-    finally:
-        os.close(fd)
-    fd = os.open(part.map, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(fd, chunk_count(size, chunk) * ENTRY_BYTES)
-    finally:
-        os.close(fd)
-
-
-def allocate(fd: int, start: int, length: int) -> None:
-    """fallocate(2), the file's size left as it is. Raises OSError; not for lack of the feature."""
-    result = _libc.fallocate(fd, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(length))
-    number = ctypes.get_errno() if result else 0
-    if number and number != errno.EOPNOTSUPP:
-        raise OSError(number, os.strerror(number))
-
-
 def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
     """Brings every chunk in that the part's map does not have yet.
 
@@ -165,7 +120,7 @@ class _Run:
         self.map = os.open(part.map, os.O_RDWR | os.O_CLOEXEC)
         self.past_cache = _direct(part) if tuning.direct else None
         self.in_kernel = not tuning.digest
-        self.data = data_chunks(source.buffered, source.size, tuning.chunk)
+        self.data = reserve.data_chunks(source.buffered, source.size, tuning.chunk)
         self.todo = deque(missing_chunks(part.digests(), source.size, tuning.chunk))
 
     def all(self) -> None:
@@ -220,6 +175,7 @@ class _Run:
 
     def _note(self, number: int, found: bytes) -> None:
         os.pwrite(self.map, found, number * ENTRY_BYTES)
+        trace.point("chunk")
 
     def _write(self, start: int, data: memoryview) -> None:
         whole = 0

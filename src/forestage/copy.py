@@ -4,7 +4,7 @@ import os
 import threading
 from typing import Protocol
 
-from forestage import chunks, run
+from forestage import chunks, reserve, run
 from forestage.chunks import Source, Tuning
 from forestage.config import Config
 from forestage.errors import Failed
@@ -31,8 +31,8 @@ class Chunks:
         self.tuning = tuning
 
     def reserve(self, source: Source, part: Part) -> None:
-        data = chunks.data_chunks(source.buffered, source.size, self.tuning.chunk)
-        chunks.reserve(part, source.size, self.tuning.chunk, data)
+        data = reserve.data_chunks(source.buffered, source.size, self.tuning.chunk)
+        reserve.reserve(part, source.size, self.tuning.chunk, data)
 
     def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
         chunks.copy(source, part, self.tuning, stop)
@@ -52,7 +52,7 @@ class Rsync:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.
         fd = os.open(part.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            chunks.allocate(fd, 0, source.size)
+            reserve.allocate(fd, 0, source.size)
         finally:
             os.close(fd)
 
@@ -82,9 +82,9 @@ class Rsync:
         part.map.write_bytes(found)
 
 
-def engine(config: Config, tuning: Tuning) -> Engine:
+def engine(config: Config) -> Engine:
     """The engine that the admin chose."""
-    return Chunks(tuning) if config.engine == "chunks" else Rsync(tuning)
+    return Chunks(tuning(config)) if config.engine == "chunks" else Rsync(tuning(config))
 
 
 def tuning(config: Config) -> Tuning:

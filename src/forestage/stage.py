@@ -58,9 +58,11 @@ def stage(node: Node, job: Job, looked: Look, deadline: Deadline) -> Staged:
 
 def _once(node: Node, job: Job, looked: Look, deadline: Deadline) -> "tuple[Result, Word | None]":
     """One stager from its start, or somebody else's, to its end; its last word if it was ours."""
-    from forestage import stager  # a hit needs none of it
+    # Here, since a hit needs none of it.
+    from forestage import stager
+    from forestage.bring import Task
 
-    with stager.start(stager.Task(node, job, looked)) as line:
+    with stager.start(Task(node, job, looked)) as line:
         try:
             first = stager.hear(line, deadline.left())
         except EOFError:

@@ -18,26 +18,16 @@ from typing import Literal
 
 import msgspec
 
-from forestage import asuser, child, chunks, copy, digest, events, evict, image, lock, log, redirect
-from forestage.cache import Entry
-from forestage.chunks import Source
+from forestage import asuser, bring, child, chunks, events, lock, log, trace
+from forestage.bring import Task
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome
-from forestage.image import Image, Look
-from forestage.job import Job
-from forestage.node import Node
-from forestage.part import Owner, Part, boot_id
+from forestage.part import Owner, Part
 from forestage.units import format_rate
 
 NAME = "forestage-stage"  # in ps(1); the kernel keeps 15 characters
-LOOK_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own looks
 QUEUE_POLL = 0.1  # seconds
 SAY_EVERY = 10.0  # seconds
-
-# A file server's clock may tick in seconds: a change within the same tick leaves the identity as it
-# is. So a copy starts only when the source's last change is a full tick old.
-COARSE_TICK_NS = 2_000_000_000
-FINE_TICK_NS = 20_000_000
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -51,26 +41,6 @@ class Word(msgspec.Struct, frozen=True):
     reason: str = ""
     detail: str = ""
     ours: bool = False
-
-
-class Task(msgspec.Struct, frozen=True):
-    """What to copy, where to, and for which job first."""
-
-    node: Node
-    job: Job
-    looked: Look
-
-    @property
-    def image(self) -> Image:
-        return self.looked.image
-
-    @property
-    def key(self) -> str:
-        return self.looked.image.key
-
-    @property
-    def part(self) -> Part:
-        return self.node.cache.part(self.key)
 
 
 def start(task: Task) -> socket.socket:
@@ -129,11 +99,17 @@ def _serve(task: Task, stop: threading.Event) -> Word:
     evicted: list[str] = []
     error: Declined | None = None
     try:
-        _bring(task, stop, evicted)
+        owner = bring.claim(task)
+        trace.point("claimed")
+        _await_turn(task, owner, stop)
+        owner, source = bring.ready(task, owner, evicted)
+        with _spoken(task, owner):
+            bring.fetch(task, source, stop)
+        bring.publish(task)
     except Declined as declined:
         error = declined
     except chunks.Truncated:
-        error = _changed(task)
+        error = bring.changed(task)
     except chunks.Stopped:
         error = Declined("stopped", f"the copy of {task.image.path} was stopped")
     except asuser.TooSlow:
@@ -151,62 +127,13 @@ def _serve(task: Task, stop: threading.Event) -> Word:
     return Word("failed", error.reason, str(error), isinstance(error, Failed))
 
 
-def _changed(task: Task) -> Declined:
-    return Declined("changed", f"{task.image.path} was changed while it was copied")
-
-
 def _meaning(task: Task, error: OSError) -> Declined:
     """Pure: what an error in the middle of a copy means."""
     if error.errno == errno.ESTALE:  # the file server has another file under this name
-        return _changed(task)
+        return bring.changed(task)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Declined("no-room", f"the cache's disk filled up: {error}")
     return Failed("io", str(error))
-
-
-def _bring(task: Task, stop: threading.Event, evicted: list[str]) -> None:
-    """Queue, room, copy, check, publish. The caller holds the key's lock.
-
-    `evicted` grows by the keys that had to make room, also where the copy fails later.
-    """
-    node, part = task.node, task.part
-    tuning = copy.tuning(node.config)
-    engine = copy.engine(node.config, tuning)
-    owner = Owner(
-        pid=os.getpid(),
-        boot=boot_id(),
-        image=task.image,
-        chunk=tuning.chunk,
-        engine=node.config.engine,
-        job=task.job.id,
-        since=node.clock.monotonic(),
-    )
-    if not part.resumable(owner):
-        node.cache.drop_part(task.key)
-    part.write_owner(owner)
-    _await_turn(task, owner, stop)
-    node.clock.sleep(settling(task.image, node.clock.wall()))
-    source = _open_source(task)
-    _reserve(task, engine, source, evicted)
-    owner = msgspec.structs.replace(
-        owner, phase="copying", began=node.clock.monotonic(), resumed=part.copied(owner)
-    )
-    part.write_owner(owner)
-    with _spoken(task, owner):
-        engine.copy(source, part, stop)
-    _check_unchanged(task)
-    _mirror(task)
-    digests = part.digests()
-    entry = Entry(
-        key=task.key,
-        identity=task.image.identity,
-        access=task.image.access,
-        created=node.clock.wall(),
-        engine=node.config.engine,
-        chunk=tuning.chunk,
-        digest=digest.of_image(digests),
-    )
-    node.cache.publish(entry)
 
 
 def _await_turn(task: Task, owner: Owner, stop: threading.Event) -> None:
@@ -231,41 +158,6 @@ def _ahead(task: Task, owner: Owner) -> int:
         ):
             ahead += 1
     return ahead
-
-
-def settling(wanted: Image, now: float) -> float:
-    """Pure: seconds to wait until a further change of the source must show in its times."""
-    times = (wanted.identity.mtime_ns, wanted.identity.ctime_ns)
-    tick = FINE_TICK_NS if any(time % 1_000_000_000 for time in times) else COARSE_TICK_NS
-    age = int(now * 1_000_000_000) - max(times)
-    # A time in the future is another machine's clock; waiting for it could take for ever.
-    return (tick - age) / 1_000_000_000 if 0 <= age < tick else 0.0
-
-
-def _open_source(task: Task) -> Source:
-    looked, wish = task.looked, task.node.config.direct
-    # Major 0 is no block device: what a network file system does past its cache is its own affair.
-    local = os.major(os.fstat(looked.source).st_dev) != 0
-    direct = None
-    if wish == "on" or (wish == "auto" and local):
-        direct = image.open_direct(looked, LOOK_TIMEOUT)
-    return Source(looked.source, direct, task.image.size)
-
-
-def _reserve(task: Task, engine: copy.Engine, source: Source, evicted: list[str]) -> None:
-    """Makes room and takes it at once, so that no copy fails half-way for want of space."""
-    node = task.node
-    for attempt in (1, 2):
-        need = max(0, task.image.size - task.part.allocated())
-        evicted += evict.make_room(node.cache, node.leases, node.config, task.image.path, need)
-        try:
-            engine.reserve(source, task.part)
-        except OSError as error:
-            # Another copy, or somebody else on this disk, was faster; look once more.
-            if error.errno != errno.ENOSPC or attempt == 2:
-                raise
-        else:
-            return
 
 
 @contextlib.contextmanager
@@ -295,43 +187,6 @@ def progress_line(task: Task, owner: Owner) -> str:
         f" copied={done} of={owner.image.size}"
         f" rate={format_rate(done - owner.resumed, took).replace(' ', '')}"
     )
-
-
-def _check_unchanged(task: Task) -> None:
-    """Both the open file and what the path now leads to must be as before. Raises Declined."""
-    wanted, node = task.image, task.node
-    if image.identify(task.looked.source, wanted.path) != wanted.identity:
-        raise _changed(task)
-    hidden = [bind.mount for bind in redirect.binds(node.cache)]
-    try:
-        seen, fd = image.look(wanted.path, task.job.user, node.config.sources, hidden, LOOK_TIMEOUT)
-    except OSError:
-        raise _changed(task) from None
-    if fd is not None:
-        os.close(fd)
-    if seen.image != wanted:
-        raise _changed(task)
-
-
-def _mirror(task: Task) -> None:
-    """Gives the copy the source's owner, group, mode, ACL and time: only who could read it may."""
-    wanted = task.image
-    fd = os.open(task.part.image, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if os.fstat(fd).st_size != wanted.size:
-            raise Failed("copy", f"the copy of {wanted.path} has another size than its source")
-        os.fchown(fd, wanted.access.uid, wanted.access.gid)
-        if wanted.access.acl:
-            try:
-                os.setxattr(fd, image.ACL, wanted.access.acl)
-            except OSError as error:
-                # Without its ACL the mode's group bits would mean something else.
-                raise Failed("acl", f"the cache's file system takes no ACL: {error}") from None
-        # Last: chown clears set-id bits.
-        os.fchmod(fd, wanted.access.mode)
-        os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
-    finally:
-        os.close(fd)
 
 
 def _report(task: Task, evicted: list[str], error: Declined | None, took: float) -> None:

@@ -1,0 +1,184 @@
+"""What turns a part into an entry? Room, the bytes, the check that they are still the right ones.
+
+The caller is the stager and holds the key's lock; everything here may be killed at any line, and
+the next stager of the key goes on from what the part says.
+"""
+
+import errno
+import os
+import threading
+
+import msgspec
+
+from forestage import copy, digest, evict, image, redirect, trace
+from forestage.cache import Entry
+from forestage.chunks import Source
+from forestage.errors import Declined, Failed
+from forestage.image import Image, Look
+from forestage.job import Job
+from forestage.node import Node
+from forestage.part import Owner, Part, boot_id
+
+LOOK_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own looks
+
+# A file server's clock may tick in seconds: a change within the same tick leaves the identity as it
+# is. So a copy starts only when the source's last change is a full tick old.
+COARSE_TICK_NS = 2_000_000_000
+FINE_TICK_NS = 20_000_000
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What to copy, where to, and for which job first."""
+
+    node: Node
+    job: Job
+    looked: Look
+
+    @property
+    def image(self) -> Image:
+        return self.looked.image
+
+    @property
+    def key(self) -> str:
+        return self.looked.image.key
+
+    @property
+    def part(self) -> Part:
+        return self.node.cache.part(self.key)
+
+
+def changed(task: Task) -> Declined:
+    """Pure: the source is no longer the file that was asked for."""
+    return Declined("changed", f"{task.image.path} was changed while it was copied")
+
+
+def claim(task: Task) -> Owner:
+    """Says in the part who copies now; what is there already stays if it can be resumed."""
+    config = task.node.config
+    owner = Owner(
+        pid=os.getpid(),
+        boot=boot_id(),
+        image=task.image,
+        chunk=config.chunk_size,
+        engine=config.engine,
+        job=task.job.id,
+        since=task.node.clock.monotonic(),
+    )
+    if not task.part.resumable(owner):
+        task.node.cache.drop_part(task.key)
+    task.part.write_owner(owner)
+    return owner
+
+
+def ready(task: Task, owner: Owner, evicted: list[str]) -> tuple[Owner, Source]:
+    """Opens the source and takes the space; from now on the part counts as being copied.
+
+    `evicted` grows by the keys that had to make room, also where this fails later.
+    """
+    node, part = task.node, task.part
+    node.clock.sleep(settling(task.image, node.clock.wall()))
+    source = _open_source(task)
+    _reserve(task, source, evicted)
+    trace.point("reserved")
+    owner = msgspec.structs.replace(
+        owner, phase="copying", began=node.clock.monotonic(), resumed=part.copied(owner)
+    )
+    part.write_owner(owner)
+    return owner, source
+
+
+def fetch(task: Task, source: Source, stop: threading.Event) -> None:
+    """The bytes. Raises chunks.Stopped, chunks.Truncated, Failed, OSError."""
+    copy.engine(task.node.config).copy(source, task.part, stop)
+    trace.point("copied")
+
+
+def publish(task: Task) -> None:
+    """Checks that the source is still the same, then gives the copy its rights and its name."""
+    _check_unchanged(task)
+    trace.point("checked")
+    _mirror(task)
+    config = task.node.config
+    entry = Entry(
+        key=task.key,
+        identity=task.image.identity,
+        access=task.image.access,
+        created=task.node.clock.wall(),
+        engine=config.engine,
+        chunk=config.chunk_size,
+        digest=digest.of_image(task.part.digests()),
+    )
+    task.node.cache.publish(entry)
+    trace.point("published")
+
+
+def settling(wanted: Image, now: float) -> float:
+    """Pure: seconds to wait until a further change of the source must show in its times."""
+    times = (wanted.identity.mtime_ns, wanted.identity.ctime_ns)
+    tick = FINE_TICK_NS if any(time % 1_000_000_000 for time in times) else COARSE_TICK_NS
+    age = int(now * 1_000_000_000) - max(times)
+    # A time in the future is another machine's clock; waiting for it could take for ever.
+    return (tick - age) / 1_000_000_000 if 0 <= age < tick else 0.0
+
+
+def _open_source(task: Task) -> Source:
+    looked, wish = task.looked, task.node.config.direct
+    # Major 0 is no block device: what a network file system does past its cache is its own affair.
+    local = os.major(os.fstat(looked.source).st_dev) != 0
+    direct = None
+    if wish == "on" or (wish == "auto" and local):
+        direct = image.open_direct(looked, LOOK_TIMEOUT)
+    return Source(looked.source, direct, task.image.size)
+
+
+def _reserve(task: Task, source: Source, evicted: list[str]) -> None:
+    """Makes room and takes it at once, so that no copy fails half-way for want of space."""
+    node, engine = task.node, copy.engine(task.node.config)
+    for attempt in (1, 2):
+        need = max(0, task.image.size - task.part.allocated())
+        evicted += evict.make_room(node.cache, node.leases, node.config, task.image.path, need)
+        try:
+            engine.reserve(source, task.part)
+        except OSError as error:
+            # Another copy, or somebody else on this disk, was faster; look once more.
+            if error.errno != errno.ENOSPC or attempt == 2:
+                raise
+        else:
+            return
+
+
+def _check_unchanged(task: Task) -> None:
+    """Both the open file and what the path now leads to must be as before. Raises Declined."""
+    wanted, node = task.image, task.node
+    if image.identify(task.looked.source, wanted.path) != wanted.identity:
+        raise changed(task)
+    hidden = [bind.mount for bind in redirect.binds(node.cache)]
+    try:
+        seen, fd = image.look(wanted.path, task.job.user, node.config.sources, hidden, LOOK_TIMEOUT)
+    except OSError:
+        raise changed(task) from None
+    if fd is not None:
+        os.close(fd)
+    if seen.image != wanted:
+        raise changed(task)
+
+
+def _mirror(task: Task) -> None:
+    """Gives the copy the source's owner, group, mode, ACL and time: only who could read it may."""
+    wanted = task.image
+    fd = os.open(task.part.image, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != wanted.size:
+            raise Failed("copy", f"the copy of {wanted.path} has another size than its source")
+        os.fchown(fd, wanted.access.uid, wanted.access.gid)
+        if wanted.access.acl:
+            try:
+                os.setxattr(fd, image.ACL, wanted.access.acl)
+            except OSError as error:
+                # Without its ACL the mode's group bits would mean something else.
+                raise Failed("acl", f"the cache's file system takes no ACL: {error}") from None
+        # Last: chown clears set-id bits.
+        os.fchmod(fd, wanted.access.mode)
+        os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
+    finally:
+        os.close(fd)

@@ -1,0 +1,55 @@
+"""Is there room for all of it? Space taken before the first byte, holes of sparse files left out."""
+
+import ctypes
+import errno
+import os
+from itertools import groupby
+
+from forestage.part import ENTRY_BYTES, Part, chunk_count
+
+FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def data_chunks(source: int, size: int, chunk: int) -> set[int]:
+    """The numbers of the chunks that hold any data; the others are holes of a sparse file."""
+    found: set[int] = set()
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(source, at, os.SEEK_DATA)
+            end = min(size, os.lseek(source, start, os.SEEK_HOLE))
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                break
+            start, end = at, size  # a file system that cannot tell has no holes
+        found.update(range(start // chunk, chunk_count(end, chunk)))
+        at = end
+    return found
+
+
+def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
+    """Makes the part's files and takes their space at once. Raises OSError (ENOSPC)."""
+    fd = os.open(part.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        for _, run in groupby(enumerate(sorted(data)), lambda item: item[1] - item[0]):
+            numbers = [number for _, number in run]
+            start = numbers[0] * chunk
+            allocate(fd, start, min(size, (numbers[-1] + 1) * chunk) - start)
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+    fd = os.open(part.map, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, chunk_count(size, chunk) * ENTRY_BYTES)
+    finally:
+        os.close(fd)
+
+
+def allocate(fd: int, start: int, length: int) -> None:
+    """fallocate(2), the file's size left as it is. Raises OSError; not for lack of the feature."""
+    result = _libc.fallocate(fd, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(length))
+    number = ctypes.get_errno() if result else 0
+    if number and number != errno.EOPNOTSUPP:
+        raise OSError(number, os.strerror(number))
