@@ -13,6 +13,7 @@ import msgspec
 from forestage import copy, digest, evict, image, redirect, trace
 from forestage.cache import Entry
 from forestage.chunks import Source
+from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.image import Image, Look
 from forestage.job import Job
@@ -77,7 +78,7 @@ def ready(task: Task, owner: Owner, evicted: list[str]) -> tuple[Owner, Source]:
     """
     node, part = task.node, task.part
     node.clock.sleep(settling(task.image, node.clock.wall()))
-    source = _open_source(task)
+    source = open_source(task.looked, node.config)
     _reserve(task, source, evicted)
     trace.point("reserved")
     owner = msgspec.structs.replace(
@@ -121,14 +122,14 @@ def settling(wanted: Image, now: float) -> float:
     return (tick - age) / 1_000_000_000 if 0 <= age < tick else 0.0
 
 
-def _open_source(task: Task) -> Source:
-    looked, wish = task.looked, task.node.config.direct
+def open_source(looked: Look, config: Config) -> Source:
+    """The source as the engines want it: past the page cache as well, where that is a gain."""
     # Major 0 is no block device: what a network file system does past its cache is its own affair.
     local = os.major(os.fstat(looked.source).st_dev) != 0
     direct = None
-    if wish == "on" or (wish == "auto" and local):
+    if config.direct == "on" or (config.direct == "auto" and local):
         direct = image.open_direct(looked, LOOK_TIMEOUT)
-    return Source(looked.source, direct, task.image.size)
+    return Source(looked.source, direct, looked.image.size)
 
 
 def _reserve(task: Task, source: Source, evicted: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Is there room for all of it? Space taken before the first byte, holes of sparse files left out."""
+"""Is there room for all of it? Space taken before the first byte; a sparse file keeps its holes."""
 
 import ctypes
 import errno
