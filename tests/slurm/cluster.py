@@ -224,11 +224,11 @@ class Cluster:
             if dead := [node for node in self.nodes if not self._leader(node).alive]:
                 raise ClusterError(f"{', '.join(dead)} ended\n{self.logs()}")
             queue = self.run(["squeue", "-h"], user="root", check=False)
-            nodes = self.run(["sinfo", "-h", "-N", "-o", "%T"], user="root", check=False)
+            nodes = self.run(["sinfo", "-h", "-N", "-o", "%N %T"], user="root", check=False)
+            # A node in two partitions is listed twice.
+            states = set(nodes.stdout.splitlines())
             return not (
-                queue.returncode
-                or queue.stdout
-                or nodes.stdout.split() != ["idle"] * len(self.nodes)
+                queue.returncode or queue.stdout or states != {f"{n} idle" for n in self.nodes}
             )
 
         wait_until(idle, timeout, lambda: f"not idle\n{self.overview()}\n{self.logs()}")

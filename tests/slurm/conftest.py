@@ -16,6 +16,8 @@ sys.path.insert(0, str(FOLDER))
 # These lie beside this file, not in a package.
 from cluster import Cluster  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
+from jobs import Site, hooked  # noqa: E402
+from spec import ClusterSpec  # noqa: E402
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "srun")
 TOOLS = ("mksquashfs", "squashfuse", "gcc", "make", "ip", "unshare", "mkfs.ext4")
@@ -43,3 +45,32 @@ def cluster(machine: None) -> Iterator[Cluster]:
     """Four nodes with the repository's own Prolog and Epilog."""
     with Cluster.up() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    """What `site` runs on; a module with a fixture of the same name has its own."""
+    return hooked()
+
+
+@pytest.fixture(scope="module")
+def site_cluster(machine: None, cluster_spec: ClusterSpec) -> Iterator[Cluster]:
+    with Cluster.up(cluster_spec) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def site(site_cluster: Cluster) -> Iterator[Site]:
+    """Nodes with empty caches. Whatever the test's jobs have met, no trace of it may stay."""
+    site = Site(site_cluster)
+    site.reset()
+    yield site
+    try:
+        site_cluster.wait_idle(20)  # a drained node is not idle
+        assert site.leftovers() == []
+    finally:
+        # Else one job left running, or one node drained, fails all tests after this one.
+        site_cluster.run(["scancel", "--user=alice"], user="root", check=False)
+        site_cluster.run(["scancel", "--user=bob"], user="root", check=False)
+        resume = ["scontrol", "update", "NodeName=ALL", "State=RESUME"]
+        site_cluster.run(resume, user="root", check=False)

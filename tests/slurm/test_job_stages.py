@@ -1,0 +1,159 @@
+"""A job's image comes from the node's NVMe, however it was asked for, and is copied once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import pytest
+from jobs import RELEASE, Ran, Reads, Site
+from spec import LAB_GID
+
+NODES = ("n1", "n2", "n3", "n4")
+INNER = f"srun {' '.join(RELEASE)}"
+
+WAYS: dict[str, Callable[[Site, str], Ran]] = {
+    "srun": lambda site, image: site.srun(image),
+    "sbatch": lambda site, image: site.sbatch(image, INNER),
+    "salloc": lambda site, image: site.run(
+        ["salloc", f"--container-image={image}", "srun", *RELEASE]
+    ),
+    "hint": lambda site, image: site.sbatch(
+        None, f"srun --container-image={image} {' '.join(RELEASE)}", comment=f"stage={image}"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_first_job_copies_and_the_second_reads_nothing_shared(site: Site, way: str) -> None:
+    image = site.image(way, mib=4)
+    digest = site.sha256(image)
+    with contextlib.closing(Reads(site.source(image))) as source:
+        cold = WAYS[way](site, image)
+        assert source.happened(), "the copy was not read from the source: this proves nothing"
+        warm = WAYS[way](site, image)
+        assert not source.happened()
+    outcome = site.outcome(cold.job)
+    assert (outcome.result, outcome.bytes) == ("copied", site.source(image).stat().st_size)
+    assert (site.outcome(warm.job).result, site.outcome(warm.job).bytes) == ("hit", 0)
+
+    for job in (cold, warm):
+        assert job.stdout == f'NAME="{way}"\nID={way}\n', "not run in the image"
+        seen = site.saw(job.job)
+        assert seen.file == site.copy(outcome.key)
+        assert (seen.path, seen.mount_point, seen.sha256) == (image, image, digest)
+
+
+def test_two_jobs_at_once_on_one_node_make_one_copy(site: Site) -> None:
+    image = site.image("same", mib=32)
+    steps = [
+        site.cluster.popen(["srun", "--nodelist=n1", f"--container-image={image}", *script])
+        for script in [("sh", "-c", "echo $SLURM_JOB_ID")] * 2
+    ]
+    said = [step.communicate(timeout=60) for step in steps]
+    assert [step.returncode for step in steps] == [0, 0], said
+    jobs = [int(stdout) for stdout, _ in said]
+    first, second = sorted(site.outcome(job).result for job in jobs)
+    assert first == "copied"
+    assert second in ("joined", "hit")
+    (key,) = site.entries()
+    assert [site.saw(job).file for job in jobs] == [site.copy(key)] * 2
+    assert first in site.command("explain", str(jobs[0])) + site.command("explain", str(jobs[1]))
+
+
+def test_a_job_on_four_nodes_makes_one_copy_on_each(site: Site) -> None:
+    image = site.image("four", mib=4)
+    job = site.srun(image, node=",".join(NODES)).job
+    for node, seen in zip(NODES, site.seen(job), strict=True):
+        outcome = site.outcome(job, node)
+        assert outcome.result == "copied"
+        assert list(site.entries(node)) == [outcome.key]
+        assert (seen.node, seen.file) == (node, site.copy(outcome.key, node))
+        assert seen.sha256 == site.sha256(image)
+
+
+@pytest.mark.parametrize("way", ["option-and-hint", "two-hints"])
+def test_two_images_of_one_job_are_both_staged(site: Site, way: str) -> None:
+    one, two = site.image("one"), site.image("two", seed=2)
+    show = ("stat", "--format=%i", one, two)
+    if way == "two-hints":
+        job = site.srun(None, *show, comment=f"my run; stage={one},{two}")
+    else:
+        job = site.srun(one, *show, comment=f"stage={two}")
+    outcomes = site.outcomes(job.job)
+    assert [(o.result, o.image) for o in outcomes] == [("copied", one), ("copied", two)]
+    inodes = [int(line) for line in job.stdout.split()]
+    assert inodes == [site.copy(outcome.key)[1] for outcome in outcomes]
+
+
+def test_the_redirect_stays_until_the_last_job_on_the_node_ends(site: Site) -> None:
+    image = site.image("shared")
+    with site.holding(image) as first, site.holding(image) as last, site.holding(image, node="n2"):
+        assert [lease.job for lease in site.leases()] == [first.job, last.job]
+        first.stop()
+        assert site.redirected() == [image]
+        assert [lease.job for lease in site.leases()] == [last.job]
+        late = site.srun(image)
+        assert site.saw(late.job).file == site.copy(site.outcome(late.job).key)
+        assert site.redirected() == [image]
+        last.stop()
+        assert site.redirected() == []
+        assert site.leases() == []
+        assert site.redirected("n2") == [image], "another node's jobs are none of its business"
+
+
+def test_a_cancelled_job_leaves_its_redirect_to_nobody(site: Site) -> None:
+    image = site.image("cancelled")
+    with site.holding(image) as held:
+        site.cluster.run(["scancel", str(held.job)])
+        site.wait_over(held.job)
+        assert site.redirected() == []
+        assert site.leases() == []
+
+
+def test_a_job_cannot_write_into_the_cache(site: Site) -> None:
+    image = site.image("readonly")
+    job = site.srun(image, "sh", "-c", f"echo spoilt >> {image}")
+    assert job.code != 0
+    assert "Read-only file system" in job.stderr
+    assert site.srun(image).code == 0
+    assert site.sha256(image) == site.saw(job.job).sha256
+
+
+def test_a_job_that_saves_over_its_image_can_do_so(site: Site) -> None:
+    image = site.image("saved")
+    job = site.srun(
+        image, "sh", "-c", f"echo more >> {image}", options=[f"--container-save={image}"]
+    )
+    assert (job.code, site.outcome(job.job).redirect) == (0, "none")
+    assert site.shows_source(site.saw(job.job))
+
+
+def test_a_copy_is_readable_for_a_group_that_may_read_the_source(site: Site) -> None:
+    image = site.image("lab", mode=0o640)
+    os.chown(site.source(image), -1, LAB_GID)
+    site.srun(image)
+    job = site.srun(image, user="bob")
+    outcome = site.outcome(job.job)
+    assert (job.code, outcome.result) == (0, "hit")
+    assert site.saw(job.job).file == site.copy(outcome.key)
+
+
+def test_a_job_may_opt_out(site: Site) -> None:
+    image = site.image("off")
+    job = site.srun(image, comment="stage=off")
+    assert (site.outcome(job.job).result, site.outcome(job.job).reason) == ("declined", "off")
+    assert site.shows_source(site.saw(job.job))
+    assert site.entries() == {}
+
+
+def test_a_job_without_image_and_hint_leaves_no_file(site: Site) -> None:
+    def files() -> str:
+        find = "find /mnt/nvme /run/forestage /var/log/forestage /var/lib/forestage /tmp /etc"
+        return site.root([*find.split(), "-printf", "%p %s %T@ %C@\n"], "n1")
+
+    before = files()
+    job = site.srun(None, "true", comment="nothing for you")
+    assert files() == before
+    assert site.words(job.job) == [f"forestage: prolog job={job.job} result=none"]
