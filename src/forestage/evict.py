@@ -130,6 +130,8 @@ def make_room(
             # What might be resumed one day goes before anything that is whole.
             drop_dead_parts(cache, lambda part: True)
             room = measure(cache, stored, config)
+        if _met(room, goal, 0):
+            return ()
         made = plan(stored, leases.keys(), room, goal, path)
         if not made.enough:
             raise Declined(

@@ -127,8 +127,10 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
     try:
         seen, source = image.look(path, job.user, node.config.sources, hidden, end.left())
     except OSError as error:
-        # What this user may not see, no bind may show: an older copy may be more generous.
-        _unveil(node, frozenset({path}), "")
+        # What this user may not see, no bind may show: an older copy may be more generous. But a
+        # bind that refuses him as well stays: it is another user's, and it is right.
+        if bound and _opens(node, job, path, end):
+            _unveil(node, frozenset({path}), "")
         raise image.declined_by(error, path) from None
     key = seen.image.key if seen.image else ""
     if bound:
@@ -137,6 +139,17 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
     if source is None:
         raise Declined("missing", f"{path} could not be opened")
     return Look(wanted, job.user, source)
+
+
+def _opens(node: Node, job: Job, path: str, end: Deadline) -> bool:
+    """Whether the user can open the path as it is now, redirects and all."""
+    try:
+        _, fd = image.look(path, job.user, node.config.sources, (), end.left())
+    except OSError:
+        return False
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
 
 
 def _unveil(node: Node, paths: frozenset[str], key: str) -> None:

@@ -122,8 +122,8 @@ def _serve(task: Task, stop: threading.Event) -> Word:
     _report(task, evicted, error, took)
     if error is None:
         return Word("published")
-    if error.reason in ("changed", "no-room"):
-        task.node.cache.drop_part(task.key)
+    if error.reason in ("changed", "no-room") or not task.part.digests().strip(b"\0"):
+        task.node.cache.drop_part(task.key)  # no use to whoever comes next
     return Word("failed", error.reason, str(error), isinstance(error, Failed))
 
 
