@@ -1,0 +1,219 @@
+"""A compute node below a folder: NVMe, shared file system, configuration, and its hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forestage import events, image, mounts, redirect
+from forestage.cache import Cache
+from forestage.clock import Clock
+from forestage.events import Outcome
+from forestage.hooks import IMAGE_OPTION, Hook
+from forestage.image import Identity
+from forestage.job import SAVE_OPTION, User
+from forestage.lease import Lease, Leases
+from forestage.places import Places
+
+ALICE = User("alice", 65534, 65534)
+BOB = User("bob", 4242, 4242)
+
+SIZE = 256 * 1024
+READ_ONLY = os.ST_RDONLY | os.ST_NOSUID | os.ST_NODEV
+
+
+def content(seed: int = 1, size: int = SIZE) -> bytes:
+    """Bytes that differ in every block, and from those of another seed."""
+    return b"".join(b"%015d\n" % (seed * 1_000_000 + n) for n in range(size // 16))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How one hook run ended, and the outcomes that it left in the event file."""
+
+    code: int
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        (only,) = self.outcomes
+        return only
+
+    @property
+    def said(self) -> tuple[str, str]:
+        return self.outcome.result, self.outcome.reason
+
+
+class Later(Clock):
+    """The real clock, `seconds` ahead of everybody else's."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wall(self) -> float:
+        return super().wall() + self.seconds
+
+
+class Node:
+    """`shared` is the file system as this node sees it, `server` the same one as others do."""
+
+    def __init__(self, top: Path) -> None:
+        self.places = Places(top / "node")
+        self.shared = top / "shared"
+        self.server = top / "server"
+        self.nvme = self.places.root / "mnt/nvme"
+        self.cache = Cache(self.nvme / "forestage")
+        self.leases = Leases(self.places.leases)
+
+    @classmethod
+    def boot(cls, top: Path) -> Node:
+        """Lays fresh file systems below `top`. In a private mount namespace only."""
+        node = cls(top)
+        _tmpfs(top, "size=16m,mode=755")
+        for directory in (node.shared, node.server, node.nvme):
+            directory.mkdir(parents=True)
+        _tmpfs(node.nvme, "size=64m,mode=755")
+        _tmpfs(node.shared, "size=64m,mode=755")
+        # What is written here changes the source as another node would: no bind is in the way.
+        mounts.mount(str(node.shared), str(node.server), mounts.MS_BIND)
+        node.configure()
+        return node
+
+    def configure(self, **keys: object) -> None:
+        """Writes the configuration: the tests' own, and on top of it `keys`."""
+        config = {"sources": [str(self.shared)], "low_watermark": "100%", "min_free": 0, **keys}
+        # JSON is YAML.
+        self.write_config(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+    def write_config(self, text: str) -> None:
+        self.places.etc.mkdir(parents=True, exist_ok=True)
+        (self.places.etc / "forestage.yaml").write_text(text)
+
+    def put(
+        self, name: str, data: bytes | None = None, user: User = ALICE, mode: int = 0o644
+    ) -> Path:
+        """Puts a file on the shared file system; gives its path on the node."""
+        data = content() if data is None else data
+        file = self.server / name
+        for parent in reversed(Path(name).parents[:-1]):
+            if not (self.server / parent).exists():
+                (self.server / parent).mkdir(mode=0o755)
+                os.chown(self.server / parent, user.uid, user.gid)
+        file.write_bytes(data)
+        os.chown(file, user.uid, user.gid)
+        file.chmod(mode)
+        return self.shared / name
+
+    def environ(
+        self,
+        job: int,
+        image: str | Path | None = None,
+        user: User = ALICE,
+        comment: str | None = None,
+        saves: str | None = None,
+    ) -> dict[str, str]:
+        """What slurmd gives its hooks, as far as they read it."""
+        environ = {
+            "SLURM_JOB_ID": str(job),
+            "SLURM_JOB_USER": user.name,
+            "SLURM_JOB_UID": str(user.uid),
+            "SLURM_JOB_GID": str(user.gid),
+            "SLURM_JOB_PARTITION": "batch",
+            "SLURM_JOB_WORK_DIR": str(self.shared),
+            "SLURMD_NODENAME": "n1",
+        }
+        asked = {IMAGE_OPTION: image, "SLURM_JOB_COMMENT": comment, SAVE_OPTION: saves}
+        return environ | {name: str(value) for name, value in asked.items() if value is not None}
+
+    def prolog(
+        self,
+        job: int,
+        image: str | Path | None = None,
+        user: User = ALICE,
+        comment: str | None = None,
+        saves: str | None = None,
+        clock: Clock | None = None,
+    ) -> Ran:
+        return self._run("prolog", self.environ(job, image, user, comment, saves), clock)
+
+    def epilog(self, job: int, clock: Clock | None = None) -> Ran:
+        return self._run("epilog", self.environ(job), clock)
+
+    def _run(self, name: events.Hook, environ: dict[str, str], clock: Clock | None) -> Ran:
+        before = len(list(events.read(self.places.events)))
+        code = Hook(name, environ, time.monotonic()).run(self.places, clock or Clock())
+        new = list(events.read(self.places.events))[before:]
+        return Ran(code, tuple(event.outcome for event in new))
+
+    def binds(self) -> dict[str, str]:
+        """The paths that the node redirects, each with the key of the entry that it shows."""
+        return {bind.path: bind.key for bind in redirect.binds(self.cache)}
+
+    def entries(self) -> set[str]:
+        return {path.name for path in self.cache.entries.glob("*")}
+
+    def lease(self, job: int) -> Lease | None:
+        return self.leases.read(job)
+
+    def identity(self, path: Path) -> Identity:
+        """The identity of a path's source, as the server has it now."""
+        fd = os.open(self.server / path.relative_to(self.shared), os.O_RDONLY)
+        try:
+            return image.identify(fd, str(path))
+        finally:
+            os.close(fd)
+
+    def shows_entry(self, path: Path, key: str) -> bool:
+        """Whether the path leads to that entry's very inode, through a mount as it should be."""
+        flags = os.statvfs(path).f_flag
+        return path.samefile(self.cache.image(key)) and flags & READ_ONLY == READ_ONLY
+
+    def shows_source(self, path: Path) -> bool:
+        """Whether the path leads to the shared file system's own inode."""
+        return path.samefile(self.server / path.relative_to(self.shared))
+
+    def elsewhere(self, change: Callable[[], object]) -> None:
+        """Makes a change as another node would: where none of our binds is in the way."""
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                mounts.private_namespace()
+                for bind in redirect.binds(self.cache):
+                    mounts.umount(bind.path)
+                change()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def read_as(user: User, path: Path) -> bytes | None:
+    """What a user's own program reads from the path; None where it gets a permission error."""
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-ISc",
+            "import sys; sys.stdout.buffer.write(open(sys.argv[1],'rb').read())",
+            path,
+        ],
+        user=user.uid,
+        group=user.gid,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
+    )
+    if b"PermissionError" in ran.stderr:
+        return None
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def _tmpfs(path: Path, options: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)

@@ -1,0 +1,107 @@
+"""The fail-open boundary: what slurmd gets back whatever happens inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from node import Node
+
+from forestage import hooks
+from forestage.hooks import DRAIN, Hook, main, nothing_to_do
+
+IMAGE = hooks.IMAGE_OPTION
+
+
+@pytest.fixture
+def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """`main` as slurmd starts it for job 7, but on the test's node."""
+    for name, value in node.environ(7, node.put("alice/image.sqsh")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("forestage.places.Places", lambda: node.places)
+    monkeypatch.setattr(hooks, "nothing_to_do", lambda *_: False)
+    return node
+
+
+def test_main_stages_and_releases(slurmd: Node) -> None:
+    assert main("prolog") == 0
+    assert len(slurmd.binds()) == 1
+    assert main("epilog") == 0
+    assert slurmd.binds() == {}
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("two\nlines"), MemoryError(), OSError(5, "I/O"), ImportError("no yaml"),
+     UnicodeEncodeError("utf-8", "\udcff", 0, 1, "no")],
+)  # fmt: skip
+def test_the_unexpected_becomes_one_line_and_exit_0(
+    slurmd: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: object,
+    error: Exception,
+) -> None:
+    def broken(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(Hook, "run", broken)
+    assert main(name) == 0  # type: ignore[arg-type]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert f"result=failed reason={type(error).__name__} at={__file__}:" in err
+
+
+@pytest.mark.parametrize(("on_error", "code"), [("drain", DRAIN), ("continue", 0)])
+def test_the_unexpected_drains_only_where_the_admin_asked_for_it(
+    slurmd: Node, monkeypatch: pytest.MonkeyPatch, on_error: str, code: int
+) -> None:
+    from forestage import prolog
+
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    slurmd.configure(on_error=on_error)
+    monkeypatch.setattr(prolog, "prolog", broken)
+    assert main("prolog") == code
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID"])
+def test_a_hook_run_by_hand_without_slurms_variables_says_so(
+    slurmd: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.delenv(name)
+    assert main("prolog") == 0
+    assert "reason=JobError at=" in capfd.readouterr().err
+
+
+def test_events_that_cannot_be_written_do_not_undo_what_was_staged(slurmd: Node) -> None:
+    slurmd.places.events.parent.parent.mkdir(parents=True)
+    slurmd.places.events.parent.touch()
+    assert main("prolog") == 0
+    assert len(slurmd.binds()) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "nothing"),
+    [
+        ({}, True),
+        ({"SLURM_JOB_COMMENT": "hello; stag=e"}, True),
+        ({"SLURM_JOB_COMMENT": "x;stage-wait=1m"}, False),
+        ({IMAGE: ""}, False),
+        ({IMAGE: "docker://ubuntu"}, False),
+    ],
+)
+def test_a_prolog_without_work_is_told_without_an_import(
+    environ: dict[str, str], nothing: bool
+) -> None:
+    assert nothing_to_do("prolog", environ, "/nowhere") is nothing
+
+
+def test_an_epilog_has_work_exactly_when_there_is_a_lease(tmp_path: Path) -> None:
+    environ = {"SLURM_JOB_ID": "7", IMAGE: "/x"}
+    assert nothing_to_do("epilog", environ, str(tmp_path))
+    (tmp_path / "7.json").touch()
+    assert not nothing_to_do("epilog", environ, str(tmp_path))

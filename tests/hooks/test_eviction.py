@@ -1,0 +1,109 @@
+"""Room for a new image: who has to go, who never does, and that nothing goes in vain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from node import Later, Node, content
+
+ROOM_FOR_TWO = "700K"
+ROOM_FOR_THREE = "900K"
+
+
+def stage(node: Node, job: int, name: str, seed: int, clock: Later | None = None) -> str:
+    """Runs a job through Prolog and Epilog; gives the key of its image."""
+    ran = node.prolog(job, node.put(name, content(seed)), clock=clock)
+    assert ran.outcome.result == "copied"
+    node.epilog(job, clock)
+    return ran.outcome.key
+
+
+def test_the_least_recently_used_goes_and_no_other(node: Node) -> None:
+    node.configure(max_size=ROOM_FOR_TWO)
+    old = stage(node, 1, "alice/1.sqsh", 1)
+    new = stage(node, 2, "alice/2.sqsh", 2, Later(10))
+    # A hit is a use.
+    node.prolog(3, node.shared / "alice/1.sqsh", clock=Later(20))
+    node.epilog(3, Later(20))
+    third = stage(node, 4, "alice/3.sqsh", 3, Later(30))
+    assert node.entries() == {old, third}
+    assert new not in node.entries()
+
+
+def test_a_superseded_entry_goes_before_one_used_longer_ago(node: Node) -> None:
+    node.configure(max_size=ROOM_FOR_THREE)
+    oldest = stage(node, 1, "alice/other.sqsh", 1)
+    before = stage(node, 2, "alice/image.sqsh", 2, Later(10))
+    after = stage(node, 3, "alice/image.sqsh", 3, Later(20))
+    assert node.entries() == {oldest, before, after}
+    new = stage(node, 4, "alice/new.sqsh", 4, Later(30))
+    assert node.entries() == {oldest, after, new}
+
+
+def test_a_leased_entry_is_never_evicted_and_nothing_goes_in_vain(node: Node) -> None:
+    node.configure(max_size=ROOM_FOR_TWO, on_error="drain")
+    leased = node.put("alice/1.sqsh", content(1))
+    node.prolog(1, leased)
+    free = stage(node, 2, "alice/2.sqsh", 2, Later(10))
+    entries = node.entries()
+
+    # Too big for what the unleased one would give back.
+    ran = node.prolog(3, node.put("alice/big.sqsh", content(3, 512 * 1024)), clock=Later(20))
+
+    assert (ran.code, *ran.said) == (0, "declined", "no-room")
+    assert node.entries() == entries
+    assert leased.read_bytes() == content(1)
+    assert not list(node.cache.parts.iterdir())
+    # But there is room for one that fits in its place.
+    stage(node, 4, "alice/4.sqsh", 4, Later(30))
+    assert free not in node.entries()
+    assert leased.read_bytes() == content(1)
+
+
+def test_a_pinned_entry_is_never_evicted(node: Node) -> None:
+    node.configure(max_size=ROOM_FOR_TWO)
+    pinned = stage(node, 1, "alice/1.sqsh", 1)
+    (node.cache.entry_dir(pinned) / "pinned").touch()
+    unpinned = stage(node, 2, "alice/2.sqsh", 2, Later(10))
+    third = stage(node, 3, "alice/3.sqsh", 3, Later(20))
+    assert node.entries() == {pinned, third}
+    assert unpinned not in node.entries()
+
+
+def test_the_epilog_evicts_to_the_low_watermark_but_not_what_others_use(node: Node) -> None:
+    node.configure(max_size=ROOM_FOR_THREE, low_watermark="40%")
+    leased = node.prolog(1, node.put("alice/1.sqsh", content(1))).outcome.key
+    ran = node.prolog(2, node.put("alice/2.sqsh", content(2)), clock=Later(10))
+    assert node.entries() == {leased, ran.outcome.key}
+    assert node.epilog(2, Later(10)).outcome.evicted == (ran.outcome.key,)
+    assert node.entries() == {leased}
+    assert list(node.cache.evicted.iterdir()) == []
+
+
+def test_min_free_is_kept_whatever_the_cache_may_take(node: Node) -> None:
+    node.configure(min_free="100%")
+    path = node.put("alice/1.sqsh")
+    assert node.prolog(1, path).said == ("declined", "no-room")
+    assert node.shows_source(path)
+
+
+def test_a_disk_filled_by_others_is_declined_before_a_byte_is_copied(node: Node) -> None:
+    node.cache.prepare(require_mount=True)
+    (node.nvme / "enroot").write_bytes(bytes(63 * 1024 * 1024 + 900 * 1024))
+    node.configure(on_error="drain")
+    ran = node.prolog(1, node.put("alice/1.sqsh"))
+    assert (ran.code, *ran.said) == (0, "declined", "no-room")
+    assert list(node.cache.parts.iterdir()) == []
+
+
+def test_who_still_reads_an_evicted_image_reads_it_to_the_end(node: Node) -> None:
+    node.configure(max_size=ROOM_FOR_TWO)
+    path = node.put("alice/1.sqsh", content(1))
+    key = node.prolog(1, path).outcome.key
+    with Path(path).open("rb") as late:
+        start = late.read(1000)
+        node.epilog(1)
+        stage(node, 2, "alice/2.sqsh", 2, Later(10))
+        stage(node, 3, "alice/3.sqsh", 3, Later(20))
+        assert key not in node.entries()
+        assert start + late.read() == content(1)

@@ -1,0 +1,87 @@
+"""The shell files that slurmd runs: whatever the interpreter does, only 75 is not exit 0."""
+
+from __future__ import annotations
+
+import re
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+INTERPRETER = "/usr/lib/forestage/bin/python3"
+HOOKS = ["prolog", "epilog"]
+
+FAKES = {
+    "exits 0": ("exit 0", 0),
+    "exits 1": ("exit 1", 0),
+    "exits 2, as for a wrong argument": ("exit 2", 0),
+    "exits 120, as when stdout cannot be flushed": ("exit 120", 0),
+    "exits 126": ("exit 126", 0),
+    "exits 255": ("exit 255", 0),
+    "asks to drain": ("exit 75", 1),
+    "is killed by SEGV": ("kill -SEGV $$", 0),
+    "is killed by TERM": ("kill -TERM $$", 0),
+    "is killed by KILL": ("kill -KILL $$", 0),
+    "prints rubbish": ("echo 75; echo '\"; exit 75' >&2; head -c 100000 /dev/zero", 0),
+    "prints a traceback": ("echo 'ModuleNotFoundError: yaml' >&2; exit 1", 0),
+}
+
+
+def run(tmp_path: Path, hook: str, fake: str | None) -> subprocess.CompletedProcess[bytes]:
+    """Runs a copy of the hook with another interpreter, in the bare environment slurmd gives."""
+    interpreter = tmp_path / "python3"
+    if fake is not None:
+        interpreter.write_text(f"#!/bin/sh\n{fake}\n")
+        interpreter.chmod(0o755)
+    copy = tmp_path / hook
+    text = (REPOSITORY / hook / "forestage").read_text()
+    assert text.count(INTERPRETER) == 1
+    copy.write_text(text.replace(INTERPRETER, str(interpreter)))
+    copy.chmod(0o755)
+    return subprocess.run(
+        [copy], env={}, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("fake", FAKES)
+def test_only_75_drains_the_node(tmp_path: Path, hook: str, fake: str) -> None:
+    script, code = FAKES[fake]
+    assert run(tmp_path, hook, script).returncode == code
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_missing_interpreter_does_not_drain_the_node(tmp_path: Path, hook: str) -> None:
+    assert run(tmp_path, hook, None).returncode == 0
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_interpreter_that_cannot_be_executed_does_not_drain_the_node(
+    tmp_path: Path, hook: str
+) -> None:
+    (tmp_path / "python3").write_bytes(b"\x7fELF")
+    (tmp_path / "python3").chmod(0o755)
+    assert run(tmp_path, hook, None).returncode == 0
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_hook_runs_its_own_sequence_isolated_from_the_environment(
+    tmp_path: Path, hook: str
+) -> None:
+    out = run(tmp_path, hook, 'printf "%s\\n" "$@"').stdout.decode().splitlines()
+    assert out[:2] == ["-I", "-c"]
+    assert f'main("{hook}")' in out[2]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_slurmd_can_run_the_file_and_it_is_short(hook: str) -> None:
+    file = REPOSITORY / hook / "forestage"
+    assert file.stat().st_mode & stat.S_IXUSR
+    lines = file.read_text().splitlines()
+    assert lines[0] == "#!/bin/sh"
+    assert len(lines) <= 15
+    # No PATH from slurmd: a program without its folder would not be found.
+    commands = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.match(r"/|\[ ", command) for command in commands)

@@ -1,0 +1,236 @@
+"""A job on a node: what its path shows from the Prolog to the Epilog, also to its neighbours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from node import ALICE, BOB, Node, content, read_as
+
+
+def test_a_cold_image_is_copied_and_its_path_shows_the_copy(node: Node) -> None:
+    path = node.put("alice/image.sqsh", content(1))
+    source = path.stat()
+
+    ran = node.prolog(7, path)
+
+    assert (ran.code, *ran.said, ran.outcome.redirect) == (0, "copied", "", "laid")
+    assert ran.outcome.bytes == ran.outcome.size == len(content(1))
+    key = node.identity(path).key
+    assert ran.outcome.key == key
+    assert node.shows_entry(path, key)
+    shown = path.stat()
+    assert path.read_bytes() == content(1)
+    assert (shown.st_uid, shown.st_gid, shown.st_mode) == (
+        source.st_uid,
+        source.st_gid,
+        source.st_mode,
+    )
+    assert shown.st_mtime_ns == source.st_mtime_ns
+
+
+def test_the_job_can_read_through_the_redirect_but_not_write(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.prolog(7, path)
+    assert read_as(ALICE, path) == content()
+    for flags in (os.O_WRONLY, os.O_RDWR | os.O_TRUNC):
+        with pytest.raises(OSError, match="Read-only file system"):
+            os.open(path, flags)
+
+
+def test_a_warm_image_is_not_copied_again(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.prolog(1, path)
+    copy = node.cache.image(node.identity(path).key)
+    before = copy.stat()
+    node.epilog(1)
+
+    ran = node.prolog(2, path, user=BOB)
+
+    assert (*ran.said, ran.outcome.bytes, ran.outcome.redirect) == ("hit", "", 0, "laid")
+    assert (copy.stat().st_ino, copy.stat().st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
+    assert node.shows_entry(path, ran.outcome.key)
+
+
+def test_the_lease_is_one_readable_file_that_names_job_entry_and_path(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    key = node.prolog(7, path).outcome.key
+    lease = node.lease(7)
+    assert lease is not None
+    assert (lease.job, lease.user, lease.cache) == (7, ALICE, str(node.cache.root))
+    assert [(use.key, use.path) for use in lease.uses] == [(key, str(path))]
+    assert os.listdir(node.places.leases) == ["7.json"]
+
+
+def test_the_epilog_leaves_nothing_but_the_entry(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    key = node.prolog(7, path).outcome.key
+
+    ran = node.epilog(7)
+
+    assert (ran.code, *ran.said, ran.outcome.released) == (0, "released", "", 1)
+    assert node.binds() == {}
+    assert node.shows_source(path)
+    assert node.lease(7) is None
+    assert node.entries() == {key}
+    for empty in (node.cache.parts, node.cache.evicted, node.places.leases, node.places.redirects):
+        assert list(empty.iterdir()) == []
+
+
+def test_the_redirect_stays_until_the_last_job_has_gone(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    key = node.prolog(1, path).outcome.key
+    assert node.prolog(2, path, user=BOB).outcome.redirect == "kept"
+    node.epilog(1)
+    assert node.shows_entry(path, key)
+    assert node.epilog(2).outcome.released == 1
+    assert node.shows_source(path)
+
+
+def test_a_requeued_job_that_meets_its_own_lease_is_served_again(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.prolog(7, path)
+    ran = node.prolog(7, path)
+    assert (ran.outcome.result, ran.outcome.redirect) == ("hit", "kept")
+    lease = node.lease(7)
+    assert lease is not None
+    assert len(lease.uses) == 1
+    node.epilog(7)
+    assert node.binds() == {}
+
+
+def test_all_images_of_a_job_are_staged_and_released(node: Node) -> None:
+    option = node.put("alice/one.sqsh", content(1))
+    hinted = node.put("alice/two,too.sqsh", content(2))
+    hint = str(hinted).replace(",", "%2C")
+
+    ran = node.prolog(7, option, comment=f"mine; stage={hint},{option} thanks")
+
+    assert [(o.result, o.via, o.image) for o in ran.outcomes] == [
+        ("copied", "option", str(option)),
+        ("copied", "hint", str(hinted)),
+    ]
+    assert set(node.binds()) == {str(option), str(hinted)}
+    assert hinted.read_bytes() == content(2)
+    assert node.epilog(7).outcome.released == 2
+    assert node.binds() == {}
+
+
+def test_a_path_that_no_text_can_hold_plainly_is_redirected_and_released(node: Node) -> None:
+    path = node.put("alice/a b\\tü\x0cx.sqsh")
+    link = node.server / "alice/link"
+    link.symlink_to(node.shared / path.relative_to(node.shared))
+    key = node.prolog(7, node.shared / "alice/link").outcome.key
+    assert node.shows_entry(path, key)
+    assert node.epilog(7).outcome.released == 1
+    assert node.shows_source(path)
+
+
+@pytest.mark.parametrize("asked", ["./alice/image.sqsh", "../shared/alice/image.sqsh"])
+def test_a_relative_path_is_meant_from_the_working_directory(node: Node, asked: str) -> None:
+    path = node.put("alice/image.sqsh")
+    assert node.prolog(7, asked).outcome.image == str(path)
+    assert set(node.binds()) == {str(path)}
+
+
+def test_a_symlink_is_followed_and_the_redirect_lies_on_its_target(node: Node) -> None:
+    target = node.put("alice/v1.sqsh")
+    (node.server / "alice/latest.sqsh").symlink_to("v1.sqsh")
+    key = node.prolog(7, node.shared / "alice/latest.sqsh").outcome.key
+    assert set(node.binds()) == {str(target)}
+    assert node.shows_entry(node.shared / "alice/latest.sqsh", key)
+
+
+def _in_place(node: Node, path: Path) -> None:
+    (node.server / path.relative_to(node.shared)).write_bytes(content(2))
+
+
+def _by_rename(node: Node, path: Path) -> None:
+    new = node.put("alice/.new", content(2))
+    file = node.server / path.relative_to(node.shared)
+    node.elsewhere(lambda: os.replace(node.server / new.relative_to(node.shared), file))
+
+
+@pytest.mark.parametrize("change", [_in_place, _by_rename])
+def test_the_next_job_sees_a_changed_source_while_an_older_lease_lives(
+    node: Node, change: object
+) -> None:
+    assert callable(change)
+    path = node.put("alice/image.sqsh", content(1))
+    old = node.prolog(1, path).outcome.key
+    with path.open("rb") as late:
+        change(node, path)
+
+        ran = node.prolog(2, path)
+
+        assert (ran.outcome.result, ran.outcome.redirect) == ("copied", "laid")
+        assert ran.outcome.key != old
+        assert path.read_bytes() == content(2)
+        # The first job's bytes: what it has open, and its leased entry.
+        assert late.read() == content(1)
+        assert node.cache.image(old).read_bytes() == content(1)
+    node.epilog(1)
+    assert path.read_bytes() == content(2)
+    node.epilog(2)
+    assert node.binds() == {}
+
+
+def test_a_source_that_changed_back_in_content_is_still_another_one(node: Node) -> None:
+    path = node.put("alice/image.sqsh", content(1))
+    old = node.prolog(1, path).outcome.key
+    source = node.server / "alice/image.sqsh"
+    before = source.stat()
+    source.write_bytes(content(2))
+    # What a careless tool leaves: other bytes under the same size and time.
+    os.utime(source, ns=(before.st_mtime_ns, before.st_mtime_ns))
+    ran = node.prolog(2, path)
+    assert ran.outcome.key != old
+    assert path.read_bytes() == content(2)
+
+
+def test_an_image_deleted_under_a_redirect_is_gone_for_the_next_job(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.prolog(1, path)
+    node.elsewhere((node.server / "alice/image.sqsh").unlink)
+    assert node.prolog(2, path).said == ("declined", "missing")
+    assert node.binds() == {}
+    assert not path.exists()
+    assert node.epilog(1).code == 0
+
+
+def test_redirect_none_stages_and_leases_but_changes_nothing_a_job_sees(node: Node) -> None:
+    node.configure(redirect="none")
+    path = node.put("alice/image.sqsh")
+    ran = node.prolog(7, path)
+    assert (ran.outcome.result, ran.outcome.redirect) == ("copied", "none")
+    assert node.shows_source(path)
+    lease = node.lease(7)
+    assert lease is not None
+    assert [use.path for use in lease.uses] == [""]
+    assert node.epilog(7).said == ("released", "")
+
+
+def test_a_job_that_writes_to_its_own_image_is_not_redirected(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    for job, saves in enumerate([str(path), "alice/image.sqsh", "./alice/../alice/image.sqsh"], 1):
+        assert node.prolog(job, path, saves=saves).outcome.redirect == "none"
+        assert node.shows_source(path)
+
+
+@pytest.mark.xfail(strict=True, reason="prolog._redirect compares the unresolved --container-save")
+def test_a_job_that_writes_to_its_own_image_through_a_symlink_is_not_redirected(
+    node: Node,
+) -> None:
+    path = node.put("alice/image.sqsh")
+    (node.server / "home").symlink_to(node.shared / "alice")
+    node.prolog(7, node.shared / "home/image.sqsh", saves=str(node.shared / "home/image.sqsh"))
+    assert node.shows_source(path)
+
+
+@pytest.mark.xfail(strict=True, reason="a running job's redirect is in the way of a later save")
+def test_a_job_that_saves_to_an_image_another_job_uses_can_write_it(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.prolog(1, path)
+    node.prolog(2, path, saves=str(path))
+    assert node.shows_source(path)

@@ -1,0 +1,194 @@
+"""Two hooks at the same moment: one copy, and nobody sees half of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from node import ALICE, BOB, Node, Ran, content
+
+from forestage import redirect, stage
+from forestage.cache import Cache, Entry
+from forestage.image import Image
+
+fork = multiprocessing.get_context("fork")
+
+
+def together(*runs: Callable[[], Ran]) -> list[Ran]:
+    """Runs hooks in processes of their own; each goes on only when all have found no entry."""
+    barrier = fork.Barrier(len(runs), timeout=30)
+    answers = fork.SimpleQueue()
+    find = Cache.find
+
+    def child(number: int, run: Callable[[], Ran]) -> None:
+        met = False
+
+        def meeting(cache: Cache, image: Image) -> Entry | None:
+            nonlocal met
+            found = find(cache, image)
+            if not met:
+                met = True
+                barrier.wait()
+            return found
+
+        Cache.find = meeting  # type: ignore[method-assign]
+        answers.put((number, run()))
+
+    children = [fork.Process(target=child, args=item) for item in enumerate(runs)]
+    for process in children:
+        process.start()
+    for process in children:
+        process.join(60)
+        assert process.exitcode == 0
+    return [ran for _, ran in sorted((answers.get() for _ in runs), key=lambda item: item[0])]
+
+
+def last(node: Node, job: int, path: Path, user: object = ALICE) -> Ran:
+    """A Prolog whose events are told from those of one that runs beside it."""
+    ran = node.prolog(job, path, user=user)  # type: ignore[arg-type]
+    return Ran(ran.code, tuple(o for o in ran.outcomes if o.image == str(path)))
+
+
+def test_two_prologs_for_one_image_make_one_copy_and_both_get_it(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    together(lambda: last(node, 1, path), lambda: last(node, 2, path, BOB))
+
+    from forestage import events
+
+    seen = {event.job: event.outcome for event in events.read(node.places.events)}
+    assert sorted(o.result for o in seen.values()) == ["copied", "joined"]
+    assert sorted(o.redirect for o in seen.values()) == ["kept", "laid"]
+    assert sum(o.bytes for o in seen.values()) == len(content())
+    (key,) = node.entries()
+    assert node.shows_entry(path, key)
+    assert {bind.path for bind in redirect.binds(node.cache)} == {str(path)}
+    assert len(redirect.binds(node.cache)) == 1
+    node.epilog(1)
+    assert node.shows_entry(path, key)
+    node.epilog(2)
+    assert node.binds() == {}
+
+
+def test_prologs_for_different_images_do_not_wait_for_each_other(node: Node) -> None:
+    paths = [node.put(f"alice/{n}.sqsh", content(n)) for n in (1, 2)]
+    rans = together(lambda: last(node, 1, paths[0]), lambda: last(node, 2, paths[1]))
+    assert [ran.outcome.result for ran in rans] == ["copied", "copied"]
+    assert [path.read_bytes() for path in paths] == [content(1), content(2)]
+
+
+def test_an_entry_evicted_between_look_up_and_lease_is_staged_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = node.put("alice/image.sqsh")
+    key = node.prolog(1, path).outcome.key
+    node.epilog(1)
+    staged = stage.stage
+    times = iter(range(10))
+
+    def robbed(*args: object, **kwargs: object) -> object:
+        result = staged(*args, **kwargs)  # type: ignore[arg-type]
+        if next(times) == 0:
+            node.cache.retire(key)
+        return result
+
+    monkeypatch.setattr(stage, "stage", robbed)
+    assert node.prolog(2, path).outcome.result == "copied"
+    assert node.shows_entry(path, key)
+
+
+def test_an_entry_that_is_evicted_again_and_again_is_given_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = node.put("alice/image.sqsh")
+    staged = stage.stage
+
+    def robbed(*args: object, **kwargs: object) -> object:
+        result = staged(*args, **kwargs)  # type: ignore[arg-type]
+        node.cache.retire(node.identity(path).key)
+        return result
+
+    monkeypatch.setattr(stage, "stage", robbed)
+    ran = node.prolog(1, path)
+    assert (ran.code, *ran.said) == (0, "failed", "evicted")
+    assert node.shows_source(path)
+    assert node.lease(1) is None
+
+
+@pytest.mark.parametrize("how", ["write", "replace", "remove"])
+def test_a_source_changed_between_copy_and_redirect_is_not_covered(
+    node: Node, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    path = node.put("alice/image.sqsh", content(1))
+    source = node.server / "alice/image.sqsh"
+    lay = redirect.lay
+
+    def late(*args: object) -> object:
+        if how == "write":
+            source.write_bytes(content(2))
+        elif how == "replace":
+            os.replace(
+                node.server / node.put("alice/new", content(2)).relative_to(node.shared), source
+            )
+        else:
+            source.unlink()
+        return lay(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(redirect, "lay", late)
+    ran = node.prolog(1, path)
+    assert (ran.code, *ran.said) == (0, "declined", "changed")
+    assert node.binds() == {}
+    assert how == "remove" or path.read_bytes() == content(2)
+
+
+def test_the_lease_is_there_before_the_redirect(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Epilog takes off what no lease mentions, so the other order would lose a redirect."""
+    path = node.put("alice/image.sqsh")
+    bind = redirect._bind
+    mentioned = []
+
+    def spying(*args: object) -> None:
+        mentioned.append(node.leases.redirected())
+        bind(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(redirect, "_bind", spying)
+    node.prolog(1, path)
+    assert mentioned == [frozenset({str(path)})]
+
+
+def test_no_bind_of_the_cached_file_is_ever_writable_for_the_job(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forestage import mounts
+
+    path = node.put("alice/image.sqsh")
+    mount = mounts.mount
+    flags = []
+
+    def spying(source: str, target: str, how: int) -> None:
+        mount(source, target, how)
+        if target.startswith("/proc/self/fd/"):
+            flags.append(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+    monkeypatch.setattr(mounts, "mount", spying)
+    node.prolog(1, path)
+    assert flags == [os.ST_RDONLY]
+
+
+def test_a_mount_that_covers_another_ones_is_not_mistaken_for_ours(node: Node) -> None:
+    """An admin's own bind over an image is neither taken off nor listed."""
+    path = node.put("alice/image.sqsh", content(1))
+    special = node.nvme / "special.sqsh"
+    special.write_bytes(content(5))
+    special.chmod(0o644)
+    subprocess.run(["mount", "--bind", special, path], check=True)
+    assert node.binds() == {}
+    ran = node.prolog(1, path)
+    assert ran.outcome.result == "copied"
+    node.epilog(1)
+    assert path.read_bytes() == content(5)

@@ -1,0 +1,86 @@
+"""What the unit tests share: a cache, leases and a source below a folder of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import image
+from forestage.cache import Cache, Entry
+from forestage.image import Access, Identity, Image, Look
+from forestage.job import User
+from forestage.lease import Leases
+
+
+@pytest.fixture
+def me() -> User:
+    """The user who runs the tests; becoming oneself needs no root."""
+    return User("", os.getuid(), os.getgid())
+
+
+@pytest.fixture
+def as_root() -> None:
+    """Skips for an ordinary user."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    made = Cache(tmp_path / "cache")
+    made.prepare(require_mount=False)
+    return made
+
+
+@pytest.fixture
+def leases(tmp_path: Path) -> Leases:
+    return Leases(tmp_path / "run/leases")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """The folder that stands for the shared file system."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def look(shared: Path, me: User) -> Callable[[Path], Look]:
+    """What the hook has in hand before it stages."""
+
+    def looking(path: Path) -> Look:
+        seen, source = image.look(str(path), me, [str(shared)], [], 10.0)
+        assert source is not None
+        return Look(image.judge(seen, None), source)
+
+    return looking
+
+
+@pytest.fixture
+def make_image() -> Callable[..., Image]:
+    """An image as a literal; keywords change its identity."""
+
+    def making(**changes: object) -> Image:
+        identity = Identity(path="/lustre/a.sqsh", inode=1, size=5, mtime_ns=10, ctime_ns=20)
+        return Image(msgspec.structs.replace(identity, **changes), Access(0, 0, 0o644))
+
+    return making
+
+
+@pytest.fixture
+def publish(cache: Cache) -> Callable[[Image], Entry]:
+    """Puts an entry with some bytes of the right number into the cache."""
+
+    def publishing(wanted: Image) -> Entry:
+        cache.part_dir(wanted.key).mkdir()
+        cache.part(wanted.key).write_bytes(b"x" * wanted.size)
+        entry = Entry(wanted.key, wanted.identity, wanted.access, created=1.0, engine="rsync")
+        cache.publish(entry)
+        return entry
+
+    return publishing

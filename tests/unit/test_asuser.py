@@ -1,0 +1,182 @@
+"""The child that acts as the user: it may hang, die or lie, and the hook goes on as root."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forestage import asuser
+from forestage.errors import Failed
+from forestage.job import User
+
+NOBODY = User("", 65534, 65533)
+TIMEOUT = 20.0
+
+
+class Facts(msgspec.Struct):
+    ids: list[int]
+    groups: list[int]
+
+
+def test_the_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+
+    def work() -> asuser.Found[str]:
+        return "found", [os.open(tmp_path / "a", os.O_RDONLY)]
+
+    value, (fd,) = asuser.call(work, str, TIMEOUT)
+    assert value == "found"
+    assert os.read(fd, 100) == b"content"
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+
+
+def test_only_effective_ids_and_groups_are_the_users(as_root: None) -> None:
+    """With the real and saved ids the user could kill or trace a child that reads for the cache."""
+
+    def work() -> asuser.Found[Facts]:
+        asuser.become(NOBODY)
+        return Facts([*os.getresuid(), *os.getresgid()], os.getgroups()), []
+
+    facts, _ = asuser.call(work, Facts, TIMEOUT)
+    assert facts.ids == [0, 65534, 0, 0, 65533, 0]
+    assert facts.groups == [65533]
+
+
+def test_the_groups_of_the_user_are_those_of_the_name(
+    as_root: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, len(name)])
+
+    def work() -> asuser.Found[list[int]]:
+        asuser.become(User("alice", 65534, 65533))
+        return os.getgroups(), []
+
+    assert sorted(asuser.call(work, list[int], TIMEOUT)[0]) == [5, 65533]
+
+
+def test_the_hook_stays_what_it_was(as_root: None) -> None:
+    before = os.getresuid(), os.getresgid(), os.getgroups()
+
+    def work() -> asuser.Found[None]:
+        asuser.become(NOBODY)
+        return None, []
+
+    asuser.call(work, type(None), TIMEOUT)
+    assert (os.getresuid(), os.getresgid(), os.getgroups()) == before
+
+
+def test_an_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
+    def work() -> asuser.Found[None]:
+        os.open(tmp_path / "nothing", os.O_RDONLY)
+        return None, []
+
+    with pytest.raises(FileNotFoundError) as caught:
+        asuser.call(work, type(None), TIMEOUT)
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename == str(tmp_path / "nothing")
+
+
+def _exits() -> Any:
+    sys.exit(3)
+
+
+def _dies() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raises() -> Any:
+    raise RuntimeError
+
+
+def _recurses() -> Any:
+    return _recurses()
+
+
+@pytest.mark.parametrize("work", [_exits, _dies, _raises, _recurses])
+def test_a_child_that_dies_without_an_answer_is_our_failure(work: Any) -> None:
+    with pytest.raises(Failed) as caught:
+        asuser.call(work, type(None), TIMEOUT)
+    assert caught.value.reason == "helper"
+
+
+def test_the_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
+    """If it did, two processes would go on with the hook."""
+    here = os.getpid()
+    try:
+        asuser.call(_raises, type(None), TIMEOUT)
+    except BaseException:
+        (tmp_path / str(os.getpid())).touch()
+        if os.getpid() != here:
+            os._exit(1)
+    assert os.listdir(tmp_path) == [str(here)]
+
+
+def test_a_child_that_hangs_is_left_after_the_timeout_and_killed() -> None:
+    born: list[int] = []
+    fork = os.fork
+
+    def noting() -> int:
+        child = fork()
+        born.append(child)
+        return child
+
+    def work() -> asuser.Found[None]:
+        signal.pause()
+        return None, []
+
+    os.fork = noting
+    try:
+        with pytest.raises(asuser.TooSlow):
+            asuser.call(work, type(None), 0.05)
+    finally:
+        os.fork = fork
+    with pytest.raises(ProcessLookupError):
+        os.kill(born[0], 0)
+
+
+def test_a_hook_with_no_patience_left_does_not_wait_at_all() -> None:
+    with pytest.raises(asuser.TooSlow):
+        asuser.call(lambda: (signal.pause(), [])[::-1], type(None), 0.0)  # type: ignore[arg-type]
+
+
+def test_a_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> None:
+    """slurmd waits for stdout; a flock is held as long as any process has the file open."""
+    fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    kept = os.open(tmp_path / "kept", os.O_RDWR | os.O_CREAT)
+
+    def work() -> asuser.Found[list[str]]:
+        open_files = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                open_files.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:  # the one that listed them
+                continue
+        return open_files, []
+
+    names, _ = asuser.call(work, list[str], TIMEOUT, keep=(kept,))
+    os.close(fd)
+    os.close(kept)
+    assert str(tmp_path / "kept") in names
+    assert {name for name in names if not name.startswith("socket:")} == {
+        "/dev/null",
+        str(tmp_path / "kept"),
+    }
+    assert len([name for name in names if name.startswith("socket:")]) == 1
+
+
+def test_a_call_leaks_no_descriptor() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    for work in (lambda: (None, []), _raises, lambda: time.sleep(30)):
+        with contextlib.suppress(Failed, asuser.TooSlow):
+            asuser.call(work, type(None), 0.05)
+    assert sorted(os.listdir("/proc/self/fd")) == before

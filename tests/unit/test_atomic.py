@@ -1,0 +1,67 @@
+"""Small files: whole or not at all, whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage import atomic
+
+
+def test_a_file_is_written_replaced_and_private(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    for data in (b"one", b"two, longer", b""):
+        atomic.write(file, data)
+        assert file.read_bytes() == data
+    assert file.stat().st_mode & 0o777 == 0o600
+    atomic.write(file, b"", mode=0o644)
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "fchmod", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_on_the_way_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    atomic.write(tmp_path / "a", b"old")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        with pytest.raises(type(error)):
+            atomic.write(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_data_is_durable_before_the_name_and_the_name_before_we_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noting_sync(fd: int) -> None:
+        steps.append("directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+        fsync(fd)
+
+    def noting_replace(source: str, target: str) -> None:
+        steps.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(os, "replace", noting_replace)
+    atomic.write(tmp_path / "a", b"new")
+    assert steps == ["file", "rename", "directory"]
+
+
+def test_a_symlink_in_the_way_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"keep")
+    (tmp_path / "a").symlink_to("victim")
+    atomic.write(tmp_path / "a", b"new")
+    assert (tmp_path / "victim").read_bytes() == b"keep"
+    assert not (tmp_path / "a").is_symlink()

@@ -1,0 +1,300 @@
+"""The cache on disk: a crash at any step leaves nothing that is served, and nothing in the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import cache as module
+from forestage import mounts
+from forestage.cache import Cache, Entry, tree_bytes
+from forestage.errors import Failed
+from forestage.image import Access, Image
+from forestage.mounts import Mount
+
+Publish = Callable[[Image], Entry]
+Make = Callable[..., Image]
+
+
+def test_making_a_cache_touches_nothing(tmp_path: Path) -> None:
+    Cache(tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prepare_makes_a_layout_only_root_reads(tmp_path: Path) -> None:
+    made = Cache(tmp_path / "disk/cache")
+    made.prepare(require_mount=False)
+    made.prepare(require_mount=False)
+    assert sorted(path.name for path in made.root.iterdir()) == [
+        "CACHEDIR.TAG",
+        "entries",
+        "evicted",
+        "format",
+        "locks",
+        "parts",
+    ]
+    assert made.root.stat().st_mode & 0o7777 == 0o700
+    assert all(path.stat().st_mode & 0o077 == 0 for path in made.root.rglob("*"))
+    tag = (made.root / "CACHEDIR.TAG").read_bytes()
+    assert tag.startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
+
+
+def test_prepare_interrupted_anywhere_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Cache(tmp_path / "cache")
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.atomic, "write", crash)
+        with pytest.raises(KeyboardInterrupt):
+            made.prepare(require_mount=False)
+    assert not (made.root / "format").exists()
+    made.prepare(require_mount=False)
+    assert (made.root / "format").read_text() == module.FORMAT
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702, 0o710, 0o777])
+def test_a_root_that_others_reach_is_not_used(tmp_path: Path, mode: int) -> None:
+    root = tmp_path / "cache"
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.raises(Failed) as caught:
+        Cache(root).prepare(require_mount=False)
+    assert caught.value.reason == "cache-not-ours"
+    assert list(root.iterdir()) == []
+
+
+def test_a_root_of_another_user_is_not_used(tmp_path: Path, as_root: None) -> None:
+    root = tmp_path / "cache"
+    root.mkdir(mode=0o700)
+    os.chown(root, 65534, 65534)
+    with pytest.raises(Failed, match="not a directory of root's"):
+        Cache(root).prepare(require_mount=False)
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_a_root_that_is_a_symlink_is_not_used(tmp_path: Path, target: str) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(target)
+    with pytest.raises(Failed, match="not a directory of root's"):
+        Cache(tmp_path / "cache").prepare(require_mount=False)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["2\n", "", "1", "garbage"])
+def test_another_format_is_neither_read_nor_changed(tmp_path: Path, text: str) -> None:
+    root = tmp_path / "cache"
+    root.mkdir(mode=0o700)
+    (root / "format").write_text(text)
+    with pytest.raises(Failed) as caught:
+        Cache(root).prepare(require_mount=False)
+    assert caught.value.reason == "cache-format"
+    assert [path.name for path in root.iterdir()] == ["format"]
+
+
+def test_a_cache_on_the_root_file_system_is_used_only_if_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Mount(1, 0, "0:1", "/", "/")
+    disk = Mount(2, 1, "0:2", "/", str(tmp_path))
+    made = Cache(tmp_path / "cache")
+    for table in ([], [root]):
+        monkeypatch.setattr(mounts, "current", lambda table=table: table)
+        with pytest.raises(Failed) as caught:
+            made.prepare(require_mount=True)
+        assert caught.value.reason == "cache-not-mounted"
+    assert list(tmp_path.iterdir()) == []
+    made.prepare(require_mount=False)
+    monkeypatch.setattr(mounts, "current", lambda: [root, disk])
+    made.prepare(require_mount=True)
+
+
+def test_a_published_entry_is_found_with_its_bytes(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    wanted = make_image()
+    assert cache.find(wanted) is None
+    entry = publish(wanted)
+    assert cache.find(wanted) == cache.read(wanted.key) == entry
+    assert sorted(os.listdir(cache.entry_dir(wanted.key))) == ["entry.json", "image", "used"]
+    assert list(cache.parts.iterdir()) == []
+
+
+def test_other_bytes_or_other_rights_are_another_image(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    wanted = make_image()
+    publish(wanted)
+    assert cache.find(make_image(mtime_ns=11)) is None
+    for access in (Access(1, 0, 0o644), Access(0, 0, 0o640), Access(0, 0, 0o644, b"acl")):
+        assert cache.find(Image(wanted.identity, access)) is None
+
+
+def _remove_record(entry: Path) -> None:
+    (entry / "entry.json").unlink()
+
+
+def _cut_record(entry: Path) -> None:
+    os.truncate(entry / "entry.json", 20)
+
+
+def _spoil_record(entry: Path) -> None:
+    (entry / "entry.json").write_bytes(b"\xff\xfe")
+
+
+def _empty_record(entry: Path) -> None:
+    (entry / "entry.json").write_bytes(b"")
+
+
+def _remove_image(entry: Path) -> None:
+    (entry / "image").unlink()
+
+
+def _cut_image(entry: Path) -> None:
+    os.truncate(entry / "image", 1)
+
+
+def _foreign_record(entry: Path) -> None:
+    record = msgspec.json.decode((entry / "entry.json").read_bytes())
+    (entry / "entry.json").write_bytes(msgspec.json.encode({**record, "key": "other"}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _remove_record,
+        _cut_record,
+        _spoil_record,
+        _empty_record,
+        _remove_image,
+        _cut_image,
+        _foreign_record,
+    ],
+)
+def test_a_damaged_entry_is_never_found_but_listed_and_replaced(
+    cache: Cache, publish: Publish, make_image: Make, damage: Callable[[Path], None]
+) -> None:
+    wanted = make_image()
+    publish(wanted)
+    damage(cache.entry_dir(wanted.key))
+    assert cache.find(wanted) is None
+    (one,) = cache.stored()
+    assert (one.key, one.entry) == (wanted.key, None)
+    entry = publish(wanted)
+    assert cache.find(wanted) == entry
+
+
+def test_a_stray_file_among_the_entries_stops_nothing(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    publish(make_image())
+    (cache.entries / "empty").mkdir()
+    assert {one.key for one in cache.stored()} == {make_image().key, "empty"}
+
+
+def test_a_crash_before_the_last_rename_leaves_nothing_that_is_served(
+    cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "retire", crash)
+        with pytest.raises(KeyboardInterrupt):
+            publish(make_image())
+    assert cache.find(make_image()) is None
+    assert cache.stored() == []
+    cache.drop_part(make_image().key)
+    publish(make_image())
+
+
+def test_the_bytes_are_durable_before_the_name(
+    cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noting(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    key = make_image().key
+    monkeypatch.setattr(os, "fsync", noting)
+    publish(make_image())
+    order = [str(cache.part(key)), str(cache.part_dir(key)), str(cache.entries)]
+    assert [path for path in synced if path in order][-3:] == order
+
+
+def test_a_use_is_noted_and_a_missing_note_is_no_damage(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    wanted = make_image()
+    publish(wanted)
+    cache.touch(wanted.key, 1234.0)
+    assert cache.stored()[0].used == 1234.0
+    (cache.entry_dir(wanted.key) / "used").unlink()
+    assert cache.stored()[0].entry is not None
+
+
+def test_a_pin_is_a_file_that_anybody_can_see(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    publish(make_image())
+    assert not cache.stored()[0].pinned
+    (cache.entry_dir(make_image().key) / "pinned").touch()
+    assert cache.stored()[0].pinned
+
+
+def test_a_retired_entry_is_gone_at_once_and_readable_to_its_readers(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    key = make_image().key
+    publish(make_image())
+    with cache.image(key).open("rb") as late:
+        cache.retire(key)
+        assert cache.read(key) is None
+        cache.empty_evicted()
+        assert list(cache.evicted.iterdir()) == []
+        assert late.read() == b"xxxxx"
+
+
+def test_the_same_key_can_be_retired_while_an_earlier_one_is_still_being_deleted(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    key = make_image().key
+    for _ in range(3):
+        publish(make_image())
+        cache.retire(key)
+    cache.retire(key)
+    assert sorted(path.name for path in cache.evicted.iterdir()) == [f"{key}.{n}" for n in range(3)]
+
+
+def test_an_evicted_folder_that_cannot_be_emptied_is_an_error_and_no_endless_loop(
+    cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(make_image())
+
+    def full(*_: object) -> None:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(Failed) as caught:
+        cache.retire(make_image().key)
+    assert caught.value.reason == "evicted-stays"
+
+
+def test_bytes_are_those_on_disk(tmp_path: Path) -> None:
+    with (tmp_path / "image").open("wb") as file:
+        file.truncate(1 << 30)
+    assert tree_bytes(tmp_path) < 1 << 20
+    fd = os.open(tmp_path / "part", os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, 1 << 20)
+    os.close(fd)
+    assert tree_bytes(tmp_path) >= 1 << 20

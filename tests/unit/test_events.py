@@ -1,0 +1,168 @@
+"""What is told about each hook run: one line, whatever the user has written, and none is lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage import events
+from forestage.events import Event, Outcome, append, printable, read, summary
+from forestage.job import Hints, Job, User
+
+JOB = Job(
+    id=7,
+    user=User("alice", 1, 1),
+    node="n1",
+    partition="gpu",
+    work_dir="/",
+    asked=(),
+    saves=None,
+    hints=Hints(),
+)
+
+
+def event(job: int = 7, outcome: Outcome | None = None) -> Event:
+    return Event(time=1.0, hook="prolog", job=job, outcome=outcome or Outcome("hit"))
+
+
+@given(st.text())
+def test_a_users_text_is_made_printable_short_and_encodable(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    assert len(shown) <= 10 * (events.MAX_VALUE + 1)
+    shown.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/lustre/ü b", "/lustre/ü b"),
+        ("a\nb", "a\\nb"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("\udcff", "\\udcff"),
+        ("\u202e", "\\u202e"),
+        ("x" * 1001, "x" * 1000 + "…"),
+    ],
+)
+def test_what_is_shown_of_a_text(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_the_canonical_line_of_a_copy() -> None:
+    outcome = Outcome(
+        "copied", asked="/a", image="/lustre/a", key="0a", redirect="laid", bytes=5, wait=0.25
+    )
+    assert summary(JOB, [outcome], 0.5) == (
+        "user=alice image=/lustre/a key=0a result=copied redirect=laid bytes=5 wait=0.250s"
+        " total=0.500s"
+    )
+
+
+def test_the_canonical_line_of_an_epilog_and_of_nothing() -> None:
+    released = Outcome("released", released=2, evicted=("0a", "0b"))
+    assert summary(JOB, [released], 0.1) == (
+        "user=alice result=released released=2 evicted=0a,0b total=0.100s"
+    )
+    assert summary(JOB, [], 0.0) == "user=alice total=0.000s"
+
+
+@given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))
+def test_no_text_of_a_user_breaks_the_line(
+    asked: str, detail: str, problems: tuple[str, ...]
+) -> None:
+    job = msgspec.structs.replace(JOB, hints=Hints(problems=problems))
+    line = summary(job, [Outcome("declined", asked=asked, detail=detail)], 1.0)
+    assert line.isprintable()
+    assert line.endswith(" total=1.000s")
+
+
+@pytest.mark.xfail(strict=True, reason="events._value leaves quotes inside a quoted value alone")
+def test_a_user_cannot_forge_a_field_of_the_line() -> None:
+    asked = '/a" result=hit image="/b'
+    line = summary(JOB, [Outcome("declined", asked=asked)], 1.0)
+    assert '" result=hit image="' not in line
+
+
+def test_what_is_appended_is_read_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "log/events.jsonl"
+    append(file, [event(1), event(2)])
+    append(file, [event(3)])
+    assert [one.job for one in read(file)] == [1, 2, 3]
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert file.parent.stat().st_mode & 0o777 == 0o750
+
+
+def test_nothing_to_tell_makes_no_file(tmp_path: Path) -> None:
+    append(tmp_path / "log/events.jsonl", [])
+    assert list(tmp_path.iterdir()) == []
+    assert list(read(tmp_path / "log/events.jsonl")) == []
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"{\n", b"\n", b"null\n", b"\xff\n", b'{"job":1}\n', b"\0" * 512 + b"\n"]
+)
+def test_a_damaged_line_is_passed_over(tmp_path: Path, garbage: bytes) -> None:
+    file = tmp_path / "events.jsonl"
+    append(file, [event(1)])
+    with file.open("ab") as handle:
+        handle.write(garbage)
+    append(file, [event(2)])
+    assert [one.job for one in read(file)] == [1, 2]
+
+
+@pytest.mark.xfail(strict=True, reason="the line after one cut short by a crash is lost with it")
+def test_a_line_cut_short_by_a_crash_does_not_take_the_next_one_along(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    append(file, [event(1)])
+    os.truncate(file, file.stat().st_size - 3)
+    append(file, [event(2)])
+    assert [one.job for one in read(file)] == [2]
+
+
+def test_the_file_does_not_grow_for_ever_and_the_older_half_is_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "ROTATE_AT", 200)
+    file = tmp_path / "events.jsonl"
+    for job in range(20):
+        append(file, [event(job)])
+    assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]
+    assert file.stat().st_size < 400
+    jobs = [one.job for one in read(file)]
+    assert jobs == list(range(jobs[0], 20))
+
+
+def test_each_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O_APPEND keeps two hooks' lines apart only if each is written at once."""
+    written: list[bytes] = []
+    write = os.write
+
+    def noting(fd: int, data: bytes) -> int:
+        written.append(data)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", noting)
+    append(tmp_path / "events.jsonl", [event(1), event(2)])
+    assert [data.count(b"\n") for data in written] == [1, 1]
+    assert all(data.endswith(b"\n") for data in written)
+
+
+OUTCOMES = st.builds(
+    Outcome,
+    result=st.sampled_from(["hit", "copied", "declined"]),
+    asked=st.text().map(printable),
+    bytes=st.integers(0, 2**60),
+    evicted=st.lists(st.text("0a"), max_size=2).map(tuple),
+)
+
+
+@given(OUTCOMES)
+def test_an_event_survives_the_file(outcome: Outcome) -> None:
+    line = msgspec.json.encode(event(1, outcome))
+    assert b"\n" not in line
+    assert msgspec.json.decode(line, type=Event).outcome == outcome

@@ -1,0 +1,277 @@
+"""Who is evicted: never what is used or pinned, never in vain, and in the right order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage import evict, lock
+from forestage.cache import Cache, Entry, Stored
+from forestage.config import Config
+from forestage.errors import Declined
+from forestage.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
+from forestage.image import Access, Identity, Image
+from forestage.job import User
+from forestage.lease import Lease, Leases, Use
+from forestage.units import Amount
+
+NO_LIMIT = 10**12
+ALL_MAY_STAY = Config(
+    max_size=Amount(size=NO_LIMIT), min_free=Amount(size=0), low_watermark=Amount(share=1.0)
+)
+ALL_MUST_GO = Config(max_size=Amount(size=1), min_free=Amount(size=0))
+
+
+def stored(
+    key: str,
+    used: float = 0,
+    path: str = "",
+    created: float = 0,
+    size: int = 10,
+    pinned: bool = False,
+    damaged: bool = False,
+) -> Stored:
+    identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0)
+    entry = None if damaged else Entry(key, identity, Access(0, 0, 0o644), created, "rsync")
+    return Stored(key, size, used, pinned, entry)
+
+
+def room(free: int = 0, used: int = 100) -> Room:
+    return Room(free=free, used=used, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT)
+
+
+def want(free: int) -> Goal:
+    return Goal(free=free, used=NO_LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("things", "leased", "goal", "path", "expected"),
+    [
+        pytest.param([], "", want(0), "", Plan((), 0, True), id="nothing to do"),
+        pytest.param([], "", want(1), "", Plan((), 0, False), id="nothing to evict"),
+        pytest.param(
+            [stored("a", 2), stored("b", 1)], "", want(10), "", Plan(("b",), 10, True), id="lru"
+        ),
+        pytest.param(
+            [stored("a", 2), stored("b", 1)],
+            "",
+            want(11),
+            "",
+            Plan(("b", "a"), 20, True),
+            id="stops only when the goal is met",
+        ),
+        pytest.param(
+            [stored("a", 1), stored("b", 2)], "a", want(10), "", Plan(("b",), 10, True), id="leased"
+        ),
+        pytest.param(
+            [stored("a", 1, pinned=True), stored("b", 2)],
+            "",
+            want(20),
+            "",
+            Plan(("b",), 10, False),
+            id="pinned",
+        ),
+        pytest.param(
+            [stored("a", 1), stored("b", 9, damaged=True)],
+            "",
+            want(1),
+            "",
+            Plan(("b",), 10, True),
+            id="damaged first",
+        ),
+        pytest.param(
+            [stored("a", 1), stored("old", 8, "/x", 1), stored("new", 9, "/x", 2)],
+            "",
+            want(1),
+            "",
+            Plan(("old",), 10, True),
+            id="superseded by a newer entry of its path",
+        ),
+        pytest.param(
+            [stored("a", 1), stored("old", 8, "/x", 1)],
+            "",
+            want(1),
+            "/x",
+            Plan(("old",), 10, True),
+            id="superseded by what is being staged",
+        ),
+        pytest.param(
+            [stored("old", 8, "/x", 1), stored("new", 9, "/x", 2), stored("a", 1)],
+            "new",
+            want(20),
+            "",
+            Plan(("old", "a"), 20, True),
+            id="superseded, then lru, whatever is leased",
+        ),
+    ],
+)
+def test_plans(things: list[Stored], leased: str, goal: Goal, path: str, expected: Plan) -> None:
+    assert plan(things, frozenset(leased.split()), room(), goal, path) == expected
+
+
+THINGS = st.lists(
+    st.builds(
+        stored,
+        key=st.text("abcdefghijkl", min_size=1, max_size=3),
+        used=st.integers(0, 5),
+        path=st.sampled_from(["/x", "/y", "/z", ""]),
+        created=st.integers(0, 5),
+        size=st.integers(0, 100),
+        pinned=st.booleans(),
+        damaged=st.booleans(),
+    ),
+    max_size=12,
+    unique_by=lambda one: one.key,
+)
+KEYS = st.frozensets(st.text("abcdefghijkl", min_size=1, max_size=1))
+ROOMS = st.builds(room, free=st.integers(0, 300), used=st.integers(0, 1000))
+GOALS = st.builds(Goal, free=st.integers(0, 800), used=st.integers(-100, 1000))
+
+
+@given(THINGS, KEYS, ROOMS, GOALS, st.sampled_from(["", "/x"]))
+def test_every_plan_keeps_the_rules(
+    things: list[Stored], leased: frozenset[str], at: Room, goal: Goal, path: str
+) -> None:
+    made = plan(things, leased, at, goal, path)
+    by_key = {one.key: one for one in things}
+
+    def met(victims: tuple[str, ...]) -> bool:
+        freed = sum(by_key[key].bytes for key in victims)
+        return at.free + freed >= goal.free and at.used - freed <= goal.used
+
+    assert len(set(made.victims)) == len(made.victims)
+    assert not leased & set(made.victims)
+    assert not any(by_key[key].pinned for key in made.victims)
+    assert made.freed == sum(by_key[key].bytes for key in made.victims)
+    assert made.enough == met(made.victims)
+    # Stops as soon as the goal is met, and gives up only when all that may go is gone.
+    assert not made.victims or not met(made.victims[:-1])
+    evictable = {one.key for one in things if one.key not in leased and not one.pinned}
+    assert made.enough or set(made.victims) == evictable
+
+
+@given(THINGS, KEYS, ROOMS, GOALS, st.sampled_from(["", "/x"]))
+def test_damaged_go_before_superseded_before_least_recently_used(
+    things: list[Stored], leased: frozenset[str], at: Room, goal: Goal, path: str
+) -> None:
+    victims = plan(things, leased, at, goal, path).victims
+
+    def superseded(one: Stored) -> bool:
+        if one.entry is None:
+            return False
+        mine = one.entry
+        newer = [
+            other
+            for other in things
+            if other.entry is not None
+            and other.entry.identity.path == mine.identity.path
+            and (other.entry.created, other.key) > (mine.created, one.key)
+        ]
+        return bool(newer) or mine.identity.path == path
+
+    def rank(one: Stored) -> tuple[int, float]:
+        return (0 if one.entry is None else 1 if superseded(one) else 2), one.used
+
+    ranks = {one.key: rank(one) for one in things}
+    order = [ranks[key] for key in victims]
+    assert order == sorted(order)
+    spared = [
+        ranks[one.key]
+        for one in things
+        if one.key not in victims and one.key not in leased and not one.pinned
+    ]
+    assert not order or not spared or order[-1] <= min(spared)
+
+
+@given(THINGS, ROOMS, GOALS)
+def test_the_order_of_the_listing_does_not_matter(
+    things: list[Stored], at: Room, goal: Goal
+) -> None:
+    distinct = list({one.used: one for one in things}.values())
+    assert plan(distinct, frozenset(), at, goal) == plan(distinct[::-1], frozenset(), at, goal)
+
+
+def test_room_for_a_copy_keeps_min_free_and_max_size() -> None:
+    at = Room(free=100, used=50, max_size=80, min_free=7, low=60)
+    assert room_for_copy(at, 20) == Goal(free=27, used=60)
+    assert room_at_rest(at) == Goal(free=7, used=60)
+    # Larger than the cache may ever be: no eviction can help, so there is none.
+    assert not plan([stored("a", size=50)], frozenset(), at, room_for_copy(at, 81)).enough
+
+
+def lease(leases: Leases, job: int, key: str) -> None:
+    leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (Use(key),)))
+
+
+def test_tidy_evicts_all_but_leased_and_pinned(
+    cache: Cache,
+    leases: Leases,
+    publish: Callable[[Image], Entry],
+    make_image: Callable[..., Image],
+) -> None:
+    keys = [publish(make_image(inode=n)).key for n in range(4)]
+    lease(leases, 1, keys[0])
+    (cache.entry_dir(keys[1]) / "pinned").touch()
+    assert evict.tidy(cache, leases, ALL_MAY_STAY) == ()
+    assert set(evict.tidy(cache, leases, ALL_MUST_GO)) == set(keys[2:])
+    assert {path.name for path in cache.entries.iterdir()} == set(keys[:2])
+    assert list(cache.evicted.iterdir()) == []
+
+
+def test_make_room_that_cannot_succeed_evicts_nothing(
+    cache: Cache,
+    leases: Leases,
+    publish: Callable[[Image], Entry],
+    make_image: Callable[..., Image],
+) -> None:
+    key = publish(make_image()).key
+    with pytest.raises(Declined) as caught:
+        evict.make_room(cache, leases, ALL_MUST_GO, "/lustre/b", 2)
+    assert caught.value.reason == "no-room"
+    assert cache.read(key) is not None
+
+
+def test_evicting_by_key_spares_what_is_leased_or_pinned(
+    cache: Cache,
+    leases: Leases,
+    publish: Callable[[Image], Entry],
+    make_image: Callable[..., Image],
+) -> None:
+    keys = [publish(make_image(inode=n)).key for n in range(3)]
+    lease(leases, 1, keys[0])
+    (cache.entry_dir(keys[1]) / "pinned").touch()
+    assert evict.evict_keys(cache, leases, [*keys, "unknown"]) == (keys[2],)
+
+
+def test_a_part_is_dropped_only_when_its_copier_is_dead(cache: Cache, leases: Leases) -> None:
+    for key in ("alive", "dead"):
+        cache.part_dir(key).mkdir()
+        cache.part(key).write_bytes(b"half")
+    with lock.held(cache.key_lock("alive"), 0):
+        evict.tidy(cache, leases, ALL_MAY_STAY)
+        assert [path.name for path in cache.parts.iterdir()] == ["alive"]
+    evict.tidy(cache, leases, ALL_MAY_STAY)
+    assert list(cache.parts.iterdir()) == []
+
+
+def test_a_copy_under_way_counts_as_used(cache: Cache) -> None:
+    """Two copies at once must not both take the same room."""
+    before = evict.measure(cache, [], ALL_MAY_STAY).used
+    cache.part_dir("key").mkdir()
+    fd = os.open(cache.part("key"), os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, 1 << 20)
+    os.close(fd)
+    assert evict.measure(cache, [], ALL_MAY_STAY).used - before >= 1 << 20
+
+
+def test_planning_waits_for_whoever_takes_a_lease(
+    cache: Cache, leases: Leases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
+    with lock.held(cache.space_lock, 0), pytest.raises(lock.Busy):
+        evict.tidy(cache, leases, ALL_MUST_GO)

@@ -1,0 +1,269 @@
+"""Is it ours to stage, and which bytes are meant: never another file, never more than allowed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage import asuser, image
+from forestage.errors import Declined, Failed
+from forestage.image import Access, Identity, Image, Seen, declined_by, is_below, judge, wanted_path
+from forestage.job import Asked, User
+
+IDENTITIES = st.builds(
+    Identity,
+    path=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
+    inode=st.integers(0, 2**64 - 1),
+    size=st.integers(0, 2**63 - 1),
+    mtime_ns=st.integers(-(2**63), 2**63 - 1),
+    ctime_ns=st.integers(-(2**63), 2**63 - 1),
+)
+
+
+@given(IDENTITIES, IDENTITIES)
+def test_two_identities_share_a_key_only_if_they_are_equal(one: Identity, two: Identity) -> None:
+    assert (one.key == two.key) == (one == two)
+
+
+@pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns"])
+def test_each_part_of_an_identity_changes_the_key(field: str) -> None:
+    one = Identity("/a", 1, 2, 3, 4)
+    other = msgspec.structs.replace(one, **{field: "/b" if field == "path" else 9})
+    assert one.key != other.key
+
+
+@given(IDENTITIES)
+def test_a_key_is_a_plain_file_name_and_stays_the_same(identity: Identity) -> None:
+    assert len(identity.key) == 32
+    assert set(identity.key) <= set("0123456789abcdef")
+    decoded = msgspec.json.decode(msgspec.json.encode(identity), type=Identity)
+    assert decoded.key == identity.key
+
+
+def test_keys_are_the_same_in_every_release() -> None:
+    """A changed hash would make every node copy everything again, and keep the old entries."""
+    identity = Identity("/lustre/a.sqsh", 1, 2, 3, 4)
+    assert identity.key == "e91c67c53b3a6d66c63340198ac67a5e"
+
+
+@pytest.mark.parametrize(
+    ("asked", "work_dir", "expected"),
+    [
+        ("/lustre/a", "/home", "/lustre/a"),
+        ("./a", "/home", "/home/./a"),
+        ("../a", "/home", "/home/../a"),
+        (".", "/home", "/home/."),
+        ("/lustre/a", "", "/lustre/a"),
+        ("/" + "x" * 4094, "", "/" + "x" * 4094),
+        ("/ü b", "", "/ü b"),
+    ],
+)
+def test_a_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expected: str) -> None:
+    # /a/link/../b is not /a/b: only the kernel may resolve it.
+    assert wanted_path(Asked(asked, "option"), work_dir) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "work_dir", "reason"),
+    [
+        ("docker://x", "/home", "registry"),
+        ("nvcr.io#nvidia/pytorch:24.01-py3", "/home", "registry"),
+        ("image.sqsh", "/home", "registry"),
+        ("~/a", "/home", "registry"),
+        (" /a", "/home", "registry"),
+        ("./a", "", "bad-path"),
+        ("./a", "relative", "bad-path"),
+        ("/a\n", "/home", "bad-path"),
+        ("/a\0b", "/home", "bad-path"),
+        ("/a\x7f", "/home", "bad-path"),
+        ("/\udcff", "/home", "bad-path"),
+        ("./a", "/\udcff", "bad-path"),
+        ("/" + "x" * 4095, "/home", "bad-path"),
+        ("/" + "ü" * 2048, "/home", "bad-path"),
+    ],
+)
+def test_what_is_no_usable_path_is_declined(asked: str, work_dir: str, reason: str) -> None:
+    with pytest.raises(Declined) as caught:
+        wanted_path(Asked(asked, "hint"), work_dir)
+    assert caught.value.reason == reason
+    assert not isinstance(caught.value, Failed)
+
+
+@given(st.text(), st.text())
+def test_no_request_raises_anything_but_declined(asked: str, work_dir: str) -> None:
+    try:
+        path = wanted_path(Asked(asked, "hint"), work_dir)
+    except Declined:
+        return
+    assert path.startswith("/")
+    path.encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "directories", "expected"),
+    [
+        ("/lustre/a", ["/lustre"], True),
+        ("/lustre/b/a", ["/home", "/lustre/"], True),
+        ("/lustre", ["/lustre"], False),
+        ("/lustre2/a", ["/lustre"], False),
+        ("/lustr", ["/lustre"], False),
+        ("/a", [], False),
+        ("/a", ["/"], True),
+    ],
+)
+def test_below_means_inside_a_directory(path: str, directories: list[str], expected: bool) -> None:
+    assert is_below(path, directories) is expected
+
+
+def seen(
+    mode: int = stat.S_IFREG, size: int = 5, path: str = "/lustre/a", with_image: bool = True
+) -> Seen:
+    found = Image(Identity(path, 1, size, 3, 4), Access(0, 0, 0o644)) if with_image else None
+    return Seen(path, ("/lustre",), mode, found)
+
+
+def test_an_ordinary_image_is_ours() -> None:
+    assert judge(seen(), None) == seen().image
+    assert judge(seen(size=5), 5) == seen().image
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (seen(path=""), "bad-path"),
+        (seen(stat.S_IFDIR), "not-a-file"),
+        (seen(stat.S_IFIFO), "not-a-file"),
+        (seen(stat.S_IFCHR), "not-a-file"),
+        (seen(stat.S_IFBLK), "not-a-file"),
+        (seen(stat.S_IFSOCK), "not-a-file"),
+        (seen(path="/home/a"), "outside-sources"),
+        (msgspec.structs.replace(seen(), sources=()), "outside-sources"),
+        (seen(with_image=False), "missing"),
+        (seen(size=0), "empty"),
+        (seen(size=6), "too-large"),
+    ],
+)
+def test_what_is_not_ours_is_declined_with_its_reason(facts: Seen, reason: str) -> None:
+    with pytest.raises(Declined) as caught:
+        judge(facts, 5)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOENT, "missing"),
+        (errno.ENOTDIR, "missing"),
+        (errno.EACCES, "no-permission"),
+        (errno.EPERM, "no-permission"),
+        (errno.ELOOP, "bad-path"),
+        (errno.ENAMETOOLONG, "bad-path"),
+        (errno.EIO, "source-error"),
+        (errno.ESTALE, "source-error"),
+        (None, "source-error"),
+    ],
+)
+def test_an_error_of_the_users_own_look_is_never_our_failure(
+    number: int | None, reason: str
+) -> None:
+    error = OSError() if number is None else OSError(number, os.strerror(number))
+    declined = declined_by(error, "/a")
+    assert (declined.reason, isinstance(declined, Failed)) == (reason, False)
+
+
+def test_a_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: User) -> None:
+    (shared / "a").write_bytes(b"12345")
+    (shared / "a").chmod(0o640)
+    (shared / "link").symlink_to("a")
+    found, source = image.look(str(shared / "link"), me, [str(shared)], [], 10)
+    assert source is not None
+    facts = (shared / "a").stat()
+    assert os.read(source, 9) == b"12345"
+    os.close(source)
+    assert found.image == Image(
+        Identity(str(shared / "a"), facts.st_ino, 5, facts.st_mtime_ns, facts.st_ctime_ns),
+        Access(facts.st_uid, facts.st_gid, 0o640),
+    )
+
+
+def test_a_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
+    (shared / "a").write_bytes(b"1")
+    (shared.parent / "lustre").symlink_to(shared)
+    found, source = image.look(f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], [], 10)
+    assert source is not None
+    os.close(source)
+    assert judge(found, None).path == str(shared / "a")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _outside(path: Path) -> None:
+    (path.parent.parent / "secret").write_bytes(b"1")
+    path.symlink_to("../secret")
+
+
+@pytest.mark.parametrize("make", [_fifo, _outside, Path.mkdir])
+def test_what_is_not_ours_is_not_even_opened(
+    shared: Path, me: User, make: Callable[[Path], None]
+) -> None:
+    """Opening a FIFO would block, opening a device or a file outside could do something."""
+    make(shared / "a")
+    found, source = image.look(str(shared / "a"), me, [str(shared)], [], 10)
+    assert source is None
+    assert found.image is None
+
+
+def test_a_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
+    (shared / "\udcff").write_bytes(b"1")
+    (shared / "a").symlink_to("\udcff")
+    found, source = image.look(str(shared / "a"), me, [str(shared)], [], 10)
+    assert (found.path, source) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [("nothing", FileNotFoundError), ("a/b", NotADirectoryError), ("x" * 256, OSError)],
+)
+def test_a_look_raises_what_the_user_would_get(
+    shared: Path, me: User, path: str, error: type[OSError]
+) -> None:
+    (shared / "a").write_bytes(b"1")
+    with pytest.raises(error):
+        image.look(str(shared / path), me, [str(shared)], [], 10)
+
+
+def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) -> None:
+    (shared / "a").write_bytes(b"1")
+    for folder in (shared, *list(shared.parents)[:3]):
+        folder.chmod(0o755)
+    nobody = User("", 65534, 65534)
+    (shared / "a").chmod(0o600)
+    with pytest.raises(PermissionError):
+        image.look(str(shared / "a"), nobody, [str(shared)], [], 10)
+    (shared / "a").chmod(0o604)
+    _, source = image.look(str(shared / "a"), nobody, [str(shared)], [], 10)
+    assert source is not None
+    os.close(source)
+
+
+def test_a_look_at_a_file_system_that_hangs_comes_back(
+    shared: Path, me: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hanging(*_: object) -> None:
+        while True:
+            signal.pause()
+
+    monkeypatch.setattr(image, "_see", hanging)
+    with pytest.raises(asuser.TooSlow):
+        image.look(str(shared / "a"), me, [str(shared)], [], 0.05)

@@ -1,0 +1,145 @@
+"""What a job asks for: every user's free text is read, none of it can hurt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.errors import JobError
+from forestage.job import IMAGE_OPTION, MAX_HINTED, SAVE_OPTION, Asked, Hints, Job, User, read_hints
+
+ENVIRON = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_JOB_USER": "alice",
+    "SLURM_JOB_UID": "1000",
+    "SLURM_JOB_GID": "100",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_WORK_DIR": "/home/alice",
+    "SLURMD_NODENAME": "n1",
+}
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        ("", Hints()),
+        ("my favourite job, on stage", Hints()),
+        ("stage=/a", Hints(paths=("/a",))),
+        ("before stage=/a after", Hints(paths=("/a",))),
+        ("x;stage=/a;y", Hints(paths=("/a",))),
+        ("stage=/a,/b stage=/c\nstage=/a", Hints(paths=("/a", "/b", "/c"))),
+        ("stage=,/a,,", Hints(paths=("/a",))),
+        ("stage=/a%2Cb%20c", Hints(paths=("/a,b c",))),
+        ("stage=/a=b", Hints(paths=("/a=b",))),
+        ("stage=off", Hints(off=True)),
+        ("stage=off stage=/a", Hints(off=True, paths=("/a",))),
+        ("stage=/off,off", Hints(paths=("/off", "off"))),
+        ("stage-wait=10m", Hints(wait=600.0)),
+        ("stage-wait=10m stage-wait=1m", Hints(wait=60.0)),
+        ("stage-wait=0", Hints(wait=0.0)),
+    ],
+)
+def test_our_tokens_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
+    assert read_hints(comment) == expected
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "stage",
+        "stages=/a",
+        "upstage=/a",
+        "Stage=/a",
+        "stage /a",
+        "stage:/a",
+        "stage-",
+        "xstage-wait=1",
+    ],
+)
+def test_what_only_looks_like_a_hint_is_the_users_own_business(comment: str) -> None:
+    assert read_hints(comment) == Hints()
+
+
+@pytest.mark.parametrize(
+    ("comment", "problem"),
+    [
+        ("stage=", "names no image"),
+        ("stage=,,", "names no image"),
+        ("stage-wait=", "stage-wait: expected a duration"),
+        ("stage-wait=soon", "'soon'"),
+        ("stage-wait=-1", "'-1'"),
+        ("stage-wait=1e9", "'1e9'"),
+        ("stage-=1", "unknown hint stage-="),
+        ("stage-off=1", "unknown hint stage-off="),
+    ],
+)
+def test_a_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
+    hints = read_hints(f"{comment} stage=/a")
+    assert hints.paths == ("/a",)
+    assert hints.wait is None
+    (found,) = hints.problems
+    assert problem in found
+
+
+def test_too_many_images_are_cut_and_reported() -> None:
+    hints = read_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
+    assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED))
+    assert f"names {MAX_HINTED + 1} images" in hints.problems[0]
+
+
+TOKEN = st.sampled_from(
+    ["stage=", "stage-wait=", "stage-x=", "stage=off", "/a", ",", "%2C", "%", "%ff", ";", " ", "1m"]
+)
+
+
+@given(st.lists(st.one_of(TOKEN, st.text(max_size=5))).map("".join))
+def test_no_comment_raises_or_asks_for_too_much(comment: str) -> None:
+    hints = read_hints(comment)
+    assert len(hints.paths) <= MAX_HINTED
+    assert len(set(hints.paths)) == len(hints.paths)
+    assert hints.wait is None or hints.wait >= 0
+    assert all(hints.paths)
+    assert all(hints.problems)
+
+
+@given(st.text(st.characters(exclude_characters=";", exclude_categories=["Z", "C"])))
+def test_without_the_word_stage_there_is_nothing_to_read(comment: str) -> None:
+    if "stage" not in comment:
+        assert read_hints(comment) == Hints()
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
+def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
+    encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
+    expected = tuple(dict.fromkeys(paths))[:MAX_HINTED]
+    assert read_hints(f"stage={encoded}").paths == expected
+
+
+def test_a_job_is_read_from_slurmds_variables() -> None:
+    environ = ENVIRON | {IMAGE_OPTION: "/a", SAVE_OPTION: "/b", "SLURM_JOB_COMMENT": "stage=/c,/a"}
+    assert Job.from_environ(environ) == Job(
+        id=42,
+        user=User("alice", 1000, 100),
+        node="n1",
+        partition="gpu",
+        work_dir="/home/alice",
+        # The same path twice would be staged twice.
+        asked=(Asked("/a", "option"), Asked("/c", "hint")),
+        saves="/b",
+        hints=Hints(paths=("/c", "/a")),
+    )
+
+
+@pytest.mark.parametrize("option", [{}, {IMAGE_OPTION: ""}])
+def test_no_image_is_no_request(option: dict[str, str]) -> None:
+    assert Job.from_environ(ENVIRON | option).asked == ()
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID"])
+@pytest.mark.parametrize("value", [None, "", "-1", "0x1", " 1", "1\n", "²", "١", "../1", "4,5"])
+def test_a_number_that_is_none_is_refused(name: str, value: str | None) -> None:
+    """The job id becomes a file name, the uid decides whose rights are used."""
+    environ = {k: v for k, v in (ENVIRON | {name: value}).items() if v is not None}
+    with pytest.raises(JobError, match=name):
+        Job.from_environ(environ)

@@ -1,0 +1,102 @@
+"""Who uses it: a lease protects its entry once it is written, and damage never frees one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.errors import Failed
+from forestage.job import User
+from forestage.lease import Lease, Leases, Use
+
+ALICE = User("alice", 1000, 100)
+
+
+def lease(job: int = 1, *uses: Use) -> Lease:
+    return Lease(job, ALICE, 5.0, "/cache", uses)
+
+
+def test_a_fresh_boot_has_no_leases(leases: Leases) -> None:
+    assert leases.all() == []
+    assert leases.read(1) is None
+    assert (leases.keys(), leases.redirected()) == (frozenset(), frozenset())
+    leases.drop(1)
+
+
+def test_what_is_written_is_read(leases: Leases) -> None:
+    one, two = lease(1, Use("k", "/a")), lease(2, Use("k"), Use("l", "/b"))
+    leases.write(one)
+    leases.write(two)
+    assert (leases.read(1), leases.read(2)) == (one, two)
+    assert leases.all() == [one, two]
+    assert leases.keys() == {"k", "l"}
+    assert leases.redirected() == {"/a", "/b"}
+
+
+def test_dropping_one_job_leaves_the_others(leases: Leases) -> None:
+    leases.write(lease(1, Use("k")))
+    leases.write(lease(11, Use("k")))
+    leases.drop(1)
+    assert [one.job for one in leases.all()] == [11]
+
+
+def test_only_root_reads_leases(leases: Leases) -> None:
+    leases.write(lease())
+    assert leases.directory.stat().st_mode & 0o777 == 0o700
+    assert leases.file(1).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"null", b"[]", b"\xff", b'{"job": 1}', b'{"job": "1"}', b"\0" * 100]
+)
+def test_a_damaged_lease_is_an_error_and_never_no_lease(leases: Leases, damage: bytes) -> None:
+    leases.write(lease(1, Use("k")))
+    leases.write(lease(2, Use("l")))
+    leases.file(1).write_bytes(damage)
+    for asked in (lambda: leases.read(1), leases.all, leases.keys, leases.redirected):
+        with pytest.raises(Failed) as caught:
+            asked()
+        assert caught.value.reason == "lease-damaged"
+    assert leases.read(2) is not None
+    leases.drop(1)
+    assert leases.keys() == {"l"}
+
+
+def test_a_half_written_file_of_a_crash_is_no_lease(leases: Leases) -> None:
+    leases.write(lease(1, Use("k")))
+    (leases.directory / ".2.json.x7z").write_bytes(b"{")
+    assert len(leases.all()) == 1
+
+
+def test_a_redirect_replaces_the_plain_use_of_its_entry() -> None:
+    plain = lease(1, Use("k"), Use("l"))
+    assert plain.with_use(Use("k", "/a")).uses == (Use("l"), Use("k", "/a"))
+
+
+USES = st.builds(Use, key=st.sampled_from("kl"), path=st.sampled_from(["", "/a", "/b"]))
+
+
+@given(st.lists(USES))
+def test_uses_only_grow_and_never_repeat(uses: list[Use]) -> None:
+    held = lease()
+    for use in uses:
+        before = held
+        held = held.with_use(use)
+        assert use in held.uses
+        assert {u.key for u in before.uses} <= {u.key for u in held.uses}
+        assert {u.path for u in before.uses} - {""} <= {u.path for u in held.uses}
+    assert len(set(held.uses)) == len(held.uses)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_path_survives_the_file(path: str) -> None:
+    one = lease(1, Use("k", path))
+    assert msgspec.json.decode(msgspec.json.encode(one), type=Lease) == one
+
+
+def test_a_lease_file_is_named_after_its_job(tmp_path: Path) -> None:
+    assert Leases(tmp_path).file(7) == tmp_path / "7.json"

@@ -1,0 +1,81 @@
+"""The node's locks: gone with their process, never split, never soft."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from forestage import lock
+
+
+def test_a_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with lock.held(path, 0), pytest.raises(lock.Busy, match=r"a\.lock"), lock.held(path, 0):
+        pass
+    with lock.held(path, 0):
+        pass
+
+
+def test_it_is_a_flock_that_other_programs_see(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with lock.held(path, 0), path.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with lock.held(path, 0):
+        inode = path.stat().st_ino
+    with lock.held(path, 0):
+        pass
+    assert path.stat().st_ino == inode
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with lock.held(path, 0):
+            os.write(tell, b"x")
+            signal.pause()
+    assert os.read(ready, 1) == b"x"
+    with pytest.raises(lock.Busy), lock.held(path, 0):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with lock.held(path, 0):
+        pass
+    os.close(ready)
+    os.close(tell)
+
+
+def test_an_error_inside_lets_go(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with pytest.raises(RuntimeError), lock.held(path, 0):
+        raise RuntimeError
+    with lock.held(path, 0):
+        pass
+
+
+def test_a_file_system_without_locks_is_an_error_and_not_a_soft_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that is only a file outlives a crash, and nobody would stage on this node again."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises((OSError, NotImplementedError)), lock.held(tmp_path / "a.lock", 0):
+        pass
+
+
+def test_a_negative_patience_tries_once(tmp_path: Path) -> None:
+    with lock.held(tmp_path / "a.lock", -5):
+        pass

@@ -1,0 +1,90 @@
+"""Which bytes a path shows: the decisions, as tables. The mounts themselves are in tests/hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage import mounts, redirect
+from forestage.cache import Cache
+from forestage.mounts import Mount
+from forestage.redirect import Bind, next_step, stale, unneeded
+
+
+def bind(path: str, key: str) -> Bind:
+    return Bind(Mount(0, 0, "0:0", "", path), key)
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        ([], "lay"),
+        ([bind("/other", "key")], "lay"),
+        ([bind("/a", "key")], "keep"),
+        ([bind("/a", "older")], "take-off"),
+        ([bind("/a", "")], "take-off"),
+        ([bind("/a", "older"), bind("/a", "key")], "keep"),
+        # What lies on top is what the job would see.
+        ([bind("/a", "key"), bind("/a", "older")], "take-off"),
+    ],
+)
+def test_a_path_is_made_to_show_the_wanted_entry(bound: list[Bind], expected: str) -> None:
+    assert next_step(bound, "/a", "key") == expected
+
+
+BINDS = st.lists(
+    st.builds(bind, st.sampled_from(["/a", "/b", "/c"]), st.sampled_from(["k", "l", ""]))
+)
+PATHS = st.frozensets(st.sampled_from(["/a", "/b", "/c"]))
+
+
+@given(BINDS, PATHS)
+def test_only_a_redirect_that_no_lease_needs_is_unneeded(
+    bound: list[Bind], needed: frozenset[str]
+) -> None:
+    taken = unneeded(bound, needed)
+    assert all(one.path not in needed for one in taken)
+    assert [one for one in bound if one not in taken] == [b for b in bound if b.path in needed]
+
+
+@given(BINDS, PATHS)
+def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
+    bound: list[Bind], paths: frozenset[str]
+) -> None:
+    taken = stale(bound, paths, "k")
+    assert all(one.path in paths and one.key != "k" for one in taken)
+    # Taking the stale ones off is all that is needed before the next step.
+    left = [one for one in bound if one not in taken]
+    assert all(next_step(left, path, "k") in ("lay", "keep") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("inside", "key"),
+    [
+        ("entries/0a/image", "0a"),
+        ("entries/0a/image//deleted", ""),
+        ("evicted/0a.0/image", ""),
+        ("evicted/0a.0/image//deleted", ""),
+        ("parts/0a/image", ""),
+        ("entries/0a/entry.json", ""),
+        ("entries/image", ""),
+    ],
+)
+def test_a_bind_of_anything_but_a_live_entry_has_no_key(
+    monkeypatch: pytest.MonkeyPatch, inside: str, key: str
+) -> None:
+    table = [
+        Mount(1, 0, "0:1", "/", "/"),
+        Mount(2, 1, "0:1", f"/nowhere/cache/{inside}", "/lustre/a"),
+    ]
+    monkeypatch.setattr(mounts, "current", lambda: table)
+    (found,) = redirect.binds(Cache(Path("/nowhere/cache")))
+    assert (found.path, found.key) == ("/lustre/a", key)
+
+
+def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redirect.asuser, "call", None)
+    redirect.take_off([])

@@ -1,0 +1,85 @@
+"""Other programs: they get little, cannot hang for ever, and their end is explained."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from forestage import run
+from forestage.errors import Failed
+
+TIMEOUT = 20.0
+
+
+def test_a_program_gets_a_small_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD_OF_SOMEBODY", "1")
+    ran = run.run(["sh", "-c", "env | sort; pwd; readlink /proc/self/fd/0"], TIMEOUT)
+    assert ran.out.splitlines() == ["LC_ALL=C", f"PATH={run.PATH}", "PWD=/", "/", "/dev/null"]
+    assert (ran.code, ran.err) == (0, "")
+
+
+def test_only_the_named_descriptor_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    fds = [os.open(tmp_path / "a", os.O_RDONLY) for _ in range(2)]
+    script = f"cat /proc/self/fd/{fds[0]}; test ! -e /proc/self/fd/{fds[1]}"
+    ran = run.run(["sh", "-c", script], TIMEOUT, pass_fds=fds[:1])
+    for fd in fds:
+        os.close(fd)
+    assert (ran.code, ran.out) == (0, "content")
+
+
+@pytest.mark.parametrize(
+    ("script", "explained"),
+    [
+        ("exit 0", "sh: exit 0"),
+        ("echo no >&2; echo 'disk full' >&2; exit 23", "sh: exit 23 disk full"),
+        ("kill -KILL $$", "sh: signal 9"),
+        ("printf '\\377' >&2; exit 1", "sh: exit 1 \ufffd"),
+    ],
+)
+def test_how_a_program_ended_is_one_line(script: str, explained: str) -> None:
+    assert run.run(["sh", "-c", script], TIMEOUT).explained() == explained
+
+
+def test_no_word_is_read_by_a_shell() -> None:
+    assert run.run(["printf", "%s", "$(id); `id` *"], TIMEOUT).out == "$(id); `id` *"
+
+
+def test_a_missing_program_is_our_failure_with_a_hint() -> None:
+    with pytest.raises(Failed) as caught:
+        run.run(["no-such-program-anywhere"], TIMEOUT)
+    assert (caught.value.reason, bool(caught.value.hint)) == ("program", True)
+
+
+def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    script = (
+        f"sleep 600 >/dev/null 2>&1 & echo $! > {tmp_path}/pid; echo $$ > {tmp_path}/group; wait"
+    )
+    with pytest.raises(run.TimedOut):
+        run.run(["sh", "-c", script], 0.5)
+    child = int((tmp_path / "pid").read_text())
+    for _ in range(500):
+        if not _alive(child):
+            break
+        time.sleep(0.01)
+    assert not _alive(child)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "group").read_text()), 0)
+
+
+def test_a_signal_for_our_group_does_not_reach_the_program() -> None:
+    ran = run.run(["sh", "-c", "cut -d' ' -f5,6 /proc/$$/stat"], TIMEOUT)
+    group, session = map(int, ran.out.split())
+    assert group == session
+    assert session != os.getsid(0)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
