@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Found = tuple[T, list[int]]
 """What the child found: a value, and open file descriptors that go with it."""
 
-_MAX_ANSWER = 64 * 1024
+_PIECE = 64 * 1024  # bytes
 _MAX_FDS = 4
 
 
@@ -47,6 +47,30 @@ def become(user: User) -> None:
         os.setgroups(os.getgrouplist(user.name, user.gid) if user.name else [user.gid])
     os.setegid(user.gid)
     os.seteuid(user.uid)
+
+
+@contextlib.contextmanager
+def acting(user: User) -> Iterator[None]:
+    """Takes the user's effective ids on for some file access, in a child of `call` that is root."""
+    become(user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+def reach(path: str, user: User) -> int:
+    """An O_PATH descriptor of what lies at `path`, as root or, where root is squashed, as the user.
+
+    Call it in a child of `call`. Raises OSError.
+    """
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except PermissionError:
+        with acting(user):
+            return os.open(path, flags)
 
 
 def call(
@@ -86,21 +110,28 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
             answer = _Answer(value=msgspec.Raw(msgspec.json.encode(value)))
         except OSError as error:
             answer = _Answer(errno=error.errno or 0, filename=str(error.filename or ""))
-        socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)
+        data = msgspec.json.encode(answer)
+        theirs.sendall(data[socket.send_fds(theirs, [data], fds) :])
     finally:
         # Whatever went wrong: no answer tells the parent, and a traceback has nowhere to go.
         os._exit(0)
 
 
 def _receive(ours: socket.socket, timeout: float) -> tuple[bytes, list[int]]:
+    """The child's answer up to its end, which may be long: an ACL has up to 64 KiB."""
     end = time.monotonic() + timeout
-    ready, _, _ = select.select([ours], [], [], max(0.0, end - time.monotonic()))
-    if not ready:
-        raise TooSlow(f"no answer after {timeout:.1f} s")
-    data, fds, _, _ = socket.recv_fds(ours, _MAX_ANSWER, _MAX_FDS)
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    return data, list(fds)
+    data, fds = b"", []
+    while True:
+        ready, _, _ = select.select([ours], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            raise TooSlow(f"no answer after {timeout:.1f} s")
+        more, found, _, _ = socket.recv_fds(ours, _PIECE, _MAX_FDS)
+        for fd in found:
+            os.set_inheritable(fd, False)
+        fds += found
+        if not more:
+            return data, fds
+        data += more
 
 
 def _reap(pid: int) -> None:

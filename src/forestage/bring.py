@@ -90,7 +90,11 @@ def ready(task: Task, owner: Owner, evicted: list[str]) -> tuple[Owner, Source]:
 
 def fetch(task: Task, source: Source, stop: threading.Event) -> None:
     """The bytes. Raises chunks.Stopped, chunks.Truncated, Failed, OSError."""
-    copy.engine(task.node.config).copy(source, task.part, stop)
+    try:
+        copy.engine(task.node.config).copy(source, task.part, stop)
+    except Failed:
+        _check_unchanged(task)  # an engine may fail over a source that moves under it
+        raise
     trace.point("copied")
 
 
@@ -177,7 +181,7 @@ def _mirror(task: Task) -> None:
                 os.setxattr(fd, image.ACL, wanted.access.acl)
             except OSError as error:
                 # Without its ACL the mode's group bits would mean something else.
-                raise Failed("acl", f"the cache's file system takes no ACL: {error}") from None
+                raise Declined("acl", f"the cache's file system takes no ACL: {error}") from None
         # Last: chown clears set-id bits.
         os.fchmod(fd, wanted.access.mode)
         os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))

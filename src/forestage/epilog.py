@@ -1,5 +1,6 @@
 """What happens when a job ends: drop its lease, take off redirects nobody needs, evict."""
 
+import contextlib
 from pathlib import Path
 
 from forestage import evict, lock, redirect
@@ -8,46 +9,59 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.events import Outcome
+from forestage.job import Job
 from forestage.lease import Lease, Leases
+from forestage.node import Node
 from forestage.places import Places
 
 
-def epilog(config: Config | None, places: Places, clock: Clock, job: int) -> list[Outcome]:
-    """Releases what the job held here; may be run again. Gives one outcome, also for a failure."""
-    try:
-        return [_release(config, places, clock, job)]
-    except Failed as failed:
-        reason, detail = failed.reason, str(failed)
-    except lock.Busy as busy:
-        reason, detail = "busy", str(busy)
-    except OSError as error:
-        reason, detail = "io", str(error)
-    return [Outcome(result="failed", reason=reason, detail=detail)]
-
-
-def _release(config: Config | None, places: Places, clock: Clock, job: int) -> Outcome:
-    """The lease, the redirects, then the room.
+def epilog(config: Config | None, places: Places, clock: Clock, job: Job) -> list[Outcome]:
+    """Releases what the job held here; may be run again. Gives one outcome, also for a failure.
 
     Works on the cache that the lease names: the configuration may have changed since, or be broken
     (`config` is None), and the job's redirects must go all the same.
     """
     leases = Leases(places.leases)
     try:
-        lease = leases.read(job)
-    except Failed:
-        lease = None  # damaged; its entries are unknown, but clear() needs only the other leases
-    if lease is None and config is None:
-        raise Failed("lease-damaged", f"{leases.file(job)} and the configuration cannot be read")
-    root = lease.cache if lease else config.cache if config else ""
-    cache = Cache(Path(root))
-    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        lease = leases.read(job.id)
+    except Failed as failed:
+        if config is None:
+            return [_failed(failed)]
+        lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
+    cache = Cache(Path(lease.cache)) if lease else None
+    try:
+        if config is not None:
+            node = Node.of(config, places, clock)
+            cache = cache or node.cache
+        released = _release(cache, leases, lease, places, clock, job) if cache else 0
+        made = cache is not None and cache.locks.is_dir()
+        evicted = evict.tidy(cache, leases, config) if cache and made and config else ()
+    except Failed as failed:
+        return [_failed(failed)]
+    except lock.Busy as busy:
+        return [_failed(Failed("busy", str(busy)))]
+    except OSError as error:
+        return [_failed(Failed("io", str(error)))]
+    return [Outcome(result="released", released=released, evicted=evicted)]
+
+
+def _failed(failed: Failed) -> Outcome:
+    return Outcome(result="failed", reason=failed.reason, detail=str(failed))
+
+
+def _release(
+    cache: Cache, leases: Leases, lease: Lease | None, places: Places, clock: Clock, job: Job
+) -> int:
+    """The lease, then every redirect that no other lease mentions; gives their number."""
+    with contextlib.ExitStack() as held:
+        # Without its disk the cache has no lock, and nobody who could take one.
+        if cache.locks.is_dir():
+            held.enter_context(lock.held(cache.space_lock, lock.SPACE_TIMEOUT))
         if lease is not None:
             _note_use(cache, lease, clock.wall())
-        leases.drop(job)
+        leases.drop(job.id)
         # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
-        released = redirect.clear(cache, leases, places)
-    evicted = evict.tidy(cache, leases, config) if config else ()
-    return Outcome(result="released", released=released, evicted=evicted)
+        return redirect.clear(cache, leases, places, job.user, lease)
 
 
 def _note_use(cache: Cache, lease: Lease, now: float) -> None:

@@ -8,11 +8,11 @@ from typing import Literal
 import msgspec
 
 from forestage.job import Job, Via
+from forestage.units import printable
 
 Result = Literal["hit", "joined", "copied", "declined", "failed", "released"]
 Hook = Literal["prolog", "stager", "epilog"]
 
-MAX_VALUE = 1000  # characters; a user's comment or path may be very long, a log line should not be
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
 
 
@@ -53,12 +53,6 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     problems: tuple[str, ...] = ()
 
 
-def printable(text: str) -> str:
-    """A user's text for a log line: no control characters, no bytes that are not text, not long."""
-    short = text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "…"
-    return "".join(char if char.isprintable() else _escaped(char) for char in short)
-
-
 def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
     """The canonical log line of a hook run, after its name and job; logfmt. Pure."""
     parts = [f"user={job.user.name}"]
@@ -82,11 +76,11 @@ def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
 
 def _value(value: object) -> str:
     text = printable(str(value))
-    return f'"{text}"' if " " in text or "=" in text or '"' in text else text
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+    if not any(char in text for char in ' ="\\'):
+        return text
+    # A user's path must not be able to end the quotes and go on with fields of its own.
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def record(
@@ -120,8 +114,11 @@ def append(file: Path, events: Iterable[Event]) -> None:
         return
     file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     _rotate(file)
-    fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
     try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            lines[0] = b"\n" + lines[0]  # a crash cut the last line short; ours must not follow it
         for line in lines:
             os.write(fd, line)
     finally:

@@ -112,7 +112,7 @@ class Hook:
         except ConfigError as error:
             self.say(f"result=failed reason=config detail={error.one_line!r}")
             config = None
-        return epilog.epilog(config, places, clock, job.id)
+        return epilog.epilog(config, places, clock, job)
 
     def _config(self, job: Job, places: Places) -> Config:
         from forestage import settings
@@ -126,7 +126,11 @@ class Hook:
 
         total = time.monotonic() - self.start
         self.say(events.summary(job, outcomes, total))
-        events.record(places.events, clock.wall(), self.name, job, outcomes, total)
+        try:
+            events.record(places.events, clock.wall(), self.name, job, outcomes, total)
+        except OSError as error:
+            # The job is served; a full log disk is no reason to drain its node.
+            self.say(f"result=unrecorded detail={str(error)!r}")
 
     def say(self, text: str) -> None:
         """The hook's line in the log."""

@@ -123,7 +123,7 @@ def look(
     """
 
     def work() -> asuser.Found[Seen]:
-        _hide(hidden)
+        _hide(hidden, user)
         asuser.become(user)
         return _see(path, tuple(os.path.realpath(source) for source in sources))
 
@@ -200,15 +200,27 @@ def open_direct(looked: Look, timeout: float) -> int | None:
         return None
 
 
-def _hide(hidden: Iterable[mounts.Mount]) -> None:
+def resolve(path: str, user: User, timeout: float) -> str:
+    """Where a path leads for this user, also if its last part does not exist. Raises TooSlow."""
+
+    def work() -> asuser.Found[str]:
+        asuser.become(user)
+        return os.path.realpath(path), []
+
+    return asuser.call(work, str, timeout)[0]
+
+
+def _hide(hidden: Iterable[mounts.Mount], user: User) -> None:
     """Takes our binds off in a mount namespace of this process' own; the host's table stays."""
     binds = list(hidden)
     if not binds:
         return
     mounts.private_namespace()
     for bind in reversed(binds):
-        with contextlib.suppress(OSError):  # gone meanwhile; or a path that the look will report
-            mounts.umount(bind.point, mounts.MNT_DETACH | mounts.UMOUNT_NOFOLLOW)
+        # Gone meanwhile; or where neither root nor this user gets, so that no look of his can end.
+        with contextlib.suppress(OSError):
+            # Not by id: the copy of a mount in a new namespace has an id of its own.
+            mounts.umount(f"/proc/self/fd/{asuser.reach(bind.point, user)}")
 
 
 def _see(path: str, sources: tuple[str, ...]) -> asuser.Found[Seen]:

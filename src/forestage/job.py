@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from forestage.errors import JobError
-from forestage.units import parse_duration
+from forestage.units import parse_duration, printable
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -20,6 +20,9 @@ SAVE_OPTION = _OPTION + "save"
 
 MAX_HINTED = 16
 """Paths read from one comment; more are reported. A comment may be long, a hook's time is not."""
+
+MAX_PROBLEMS = 8
+"""Problems told of one comment; whoever has more has seen enough."""
 
 Via = Literal["option", "hint"]
 
@@ -107,7 +110,8 @@ def read_hints(comment: str) -> Hints:
     if len(paths) > MAX_HINTED:
         problems.append(f"stage= names {len(paths)} images, the first {MAX_HINTED} are read")
     unique = tuple(dict.fromkeys(paths))[:MAX_HINTED]
-    return Hints(paths=unique, off=off, wait=wait, problems=tuple(problems))
+    told = tuple(printable(problem) for problem in problems[:MAX_PROBLEMS])
+    return Hints(paths=unique, off=off, wait=wait, problems=told)
 
 
 def _hinted_paths(value: str, problems: list[str]) -> list[str]:

@@ -20,10 +20,12 @@ class Busy(Exception):
 
 @contextlib.contextmanager
 def held(path: Path, timeout: float) -> Iterator[None]:
-    """Holds the lock file `path` (flock(2), gone when the process is). Raises Busy.
+    """Holds the lock file `path` (flock(2), gone when the process is). Raises Busy, OSError.
 
     `timeout` in seconds; 0 tries once. The file stays: unlinking it would split those who wait.
     """
+    # filelock would make the folder, on the root disk if the cache's own is not mounted.
+    path.parent.stat()
     lock = FileLock(
         path,
         timeout=max(0.0, timeout),

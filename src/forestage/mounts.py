@@ -12,7 +12,7 @@ import msgspec
 
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MS_REMOUNT, MS_BIND, MS_REC, MS_SLAVE = 32, 4096, 16384, 1 << 19
-MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
+MNT_DETACH = 2
 CLONE_NEWNS = 0x00020000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,21 +85,14 @@ def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
     ]
 
 
-def take_off(bind: Mount) -> None:
-    """Takes exactly this mount off its path, whatever the path has come to mean. Raises OSError.
+def take_off(bind: Mount, fd: int) -> None:
+    """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 
-    Job owners may rename and link around their files, so the path is opened first and must turn out
-    to be the mount that was meant. A mount that is gone already is fine.
+    Job owners may rename and link around their files, so the path was opened first, and must have
+    led to the mount that was meant.
     """
-    try:
-        fd = os.open(bind.point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    try:
-        if mount_id(fd) == bind.id:
-            umount(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)
+    if mount_id(fd) == bind.id:
+        umount(f"/proc/self/fd/{fd}")
 
 
 def mount_id(fd: int) -> int:

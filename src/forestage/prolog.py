@@ -9,11 +9,12 @@ from forestage import asuser, deadline, image, lock, redirect, stage
 from forestage.clock import Deadline
 from forestage.deadline import Limits
 from forestage.errors import Declined, Failed
-from forestage.events import Outcome, printable
+from forestage.events import Outcome
 from forestage.image import Look
 from forestage.job import Asked, Job
 from forestage.lease import Lease, Use
 from forestage.node import Node
+from forestage.units import printable
 
 TRIES = 2  # looks at a source that changes while it is copied, before the original path is left
 
@@ -130,11 +131,11 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses him as well stays: it is another user's, and it is right.
         if bound and _opens(node, job, path, end):
-            _unveil(node, frozenset({path}), "")
+            _unveil(node, job, frozenset({path}), "")
         raise image.declined_by(error, path) from None
     key = seen.image.key if seen.image else ""
     if bound:
-        _unveil(node, frozenset({path, seen.path}), key)
+        _unveil(node, job, frozenset({path, seen.path}), key)
     wanted = image.judge(seen, node.config.max_image_size)
     if source is None:
         raise Declined("missing", f"{path} could not be opened")
@@ -152,21 +153,20 @@ def _opens(node: Node, job: Job, path: str, end: Deadline) -> bool:
     return fd is not None
 
 
-def _unveil(node: Node, paths: frozenset[str], key: str) -> None:
+def _unveil(node: Node, job: Job, paths: frozenset[str], key: str) -> None:
+    """Takes off what shows something else than `key` at the paths."""
     if redirect.stale(redirect.binds(node.cache), paths, key):
         with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
-            redirect.take_off(redirect.stale(redirect.binds(node.cache), paths, key))
+            redirect.take_off(redirect.stale(redirect.binds(node.cache), paths, key), job.user)
 
 
 def _redirect(node: Node, job: Job, looked: Look, lease: Lease, end: Deadline) -> str:
     if node.config.redirect == "none":
         return "none"
-    saved = os.path.join(job.work_dir, job.saves) if job.saves else ""
-    if saved and os.path.normpath(saved) == looked.image.path:
-        # --container-save to the image's own path: pyxis would meet a read-only file.
-        return "none"
-    try:
-        _, laid = redirect.lay(node.cache, node.places, node.leases, lease, looked.image, end)
-    except FileNotFoundError:
-        raise Declined("changed", f"{looked.image.path} was removed just now") from None
-    return laid
+    if job.saves:
+        saved = image.resolve(os.path.join(job.work_dir, job.saves), job.user, end.left())
+        # --container-save meets a read-only file where a redirect lies, whoever laid it.
+        _unveil(node, job, frozenset({saved}), "")
+        if saved == looked.image.path:
+            return "none"
+    return redirect.lay(node.cache, node.places, node.leases, lease, looked.image, end)[1]

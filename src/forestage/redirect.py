@@ -4,6 +4,7 @@ Taking a redirect off is always right: the path then shows the shared file syste
 Laying one is right only over the very file that was staged, so that is checked last of all.
 """
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Literal
@@ -37,9 +38,10 @@ class Bind(msgspec.Struct, frozen=True):
 
 
 class _Target(msgspec.Struct, frozen=True):
-    """What lies at the path in the host's own namespace; `path` is resolved."""
+    """What lies at the path in the host's namespace, and whether the user can read the copy."""
 
     identity: Identity
+    readable: bool
 
 
 def binds(cache: Cache) -> list[Bind]:
@@ -70,14 +72,18 @@ def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
     return [bind for bind in bound if bind.path in paths and bind.key != key]
 
 
-def take_off(taken: list[Bind]) -> None:
-    """Takes binds off their paths, newest first. Raises OSError, Failed where a path hangs."""
+def take_off(taken: list[Bind], user: User) -> None:
+    """Takes binds off their paths, newest first; `user` gets where a squashed root does not.
+
+    Raises OSError, Failed where a path hangs.
+    """
     if not taken:
         return
 
     def work() -> asuser.Found[None]:
         for bind in reversed(taken):
-            mounts.take_off(bind.mount)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone already
+                mounts.take_off(bind.mount, asuser.reach(bind.path, user))
         return None, []
 
     try:
@@ -107,7 +113,7 @@ def lay(
                 bound = binds(cache)
                 step = next_step(bound, wanted.path, wanted.key)
                 if step == "take-off":
-                    take_off(stale(bound, frozenset({wanted.path}), wanted.key))
+                    take_off(stale(bound, frozenset({wanted.path}), wanted.key), lease.user)
                     continue
                 if step == "lay" and identity != wanted.identity:
                     raise Declined("changed", f"{wanted.path} was changed or replaced just now")
@@ -122,14 +128,29 @@ def lay(
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
 
 
-def clear(cache: Cache, leases: Leases, places: Places) -> int:
-    """Takes off every redirect that no lease needs; gives their number. Under the space lock."""
-    taken = unneeded(binds(cache), leases.redirected())
-    take_off(taken)
+def clear(cache: Cache, leases: Leases, places: Places, user: User, ended: Lease | None) -> int:
+    """Takes off every redirect that no lease needs; gives their number. Under the space lock.
+
+    `user` and `ended` are the job's whose lease was dropped just now, if it could be read.
+    """
+    needed = leases.redirected()
+    taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
+    taken = list({bind.mount.id: bind for bind in taken}.values())
+    take_off(taken, user)
     if places.redirects.exists():
         for leftover in places.redirects.iterdir():
             leftover.unlink()
     return len(taken)
+
+
+def _left_by(lease: Lease) -> list[Bind]:
+    """The lease's binds by path and name: umount(8) may have taken the cache's disk from below."""
+    wanted = {(use.path, f"/entries/{use.key}/image") for use in lease.uses if use.path}
+    return [
+        Bind(mount, "")
+        for mount in mounts.current()
+        if any(mount.point == path and mount.root.endswith(end) for path, end in wanted)
+    ]
 
 
 def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:
@@ -138,17 +159,23 @@ def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tup
     def work() -> asuser.Found[_Target]:
         asuser.become(user)
         fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        # A server may grant what mode and ACL do not show (NFSv4): never lay a copy that this
-        # user, who could read the source, cannot open.
-        os.close(os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_CLOEXEC))
-        return _Target(image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))), [fd]
+        identity = image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))
+        try:
+            os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError:
+            return _Target(identity, readable=False), []
+        return _Target(identity, readable=True), [fd]
 
     try:
         target, fds = asuser.call(work, _Target, timeout, keep=(copy,))
-    except PermissionError:
-        raise Declined("access", f"this user cannot read the copy of {wanted.path}") from None
+    except OSError as error:
+        raise Declined("changed", f"{wanted.path} was moved just now: {error.strerror}") from None
     finally:
         os.close(copy)
+    if not target.readable:
+        # A server may grant what mode and ACL do not show (NFSv4): never lay a copy that this
+        # user, who could read the source, cannot open.
+        raise Declined("access", f"this user cannot read the copy of {wanted.path}")
     return fds[0], target.identity
 
 

@@ -11,8 +11,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
-from forestage import events
-from forestage.units import format_duration
+from forestage.units import MAX_TOLD, format_duration, printable
 
 SHORT_KEY = 12  # hex digits
 
@@ -87,8 +86,8 @@ def draw(pieces: Iterable[Piece], console: "Console") -> None:
 
 def harmless(text: str) -> str:
     """Pure: a user's text without control characters, in full length."""
-    step = events.MAX_VALUE
-    return "".join(events.printable(text[at : at + step]) for at in range(0, len(text), step))
+    step = MAX_TOLD
+    return "".join(printable(text[at : at + step]) for at in range(0, len(text), step))
 
 
 def short(key: str) -> str:

@@ -50,7 +50,8 @@ def stage(node: Node, job: Job, looked: Look, deadline: Deadline) -> Staged:
         result, word = _once(node, job, looked, deadline)
         entry = node.cache.find(looked.image)
         if entry is not None:
-            return Staged(entry, result)
+            found = word is not None and word.state == "found"
+            return Staged(entry, "joined" if found else result)
         if word is not None and word.state == "failed":
             raise (Failed if word.ours else Declined)(word.reason, word.detail)
     raise Failed("copy", f"the copy of {looked.image.path} was killed {TRIES} times")

@@ -23,7 +23,7 @@ from forestage.bring import Task
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome
 from forestage.part import Owner, Part
-from forestage.units import format_rate
+from forestage.units import format_rate, printable
 
 NAME = "forestage-stage"  # in ps(1); the kernel keeps 15 characters
 QUEUE_POLL = 0.1  # seconds
@@ -33,11 +33,11 @@ SAY_EVERY = 10.0  # seconds
 class Word(msgspec.Struct, frozen=True):
     """What a stager tells the hook that started it. `ours`: the node is at fault, not the request.
 
-    First `started`, or `busy` (another stager has the key) and no more; last `published` or
-    `failed`. An end without a last word means that it was killed.
+    First `started`, or `busy` (another stager has the key) and no more; last `found`, `published`
+    or `failed`. An end without a last word means that it was killed.
     """
 
-    state: Literal["started", "busy", "published", "failed"]
+    state: Literal["started", "busy", "found", "published", "failed"]
     reason: str = ""
     detail: str = ""
     ours: bool = False
@@ -94,7 +94,7 @@ def _tell(theirs: socket.socket, word: Word) -> None:
 def _serve(task: Task, stop: threading.Event) -> Word:
     """The copy, its event and its log line; every expected error becomes a word."""
     if task.node.cache.find(task.image) is not None:
-        return Word("published")  # by another stager, between the hook's look and our lock
+        return Word("found")  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()
     evicted: list[str] = []
     error: Declined | None = None
@@ -197,7 +197,7 @@ def _report(task: Task, evicted: list[str], error: Declined | None, took: float)
         image=task.image.path,
         key=task.key,
         reason=error.reason if error else "",
-        detail=events.printable(str(error)) if error else "",
+        detail=printable(str(error)) if error else "",
         bytes=0 if error else task.image.size,
         size=task.image.size,
         wait=round(took, 4),

@@ -11,6 +11,8 @@ import msgspec
 MAX_SIZE = 2**63 - 1  # bytes; the largest offset a file can have
 MAX_DURATION = 3650 * 86400.0  # seconds; ten years is a typing error, not a deadline
 
+MAX_TOLD = 1000  # characters of a user's text in a log line or an event
+
 _PREFIXES = "KMGTP"
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
@@ -131,6 +133,16 @@ def format_duration(seconds: float) -> str:
 def format_rate(size: float, seconds: float) -> str:
     """`size` bytes in `seconds` for the eye: "2.1 GiB/s"; "-" if no time has passed."""
     return f"{format_size(size / seconds)}/s" if seconds > 0 else "-"
+
+
+def printable(text: str) -> str:
+    """A user's text for people: no control characters, no bytes that are not text, not long."""
+    short = text if len(text) <= MAX_TOLD else text[:MAX_TOLD] + "…"
+    return "".join(char if char.isprintable() else _escaped(char) for char in short)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def quote(value: object) -> str:
