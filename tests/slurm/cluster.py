@@ -10,6 +10,7 @@ state directory. Needs root. Standard library only: it also runs before .venv ex
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -266,7 +267,9 @@ class Cluster:
         try:
             stdout, stderr = process.communicate(input, timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            # A signal to us may arrive just as the command has ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             stdout, stderr = process.communicate()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise CommandFailed(argv, f"not done in {timeout} s", stdout, stderr) from None

@@ -319,7 +319,6 @@ def test_another_jobs_damaged_lease_keeps_nobody_from_an_image(site: Site) -> No
         told(site, job)
 
 
-@pytest.mark.xfail(strict=True, reason="the Epilog does not tell which redirects are needed")
 def test_another_jobs_damaged_lease_keeps_no_redirect_for_ever(site: Site) -> None:
     image = site.image("good")
     site.srun(image)

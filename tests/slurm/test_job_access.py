@@ -71,9 +71,6 @@ def test_another_user_cannot_have_it_staged(site: Site, way: str, hinted: bool) 
     assert (outcome.result, outcome.reason) == ("declined", "no-permission")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a look that is refused takes off every redirect of the path"
-)
 @pytest.mark.parametrize("way", ["mode", "directory"])
 def test_another_user_cannot_take_a_redirect_away(site: Site, way: str) -> None:
     image = private_image(site, way)

@@ -1,0 +1,97 @@
+"""Copies that take longer than Slurm lets a Prolog take: the copy goes on, no job and node suffers.
+
+The copies are slow because `bandwidth:` says so; everything else is as it is on a real node.
+"""
+
+from __future__ import annotations
+
+import pytest
+from host import wait_until
+from jobs import RELEASE, Site, hooked
+from spec import ClusterSpec
+
+TIMEOUT = 8  # seconds of PrologEpilogTimeout; `deadline: auto` then is 5 s
+# MiB that, at 2 MiB/s, take longer than what would be lost: the node at 8 s, an srun at 20 s.
+LONGER = {"Alloc,DeferBatch": 24, "Alloc": 48}
+FLAGS = {"impatient": "Alloc,DeferBatch", "undeferred": "Alloc"}
+
+
+def spec_with(**conf: str) -> ClusterSpec:
+    spec = hooked(nodes=2)
+    return ClusterSpec(
+        nodes=spec.nodes,
+        prolog=spec.prolog,
+        epilog=spec.epilog,
+        files=spec.files,
+        slurm_conf={**spec.slurm_conf, **conf},
+    )
+
+
+@pytest.fixture(scope="module", params=list(FLAGS))
+def cluster_spec(request: pytest.FixtureRequest) -> ClusterSpec:
+    if request.param == "impatient":
+        return spec_with(PrologFlags=FLAGS["impatient"], PrologEpilogTimeout=str(TIMEOUT))
+    return spec_with(PrologFlags=FLAGS["undeferred"])
+
+
+@pytest.fixture
+def flags(cluster_spec: ClusterSpec) -> str:
+    return cluster_spec.slurm_conf["PrologFlags"] or ""
+
+
+def published(site: Site, image: str, node: str = "n1") -> None:
+    """Waits until the stager that no hook waits for any more has ended its copy."""
+    parts = site.cache(node).parts
+    wait_until(lambda: not any(parts.iterdir()), 90, lambda: f"{image} is still being copied")
+
+
+def test_a_copy_slower_than_slurms_timeout_drains_no_node(site: Site, flags: str) -> None:
+    """Whatever limit slurm.conf sets, `deadline: auto` comes first, and the copy goes on."""
+    image = site.image("slow", mib=LONGER[flags])
+    site.configure(deadline="auto", bandwidth="2MiB")
+    first = site.srun(image)
+    assert first.code == 0, first
+    assert site.outcome(first.job).result == "declined"
+    assert site.outcome(first.job).reason == "deadline"
+    assert site.shows_source(site.saw(first.job))
+    assert set(site.cluster.node_states().values()) == {"idle"}
+    published(site, image)
+    second = site.srun(image)
+    assert site.outcome(second.job).result == "hit"
+    assert site.saw(second.job).sha256 == site.sha256(image)
+    assert not site.shows_source(site.saw(second.job))
+
+
+def test_one_slow_node_loses_no_srun_of_a_batch_job(site: Site, flags: str) -> None:
+    """Without DeferBatch the batch script starts while the second node is still in its Prolog."""
+    image = site.image("half", mib=LONGER[flags], seed=1)
+    site.srun(image, node="n1")  # warm on n1, cold on n2
+    site.configure(deadline="auto", bandwidth="2MiB")
+    both = "n1,n2"
+    batch = site.sbatch(image, f"srun -l {' '.join(RELEASE)}; echo end", node=both)
+    assert {"0: ID=half", "1: ID=half", "end"} <= set(batch.stdout.splitlines()), (flags, batch)
+    assert site.outcome(batch.job, "n1").result == "hit"
+    assert site.outcome(batch.job, "n2").reason == "deadline"
+    published(site, image, "n2")
+
+
+def test_a_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site, flags: str) -> None:
+    image = site.image("hinted", mib=24, seed=2)
+    site.configure(deadline="1s", bandwidth="8MiB")
+    ran = site.srun(image, comment="stage-wait=5m")
+    outcome = site.outcome(ran.job)
+    assert outcome.result == "copied", outcome
+    assert set(site.cluster.node_states().values()) == {"idle"}
+
+
+def test_a_stager_outlives_its_cancelled_job(site: Site) -> None:
+    image = site.image("cancelled", mib=16, seed=3)
+    site.configure(deadline="30s", bandwidth="4MiB")
+    step = site.cluster.popen(["srun", "--nodelist=n1", f"--container-image={image}", "true"])
+    parts = site.cache("n1").parts
+    wait_until(lambda: parts.is_dir() and any(parts.iterdir()), 20, lambda: "no copy begins")
+    site.cluster.run(["scancel", "--user=alice"], user="root")
+    step.communicate(timeout=60)
+    published(site, image)
+    assert site.cached_paths("n1") == [image]
+    site.cluster.wait_idle(30)
