@@ -1,7 +1,7 @@
 """The table behind bench/copy. In a mount namespace of its own; nothing of it is left behind.
 
 Source and target are two file systems on two loop devices (O_DIRECT to their files, so that the
-host's page cache does not stand in for a disk). Every time is that of a whole process up to the
+host's page cache does not stand in for a disk). Every time is that of a child from its fork to the
 point where the bytes are durable: the rivals are followed by an fsync, as forestage does one.
 The limit is fio's: writing alone with a warm source, reading and writing at once with a cold one.
 """
@@ -18,13 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from copy_once import copy_once
+
+from forestage.config import Config, Engine
 from forestage.units import format_size, parse_size
 
-HERE = Path(__file__).parent
 ROOM = 512 * 1024 * 1024  # bytes beside the file, for the file system itself
 OURS = "forestage chunks"
 FIO = "fio --name=limit --bs=16M --direct=1 --ioengine=libaio --iodepth=4 --output-format=json"
@@ -45,33 +47,41 @@ class Place(NamedTuple):
     target: Path
 
 
-def rivals(place: Place) -> dict[str, list[str]]:
+def rivals(place: Place) -> dict[str, Callable[[], None]]:
+    """What a forked child does: a copy as a stager does it, which is forked from its hook too."""
     source, target = str(place.source / "image"), str(place.target / "image")
-    once = [sys.executable, str(HERE / "copy_once.py")]
 
-    def durable(command: str) -> list[str]:
-        return ["sh", "-c", f"{command} && exec sync {shlex.quote(target)}"]
+    def durable(*argv: str) -> Callable[[], None]:
+        shell = f"{shlex.join(argv)} && exec sync {shlex.quote(target)}"
+        return lambda: os.execvp("sh", ["sh", "-c", shell])
 
-    def ours(engine: str, digest: str) -> list[str]:
-        return [*once, engine, digest, source, str(place.target / "part")]
+    def ours(engine: Engine, digest: bool) -> Callable[[], None]:
+        config = Config(engine=engine, digest=digest)
+        return lambda: copy_once(config, source, place.target / "part")
 
     return {
-        OURS: ours("chunks", "digest"),
-        "  without digest": ours("chunks", "nodigest"),
-        "forestage rsync": ours("rsync", "digest"),
-        "  without digest ": ours("rsync", "nodigest"),
-        "rsync -avSH": durable(f"rsync -avSH --quiet {source} {target}"),
-        "cp": durable(f"cp {source} {target}"),
-        "dd bs=16M": durable(f"dd if={source} of={target} bs=16M status=none"),
+        OURS: ours("chunks", True),
+        "  without digest": ours("chunks", False),
+        "forestage rsync": ours("rsync", True),
+        "  without digest ": ours("rsync", False),
+        "rsync -avSH": durable("rsync", "-avSH", "--quiet", source, target),
+        "cp": durable("cp", source, target),
+        "dd bs=16M": durable("dd", f"if={source}", f"of={target}", "bs=16M", "status=none"),
     }
 
 
-def timed(argv: list[str]) -> Run:
+def timed(work: Callable[[], None]) -> Run:
     start = time.perf_counter()
-    pid = os.posix_spawnp(argv[0], argv, os.environ)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
     _, status, usage = os.wait4(pid, 0)
     if status:
-        raise SystemExit(f"failed ({status}): {shlex.join(argv)}")
+        raise SystemExit("bench/copy: a copy failed")
     wall = time.perf_counter() - start
     return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
@@ -135,9 +145,9 @@ def measure(kind: str, size: int, rounds: int, folder: Path) -> dict[tuple[str, 
         for number in range(rounds):
             for warm in (True, False):
                 state = f"{kind} {'warm' if warm else 'cold'}"
-                for name, argv in rivals(place).items():
+                for name, work in rivals(place).items():
                     prepare(place, warm)
-                    found.setdefault((state, name), []).append(timed(argv))
+                    found.setdefault((state, name), []).append(timed(work))
                     print(f"\r{state} {number + 1}/{rounds} {name:24}", end="", file=sys.stderr)
                 found.setdefault((state, "fio limit"), []).append(limit(place, size, warm))
     return found
@@ -181,4 +191,5 @@ def report(middle: dict[tuple[str, str], Run], size: int, rounds: int) -> None:
     )
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
