@@ -51,13 +51,14 @@ def become(user: User) -> None:
 
 @contextlib.contextmanager
 def acting(user: User) -> Iterator[None]:
-    """Takes the user's effective ids on for some file access, in a child of `call` that is root."""
+    """Takes the user's effective ids on for some file access, in a child of `call`."""
+    uid, gid = os.geteuid(), os.getegid()
     become(user)
     try:
         yield
     finally:
-        os.seteuid(0)
-        os.setegid(0)
+        os.seteuid(uid)
+        os.setegid(gid)
 
 
 def reach(path: str, user: User) -> int:

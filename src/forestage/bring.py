@@ -10,7 +10,7 @@ import threading
 
 import msgspec
 
-from forestage import copy, digest, evict, image, redirect, trace
+from forestage import copy, digest, evict, image, trace
 from forestage.cache import Entry
 from forestage.chunks import Source
 from forestage.config import Config
@@ -157,9 +157,10 @@ def _check_unchanged(task: Task) -> None:
     wanted, node = task.image, task.node
     if image.identify(task.looked.source, wanted.path) != wanted.identity:
         raise changed(task)
-    hidden = [bind.mount for bind in redirect.binds(node.cache)]
     try:
-        seen, fd = image.look(wanted.path, task.job.user, node.config.sources, hidden, LOOK_TIMEOUT)
+        seen, fd = image.look(
+            wanted.path, task.job.user, node.config.sources, [node.cache.real], LOOK_TIMEOUT
+        )
     except OSError:
         raise changed(task) from None
     if fd is not None:

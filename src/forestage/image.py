@@ -9,16 +9,18 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from forestage import asuser, mounts
+from forestage import asuser, mounts, trace
 from forestage.errors import Declined
 from forestage.job import Asked, User
 from forestage.units import format_size
 
 ACL = "system.posix_acl_access"
+
+LOOKS = 3  # tries of one look while other hooks lay redirects over its path
 
 PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
 
@@ -114,18 +116,21 @@ def look(
     path: str,
     user: User,
     sources: Iterable[str],
-    hidden: Iterable[mounts.Mount],
+    caches: Sequence[str],
     timeout: float,
 ) -> tuple[Seen, int | None]:
-    """Opens `path` as the user, with the binds `hidden` out of sight; waits `timeout` seconds.
+    """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
     The caller closes the descriptor. Raises OSError as the user would get it; asuser.TooSlow.
     """
 
     def work() -> asuser.Found[Seen]:
-        _hide(hidden, user)
-        asuser.become(user)
-        return _see(path, tuple(os.path.realpath(source) for source in sources))
+        for _ in range(LOOKS):
+            _hide(caches, user)
+            trace.point("looking")
+            with contextlib.suppress(_Covered), asuser.acting(user):
+                return _see(path, tuple(os.path.realpath(source) for source in sources), caches)
+        raise OSError(errno.EBUSY, "redirects come and go", path)
 
     seen, fds = asuser.call(work, Seen, timeout)
     return seen, fds[0] if fds else None
@@ -210,22 +215,33 @@ def resolve(path: str, user: User, timeout: float) -> str:
     return asuser.call(work, str, timeout)[0]
 
 
-def _hide(hidden: Iterable[mounts.Mount], user: User) -> None:
+def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
+    listed = mounts.current() if caches else []
+    return [bind for cache in caches for bind, _ in mounts.binds_from(listed, cache)]
+
+
+def _hide(caches: Sequence[str], user: User) -> None:
     """Takes our binds off in a mount namespace of this process' own; the host's table stays."""
-    binds = list(hidden)
-    if not binds:
+    if not _ours(caches):
         return
     mounts.private_namespace()
-    for bind in reversed(binds):
+    # Listed again: from here on no other hook's bind can come in.
+    for bind in reversed(_ours(caches)):
         # Gone meanwhile; or where neither root nor this user gets, so that no look of his can end.
         with contextlib.suppress(OSError):
             # Not by id: the copy of a mount in a new namespace has an id of its own.
             mounts.umount(f"/proc/self/fd/{asuser.reach(bind.point, user)}")
 
 
-def _see(path: str, sources: tuple[str, ...]) -> asuser.Found[Seen]:
+class _Covered(Exception):
+    """Another hook has just laid a redirect over the path: this would be a look at our own copy."""
+
+
+def _see(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> asuser.Found[Seen]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
+        raise _Covered
     mode = os.fstat(handle).st_mode
     resolved = os.readlink(f"/proc/self/fd/{handle}")
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-SPACE_TIMEOUT = 10.0  # seconds; space is held for milliseconds, so later means that it is stuck
+SPACE_TIMEOUT = 60.0  # seconds; held for milliseconds, but hundreds of hooks may stand in line
 POLL = 0.02  # seconds; how soon a waiting hook notices that a copy has ended
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
-MS_REMOUNT, MS_BIND, MS_REC, MS_SLAVE = 32, 4096, 16384, 1 << 19
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 CLONE_NEWNS = 0x00020000
 
@@ -41,8 +41,8 @@ def umount(target: str, flags: int = MNT_DETACH) -> None:
 def private_namespace() -> None:
     """Leaves the host's mount table: what this process mounts or takes off, only it sees."""
     _check(_libc.unshare(CLONE_NEWNS), "mount namespace")
-    # Slave, not private: a source that is unmounted on the host goes away here too.
-    mount("none", "/", MS_REC | MS_SLAVE)
+    # Private, not slave: what another hook mounts meanwhile must not come in here either.
+    mount("none", "/", MS_REC | MS_PRIVATE)
 
 
 def listed(mountinfo: str) -> list[Mount]:

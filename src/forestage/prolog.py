@@ -94,7 +94,7 @@ def _serve(node: Node, job: Job, asked: Asked, end: Deadline) -> Outcome:
 
 def _stage(node: Node, job: Job, looked: Look, end: Deadline) -> tuple[stage.Staged, str]:
     """Leased before it is there: a finished copy must not be evicted before its first use."""
-    lease = _take_lease(node, job, looked)
+    lease = _take_lease(node, job, looked, end)
     try:
         staged = stage.stage(node, job, looked, end)
         with contextlib.suppress(FileNotFoundError):  # only a note for evict
@@ -105,9 +105,9 @@ def _stage(node: Node, job: Job, looked: Look, end: Deadline) -> tuple[stage.Sta
         raise
 
 
-def _take_lease(node: Node, job: Job, looked: Look) -> Lease:
+def _take_lease(node: Node, job: Job, looked: Look, end: Deadline) -> Lease:
     now = node.clock.wall()
-    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+    with lock.held(node.cache.space_lock, end.left()):
         before = node.leases.read(job.id) or Lease(job.id, job.user, now, str(node.cache.root))
         lease = before.with_use(Use(looked.image.key))
         node.leases.write(lease)
@@ -124,9 +124,9 @@ def _give_up(node: Node, job: Job, looked: Look) -> None:
 def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
     """Looks under our binds, and takes those off that show something else than the look found."""
     bound = redirect.binds(node.cache)
-    hidden = [bind.mount for bind in bound]
+    caches = [node.cache.real]
     try:
-        seen, source = image.look(path, job.user, node.config.sources, hidden, end.left())
+        seen, source = image.look(path, job.user, node.config.sources, caches, end.left())
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses him as well stays: it is another user's, and it is right.

@@ -47,7 +47,7 @@ class _Target(msgspec.Struct, frozen=True):
 def binds(cache: Cache) -> list[Bind]:
     """Every bind of this cache on the node, oldest first."""
     found = []
-    for mount, inside in mounts.binds_from(mounts.current(), os.path.realpath(cache.root)):
+    for mount, inside in mounts.binds_from(mounts.current(), cache.real):
         parts = inside.split("/")
         is_entry = parts[0] == "entries" and parts[2:] == ["image"]
         found.append(Bind(mount, parts[1] if is_entry else ""))
@@ -109,7 +109,7 @@ def lay(
         # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
         target, identity = _open_target(cache, wanted, lease.user, deadline.left())
         try:
-            with lock.held(cache.space_lock, min(lock.SPACE_TIMEOUT, deadline.left())):
+            with lock.held(cache.space_lock, deadline.left()):
                 bound = binds(cache)
                 step = next_step(bound, wanted.path, wanted.key)
                 if step == "take-off":

@@ -1,0 +1,202 @@
+"""The tables behind bench/scale. In a mount namespace of its own, below a temporary root.
+
+The hooks are whole processes with the environment slurmd gives them, all started before the first
+ends. "Work" is their CPU time and that of the stagers they forked, from the kernel's account of
+finished children (the stagers are adopted: this process is made their reaper).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from forestage import events, evict, image, stage
+from forestage.cache import Cache, Entry
+from forestage.clock import Clock, Deadline
+from forestage.config import Config
+from forestage.image import Access, Image, Look
+from forestage.job import Hints, Job, User
+from forestage.node import Node
+from forestage.places import Places
+
+ENTRIES = (10, 1_000, 10_000)
+HOOKS = 200
+TMPFS = ("mnt/nvme", "run")  # what a node has on its NVMe and on a tmpfs
+IMAGE_BYTES = 8 * 1024 * 1024
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+NOBODY = User("nobody", 65534, 65534)
+HOOK = """
+import sys, time, os
+from pathlib import Path
+from forestage.clock import Clock
+from forestage.hooks import Hook
+from forestage.places import Places
+os._exit(Hook(sys.argv[1], os.environ, time.monotonic()).run(Places(Path(sys.argv[2])), Clock()))
+"""
+
+
+class Storm(NamedTuple):
+    """What 200 hooks at once did: results, copies made, seconds, CPU seconds."""
+
+    results: Counter[str]
+    copies: int
+    wall: float
+    cpu: float
+
+
+def fresh(root: Path) -> Places:
+    """An empty node below `root`, its cache and its /run on a tmpfs each."""
+    for name in ("mnt/nvme", "run", "shared", "etc/forestage"):
+        (root / name).mkdir(parents=True)
+    for name in TMPFS:
+        subprocess.run(["mount", "-t", "tmpfs", "none", root / name], check=True)
+    config = f"sources: [{root / 'shared'}]\ndeadline: 2m\n"
+    (root / "etc/forestage/forestage.yaml").write_text(config)
+    return Places(root)
+
+
+def clear(places: Places) -> None:
+    for name in TMPFS:
+        subprocess.run(["umount", places.root / name], check=True)
+
+
+def fill(cache: Cache, count: int) -> None:
+    """Publishes `count` small entries as the stager would leave them."""
+    for number in range(count):
+        identity = image.Identity(f"/shared/{number}", number, 4096, number, number)
+        entry = Entry(identity.key, identity, Access(0, 0, 0o644), float(number), "chunks")
+        directory = cache.entry_dir(entry.key)
+        directory.mkdir()
+        (directory / "image").write_bytes(bytes(4096))
+        (directory / "entry.json").write_bytes(msgspec.json.encode(entry))
+        (directory / "used").touch()
+
+
+def per_call(work: object, times: int) -> float:
+    """Median milliseconds of a call."""
+    assert callable(work)
+    took = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took) * 1000
+
+
+def by_entries(count: int) -> tuple[float, float, float]:
+    """Milliseconds of a hit's look-up, of reading all entries and of the plan."""
+    with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
+        places = fresh(Path(folder))
+        try:
+            config = Config(sources=(str(places.root / "shared"),))
+            node = Node.of(config, places, Clock())
+            node.cache.prepare(require_mount=True)
+            fill(node.cache, count)
+            return measured(node)
+        finally:
+            clear(places)
+
+
+def measured(node: Node) -> tuple[float, float, float]:
+    some = node.cache.stored()[0].entry
+    assert some is not None
+    looked = Look(Image(some.identity, some.access), NOBODY, -1)
+    job = Job(1, NOBODY, "", "", "/", (), None, Hints())
+    end = Deadline.after(60, node.clock)
+    hit = per_call(lambda: stage.stage(node, job, looked, end), 200)
+    read = per_call(node.cache.stored, 5)
+    stored = node.cache.stored()
+    room = evict.measure(node.cache, stored, node.config)
+    goal = evict.Goal(free=0, used=room.used // 2)
+    plan = per_call(lambda: evict.plan(stored, frozenset(), room, goal), 5)
+    return hit, read, plan
+
+
+def storm(images: int) -> Storm:
+    """All hooks at once, spread evenly over `images` images."""
+    with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
+        places = fresh(Path(folder))
+        os.chmod(folder, 0o755)
+        try:
+            paths = [places.root / f"shared/{number}" for number in range(images)]
+            for path in paths:
+                path.write_bytes(os.urandom(IMAGE_BYTES))
+            return unleashed(places, paths)
+        finally:
+            for path in paths:
+                subprocess.run(["umount", "-q", path], check=False, stderr=subprocess.DEVNULL)
+            clear(places)
+
+
+def unleashed(places: Places, paths: Sequence[Path]) -> Storm:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    running = [begin(places, job, paths[job % len(paths)]) for job in range(HOOKS)]
+    codes = [process.wait() for process in running]
+    wall = time.perf_counter() - start
+    reap()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if any(codes):
+        raise SystemExit(f"bench/scale: hooks failed: {Counter(codes)}")
+    told = list(events.read(places.events))
+    results = Counter(event.outcome.result for event in told if event.hook == "prolog")
+    copies = sum(event.hook == "stager" for event in told)
+    used = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+    return Storm(results, copies, wall, used)
+
+
+def begin(places: Places, job: int, path: Path) -> subprocess.Popen[bytes]:
+    environ = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_UID": str(NOBODY.uid),
+        "SLURM_JOB_GID": str(NOBODY.gid),
+        "SLURM_JOB_USER": NOBODY.name,
+        "SPANK__SLURM_SPANK_OPTION_pyxis_container_image": str(path),
+    }
+    argv = [sys.executable, "-I", "-c", HOOK, "prolog", str(places.root)]
+    return subprocess.Popen(argv, env=environ, stderr=subprocess.DEVNULL)
+
+
+def reap() -> None:
+    """Waits for the stagers, which outlive their hooks."""
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    print(f"{'entries':>8} {'hit ms':>9} {'read all ms':>12} {'plan ms':>9}")
+    rows = {}
+    for count in ENTRIES:
+        rows[count] = by_entries(count)
+        print(f"{count:8} {rows[count][0]:9.3f} {rows[count][1]:12.1f} {rows[count][2]:9.2f}")
+    print(f"\n{HOOKS} hooks at once, images of {IMAGE_BYTES >> 20} MiB")
+    print(f"{'images':>8} {'copies':>7} {'wall s':>7} {'CPU s':>7}  results")
+    storms = {images: storm(images) for images in (1, 20)}
+    for images, one in storms.items():
+        told = ", ".join(f"{number} {word}" for word, number in sorted(one.results.items()))
+        print(f"{images:8} {one.copies:7} {one.wall:7.1f} {one.cpu:7.1f}  {told}")
+    few, many = rows[ENTRIES[0]], rows[ENTRIES[-1]]
+    print(
+        f"\nhit_10000_over_10={many[0] / few[0]:.2f} plan_10000_ms={many[2]:.0f}"
+        f" copies_1={storms[1].copies} copies_20={storms[20].copies}"
+        f" work_20_over_1={storms[20].cpu / storms[1].cpu:.2f}"
+    )
+
+
+main()
