@@ -68,6 +68,7 @@ def _live(task: Task, theirs: socket.socket) -> None:
     """The stager's whole life. It must never return into the hook's code above it."""
     try:
         os.setsid()
+        os.chdir("/")  # nobody's directory is to be busy because of a copy
         child.let_go({theirs.fileno(), task.looked.source})
         Path("/proc/self/comm").write_text(NAME)
         stop = threading.Event()
