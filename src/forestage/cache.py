@@ -69,6 +69,11 @@ class Cache:
         self.locks = root / "locks"
         self.space_lock = self.locks / "space.lock"
 
+    @property
+    def real(self) -> str:
+        """The root as the kernel's mount table knows it."""
+        return os.path.realpath(self.root)
+
     def key_lock(self, key: str) -> Path:
         return self.locks / f"{key}.lock"
 
@@ -87,7 +92,7 @@ class Cache:
     def prepare(self, require_mount: bool) -> None:
         """Makes the layout, or finds it made. Raises Failed where it must not be used."""
         if require_mount:
-            self._must_be_mounted()
+            self.must_be_mounted()
         self.root.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self.root.mkdir(mode=0o700)
@@ -199,7 +204,8 @@ class Cache:
         """Deletes a part. The caller holds the key's lock."""
         shutil.rmtree(self.part_dir(key), ignore_errors=True)
 
-    def _must_be_mounted(self) -> None:
+    def must_be_mounted(self) -> None:
+        """Raises Failed where the cache lies, or would lie, on the root file system."""
         under = mounts.holder(mounts.current(), os.path.realpath(self.root))
         if under is None or under.point == "/":
             raise Failed(

@@ -1,9 +1,10 @@
-"""The admin's view: `forestage status`, `ls`, `show`, `explain`, `path`, `evict`, `pin`, `config`.
+"""The admin's view: `forestage status`, `ls`, `show`, `explain`, `verify`, `evict`, `pin`, ...
 
 Each command gathers facts, makes a view of them and shows it. What a command needs is imported when
 it runs, so that `forestage --help` and completion stay quick.
 """
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -28,17 +29,15 @@ class World(NamedTuple):
 
     @classmethod
     def real(cls) -> "World":
-        from forestage.clock import Clock
-        from forestage.places import Places
+        from forestage import clock, places
 
-        return cls(Places(), Clock())
+        return cls(places.Places(), clock.Clock())
 
     def node(self) -> "Node":
         """Raises ConfigError."""
-        from forestage import settings
-        from forestage.node import Node
+        from forestage import node, settings
 
-        return Node.of(settings.load(self.places.etc).config, self.places, self.clock)
+        return node.Node.of(settings.load(self.places.etc).config, self.places, self.clock)
 
 
 class Commands(click.Group):
@@ -75,14 +74,9 @@ def _complain(ctx: click.Context, error: Exception) -> NoReturn:
     ctx.exit(exits.of(error))
 
 
-def _table_of_exits() -> str:
-    rows = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
-    return f"\b\nExit status:\n{rows}"  # \b keeps click from filling the lines
-
-
 @click.group(
     cls=Commands,
-    epilog=_table_of_exits(),
+    epilog=f"\b\nExit status:\n{exits.table()}",  # \b keeps click from filling the lines
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="forestage")
@@ -103,16 +97,24 @@ words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
 
 @main.command()
 @as_json
+@click.option("-w", "--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
 @click.pass_context
-def status(ctx: click.Context, as_json: bool) -> None:
+def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
     """The cache, its room, copies under way, leases.
 
-    Ends with status 5 where the cache is not mounted or must not be used.
+    Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
+    terminal, ^C ends it; else it ends when no copy is under way any more.
     """
-    from forestage import screen
+    from forestage import copies, screen
     from forestage import status as view
 
-    found = view.gather(ctx.obj.node())
+    node = ctx.obj.node()
+    if watch:
+        live = screen.is_live(as_json)
+        with contextlib.suppress(KeyboardInterrupt):
+            screen.follow(copies.watch(node, live), copies.bars if live else copies.lines, as_json)
+        return
+    found = view.gather(node)
     screen.show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
@@ -144,16 +146,9 @@ def show(world: World, word: str, as_json: bool) -> None:
 
     node = world.node()
     held = entries.gather(node)
-    user = source.invoking_user()
-    found = []
-    for item in entries.pick(held.items, word, source.resolved):
-        no_look = source.Source("not-checked", "the entry is damaged")
-        checked = source.of(node.cache, item.entry, user) if item.entry else no_look
-        found.append(view.everything(node.cache, item, held.leases, checked))
-    now = world.clock.wall()
-    blank = screen.Line("")
-    told = [piece for one in found for piece in (blank, *view.detailed(one, now))]
-    screen.show(found, told[1:], as_json)
+    picked = entries.pick(held.items, word, source.resolved)
+    found = view.found(node.cache, picked, held.leases)
+    screen.show(found, view.told(found, world.clock.wall()), as_json)
 
 
 @main.command()
@@ -165,18 +160,10 @@ def explain(world: World, job: int, as_json: bool) -> None:
 
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
     """
-    from forestage import events, screen
     from forestage import explain as view
-    from forestage.errors import Failed
-    from forestage.lease import Leases
+    from forestage import screen
 
-    lease = None
-    problems: tuple[str, ...] = ()
-    try:
-        lease = Leases(world.places.leases).read(job)
-    except Failed as failed:
-        problems = (str(failed),)
-    found = view.story(job, events.read(world.places.events), lease, problems)
+    found = view.gather(world.places, job)
     screen.show(found, view.pieces(found, world.clock.wall()), as_json)
 
 
@@ -223,17 +210,41 @@ def evict(
         raise click.UsageError("KEY|PATH, --to-watermark and --all exclude each other")
     node = ctx.obj.node()
     held = entries.gather(node)
-    if words:
-        done = evictions.exactly(node, _picked(held.items, words), dry_run)
-    elif not entries.is_made(node):
-        done = evictions.Evictions(dry_run)
-    elif everything:
-        done = evictions.exactly(node, held.items, dry_run)
+    if words or everything:
+        chosen = _picked(held.items, words) if words else held.items
+        done = evictions.exactly(node, chosen, dry_run)
     else:
         done = evictions.to_watermark(node, dry_run)
     screen.show(done, evictions.pieces(done), as_json)
     if words and done.left_out:
         ctx.exit(Exit.NOT_FOUND)
+
+
+@main.command()
+@as_json
+@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@click.option("--all", "everything", is_flag=True, help="Every entry.")
+@click.option("-n", "--dry-run", is_flag=True, help="Only tell; evict nothing.")
+@click.pass_context
+def verify(
+    ctx: click.Context, words: tuple[str, ...], everything: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Compare entries with their sources, or with the digests of their copying.
+
+    A bad entry is evicted, though it be leased or pinned, and the exit status is 7.
+    """
+    from forestage import entries, screen
+    from forestage import verify as view
+
+    if bool(words) == everything:
+        raise click.UsageError("either KEY|PATH, or --all")
+    node = ctx.obj.node()
+    items = entries.gather(node).items
+    with screen.busy() as tell:
+        done = view.verify(node, items if everything else _picked(items, words), dry_run, tell)
+    screen.show(done, view.pieces(done), as_json)
+    if done.bad:
+        ctx.exit(Exit.BAD)
 
 
 @main.command()
@@ -283,12 +294,7 @@ def _picked(
 def config(world: World, partition: str | None, as_json: bool) -> None:
     """Every setting, and which file says so."""
     from forestage import screen, settings
+    from forestage import show as view
 
     rows = settings.load(world.places.etc).rows(partition)
-    columns = (
-        screen.Column("key"),
-        screen.Column("value", folds=True),
-        screen.Column("origin", folds=True),
-    )
-    document = [row._asdict() for row in rows]
-    screen.show(document, [screen.Table(columns, tuple(map(tuple, rows)))], as_json)
+    screen.show([row._asdict() for row in rows], view.settings(rows), as_json)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from forestage import mounts
+from forestage import evict
 from forestage.cache import Cache, Entry, Stored
 from forestage.errors import Failed
 from forestage.exits import NotFound
@@ -78,20 +78,11 @@ def is_made(node: Node) -> bool:
         (cache.root / "format").stat()
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.lexists(cache.root):
-            _refuse_root_disk(node)
+            if node.config.require_mount:
+                cache.must_be_mounted()
             return False
     cache.prepare(node.config.require_mount)
     return True
-
-
-def _refuse_root_disk(node: Node) -> None:
-    under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
-    if node.config.require_mount and (under is None or under.point == "/"):
-        raise Failed(
-            "cache-not-mounted",
-            f"{node.cache.root} would lie on the root file system: its disk is not mounted",
-            "mount it, or set `require_mount: false`",
-        )
 
 
 def gather(node: Node) -> Holdings:
@@ -127,7 +118,7 @@ def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, .
     for lease in leases:
         for key in dict.fromkeys(use.key for use in lease.uses):
             jobs.setdefault(key, []).append(lease.job)
-    old = superseded(everything)
+    old = evict.superseded(everything)
     items = [
         Item(
             key=one.key,
@@ -142,15 +133,6 @@ def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, .
         for one in everything
     ]
     return tuple(sorted(items, key=lambda item: (-item.used, item.key)))
-
-
-def superseded(stored: Iterable[Stored]) -> frozenset[str]:
-    """Pure: the keys whose path has a newer entry, as evict.plan sees them."""
-    by_path: dict[str, list[tuple[float, str]]] = {}
-    for one in stored:
-        if one.entry is not None:
-            by_path.setdefault(one.entry.identity.path, []).append((one.entry.created, one.key))
-    return frozenset(key for found in by_path.values() for _, key in sorted(found)[:-1])
 
 
 def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tuple[Item, ...]:

@@ -43,6 +43,8 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
     wanted = tuple(items)
     # A lease that cannot be read may protect any entry: then a dry run may not promise anything.
     node.leases.keys()
+    if not wanted:  # nor, maybe, a cache
+        return Evictions(dry_run)
     if dry_run:
         gone = frozenset(item.key for item in wanted if not why_not(item))
         return Evictions(True, verdicts(wanted, gone))
@@ -57,11 +59,14 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
 
 def to_watermark(node: Node, dry_run: bool) -> Evictions:
     """Evicts to the low watermark, as the Epilog does. Raises Failed for a damaged lease."""
+    if not entries.is_made(node):
+        return Evictions(dry_run)
+    leased = node.leases.keys()  # damage is told also where there is nothing to evict
     before = {item.key: item for item in entries.gather(node).items}
     room = measured(node)
     if dry_run:
         stored = node.cache.stored()
-        planned = evict.plan(stored, node.leases.keys(), room, evict.room_at_rest(room))
+        planned = evict.plan(stored, leased, room, evict.room_at_rest(room))
         after = msgspec.structs.replace(
             room, free=room.free + planned.freed, used=room.used - planned.freed
         )

@@ -23,8 +23,14 @@ class Exit(IntEnum):
     PERMISSION = 4, "This user may not see or do it: run as root."
     CACHE = 5, "The cache is not mounted, or must not be used."
     FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, an I/O error."
+    BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."
+
+
+def table() -> str:
+    """Pure: every exit status and its meaning, a line each."""
+    return "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
 
 
 class NotFound(ForestageError):

@@ -3,56 +3,21 @@
 It reads the log and the lease only, so it works with a broken configuration and without a cache.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from forestage.entries import Holder, holder
-from forestage.events import Event, Hook, Outcome
+from forestage.errors import Failed
+from forestage.events import Event, Hook, Outcome, read
 from forestage.exits import NotFound
-from forestage.lease import Lease
+from forestage.lease import Lease, Leases
+from forestage.places import Places
+from forestage.reasons import REASONS
 from forestage.screen import Facts, Line, Piece, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size
 
 STAGED = ("hit", "joined", "copied")
-
-REASONS = {
-    "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
-    "bad-path": "This is no path that can be staged.",
-    "missing": "The file was not there when the job started.",
-    "no-permission": "The job's user could not read the file.",
-    "not-a-file": "Only regular files are staged.",
-    "outside-sources": "The admin has not named this directory in `sources:`.",
-    "empty": "There is nothing to copy.",
-    "too-large": "The image is above the admin's `max_image_size:`.",
-    "source-error": "The shared file system gave an error.",
-    "source-hangs": "The shared file system did not answer before the deadline.",
-    "no-room": "The cache could not make room: what it holds is leased or pinned, or the image is"
-    " larger than what it may take.",
-    "deadline": "The copy took longer than this job may wait; `stage-wait=` in the comment or the"
-    " admin's `deadline:` moves that.",
-    "busy": "A lock of the node was held too long.",
-    "changed": "The file was being written to; what cannot be copied whole is not used.",
-    "stopped": "The copy was stopped by the admin's `on_deadline: abort`; it can be resumed.",
-    "off": "The job asked for this with stage=off.",
-    "disabled": "The admin has switched staging off for this partition or node.",
-    "access": "The file server grants this user more than the file's mode shows, so the local copy"
-    " would not have been readable.",
-    "bad-hint": "The comment names no image, but has a hint that could not be read.",
-    "evicted-stays": "What was evicted could not be deleted.",
-    "lease-damaged": "A lease file on the node cannot be read.",
-    "config": "The configuration on the node could not be used: see `forestage config`.",
-    "cache-not-mounted": "The cache's disk was not mounted: see `forestage status`.",
-    "cache-not-ours": "The cache's directory is not root's alone.",
-    "cache-format": "The cache was written by another release.",
-    "copy": "The program that copies ended with an error.",
-    "program": "A program that forestage needs is not installed.",
-    "helper": "A process of forestage's own died.",
-    "acl": "The cache's file system cannot keep the file's access rights.",
-    "redirect": "The local copy could not be laid over the path, or be taken off it.",
-    "io": "The node had an I/O error.",
-}
-"""What each reason of an outcome means, for people; its `detail` is added to it."""
 
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
@@ -65,10 +30,15 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run of a hook: a requeued job has several. `total` is the hook's seconds."""
+    """One run of a hook, or the life of a stager: a requeued job has several.
+
+    `time` is its end, `total` its seconds. `job` is another one where this job waited for the copy
+    that the other had started.
+    """
 
     time: float
     hook: Hook
+    job: int
     node: str
     partition: str
     user: str
@@ -86,30 +56,48 @@ class Story(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
+def gather(places: Places, job: int) -> Story:
+    """Reads the log and the job's lease. Raises NotFound where there is nothing to tell."""
+    lease: Lease | None = None
+    problems: tuple[str, ...] = ()
+    try:
+        lease = Leases(places.leases).read(job)
+    except Failed as failed:
+        problems = (str(failed),)
+    return story(job, read(places.events), lease, problems)
+
+
 def story(
     job: int, events: Iterable[Event], lease: Lease | None, problems: tuple[str, ...] = ()
 ) -> Story:
     """Pure: the job's events, in hook runs. Raises NotFound where there is nothing to tell."""
     own: list[Event] = []
+    copies: list[Event] = []
     images: dict[str, str] = {}
     for event in events:
         if event.outcome.key and event.outcome.image:
             images[event.outcome.key] = event.outcome.image
         if event.job == job:
             own.append(event)
+        elif event.hook == "stager":
+            copies.append(event)
     if not (own or lease or problems):
         raise NotFound(
             f"nothing is recorded about job {job} on this node",
             "it asked for no image, ran elsewhere, never reached this node, or is too long ago",
         )
+    missed = [event for event in own if event.outcome.reason == "deadline"]
     runs: list[list[Event]] = []
     for event in own:
         if runs and _same_run(runs[-1][0], event):
             runs[-1].append(event)
         else:
             runs.append([event])
+    runs += [[event] for event in _awaited(missed, copies)]
+    # By their beginning: the stager is done, and on record, before the hook that started it.
+    runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
-    return Story(job, tuple(_run(run, images) for run in runs), held, problems)
+    return Story(job, tuple(_run(run, images, missed) for run in runs), held, problems)
 
 
 def _same_run(one: Event, other: Event) -> bool:
@@ -117,12 +105,34 @@ def _same_run(one: Event, other: Event) -> bool:
     return (one.hook, one.total) == (other.hook, other.total) and other.time - one.time < 1
 
 
-def _run(events: list[Event], images: dict[str, str]) -> Run:
+def _awaited(missed: list[Event], copies: list[Event]) -> list[Event]:
+    """Pure: the other jobs' copies that this job waited for until its deadline."""
+    return [
+        copy
+        for copy in copies
+        if any(_missed(copy, event) and copy.outcome.image == event.outcome.asked
+               for event in missed)
+    ]  # fmt: skip
+
+
+def _missed(copy: Event, deadline: Event) -> bool:
+    """Pure: whether the copy was under way when a hook gave up."""
+    return copy.time - copy.total <= deadline.time <= copy.time
+
+
+def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Run:
     first = events[0]
-    told = tuple(Told(event.outcome, sentences(event, images)) for event in events)
+    late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
+    more: tuple[str, ...] = ()
+    if first.hook == "stager" and first.outcome.result == "copied" and late is not None:
+        more = (
+            f"The job had stopped waiting {format_duration(late)} before; the next one has it.",
+        )
+    told = tuple(Told(event.outcome, (*sentences(event, images), *more)) for event in events)
     return Run(
         time=first.time,
         hook=first.hook,
+        job=first.job,
         node=first.node,
         partition=first.partition,
         user=first.user or str(first.uid),
@@ -137,12 +147,15 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     outcome = event.outcome
     if outcome.result == "released":
         return _released(outcome, images)
+    made_room = tuple(f"{text}, to make room" for text in _evicted(outcome, images))
+    if event.hook == "stager" and outcome.result == "copied":
+        return (_copied(outcome), *made_room)
     if outcome.result in STAGED:
         return (_staged(outcome), _redirect(outcome))
     meaning = REASONS.get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
     told = (what, *([outcome.detail] if outcome.detail else []))
-    return (*told, _consequence(event))
+    return (*told, *made_room, _consequence(event))
 
 
 def _staged(outcome: Outcome) -> str:
@@ -151,8 +164,14 @@ def _staged(outcome: Outcome) -> str:
         return f"hit: the cache had it ({took})"
     if outcome.result == "joined":
         return f"joined: another copy of it was under way; waited {took} for that one"
+    size = f" until its {format_size(outcome.bytes)} were here" if outcome.bytes else ""
+    return f"copied: waited {took}{size}"
+
+
+def _copied(outcome: Outcome) -> str:
     rate = format_rate(outcome.bytes, outcome.wait)
-    return f"copied {format_size(outcome.bytes)} in {took} ({rate})"
+    took = format_duration(outcome.wait)
+    return f"copied {format_size(outcome.bytes)} in {took} ({rate}), and published"
 
 
 def _redirect(outcome: Outcome) -> str:
@@ -167,6 +186,13 @@ def _redirect(outcome: Outcome) -> str:
 def _consequence(event: Event) -> str:
     if event.hook == "epilog":
         return "What it could not release is still there: see `forestage status`."
+    if event.hook == "stager":
+        return "Nothing was published; a job that waited for it kept its original path."
+    if event.outcome.reason == "deadline":
+        return (
+            "The job kept its original path. The copy goes on, unless `on_deadline: abort` is set;"
+            " `forestage status` shows it while it does."
+        )
     if event.outcome.reason == "bad-hint":
         return "The job ran as if the hint were not there."
     if event.outcome.result == "failed":
@@ -178,10 +204,13 @@ def _released(outcome: Outcome, images: dict[str, str]) -> tuple[str, ...]:
     told = ["released the job's lease"]
     if outcome.released:
         told.append(f"took off {count(outcome.released, 'redirect')} that no job needed any more")
+    return (*told, *_evicted(outcome, images))
+
+
+def _evicted(outcome: Outcome, images: dict[str, str]) -> Iterator[str]:
     for key in outcome.evicted:
         known = f": {images[key]}" if key in images else ""
-        told.append(f"evicted {short(key)}{known}")
-    return tuple(told)
+        yield f"evicted {short(key)}{known}"
 
 
 def pieces(found: Story, now: float) -> list[Piece]:
@@ -189,7 +218,9 @@ def pieces(found: Story, now: float) -> list[Piece]:
     told: list[Piece] = [Line(_head(found), heading=True)]
     for run in found.runs:
         took = f", {format_duration(run.total)}" if run.total else ""
-        told += [Line(""), Line(f"{moment(run.time)}  {run.hook.capitalize()}{took}", heading=True)]
+        whose = f" of job {run.job}" if run.job != found.job else ""
+        head = f"{moment(run.time)}  {run.hook.capitalize()}{whose}{took}"
+        told += [Line(""), Line(head, heading=True)]
         if run.hook != "epilog":  # it has read the same comment again
             told += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.told):
@@ -199,9 +230,10 @@ def pieces(found: Story, now: float) -> list[Piece]:
 
 
 def _head(found: Story) -> str:
-    if not found.runs:
+    own = [run for run in found.runs if run.job == found.job]
+    if not own:
         return f"Job {found.job}: no event is recorded"
-    last = found.runs[-1]
+    last = own[-1]
     partition = f", partition {last.partition}" if last.partition else ""
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
@@ -225,7 +257,8 @@ def _request(told: Told) -> list[Piece]:
 
 def _now(found: Story, now: float) -> list[Piece]:
     if found.lease is None:
-        last = found.runs[-1] if found.runs else None
+        hooks = [run for run in found.runs if run.hook != "stager"]
+        last = hooks[-1] if hooks else None
         staged = last and any(one.outcome.result in STAGED for one in last.told)
         if last and last.hook == "prolog" and staged:
             return [

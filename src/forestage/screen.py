@@ -4,16 +4,20 @@ What is shown was written by users: paths, names, comments. Here, and only here,
 for a terminal; `rich` gets it as text, never as markup.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from forestage.units import MAX_TOLD, format_duration, printable
 
 SHORT_KEY = 12  # hex digits
+BAR = 20  # columns
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -49,7 +53,15 @@ class Table(NamedTuple):
     indent: int = 0
 
 
-Piece: TypeAlias = Line | Facts | Table
+class Bar(NamedTuple):
+    """How far something is, `share` from 0 to 1, and what there is to say about it."""
+
+    share: float
+    text: str
+    indent: int = 0
+
+
+Piece: TypeAlias = Line | Facts | Table | Bar
 
 
 def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
@@ -58,11 +70,54 @@ def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
         sys.stdout.write("\n")
     elif sys.stdout.isatty():
-        from rich.console import Console
-
-        draw(pieces, Console(highlight=False, emoji=False, markup=False))
+        draw(pieces, _console())
     else:
         write(pieces, sys.stdout)
+
+
+def is_live(as_json: bool) -> bool:
+    """Whether people look on while it happens."""
+    return sys.stdout.isatty() and not as_json
+
+
+def follow(documents: Iterable[T], view: Callable[[T], Iterable[Piece]], as_json: bool) -> None:
+    """Shows each as it comes: on a terminal in the place of the one before, else after it.
+
+    As JSON, each is one line.
+    """
+    if not is_live(as_json):
+        for document in documents:
+            if as_json:
+                sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+            else:
+                write(view(document), sys.stdout)
+            sys.stdout.flush()
+        return
+    from rich.console import Group
+    from rich.live import Live
+
+    with Live(console=_console(), auto_refresh=False) as live:
+        for document in documents:
+            live.update(Group(*map(_indented, view(document))), refresh=True)
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[Callable[[str], None]]:
+    """While somebody waits at a terminal, what for: gives what to call with each new sentence."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.text import Text
+
+    console = _console(stderr=True)
+    with console.status("") as shown:
+        yield lambda text: shown.update(Text(harmless(text), overflow="ellipsis", no_wrap=True))
+
+
+def _console(stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
 
 
 def write(pieces: Iterable[Piece], out: IO[str]) -> None:
@@ -74,14 +129,15 @@ def write(pieces: Iterable[Piece], out: IO[str]) -> None:
 
 def draw(pieces: Iterable[Piece], console: "Console") -> None:
     """For a terminal: folded to its width; nothing is cut off."""
+    for piece in pieces:
+        console.print(_indented(piece), soft_wrap=isinstance(piece, Line) and piece.whole)
+
+
+def _indented(piece: Piece) -> "RenderableType":
     from rich.padding import Padding
 
-    for piece in pieces:
-        whole = isinstance(piece, Line) and piece.whole
-        body = _rich(piece)
-        if piece.indent:
-            body = Padding(body, (0, 0, 0, piece.indent), expand=False)
-        console.print(body, soft_wrap=whole)
+    body = _rich(piece)
+    return Padding(body, (0, 0, 0, piece.indent), expand=False) if piece.indent else body
 
 
 def harmless(text: str) -> str:
@@ -115,7 +171,7 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def _plain(piece: Piece) -> Iterator[str]:
-    if isinstance(piece, Line):
+    if isinstance(piece, (Line, Bar)):
         yield harmless(piece.text)
     elif isinstance(piece, Facts):
         width = max((len(name) for name, _ in piece.facts), default=0)
@@ -133,11 +189,30 @@ def _plain(piece: Piece) -> Iterator[str]:
 
 
 def _rich(piece: Piece) -> "RenderableType":
-    from rich.table import Table as Grid
     from rich.text import Text
 
     if isinstance(piece, Line):
         return Text(harmless(piece.text), style="bold" if piece.heading else "", overflow="fold")
+    return _bar(piece) if isinstance(piece, Bar) else _grid(piece)
+
+
+def _bar(bar: Bar) -> "RenderableType":
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    progress = ProgressBar(total=1.0, completed=bar.share, width=BAR)
+    grid.add_row(progress, Text(harmless(bar.text)))
+    return grid
+
+
+def _grid(piece: Facts | Table) -> "RenderableType":
+    from rich.table import Table as Grid
+    from rich.text import Text
+
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     if isinstance(piece, Facts):
         grid.show_header = False

@@ -1,9 +1,10 @@
-"""What do people want to know of an entry? The views behind `ls` and `show`; pure."""
+"""What do people want to know? The views behind `ls`, `show` and `config`."""
 
 from collections.abc import Iterable
 
 import msgspec
 
+from forestage import source
 from forestage.cache import Cache
 from forestage.entries import Holder, Holdings, Item, holder
 from forestage.lease import Lease
@@ -50,11 +51,33 @@ def _problems(holdings: Holdings) -> list[Piece]:
     return [Line(f"Problem: {problem}") for problem in holdings.problems]
 
 
-def everything(cache: Cache, item: Item, leases: Iterable[Lease], source: Source) -> Shown:
+def everything(cache: Cache, item: Item, leases: Iterable[Lease], checked: Source) -> Shown:
     """Pure: one entry with all that belongs to it."""
     paths = {item.key: item.path}
     using = tuple(holder(lease, paths) for lease in leases if lease.job in item.jobs)
-    return Shown(item, str(cache.image(item.key)), using, source)
+    return Shown(item, str(cache.image(item.key)), using, checked)
+
+
+def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
+    """Entries with what became of their sources, looked at as the user who asks."""
+    user, held = source.invoking_user(), tuple(leases)
+    damaged = Source("not-checked", "the entry is damaged")
+    return [
+        everything(cache, item, held, source.of(cache, item.entry, user) if item.entry else damaged)
+        for item in items
+    ]
+
+
+def told(shown: Iterable[Shown], now: float) -> list[Piece]:
+    """Pure: what `show` prints."""
+    pieces = [piece for one in shown for piece in (Line(""), *detailed(one, now))]
+    return pieces[1:]
+
+
+def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
+    """Pure: what `config` prints of keys, values and origins."""
+    columns = (Column("key"), Column("value", folds=True), Column("origin", folds=True))
+    return [Table(columns, tuple(map(tuple, rows)))]
 
 
 def detailed(found: Shown, now: float) -> list[Piece]:
@@ -73,6 +96,7 @@ def detailed(found: Shown, now: float) -> list[Piece]:
             ("access", f"uid {access.uid}, gid {access.gid}, mode {access.mode:04o}"),
             ("ACL", "yes" if access.acl else "none"),
             ("copied", f"{moment(item.created)} by {item.entry.engine}"),
+            ("digest", item.entry.digest or "none"),
         ]
     facts += [
         ("last use", f"{moment(item.used)} ({age(now - item.used)} ago)"),

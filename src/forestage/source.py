@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
-from forestage import asuser, image, redirect
+from forestage import asuser, image
 from forestage.cache import Cache, Entry
 from forestage.errors import Declined
-from forestage.image import Image
+from forestage.image import Access, Image, Look
 from forestage.job import Asked, User
 from forestage.units import format_size
 
@@ -35,6 +35,15 @@ def invoking_user() -> User:
         return User("", uid, os.getgid())
 
 
+def owner(access: Access) -> User:
+    """Whom the file belongs to, with that user's own groups where the node knows them."""
+    try:
+        known = pwd.getpwuid(access.uid)
+    except KeyError:
+        return User("", access.uid, access.gid)
+    return User(known.pw_name, access.uid, known.pw_gid)
+
+
 def wanted(path: str) -> str:
     """The absolute path of what a user calls an image. Raises Declined for what is no path."""
     return image.wanted_path(Asked(path, "option"), str(Path.cwd()))
@@ -48,26 +57,51 @@ def resolved(path: str) -> str:
 
 def look(cache: Cache, path: str, user: User) -> Image:
     """The image that `path` leads to now. Raises Declined, asuser.TooSlow."""
-    hidden = [bind.mount for bind in redirect.binds(cache)]
+    looked = opened(cache, path, user)
+    looked.close()
+    return looked.image
+
+
+def opened(cache: Cache, path: str, user: User) -> Look:
+    """The same, and the source open for reading as this user; the caller closes it."""
     try:
         # Below `/`: what is in the cache may come from sources that are configured no more.
-        seen, fd = image.look(path, user, ("/",), hidden, TIMEOUT)
+        seen, fd = image.look(path, user, ("/",), [cache.real], TIMEOUT)
     except OSError as error:
         raise image.declined_by(error, path) from None
-    if fd is not None:
-        os.close(fd)
-    return image.judge(seen, None)
+    try:
+        found = image.judge(seen, None)
+    except Declined:
+        if fd is not None:
+            os.close(fd)
+        raise
+    if fd is None:
+        raise Declined("missing", f"{path} could not be opened")
+    return Look(found, user, fd)
 
 
 def of(cache: Cache, entry: Entry, user: User) -> Source:
     """Whether the entry's source has these bytes and access rights still."""
+    looked = unchanged(cache, entry, user)
+    if isinstance(looked, Source):
+        return looked
+    looked.close()
+    return Source("unchanged")
+
+
+def unchanged(cache: Cache, entry: Entry, user: User) -> Look | Source:
+    """The entry's source, open, if it is still what was copied; else what became of it."""
     try:
-        now = look(cache, entry.identity.path, user)
+        looked = opened(cache, entry.identity.path, user)
     except asuser.TooSlow:
         return Source("not-checked", f"no answer within {TIMEOUT:.0f} s")
     except Declined as declined:
         return without_look(declined)
-    return compared(entry, now)
+    found = compared(entry, looked.image)
+    if found.state == "unchanged":
+        return looked
+    looked.close()
+    return found
 
 
 def without_look(declined: Declined) -> Source:

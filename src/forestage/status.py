@@ -1,17 +1,17 @@
 """How is this node? The cache, its room, copies under way, leases and redirects at one glance."""
 
-import contextlib
 import os
 from collections.abc import Iterable
 
 import msgspec
 
-from forestage import entries, evict, lock, mounts, redirect
+from forestage import copies, entries, evict, mounts, redirect
 from forestage.cache import Cache
+from forestage.copies import Copy
 from forestage.entries import Holder, Holdings, Item
 from forestage.errors import Failed
 from forestage.node import Node
-from forestage.screen import Column, Facts, Line, Piece, Table, age, count, short
+from forestage.screen import Column, Facts, Line, Piece, Table, age, count
 from forestage.units import format_size
 
 
@@ -21,15 +21,6 @@ class Disk(msgspec.Struct, frozen=True):
     mounted_at: str
     total: int
     free: int
-
-
-class Copy(msgspec.Struct, frozen=True):
-    """A copy under way: bytes written and to be written; `since` in seconds since the epoch."""
-
-    key: str
-    written: int
-    size: int
-    since: float
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -83,7 +74,7 @@ def gather(node: Node) -> Status:
         disk=_disk(node.cache),
         room=evict.measure(node.cache, node.cache.stored(), node.config),
         entries=counts(holdings.items),
-        copies=copies(node.cache),
+        copies=copies.gather(node),
     )
 
 
@@ -109,33 +100,12 @@ def _disk(cache: Cache) -> Disk:
     )
 
 
-def copies(cache: Cache) -> tuple[Copy, ...]:
-    """The parts that a live process works on: it holds their key's lock. Oldest first."""
-    found = []
-    for part in cache.parts.iterdir():
-        if not lock.is_free(cache.key_lock(part.name)):
-            # Published, or given up, between the two looks.
-            with contextlib.suppress(FileNotFoundError):
-                found.append(progress(cache, part.name))
-    return tuple(sorted(found, key=lambda copy: (copy.since, copy.key)))
-
-
-def progress(cache: Cache, key: str) -> Copy:
-    """How far a copy is. Raises FileNotFoundError once its part is gone."""
-    part = cache.part(key)
-    since = part.directory.stat().st_mtime
-    owner = part.owner()
-    if owner is None:
-        return Copy(key, 0, 0, since)
-    return Copy(key, part.copied(owner), owner.image.size, since)
-
-
 def pieces(status: Status, now: float) -> list[Piece]:
     """Pure: what `status` prints."""
     return [
         Facts(tuple(_facts(status))),
         *(Line(f"Problem: {problem}") for problem in status.problems),
-        *_copies(status.copies, now),
+        *copies.table(status.copies),
         *_leases(status.leases, now),
     ]
 
@@ -165,23 +135,6 @@ def _entries(found: Counts) -> str:
     total = numbers.pop("total")
     told = ", ".join(f"{number} {word}" for word, number in numbers.items() if number)
     return f"{total} ({told})" if told else str(total)
-
-
-def _copies(under_way: tuple[Copy, ...], now: float) -> list[Piece]:
-    if not under_way:
-        return [Line("No copy is under way.")]
-    columns = (
-        Column("key"),
-        Column("written", right=True),
-        Column("of", right=True),
-        Column("age", right=True),
-    )
-    rows = tuple(
-        (short(c.key), format_size(c.written), format_size(c.size), age(now - c.since))
-        for c in under_way
-    )
-    told = "copy is under way" if len(rows) == 1 else "copies are under way"
-    return [Line(f"{len(rows)} {told}:", heading=True), Table(columns, rows, indent=2)]
 
 
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:

@@ -5,15 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from forestage.cache import Entry, Stored
-from forestage.entries import Item, items_of, pick, superseded
+from forestage.entries import Item, items_of, pick
 from forestage.evict import Goal, Room, plan
 from forestage.exits import NotFound
 from forestage.image import Access, Identity, Image
 from forestage.job import User
 from forestage.lease import Lease, Use
 from forestage.source import compared
-
-EMPTY = Room(free=0, used=1 << 40, max_size=1 << 40, min_free=0, low=0)
 
 
 def stored(key: str, path: str = "/a", created: float = 1.0, used: float = 1.0) -> Stored:
@@ -29,22 +27,11 @@ def nowhere(path: str) -> str:
     return "/nowhere"
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        [stored("k1", created=1, used=9), stored("k2", created=2, used=1)],
-        [stored("k1", created=2, used=9), stored("k2", created=2, used=8)],
-        [stored("k1", "/a"), stored("k2", "/b", used=0)],
-        [stored(f"k{n}", created=n % 3, used=-n) for n in range(6)],
-    ],
-)
-def test_superseded_is_what_evict_takes_for_superseded(found: list[Stored]) -> None:
-    # Used just now, only a superseded entry is evicted before one that was never used.
-    old = superseded(found)
-    fresh = [Stored(s.key, s.bytes, 100.0, s.pinned, s.entry) for s in found]
-    unused = stored("unused", "/other", used=0.0)
-    order = plan([*fresh, unused], frozenset(), EMPTY, Goal(free=1 << 60, used=0)).victims
-    assert set(order[: order.index("unused")]) == old
+def test_ls_calls_superseded_what_evict_takes_first() -> None:
+    found = [stored("k1", created=1, used=9), stored("k2", created=2, used=1), stored("k3", "/b")]
+    assert [item.key for item in items(*found) if item.superseded] == ["k1"]
+    room = Room(free=0, used=1 << 40, max_size=1 << 40, min_free=0, low=0)
+    assert plan(found, frozenset(), room, Goal(free=1, used=1 << 40)).victims == ("k1",)
 
 
 def test_a_beginning_that_fits_several_keys_is_refused_with_all_of_them() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from forestage import explain, image
 from forestage.entries import Holder, Leased
-from forestage.events import Event, Outcome, Result
+from forestage.events import Event, Hook, Outcome, Result
 from forestage.exits import NotFound
-from forestage.explain import REASONS, pieces, sentences, story
+from forestage.explain import pieces, sentences, story
 from forestage.job import User
 from forestage.lease import Lease, Use
+from forestage.reasons import REASONS
 from forestage.screen import Line, write
 
 SOURCE = Path(explain.__file__).parent
@@ -29,7 +30,7 @@ def event(outcome: Outcome, **changes: Any) -> Event:
 
 def hit(**changes: Any) -> Outcome:
     facts: dict[str, Any] = {"asked": "/a.sqsh", "via": "option", "image": "/a.sqsh", "key": KEY}
-    return Outcome("hit", **{**facts, "redirect": "laid", "wait": 0.01, **changes})
+    return Outcome(**{"result": "hit", **facts, "redirect": "laid", "wait": 0.01, **changes})
 
 
 def told(*events: Event, lease: Lease | None = None) -> str:
@@ -49,7 +50,7 @@ def test_every_reason_that_the_code_can_give_has_its_words() -> None:
 
 
 @pytest.mark.parametrize("result", get_args(Result))
-@pytest.mark.parametrize("hook", ["prolog", "epilog"])
+@pytest.mark.parametrize("hook", get_args(Hook))
 def test_every_result_has_its_words(result: Result, hook: str) -> None:
     outcome = Outcome(result, asked="/a", image="/a", key=KEY, reason="io", redirect="none")
     text = " ".join(sentences(event(outcome, hook=hook), {}))
@@ -64,7 +65,11 @@ def test_every_result_has_its_words(result: Result, hook: str) -> None:
         (hit(redirect="kept"), "already, for another job"),
         (hit(redirect="none"), "the job read the original path"),
         (Outcome("joined", wait=3.0), "another copy of it was under way; waited 3s"),
-        (Outcome("copied", bytes=300 << 20, wait=1.2), r"copied 300 MiB in 1.2s \(250 MiB/s\)"),
+        (Outcome("copied", bytes=300 << 20, wait=1.2), "copied: waited 1.2s until its 300 MiB"),
+        (
+            Outcome("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
+            r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy goes on, unless",
+        ),
         (
             Outcome("declined", reason="no-permission", detail="/a is not readable"),
             r"declined \(no-permission\): The job's user.* /a is not readable .*original path",
@@ -76,6 +81,83 @@ def test_every_result_has_its_words(result: Result, hook: str) -> None:
 )
 def test_an_outcome_in_plain_words(outcome: Outcome, expected: str) -> None:
     assert re.search(expected, " ".join(sentences(event(outcome), {})))
+
+
+G = 1 << 30
+
+
+def copied(end: float, wait: float, **changes: Any) -> Event:
+    """The stager's event of a copy that ended at `end`."""
+    facts = {"image": "/a.sqsh", "key": KEY, "bytes": 23 * G, "size": 23 * G, "wait": wait}
+    outcome = Outcome(**{"result": "copied", **facts, **changes.pop("outcome", {})})
+    return event(outcome, time=end, hook="stager", total=wait, **changes)
+
+
+def gave_up(end: float, asked: str = "/a.sqsh", **changes: Any) -> Event:
+    detail = "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more"
+    outcome = Outcome("declined", asked, "option", reason="deadline", detail=detail, wait=15.0)
+    return event(outcome, time=end, total=15.1, **changes)
+
+
+def test_a_stager_is_told_plainly() -> None:
+    one = copied(NOW, 10.0, outcome={"evicted": ("f" * 32, "e" * 32)})
+    assert sentences(one, {"f" * 32: "/old.sqsh"}) == (
+        "copied 23 GiB in 10s (2.3 GiB/s), and published",
+        "evicted ffffffffffff: /old.sqsh, to make room",
+        "evicted eeeeeeeeeeee, to make room",
+    )
+
+
+def test_a_stager_that_failed_says_what_it_evicted_and_that_nothing_came_of_it() -> None:
+    outcome = Outcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
+    text = " ".join(sentences(event(outcome, hook="stager"), {}))
+    assert re.search("changed.*evicted ffffffffffff, to make room.*Nothing was published", text)
+    assert "the job kept" not in text.lower().replace("a job that waited for it kept", "")
+
+
+def test_the_prolog_comes_before_the_stager_that_it_started() -> None:
+    # The stager reports first, the hook that waited for it a moment later.
+    prolog = event(hit(result="copied", wait=10.05), time=NOW + 0.1, total=10.1)
+    text = told(copied(NOW, 10.0), prolog)
+    assert text.index("Prolog, 10.1s") < text.index("Stager, 10s")
+    assert "stopped waiting" not in text
+    assert "no Epilog is recorded" in text  # the stager is no hook of the job's life
+
+
+def test_a_copy_that_ended_after_its_job_stopped_waiting_reads_as_one_story() -> None:
+    text = told(gave_up(NOW - 25), copied(NOW, 39.9))
+    assert re.search(
+        r"Prolog, 15\.1s.*rest takes 23s more.*The job kept its original path\. The copy goes on"
+        r".*Stager, 39\.9s.*copied 23 GiB in 39\.9s.*and published"
+        r".*The job had stopped waiting 25s before; the next one has it\.",
+        text,
+        re.DOTALL,
+    )
+
+
+def test_a_copy_of_another_jobs_is_told_to_who_waited_for_it_in_vain() -> None:
+    others = [
+        copied(NOW, 39.9, job=3, user="bob"),
+        copied(NOW - 100, 5.0, job=4),  # over before
+        copied(NOW + 100, 5.0, job=5),  # begun later
+        copied(NOW, 39.9, job=6, outcome={"image": "/b.sqsh"}),
+    ]
+    found = story(7, [gave_up(NOW - 25), *others], None)
+    assert [(run.hook, run.job) for run in found.runs] == [("prolog", 7), ("stager", 3)]
+    text = told(gave_up(NOW - 25), *others)
+    assert text.startswith("Job 7 of alice")
+    assert "Stager of job 3, 39.9s" in text
+    assert "stopped waiting 25s before" in text
+
+
+def test_a_second_image_that_came_in_time_is_not_called_late() -> None:
+    text = told(
+        copied(NOW - 30, 5.0, outcome={"image": "/b.sqsh"}),
+        event(hit(result="copied", asked="/b.sqsh"), time=NOW - 25, total=15.1),
+        gave_up(NOW - 25),
+        copied(NOW, 39.9),
+    )
+    assert text.count("stopped waiting") == 1
 
 
 def test_a_requeued_job_has_each_of_its_runs() -> None:
@@ -125,7 +207,7 @@ def test_a_lease_lost_without_an_epilog_is_noticed() -> None:
     assert "no Epilog is recorded" in told(event(hit()))
     declined = Outcome("declined", asked="/a", reason="missing")
     assert "no Epilog is recorded" not in told(event(declined))
-    released = event(Outcome("released"), hook="epilog", total=1)
+    released = event(Outcome("released"), time=NOW + 9, hook="epilog", total=1)
     assert "no Epilog is recorded" not in told(event(hit()), released)
 
 

@@ -1,0 +1,215 @@
+"""Which chunks of a copy are not what they should be? Several threads, a chunk of memory each."""
+
+import errno
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from forestage import chunks, digest
+from forestage.chunks import BLOCK, Source, Throttle, Truncated
+from forestage.part import chunk_count
+
+TELL_EVERY = 0.2  # seconds
+
+Done = Callable[[int, int], None]
+"""Called now and then with the bytes that are compared, and those that will be."""
+
+
+class SourceFailed(Exception):
+    """The source could not be read to its end; nothing is known about the copy."""
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """Numbers of the bad chunks, in order; `offset` of the first bad byte where it is known.
+
+    `detail` tells of chunks of the copy that could not be read at all.
+    """
+
+    bad: tuple[int, ...] = ()
+    offset: int | None = None
+    detail: str = ""
+
+
+class Expected(Protocol):
+    """What the copy should have."""
+
+    def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
+        """The digest of the `want` bytes from `start` on; None: nobody knows. `buffer` is free."""
+
+    def content(self, start: int, want: int) -> bytes | None:
+        """These bytes themselves, if they can be had."""
+
+
+class OfSource:
+    """The source's own bytes. Raises SourceFailed; `bandwidth` in bytes per second, or None."""
+
+    def __init__(self, fd: int, size: int, bandwidth: int | None) -> None:
+        self.source = Source(fd, None, size)
+        self.throttle = Throttle(bandwidth)
+        self.never = threading.Event()
+
+    def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
+        self.throttle.take(want, self.never)
+        try:
+            chunks.read_chunk(self.source, start, buffer[:want], buffer)
+        except OSError as error:
+            raise SourceFailed(error.strerror) from None
+        except Truncated:
+            raise SourceFailed("it ends too early") from None
+        return digest.of_chunk(buffer[:want])
+
+    def content(self, start: int, want: int) -> bytes | None:
+        buffer = memoryview(mmap.mmap(-1, want))
+        self.digest(start, buffer, want)
+        return bytes(buffer)
+
+
+class Digests:
+    """The digests that were taken while the chunks were copied, in their order."""
+
+    def __init__(self, known: Sequence[bytes], chunk: int) -> None:
+        self.known = known
+        self.chunk = chunk
+
+    def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
+        found = self.known[start // self.chunk]
+        return None if found in (digest.UNKNOWN, digest.MISSING) else found
+
+    def content(self, start: int, want: int) -> bytes | None:
+        return None
+
+
+class _Copy:
+    """The copy, opened past the page cache where that can be."""
+
+    def __init__(self, fd: int) -> None:
+        self.buffered = fd
+        try:
+            self.direct: int | None = os.open(
+                f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+            )
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = None
+
+    def read(self, start: int, buffer: memoryview, want: int) -> None:
+        """Fills the head of the page-aligned `buffer`. Raises Truncated, OSError."""
+        done = 0
+        while done < want:
+            fd, end = self.buffered, want
+            if self.direct is not None and done % BLOCK == 0:
+                fd, end = self.direct, -(-want // BLOCK) * BLOCK
+            count = os.preadv(fd, [buffer[done:end]], start + done)
+            if count == 0:
+                raise Truncated
+            done += count
+
+    def close(self) -> None:
+        if self.direct is not None:
+            os.close(self.direct)
+
+
+def compare(
+    fd: int, size: int, chunk: int, threads: int, expected: Expected, done: Done
+) -> Compared:
+    """Compares all of the open copy. Raises SourceFailed, OSError."""
+    copy = _Copy(fd)
+    try:
+        return _Run(copy, size, chunk, expected).all(threads, done)
+    finally:
+        copy.close()
+
+
+class _Run:
+    """What the threads of one comparison share."""
+
+    def __init__(self, copy: _Copy, size: int, chunk: int, expected: Expected) -> None:
+        self.copy = copy
+        self.size = size
+        self.chunk = chunk
+        self.expected = expected
+        self.todo = deque(range(chunk_count(size, chunk)))
+        self.bad: dict[int, str] = {}
+        self.over: list[int] = []
+        self.failed: SourceFailed | None = None
+
+    def all(self, threads: int, done: Done) -> Compared:
+        # Daemons: where a source hangs for ever, ^C must still end the program.
+        workers = [
+            threading.Thread(target=self._work, name=f"compare-{number}", daemon=True)
+            for number in range(min(threads, len(self.todo)))
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(TELL_EVERY)
+                done(min(self.size, len(self.over) * self.chunk), self.size)
+        if self.failed is not None:
+            raise self.failed
+        if len(self.over) < chunk_count(self.size, self.chunk):
+            raise OSError(errno.EIO, "a thread that compares has died")
+        first = min(self.bad, default=None)
+        return Compared(
+            bad=tuple(sorted(self.bad)),
+            offset=None if first is None else self._offset(first),
+            detail="" if first is None else self.bad[first],
+        )
+
+    def _work(self) -> None:
+        buffer = memoryview(mmap.mmap(-1, self.chunk))
+        while self.failed is None:
+            try:
+                number = self.todo.popleft()
+            except IndexError:
+                return
+            try:
+                self._chunk(number, buffer)
+            except SourceFailed as failed:
+                self.failed = failed
+            self.over.append(number)
+
+    def _chunk(self, number: int, buffer: memoryview) -> None:
+        start = number * self.chunk
+        want = min(self.chunk, self.size - start)
+        try:
+            self.copy.read(start, buffer, want)
+        except Truncated:
+            self.bad[number] = "the copy is too short"
+            return
+        except OSError as error:
+            self.bad[number] = f"the copy cannot be read: {error.strerror}"
+            return
+        found = digest.of_chunk(buffer[:want])
+        expected = self.expected.digest(start, buffer, want)
+        if expected not in (None, found):
+            self.bad[number] = ""
+
+    def _offset(self, number: int) -> int | None:
+        """The first wrong byte; where only digests are known, the beginning of its chunk."""
+        start = number * self.chunk
+        if self.bad[number]:
+            return start
+        want = min(self.chunk, self.size - start)
+        buffer = memoryview(mmap.mmap(-1, self.chunk))
+        self.copy.read(start, buffer, want)
+        right = self.expected.content(start, want)
+        return start + (first_difference(bytes(buffer[:want]), right) if right else 0)
+
+
+def first_difference(one: bytes, other: bytes) -> int:
+    """Pure: where two strings of one length, that are not equal, begin to differ."""
+    low, high = 0, len(one)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,39 @@
+"""What does each reason of an outcome mean? Told to people; its `detail` is added to it."""
+
+REASONS = {
+    "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
+    "bad-path": "This is no path that can be staged.",
+    "missing": "The file was not there when the job started.",
+    "no-permission": "The job's user could not read the file.",
+    "not-a-file": "Only regular files are staged.",
+    "outside-sources": "The admin has not named this directory in `sources:`.",
+    "empty": "There is nothing to copy.",
+    "too-large": "The image is above the admin's `max_image_size:`.",
+    "source-error": "The shared file system gave an error.",
+    "source-hangs": "The shared file system did not answer in time.",
+    "no-room": "The cache could not make room: what it holds is leased or pinned, the image is"
+    " larger than what it may take, or something else fills its disk.",
+    "deadline": "The copy takes longer than this job may wait; `stage-wait=` in the comment or the"
+    " admin's `deadline:` moves that.",
+    "busy": "A lock of the node was held too long.",
+    "changed": "The file was written to or replaced; what cannot be copied whole is not used.",
+    "stopped": "The copy was told to stop, as by the admin's `on_deadline: abort`; what has arrived"
+    " is kept until a job wants the image again.",
+    "off": "The job asked for this with stage=off.",
+    "disabled": "The admin has switched staging off for this partition or node.",
+    "access": "The file server grants this user more than the file's mode shows, so the local copy"
+    " would not have been readable.",
+    "bad-hint": "The comment names no image, but has a hint that could not be read.",
+    "evicted-stays": "What was evicted could not be deleted.",
+    "lease-damaged": "A lease file on the node cannot be read.",
+    "config": "The configuration on the node could not be used: see `forestage config`.",
+    "cache-not-mounted": "The cache's disk was not mounted: see `forestage status`.",
+    "cache-not-ours": "The cache's directory is not root's alone.",
+    "cache-format": "The cache was written by another release.",
+    "copy": "The copy ended with an error, or was killed.",
+    "program": "A program that forestage needs is not installed.",
+    "helper": "A process of forestage's own died.",
+    "acl": "The cache's file system cannot keep the file's access rights.",
+    "redirect": "The local copy could not be laid over the path, or be taken off it.",
+    "io": "The node had an I/O error.",
+}

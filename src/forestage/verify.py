@@ -1,0 +1,288 @@
+"""Are the bytes of an entry right? Compared with its source, or with the digests of its copying.
+
+The source counts as long as it is the very file that was copied. It is read as its owner, with our
+own binds out of sight. The copy is read past the page cache, where its file system can do that: so
+the disk is asked, and no running job loses what the page cache has of its image.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import msgspec
+
+from forestage import compare, copy, digest, image, lock, redirect, source
+from forestage.cache import Entry
+from forestage.compare import Compared, Digests, Expected, OfSource, SourceFailed
+from forestage.entries import Item
+from forestage.errors import Failed
+from forestage.image import Access
+from forestage.node import Node
+from forestage.part import chunk_count
+from forestage.screen import Column, Line, Piece, Table, count, short
+from forestage.units import format_size
+
+PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
+
+Result = Literal["ok", "bad", "unverifiable"]
+Against = Literal["source", "digests", "nothing"]
+Tell = Callable[[str], None]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """One entry. `chunks` are the numbers of the bad ones, `offset` the first bad byte if known.
+
+    `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
+    or `stays` says why not; neither in a dry run.
+    """
+
+    key: str
+    path: str
+    size: int
+    result: Result
+    against: Against = "nothing"
+    detail: str = ""
+    chunks: tuple[int, ...] = ()
+    offset: int | None = None
+    jobs: tuple[int, ...] = ()
+    pinned: bool = False
+    evicted: bool = False
+    stays: str = ""
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """What one command found."""
+
+    dry_run: bool
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def bad(self) -> int:
+        return sum(1 for one in self.verdicts if one.result == "bad")
+
+
+def verify(node: Node, items: Iterable[Item], dry_run: bool, tell: Tell) -> Verified:
+    """Verifies these, one after the other; whichever is bad is never served again.
+
+    `tell` is called with what is being done. Raises PermissionError for users who may not look.
+    """
+    wanted = tuple(items)
+    found = []
+    for number, item in enumerate(wanted, start=1):
+        what = item.path or item.key
+        found.append(_one(node, item, dry_run, _counting(tell, number, len(wanted), what)))
+    return Verified(dry_run, tuple(found))
+
+
+def _counting(tell: Tell, number: int, of: int, what: str) -> compare.Done:
+    return lambda done, size: tell(
+        f"verifying {number} of {of}: {format_size(done)} of {format_size(size)} of {what}"
+    )
+
+
+def _one(node: Node, item: Item, dry_run: bool, done: compare.Done) -> Verdict:
+    verdict = Verdict(
+        key=item.key,
+        path=item.path,
+        size=item.entry.identity.size if item.entry else 0,
+        result="unverifiable",
+        jobs=item.jobs,
+        pinned=item.pinned,
+    )
+    try:
+        fd = os.open(node.cache.image(item.key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if item.entry is not None:
+            return msgspec.structs.replace(verdict, detail="it was evicted just now")
+        fd = None
+    try:
+        if fd is None or item.entry is None:
+            detail = "its record cannot be read, or is not of this image"
+            verdict = msgspec.structs.replace(verdict, result="bad", detail=detail)
+        else:
+            verdict = _judged(node, item.entry, verdict, fd, done)
+        # Still open, so that no other file can have this one's inode number.
+        if verdict.result == "bad" and not dry_run:
+            stays = _take_out_of_service(node, item, fd)
+            verdict = msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
+        return verdict
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _judged(node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done) -> Verdict:
+    wrong = wrongs(entry, fd)
+    if wrong:
+        return msgspec.structs.replace(verdict, result="bad", detail=wrong)
+    chunk = entry.chunk or node.config.chunk_size
+    threads = copy.tuning(node.config).threads
+
+    def against(expected: Expected) -> Compared:
+        return compare.compare(fd, entry.identity.size, chunk, threads, expected, done)
+
+    looked = source.unchanged(node.cache, entry, source.owner(entry.access))
+    if isinstance(looked, source.Source):
+        return _by_digests(node, entry, verdict, against, _told(looked))
+    try:
+        found = against(OfSource(looked.source, entry.identity.size, node.config.bandwidth))
+    except SourceFailed as failed:
+        why = f"its source cannot be read ({failed})"
+        return _by_digests(node, entry, verdict, against, why)
+    finally:
+        looked.close()
+    if found.bad:
+        now = source.of(node.cache, entry, source.owner(entry.access))
+        # What differs from a source that was changed meanwhile is not bad for that.
+        if now.state != "unchanged":
+            return _by_digests(node, entry, verdict, against, _told(now))
+    return _with(verdict, found, "source", "")
+
+
+def _told(why: source.Source) -> str:
+    word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
+    return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
+
+
+def _by_digests(
+    node: Node, entry: Entry, verdict: Verdict, against: Callable[[Expected], Compared], why: str
+) -> Verdict:
+    known = node.cache.entry_dir(entry.key) / "map"
+    try:
+        digests = known.read_bytes()
+    except FileNotFoundError:
+        digests = b""
+    whole = len(digests) == chunk_count(entry.identity.size, entry.chunk or 1) * digest.BYTES
+    if entry.digest and not (whole and digest.of_image(digests) == entry.digest):
+        detail = f"{why}, and its own digests are damaged"
+        return msgspec.structs.replace(verdict, result="bad", detail=detail)
+    taken = digest.split(digests) if whole else []
+    if not set(taken) - {digest.UNKNOWN, digest.MISSING}:
+        detail = f"{why}, and no digest was taken"
+        return msgspec.structs.replace(verdict, detail=detail)
+    found = _with(verdict, against(Digests(taken, entry.chunk)), "digests", why)
+    if found.result == "ok" and not entry.digest:
+        detail = f"{why}, and not every chunk has a digest"
+        return msgspec.structs.replace(found, result="unverifiable", detail=detail)
+    return found
+
+
+def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verdict:
+    return msgspec.structs.replace(
+        verdict,
+        result="bad" if found.bad else "ok",
+        against=against,
+        detail="; ".join(filter(None, (found.detail, why))),
+        chunks=found.bad,
+        offset=found.offset,
+    )
+
+
+def wrongs(entry: Entry, fd: int) -> str:
+    """What is wrong with the size and the rights of the open copy, or ""."""
+    facts = os.fstat(fd)
+    access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
+    right = entry.access
+    pairs = [
+        ("size", str(facts.st_size), str(entry.identity.size)),
+        ("uid", str(access.uid), str(right.uid)),
+        ("gid", str(access.gid), str(right.gid)),
+        ("mode", f"{access.mode:04o}", f"{right.mode:04o}"),
+        ("ACL", _acl(access.acl), _acl(right.acl)),
+    ]
+    return ", ".join(
+        f"its {what} is {found}, expected {expected}"
+        for what, found, expected in pairs
+        if found != expected
+    )
+
+
+def _acl(raw: bytes) -> str:
+    # Owner, group, others: no more than the mode says, and a local file system does not keep it.
+    return raw.hex() if len(raw) > PLAIN_ACL else "none"
+
+
+def _take_out_of_service(node: Node, item: Item, fd: int | None) -> str:
+    """Retires a bad entry, leased and pinned or not; gives why that failed, or "".
+
+    Its redirects come off first, so that nobody opens it any more. Who has it open keeps it: taking
+    a file out from under a running job is not possible, and would kill it if it were.
+    """
+    cache = node.cache
+    user = source.owner(item.entry.access) if item.entry else source.invoking_user()
+    trouble = ""
+    try:
+        with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+            if not _is_still_there(node, item.key, fd):
+                return ""
+            laid = [bind for bind in redirect.binds(cache) if bind.key == item.key]
+            try:
+                redirect.take_off(laid, user)
+            except (OSError, Failed) as error:
+                # It is retired all the same: the next Prolog that names the path takes it off.
+                trouble = f"its redirect is still there: {error}"
+            cache.retire(item.key)
+        cache.empty_evicted()
+    except (OSError, Failed, lock.Busy) as error:
+        return str(error)
+    return trouble
+
+
+def _is_still_there(node: Node, key: str, fd: int | None) -> bool:
+    """Whether the entry is the one that was verified, and not a newer copy of the same image."""
+    try:
+        facts = node.cache.image(key).lstat()
+    except FileNotFoundError:
+        return fd is None and node.cache.entry_dir(key).exists()
+    return fd is not None and os.path.samestat(facts, os.fstat(fd))
+
+
+def pieces(done: Verified) -> list[Piece]:
+    """Pure: what `verify` prints."""
+    if not done.verdicts:
+        return [Line("The cache holds no entry.")]
+    columns = (
+        Column("key"),
+        Column("size", right=True),
+        Column("result"),
+        Column("path", folds=True),
+    )
+    rows = tuple(
+        (short(one.key), format_size(one.size), _word(one), one.path or "-")
+        for one in done.verdicts
+    )
+    told: list[Piece] = [Table(columns, rows)]
+    for one in done.verdicts:
+        told += [Line(f"{short(one.key)}: {text}") for text in _sentences(one, done.dry_run)]
+    return [*told, Line(_total(done))]
+
+
+def _word(one: Verdict) -> str:
+    return f"{one.result} ({one.against})" if one.against != "nothing" else one.result
+
+
+def _sentences(one: Verdict, dry_run: bool) -> list[str]:
+    told = []
+    if one.chunks:
+        numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
+        where = f", from byte {one.offset} on" if one.offset is not None else ""
+        told.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers}){where}")
+    told += [one.detail] if one.detail else []
+    if one.result != "bad":
+        return told
+    if one.jobs:
+        told.append(f"in use by {'job' if len(one.jobs) == 1 else 'jobs'} "
+                    f"{', '.join(map(str, one.jobs))}: what they have open, they keep")  # fmt: skip
+    if one.stays:
+        told.append(f"could not be taken out of service: {one.stays}")
+    elif one.evicted:
+        told.append("evicted; its pin is gone with it" if one.pinned else "evicted")
+    return [*told, "would be evicted"] if dry_run else told
+
+
+def _total(done: Verified) -> str:
+    results = [one.result for one in done.verdicts]
+    numbers = ", ".join(
+        f"{results.count(word)} {word}" for word in ("ok", "bad", "unverifiable") if word in results
+    )
+    return f"{count(len(results), 'entry', 'entries')}: {numbers}."

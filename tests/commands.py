@@ -1,0 +1,116 @@
+"""A node's commands on a folder of their own: configuration, cache, leases, sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from forestage import chunks, digest, reserve, settings
+from forestage.cache import Entry
+from forestage.chunks import Source, Tuning
+from forestage.cli import World, main
+from forestage.clock import Clock
+from forestage.exits import Exit
+from forestage.image import Access, Identity, Image, read_acl
+from forestage.job import User
+from forestage.lease import Lease, Use
+from forestage.node import Node
+from forestage.part import Owner, Part, boot_id
+from forestage.places import Places
+
+NOW = 1_800_000_000.0
+CHUNK = 1 << 20
+
+
+class Frozen(Clock):
+    def wall(self) -> float:
+        return NOW
+
+
+class Site:
+    """A node of its own below a temporary root: configuration, cache, leases, sources."""
+
+    def __init__(self, root: Path, config: str = "") -> None:
+        self.places = Places(root)
+        self.world = World(self.places, Frozen())
+        self.lustre = root / "lustre"
+        self.lustre.mkdir()
+        self.places.etc.mkdir(parents=True)
+        self.file = self.places.etc / "forestage.yaml"
+        self.configure(config)
+
+    def configure(self, text: str) -> None:
+        self.file.write_text(f"cache: /nvme/forestage\nrequire_mount: false\n{text}")
+        self.file.chmod(0o644)
+
+    @property
+    def node(self) -> Node:
+        return Node.of(settings.load(self.places.etc).config, self.places, self.world.clock)
+
+    def run(self, *args: str) -> Result:
+        done = CliRunner().invoke(main, [*args], obj=self.world)
+        if done.exception and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done
+
+    def json(self, *args: str, code: int = Exit.OK) -> Any:
+        done = self.run(*args, "--json")
+        assert done.exit_code == code, done.output
+        return json.loads(done.stdout)
+
+    def image(self, name: str, data: bytes = b"squashfs") -> Path:
+        path = self.lustre / name
+        path.write_bytes(data)
+        return path
+
+    def look(self, path: Path) -> Image:
+        """What `path` is now."""
+        fd = os.open(path, os.O_RDONLY)
+        facts = os.fstat(fd)
+        access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, read_acl(fd))
+        os.close(fd)
+        identity = Identity(
+            str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+        )
+        return Image(identity, access)
+
+    def part(self, path: Path, **facts: Any) -> tuple[Part, Owner]:
+        """A part of what `path` is now, with its owner's record but not a byte yet."""
+        cache, wanted = self.node.cache, self.look(path)
+        cache.prepare(False)
+        part = cache.part(wanted.key)
+        known = {"chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
+        owner = Owner(os.getpid(), boot_id(), wanted, **known)
+        part.write_owner(owner)
+        size = wanted.size
+        reserve.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
+        return part, owner
+
+    def publish(self, path: Path, age: float = 60.0, digests: bool = True) -> str:
+        """Copies what `path` is now as a stager does; last used `age` seconds ago."""
+        part, owner = self.part(path)
+        wanted = owner.image
+        with path.open("rb") as file:
+            source = Source(file.fileno(), None, wanted.size)
+            tuning = Tuning(threads=2, chunk=CHUNK, digest=digests)
+            chunks.copy(source, part, tuning, threading.Event())
+        access = wanted.access
+        os.chown(part.image, access.uid, access.gid)
+        part.image.chmod(access.mode)
+        whole = digest.of_image(part.digests())
+        entry = Entry(wanted.key, wanted.identity, access, NOW - age, "chunks", CHUNK, whole)
+        self.node.cache.publish(entry)
+        self.node.cache.touch(wanted.key, NOW - age)
+        return wanted.key
+
+    def lease(self, job: int, *uses: Use) -> None:
+        user = User("alice", 1000, 1000)
+        self.node.leases.write(Lease(job, user, NOW - 90, str(self.node.cache.root), uses))
+
+    def keys(self) -> set[str]:
+        return {entry.name for entry in self.node.cache.entries.iterdir()}

@@ -1,0 +1,275 @@
+"""What people see of copies under way: no dead one, no wrong rate, nobody who waits forgotten."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from commands import CHUNK, NOW, Site
+from forestage import copies, lock
+from forestage.cache import Entry
+from forestage.cli import World, main
+from forestage.clock import Clock
+from forestage.copies import Copy, Found, Snapshot, bars, jobs, lines, state, table, under_way
+from forestage.exits import Exit
+from forestage.image import Access, Identity, Image
+from forestage.job import User
+from forestage.lease import Lease, Use
+from forestage.part import ENTRY_BYTES, Owner
+from forestage.screen import Piece, write
+from node import Node, content, until
+
+MIB = 1 << 20
+PATH = "/lustre/images/a.sqsh"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def owner(path: str = PATH, **facts: object) -> Owner:
+    image = Image(Identity(path, 1, 100 * MIB, 3, 4), Access(0, 0, 0o644))
+    made = Owner(1, "boot", image, MIB, "chunks", job=7, since=10.0)
+    return msgspec.structs.replace(made, **facts)
+
+
+def found(key: str = "k1", copied: int = 0, **facts: object) -> Found:
+    its = owner(**facts)  # type: ignore[arg-type]
+    return Found(key, its.image.identity, its.engine, copied, its)
+
+
+def lease(job: int, *keys: str) -> Lease:
+    return Lease(job, User("alice", 1000, 1000), NOW, "/nvme", tuple(Use(key) for key in keys))
+
+
+def copying(**changes: object) -> Copy:
+    one = under_way([found(copied=40 * MIB, phase="copying", began=20.0)], [lease(9, "k1")], 24.0)
+    return msgspec.structs.replace(one[0], **changes)
+
+
+def text(told: list[Piece]) -> str:
+    out = io.StringIO()
+    write(told, out)
+    return out.getvalue()
+
+
+# --- pure: from parts to what is told
+
+
+def test_what_was_resumed_counts_as_copied_but_not_for_the_rate() -> None:
+    one = found(copied=60 * MIB, phase="copying", began=20.0, resumed=40 * MIB)
+    (copy,) = under_way([one], [], now=24.0)
+    assert (copy.copied, copy.percent, copy.age) == (60 * MIB, 60.0, 4.0)
+    assert (copy.rate, copy.left) == (5 * MIB, 8.0)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        found(copied=0, phase="copying", began=24.0),
+        found(copied=9 * MIB, phase="copying", began=24.0),
+        found(copied=9 * MIB, phase="copying", began=20.0, resumed=9 * MIB),
+        found(copied=9 * MIB, phase="copying", began=99.0),
+        found(copied=9 * MIB, phase="queued"),
+    ],
+)
+def test_no_rate_is_told_that_nothing_tells(one: Found) -> None:
+    (copy,) = under_way([one], [], now=24.0)
+    assert (copy.rate, copy.left) == (None, None)
+    assert copy.age >= 0
+    assert "None" not in text([*table((copy,)), *bars(Snapshot(NOW, (copy,)))])
+
+
+def test_the_queue_is_in_the_stagers_own_order() -> None:
+    parts = [
+        found("k3", since=30.0),
+        found("k1", since=20.0),
+        found("k2", since=20.0),
+        found("k0", since=10.0, phase="copying", began=11.0),
+    ]
+    told = under_way(parts, [], now=40.0)
+    assert [(one.key, one.place) for one in told] == [("k0", 0), ("k1", 1), ("k2", 2), ("k3", 3)]
+    assert [state(one) for one in told] == ["0%", "queued 1", "queued 2", "queued 3"]
+
+
+def test_everybody_waits_who_holds_a_lease_and_nobody_twice() -> None:
+    twice = Lease(8, User("bob", 1, 1), NOW, "/nvme", (Use("k1"), Use("k1", "/a")))
+    (copy,) = under_way([found()], [lease(12, "k1", "k2"), twice, lease(9, "k2")], 20.0)
+    assert copy.waiting == (8, 12)
+    assert "8, 12" in text(table((copy,)))
+
+
+def test_a_crowd_that_waits_is_counted_for_people_and_complete_for_scripts() -> None:
+    crowd = tuple(range(100, 300))
+    assert jobs(copying(waiting=crowd)) == "100, 101, 102, 103 and 196 more"
+    (copy,) = under_way([found()], [lease(job, "k1") for job in crowd], 20.0)
+    assert copy.waiting == crowd
+
+
+def test_a_copy_is_never_called_done_before_it_is() -> None:
+    size = 100 * MIB
+    assert state(copying(copied=size - 1, percent=99.9)) == "99%"
+    assert state(copying(phase="publishing", percent=100.0)) == "publishing"
+
+
+def test_a_line_for_a_pipe_has_it_all() -> None:
+    told = text(lines(Snapshot(NOW, (copying(),))))
+    assert re.search(r"40%  40 MiB of 100 MiB  10 MiB/s  6s left  waiting: 9  /lustre/im", told)
+    assert told.count("\n") == 1
+    assert "no copy is under way" in text(lines(Snapshot(NOW, ())))
+
+
+def test_a_path_cannot_command_the_terminal() -> None:
+    bad = copying(image="/lustre/\x1b]0;gotcha\x07.sqsh")
+    for told in (table((bad,)), bars(Snapshot(NOW, (bad,))), lines(Snapshot(NOW, (bad,)))):
+        assert "\x1b" not in text(told)
+
+
+# --- gathered from a real cache
+
+
+def test_only_a_part_whose_lock_is_held_is_a_copy(site: Site) -> None:
+    path, dead = site.image("a.sqsh", b"x" * 3 * CHUNK), site.image("b.sqsh", b"y" * CHUNK)
+    part, owner = site.part(path, phase="copying", began=0.0, job=5)
+    site.part(dead)
+    site.lease(5, Use(owner.image.key))
+    site.lease(6, Use(owner.image.key))
+    with part.map.open("r+b") as digests:
+        digests.seek(2 * ENTRY_BYTES)
+        digests.write(b"d" * ENTRY_BYTES)
+    with lock.held(site.node.cache.key_lock(owner.image.key), 0):
+        (copy,) = site.json("status")["copies"]
+    assert (copy["image"], copy["copied"], copy["size"]) == (str(path), CHUNK, 3 * CHUNK)
+    assert (copy["percent"], copy["phase"], copy["engine"]) == (33.3, "copying", "chunks")
+    assert (copy["job"], copy["waiting"]) == (5, [5, 6])
+    assert not site.node.cache.key_lock(site.look(dead).key).exists()
+    assert site.json("status")["copies"] == []
+
+
+def test_a_part_of_an_earlier_boot_says_nothing_yet(site: Site) -> None:
+    part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
+    part.write_owner(msgspec.structs.replace(owner, boot="another"))
+    with lock.held(site.node.cache.key_lock(owner.image.key), 0):
+        assert copies.gather(site.node) == ()
+
+
+def test_a_copy_that_is_being_published_is_still_there(site: Site) -> None:
+    path = site.image("a.sqsh", b"x" * CHUNK)
+    part, owner = site.part(path)
+    entry = Entry(owner.image.key, owner.image.identity, owner.image.access, NOW, "chunks", CHUNK)
+    (part.directory / "entry.json").write_bytes(msgspec.json.encode(entry))
+    part.record.unlink()
+    with lock.held(site.node.cache.key_lock(owner.image.key), 0):
+        (copy,) = copies.gather(site.node)
+    assert (copy.image, copy.phase, copy.percent) == (str(path), "publishing", 100.0)
+
+
+@pytest.mark.parametrize("junk", [b"", b"{", b'{"key": 1}'])
+def test_a_part_that_cannot_be_read_does_not_end_the_view(site: Site, junk: bytes) -> None:
+    part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
+    part.record.write_bytes(junk)
+    (part.directory / "entry.json").write_bytes(junk)
+    with lock.held(site.node.cache.key_lock(owner.image.key), 0):
+        assert copies.gather(site.node) == ()
+
+
+# --- --watch
+
+
+def test_watching_nothing_ends_at_once_where_nobody_looks(site: Site) -> None:
+    assert site.run("status", "--watch").stdout.endswith("no copy is under way\n")
+    done = site.run("status", "--watch", "--json")
+    assert (done.exit_code, json.loads(done.stdout)) == (Exit.OK, {"time": NOW, "copies": []})
+    assert not site.node.cache.root.exists()
+
+
+def test_watching_in_a_pipe_ends_with_the_last_copy(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "EVERY", 0.01)
+    several = iter([(copying(),), (copying(),), ()])
+    monkeypatch.setattr(copies, "gather", lambda node: next(several))
+    site.publish(site.image("a.sqsh"))
+    lines = site.run("status", "--watch", "--json").stdout.splitlines()
+    assert [len(json.loads(line)["copies"]) for line in lines] == [1, 1, 0]
+
+
+def test_a_cache_that_must_not_be_used_ends_the_watch(site: Site) -> None:
+    site.publish(site.image("a.sqsh"))
+    (site.node.cache.root / "format").write_text("99\n")
+    assert site.run("status", "--watch").exit_code == Exit.CACHE
+
+
+SHELL = (
+    "from pathlib import Path; from forestage.cli import *;"
+    "from forestage.places import Places; from forestage.clock import Clock;"
+    "main(['status', '--watch'], obj=World(Places(Path({!r})), Clock()))"
+)
+
+
+def test_at_a_terminal_it_goes_on_until_interrupted_and_that_is_no_failure(
+    site: Site, tmp_path: Path
+) -> None:
+    path = site.image("a.sqsh", b"x" * 4 * CHUNK)
+    part, owner = site.part(path, phase="copying", began=time.monotonic(), job=5)
+    site.lease(41, Use(owner.image.key))
+    with part.map.open("r+b") as digests:
+        digests.write(b"d" * ENTRY_BYTES)
+    controller, terminal = pty.openpty()
+    environ = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    with lock.held(site.node.cache.key_lock(owner.image.key), 0):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SHELL.format(str(tmp_path))],
+            stdout=terminal,
+            env=environ,
+        )
+        os.close(terminal)
+        shown = b""
+        while b"waiting: 41" not in shown:
+            shown += os.read(controller, 4096)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                shown += os.read(controller, 4096)
+            except OSError:  # EIO: the other end is closed
+                break
+        assert process.wait(30) == 0
+    os.close(controller)
+    told = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert "25%  1 MiB of 4 MiB" in told
+    assert max(map(len, re.split(r"[\r\n]+", told))) <= 80
+
+
+# --- a real stager
+
+
+def test_a_copy_that_its_job_no_longer_waits_for_is_seen_and_told_to_its_end(node: Node) -> None:
+    path = node.put("a.sqsh", content(size=6 * MIB))
+    node.configure(deadline="300ms", bandwidth="4M", chunk_size="1M", threads=1)
+    assert node.prolog(7, path).outcome.reason == "deadline"
+    world = World(node.places, Clock())
+    watched = CliRunner().invoke(main, ["status", "--watch", "--json"], obj=world).stdout
+    shown = [json.loads(line)["copies"] for line in watched.splitlines()]
+    (first,) = shown[0]
+    assert (first["image"], first["job"], first["waiting"]) == (str(path), 7, [])
+    assert 0 <= first["copied"] < first["size"] == 6 * MIB
+    assert shown[-1] == []
+    until(lambda: node.outcomes("stager"), "the stager's event")
+    told = CliRunner().invoke(main, ["explain", "7"], obj=world).stdout
+    assert re.search(
+        r"Prolog.*declined \(deadline\).*Stager.*copied 6 MiB.*had stopped waiting", told, re.DOTALL
+    )
+    assert node.prolog(8, path).outcome.result == "hit"

@@ -1,0 +1,453 @@
+"""No bad entry passes for good, no good one is evicted, and a bad one is never served again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commands import CHUNK, Site
+from forestage import compare, digest, lock, redirect, verify
+from forestage.cli import World, main
+from forestage.clock import Clock
+from forestage.compare import SourceFailed, first_difference
+from forestage.errors import Failed
+from forestage.exits import Exit
+from forestage.lease import Use
+from node import ALICE, BOB, Node, content
+
+DATA = os.urandom(3 * CHUNK + 4711)
+SPOT = CHUNK + 12345
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path, "threads: 3\n")
+
+
+@pytest.fixture
+def source(site: Site) -> Path:
+    return site.image("a.sqsh", DATA)
+
+
+def spoil(site: Site, key: str, at: int = SPOT, name: str = "image") -> None:
+    """Turns one bit round, as a failing disk does; times and sizes stay."""
+    file = site.node.cache.entry_dir(key) / name
+    facts = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        was = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([was ^ 4]))
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def one(site: Site, *args: str, code: int = Exit.OK) -> dict[str, Any]:
+    (verdict,) = site.json("verify", *(args or ("--all",)), code=code)["verdicts"]
+    return dict(verdict)
+
+
+def kept(site: Site, key: str) -> bool:
+    return {key} <= site.keys()
+
+
+# --- against the source
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, CHUNK, CHUNK + 1, 2 * CHUNK, len(DATA)])
+def test_an_entry_that_is_as_its_source_is_ok(site: Site, size: int) -> None:
+    key = site.publish(site.image("a.sqsh", DATA[:size]))
+    found = one(site)
+    assert (found["result"], found["against"]) == ("ok", "source")
+    assert kept(site, key)
+    spoil(site, key, at=size - 1)
+    found = one(site, code=Exit.BAD)
+    assert (found["result"], found["offset"]) == ("bad", size - 1)
+
+
+def test_a_sparse_image_is_as_its_source(site: Site) -> None:
+    path = site.image("a.sqsh")
+    with path.open("wb") as file:
+        file.truncate(4 * CHUNK)
+        file.seek(2 * CHUNK + 5)
+        file.write(b"data")
+    site.publish(path)
+    assert one(site)["result"] == "ok"
+
+
+def test_one_wrong_bit_is_found_named_and_evicted(site: Site, source: Path) -> None:
+    key = site.publish(source)
+    good = site.publish(site.image("b.sqsh", DATA))
+    spoil(site, key)
+    spoil(site, key, at=len(DATA) - 1)
+    told = site.run("verify", "--all", "--dry-run")
+    assert told.exit_code == Exit.BAD
+    assert f"2 chunks wrong (1, 3), from byte {SPOT} on" in told.stdout
+    assert "would be evicted" in told.stdout
+    assert kept(site, key)
+    done = site.run("verify", "--all")
+    assert done.exit_code == Exit.BAD
+    assert "2 entries: 1 ok, 1 bad." in done.stdout
+    assert site.keys() == {good}
+    assert list(site.node.cache.evicted.iterdir()) == []
+
+
+def test_neither_a_lease_nor_a_pin_keeps_a_bad_entry(site: Site, source: Path) -> None:
+    key = site.publish(source)
+    site.run("pin", key)
+    site.lease(7, Use(key))
+    site.node.leases.file(8).write_text("{")
+    spoil(site, key)
+    with site.node.cache.image(key).open("rb") as still:
+        told = site.run("verify", key).stdout
+        assert "in use by job 7: what they have open, they keep" in told
+        assert "evicted; its pin is gone with it" in told
+        assert len(still.read()) == len(DATA)
+    assert not kept(site, key)
+    assert site.node.leases.read(7) is not None
+
+
+# --- against the digests
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: path.unlink(), "its source is gone"),
+        (lambda path: path.write_bytes(b"new"), "its source was changed"),
+        (lambda path: path.write_bytes(DATA), "its source was changed"),
+        (lambda path: path.chmod(0o600), "its source was changed"),
+        (lambda path: (path.unlink(), path.mkdir()), "its source was changed"),
+    ],
+)
+def test_where_the_source_is_another_the_digests_tell(
+    site: Site, source: Path, change: Callable[[Path], None], why: str
+) -> None:
+    key = site.publish(source)
+    change(source)
+    found = one(site)
+    assert (found["result"], found["against"]) == ("ok", "digests")
+    assert found["detail"].startswith(why)
+    spoil(site, key)
+    found = one(site, code=Exit.BAD)
+    assert (found["chunks"], found["offset"]) == ([1], CHUNK)
+    assert not kept(site, key)
+
+
+def test_without_source_and_digests_nothing_is_claimed_and_nothing_evicted(
+    site: Site, source: Path
+) -> None:
+    key = site.publish(source, digests=False)
+    assert one(site)["against"] == "source"
+    source.unlink()
+    spoil(site, key)
+    found = one(site)
+    assert (found["result"], found["against"]) == ("unverifiable", "nothing")
+    assert "no digest was taken" in found["detail"]
+    assert kept(site, key)
+
+
+def test_digests_of_some_chunks_can_find_a_fault_but_not_clear_the_entry(
+    site: Site, source: Path
+) -> None:
+    key = site.publish(source, digests=False)
+    source.unlink()
+    known = site.node.cache.entry_dir(key) / "map"
+    with known.open("r+b") as digests:
+        digests.seek(digest.BYTES)
+        digests.write(digest.of_chunk(DATA[CHUNK : 2 * CHUNK]))
+    found = one(site)
+    assert (found["result"], found["against"]) == ("unverifiable", "digests")
+    spoil(site, key)
+    assert one(site, code=Exit.BAD)["chunks"] == [1]
+
+
+@pytest.mark.parametrize("damage", ["spoiled", "short", "gone"])
+def test_damaged_digests_are_no_witness(site: Site, source: Path, damage: str) -> None:
+    key = site.publish(source)
+    known = site.node.cache.entry_dir(key) / "map"
+    if damage == "spoiled":
+        spoil(site, key, at=3, name="map")
+    elif damage == "short":
+        os.truncate(known, digest.BYTES)
+    else:
+        known.unlink()
+    assert one(site)["result"] == "ok"  # the source is a better one
+    source.unlink()
+    found = one(site, code=Exit.BAD)
+    assert "its own digests are damaged" in found["detail"]
+    assert not kept(site, key)
+
+
+def test_a_source_that_cannot_be_read_to_its_end_is_no_witness(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish(source)
+
+    def fails(*args: object) -> bytes:
+        raise SourceFailed("Input/output error")
+
+    monkeypatch.setattr(compare.OfSource, "digest", fails)
+    found = one(site)
+    assert (found["result"], found["against"]) == ("ok", "digests")
+    assert "cannot be read (Input/output error)" in found["detail"]
+
+
+@pytest.mark.parametrize("how", ["written", "truncated"])
+def test_a_source_that_changes_meanwhile_condemns_no_entry(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    key = site.publish(source)
+    right = compare.OfSource.digest
+
+    def changing(self: compare.OfSource, *args: Any) -> bytes | None:
+        if how == "written":
+            source.write_bytes(b"y" * len(DATA))
+        else:
+            os.truncate(source, 5)
+        return right(self, *args)
+
+    monkeypatch.setattr(compare.OfSource, "digest", changing)
+    found = one(site)
+    assert (found["result"], found["against"]) == ("ok", "digests")
+    assert kept(site, key)
+
+
+# --- the entry itself
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda copy: copy.chmod(0o666), "mode is 0666, expected 0644"),
+        (lambda copy: copy.chmod(0o4644), "mode is 4644"),
+        (lambda copy: os.chown(copy, 65534, -1), "uid is 65534"),
+        (lambda copy: os.chown(copy, -1, 65533), "gid is 65533"),
+    ],
+)
+def test_wrong_rights_are_as_bad_as_wrong_bytes(
+    as_root: None, site: Site, source: Path, change: Callable[[Path], None], what: str
+) -> None:
+    source.chmod(0o644)
+    key = site.publish(source)
+    change(site.node.cache.image(key))
+    assert what in one(site, code=Exit.BAD)["detail"]
+    assert not kept(site, key)
+
+
+def raw_acl(*entries: tuple[int, int, int]) -> bytes:
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+def test_an_acl_that_says_no_more_than_the_mode_is_no_difference(site: Site, source: Path) -> None:
+    source.chmod(0o644)
+    entry = site.node.cache.read(site.publish(source))
+    assert entry is not None
+    nobody = 0xFFFFFFFF
+    plain = ((1, 6, nobody), (4, 4, nobody), (0x20, 4, nobody))
+    named = ((1, 6, nobody), (2, 4, 65534), (4, 4, nobody), (0x10, 4, nobody), (0x20, 4, nobody))
+    with site.node.cache.image(entry.key).open("rb") as copy:
+        for acl, wrong in ((raw_acl(*plain), ""), (raw_acl(*named), "its ACL is none, expected")):
+            access = msgspec.structs.replace(entry.access, acl=acl)
+            told = verify.wrongs(msgspec.structs.replace(entry, access=access), copy.fileno())
+            assert told.startswith(wrong) if wrong else told == ""
+
+
+@pytest.mark.parametrize("damage", ["record", "no record", "size", "no image"])
+def test_a_damaged_entry_is_bad(site: Site, source: Path, damage: str) -> None:
+    key = site.publish(source)
+    entry = site.node.cache.entry_dir(key)
+    if damage == "record":
+        (entry / "entry.json").write_text("{")
+    elif damage == "no record":
+        (entry / "entry.json").unlink()
+    elif damage == "size":
+        os.truncate(entry / "image", 5)
+    else:
+        (entry / "image").unlink()
+    assert one(site, code=Exit.BAD)["evicted"] is True
+    assert not kept(site, key)
+
+
+def test_a_copy_that_the_disk_no_longer_gives_is_bad(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish(source)
+    read = compare._Copy.read
+
+    def failing(self: Any, start: int, buffer: memoryview, want: int) -> None:
+        if start == CHUNK:
+            raise OSError(errno.EIO, "Input/output error")
+        read(self, start, buffer, want)
+
+    monkeypatch.setattr(compare._Copy, "read", failing)
+    found = one(site, code=Exit.BAD)
+    assert (found["chunks"], found["offset"]) == ([1], CHUNK)
+    assert "the copy cannot be read: Input/output error" in found["detail"]
+
+
+def test_a_thread_that_dies_is_not_taken_for_success(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish(source)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    monkeypatch.setattr(digest, "of_chunk", lambda data: 1 / 0)
+    assert site.run("verify", "--all").exit_code == Exit.FAILED
+
+
+def test_memory_is_bounded_by_threads_and_chunks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish(site.image("a.sqsh", os.urandom(20 * CHUNK)))
+    sizes = []
+    real = mmap.mmap
+
+    def counted(fd: int, size: int) -> mmap.mmap:
+        sizes.append(size)
+        return real(fd, size)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    assert one(site)["result"] == "ok"
+    assert sizes == [CHUNK] * 3
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_the_first_difference_is_the_first(data: bytes, draw: st.DataObject) -> None:
+    spots = draw.draw(st.sets(st.integers(0, len(data) - 1), min_size=1))
+    other = bytes(byte ^ (index in spots) for index, byte in enumerate(data))
+    assert first_difference(data, other) == min(spots)
+
+
+# --- while others go on
+
+
+def test_a_new_copy_of_the_same_image_is_not_evicted_for_the_old_ones_faults(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = site.publish(source)
+    spoil(site, key)
+    judged = verify._judged
+
+    def meanwhile(*args: Any) -> verify.Verdict:
+        found = judged(*args)
+        site.node.cache.retire(key)
+        site.node.cache.empty_evicted()
+        assert site.publish(source) == key
+        return found
+
+    monkeypatch.setattr(verify, "_judged", meanwhile)
+    assert one(site, code=Exit.BAD)["result"] == "bad"
+    assert kept(site, key)
+
+
+def test_an_entry_that_is_evicted_meanwhile_is_no_fault(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = site.publish(source)
+    gather = verify._counting
+
+    def meanwhile(*args: Any) -> compare.Done:
+        site.node.cache.retire(key)
+        return gather(*args)
+
+    monkeypatch.setattr(verify, "_counting", meanwhile)
+    assert one(site)["detail"] == "it was evicted just now"
+
+
+def test_a_lock_that_stays_held_is_told_and_the_entry_reported(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = site.publish(source)
+    spoil(site, key)
+    monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.1)
+    with lock.held(site.node.cache.space_lock, 0):
+        done = site.run("verify", "--all")
+    assert done.exit_code == Exit.BAD
+    assert "could not be taken out of service: space.lock is held" in done.stdout
+    assert kept(site, key)
+
+
+@pytest.mark.parametrize("args", [[], ["--all", "abcd"]])
+def test_what_to_verify_must_be_said(site: Site, args: list[str]) -> None:
+    assert site.run("verify", *args).exit_code == Exit.USAGE
+
+
+def test_nothing_to_verify_is_in_order(site: Site) -> None:
+    done = site.run("verify", "--all")
+    assert (done.exit_code, done.stdout) == (Exit.OK, "The cache holds no entry.\n")
+    assert not site.node.cache.root.exists()
+
+
+# --- on a node, with redirects and other users
+
+
+def verified(node: Node, code: int = Exit.OK) -> dict[str, Any]:
+    world = World(node.places, Clock())
+    done = CliRunner().invoke(main, ["verify", "--all", "--json"], obj=world)
+    assert done.exit_code == code, done.output
+    (verdict,) = json.loads(done.stdout)["verdicts"]
+    return dict(verdict)
+
+
+def spoil_entry(node: Node, key: str) -> None:
+    with node.cache.image(key).open("r+b") as file:
+        file.seek(4711)
+        file.write(b"?")
+
+
+def test_a_bad_entry_is_taken_from_under_its_redirects_and_staged_anew(node: Node) -> None:
+    path = node.put("a.sqsh", mode=0o600)
+    node.prolog(1, path)
+    key = node.identity(path).key
+    assert verified(node)["against"] == "source"
+    assert node.shows_entry(path, key)
+    spoil_entry(node, key)
+    with path.open("rb") as held:
+        found = verified(node, Exit.BAD)
+        assert (found["offset"], found["jobs"], found["evicted"]) == (4711, [1], True)
+        assert node.shows_source(path)
+        assert len(held.read()) == len(content())
+    assert node.binds() == {}
+    assert node.prolog(2, path).outcome.result == "copied"
+    assert node.shows_entry(path, key)
+    assert verified(node)["result"] == "ok"
+    assert (node.epilog(1).code, node.epilog(2).code) == (0, 0)
+    assert node.shows_source(path)
+
+
+def test_the_source_is_read_with_no_more_rights_than_its_owner_has(node: Node) -> None:
+    # Bob may read it by the mode, its owner may not; root could.
+    path = node.put("a.sqsh", user=ALICE, mode=0o004)
+    assert node.prolog(1, path, user=BOB).outcome.result == "copied"
+    found = verified(node)
+    assert (found["result"], found["against"]) == ("ok", "digests")
+    assert "is not readable by this user" in found["detail"]
+
+
+def test_a_redirect_that_cannot_be_taken_off_does_not_keep_the_entry(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = node.put("a.sqsh")
+    node.prolog(1, path)
+    spoil_entry(node, node.identity(path).key)
+
+    def hangs(*args: object) -> None:
+        raise Failed("redirect", "it hangs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(redirect, "take_off", hangs)
+        assert "its redirect is still there" in verified(node, Exit.BAD)["stays"]
+    assert node.entries() == set()
+    assert node.prolog(2, path).outcome.result == "copied"
+    assert path.read_bytes() == content()
