@@ -62,6 +62,7 @@ def claim(task: Task) -> Owner:
         image=task.image,
         chunk=config.chunk_size,
         engine=config.engine,
+        digest=config.digest,
         job=task.job.id,
         since=task.node.clock.monotonic(),
     )

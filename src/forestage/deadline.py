@@ -17,11 +17,12 @@ _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for 
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Seconds. Beyond `drains` Slurm kills the Prolog and drains the node; beyond `hurts` it may
-    lose a step of the job. None: Slurm sets no such limit."""
+    """Seconds. Beyond `drains` Slurm kills the Prolog and drains the node, and beyond `epilog` the
+    Epilog; beyond `hurts` it may lose a step of the job. None: Slurm sets no such limit."""
 
     drains: float | None
     hurts: float
+    epilog: float | None = None
 
 
 UNKNOWN = Limits(drains=None, hurts=SAFE)
@@ -30,18 +31,19 @@ UNKNOWN = Limits(drains=None, hurts=SAFE)
 def limits(conf: dict[str, str]) -> Limits:
     """Pure: what the settings of slurm.conf (names in lower case) mean for a Prolog.
 
-    slurm.conf(5): PrologEpilogTimeout (since 25.05 PrologTimeout), PrologFlags, MessageTimeout,
-    BatchStartTimeout, AuthInfo. A Prolog that outlasts the last three's defaults was seen to kill
-    sruns at 20 s, unless PrologFlags has both Alloc and DeferBatch.
+    slurm.conf(5): PrologEpilogTimeout (since 25.05 PrologTimeout and EpilogTimeout), PrologFlags,
+    MessageTimeout, BatchStartTimeout, AuthInfo. A Prolog that outlasts the defaults of the last
+    three was seen to kill sruns at 20 s, unless PrologFlags has both Alloc and DeferBatch.
     """
-    timeout = _seconds(conf, "prologtimeout") or _seconds(conf, "prologepilogtimeout")
-    drains = _below(timeout) if timeout else None
+    both = _seconds(conf, "prologepilogtimeout")
+    timeouts = [_seconds(conf, name) or both for name in ("prologtimeout", "epilogtimeout")]
+    drains, epilog = (_below(timeout) if timeout else None for timeout in timeouts)
     flags = {flag.strip().lower() for flag in conf.get("prologflags", "").split(",")}
     launch = _cred_expire(conf)
     if not {"alloc", "deferbatch"} <= flags:
         launch = min(launch, sum(_seconds(conf, name) or 0.0 for name in _DEFAULTS))
     hurts = _below(launch)
-    return Limits(drains, hurts if drains is None else min(hurts, drains))
+    return Limits(drains, hurts if drains is None else min(hurts, drains), epilog)
 
 
 def patience(

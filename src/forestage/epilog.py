@@ -7,6 +7,7 @@ from forestage import evict, lock, redirect
 from forestage.cache import Cache
 from forestage.clock import Clock
 from forestage.config import Config
+from forestage.deadline import Limits
 from forestage.errors import Failed
 from forestage.events import Outcome
 from forestage.job import Job
@@ -15,13 +16,17 @@ from forestage.node import Node
 from forestage.places import Places
 
 
-def epilog(config: Config | None, places: Places, clock: Clock, job: Job) -> list[Outcome]:
+def epilog(
+    config: Config | None, places: Places, clock: Clock, job: Job, limits: Limits
+) -> list[Outcome]:
     """Releases what the job held here; may be run again. Gives one outcome, also for a failure.
 
     Works on the cache that the lease names: the configuration may have changed since, or be broken
     (`config` is None), and the job's redirects must go all the same.
     """
     leases = Leases(places.leases)
+    # Half for each of the two times that the lock is needed.
+    patience = min(lock.SPACE_TIMEOUT, (limits.epilog or lock.SPACE_TIMEOUT) / 2)
     try:
         lease = leases.read(job.id)
     except Failed as failed:
@@ -33,9 +38,9 @@ def epilog(config: Config | None, places: Places, clock: Clock, job: Job) -> lis
         if config is not None:
             node = Node.of(config, places, clock)
             cache = cache or node.cache
-        released = _release(cache, leases, lease, places, clock, job) if cache else 0
+        released = _release(cache, leases, lease, places, clock, job, patience) if cache else 0
         made = cache is not None and cache.locks.is_dir()
-        evicted = evict.tidy(cache, leases, config) if cache and made and config else ()
+        evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except Failed as failed:
         return [_failed(failed)]
     except lock.Busy as busy:
@@ -50,13 +55,19 @@ def _failed(failed: Failed) -> Outcome:
 
 
 def _release(
-    cache: Cache, leases: Leases, lease: Lease | None, places: Places, clock: Clock, job: Job
+    cache: Cache,
+    leases: Leases,
+    lease: Lease | None,
+    places: Places,
+    clock: Clock,
+    job: Job,
+    patience: float,
 ) -> int:
     """The lease, then every redirect that no other lease mentions; gives their number."""
     with contextlib.ExitStack() as held:
         # Without its disk the cache has no lock, and nobody who could take one.
         if cache.locks.is_dir():
-            held.enter_context(lock.held(cache.space_lock, lock.SPACE_TIMEOUT))
+            held.enter_context(lock.held(cache.space_lock, patience))
         if lease is not None:
             _note_use(cache, lease, clock.wall())
         leases.drop(job.id)

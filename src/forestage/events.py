@@ -19,7 +19,9 @@ ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of one request. `reason` is one word; `detail` a sentence for people.
 
-    Bytes are those copied by this hook; `wait` is seconds spent on staging. In the Epilog `evicted`
+    Bytes are those copied by this hook; `wait` is seconds spent on staging. Of a stager's own
+    outcome `copying` seconds went into the bytes, and `resumed` of them were here before. In the
+    Epilog `evicted`
     are the keys that went and `released` counts redirects taken off.
     """
 
@@ -34,6 +36,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int = 0
     size: int = 0
     wait: float = 0.0
+    copying: float = 0.0
+    resumed: int = 0
     evicted: tuple[str, ...] = ()
     released: int = 0
 

@@ -161,10 +161,15 @@ def make_room(
     return made.victims
 
 
-def tidy(cache: Cache, leases: Leases, config: Config) -> tuple[str, ...]:
-    """Evicts to the low watermark, as far as leases and pins allow; gives the keys that went."""
+def tidy(
+    cache: Cache, leases: Leases, config: Config, timeout: float = lock.SPACE_TIMEOUT
+) -> tuple[str, ...]:
+    """Evicts to the low watermark, as far as leases and pins allow; gives the keys that went.
+
+    `timeout` in seconds is for the space lock. Raises lock.Busy.
+    """
     boot = boot_id()
-    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+    with lock.held(cache.space_lock, timeout):
         drop_dead_parts(cache, lambda part: not part.resumable_in(boot))
         room = at_least(cache, config)
         victims: tuple[str, ...] = ()

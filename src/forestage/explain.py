@@ -169,7 +169,8 @@ def _staged(outcome: Outcome) -> str:
 
 
 def _copied(outcome: Outcome) -> str:
-    rate = format_rate(outcome.bytes, outcome.wait)
+    fetched = outcome.bytes - outcome.resumed
+    rate = format_rate(fetched, outcome.copying or outcome.wait)
     took = format_duration(outcome.wait)
     return f"copied {format_size(outcome.bytes)} in {took} ({rate}), and published"
 

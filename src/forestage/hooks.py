@@ -104,7 +104,7 @@ class Hook:
         )
 
     def _epilog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
-        from forestage import epilog
+        from forestage import deadline, epilog
         from forestage.errors import ConfigError
 
         try:
@@ -112,7 +112,8 @@ class Hook:
         except ConfigError as error:
             self.say(f"result=failed reason=config detail={error.one_line!r}")
             config = None
-        return epilog.epilog(config, places, clock, job)
+        limits = deadline.read(self.environ.get("SLURM_CONF", ""))
+        return epilog.epilog(config, places, clock, job, limits)
 
     def _config(self, job: Job, places: Places) -> Config:
         from forestage import settings

@@ -9,6 +9,7 @@ bytes, so a killed copy leaves a map that is true. After a power cut the map may
 disk and the bytes not: that is why a part is good for the boot it was written in, and no longer.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,7 @@ class Owner(msgspec.Struct, frozen=True):
     phase: Phase = "queued"
     began: float = 0.0
     resumed: int = 0
+    digest: bool = True
 
 
 class Part:
@@ -72,6 +74,14 @@ class Part:
             return _size(self.image)
         return done_bytes(self.digests(), owner.chunk, owner.image.size)
 
+    def stood_still(self, now: float) -> float:
+        """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch."""
+        times = [0.0]
+        for file in (self.map, self.image):
+            with contextlib.suppress(FileNotFoundError):
+                times.append(file.stat().st_mtime)
+        return now - max(times)
+
     def allocated(self) -> int:
         """Bytes of disk that the image's file has."""
         try:
@@ -88,8 +98,8 @@ class Part:
         """Whether what is here is the beginning of just this copy, written in this boot."""
         before = self.owner()
         return before is not None and (
-            (before.boot, before.image, before.chunk, before.engine)
-            == (owner.boot, owner.image, owner.chunk, owner.engine)
+            (before.boot, before.image, before.chunk, before.engine, before.digest)
+            == (owner.boot, owner.image, owner.chunk, owner.engine, owner.digest)
         )
 
 

@@ -16,6 +16,7 @@ from forestage.lease import Lease, Use
 from forestage.node import Node
 from forestage.units import printable
 
+GIVE_UP = 1.0  # seconds to wait for the space lock where nothing hangs on it
 TRIES = 2  # looks at a source that changes while it is copied, before the original path is left
 
 
@@ -74,48 +75,59 @@ def _serve(node: Node, job: Job, asked: Asked, end: Deadline) -> Outcome:
                 raise Declined("off", "the job says stage=off")
             staged, laid = _stage(node, job, looked, end)
         except Declined as declined:
-            if declined.reason != "changed":
-                raise
-            continue  # what lies there now may stay
+            if declined.reason == "changed":
+                continue  # what lies there now may stay
+            return _about(outcome_of(asked, declined), looked)
         finally:
             looked.close()
-        return Outcome(
+        outcome = Outcome(
             result=staged.result,
             asked=printable(asked.path),
             via=asked.via,
-            image=looked.image.path,
-            key=looked.image.key,
             redirect=laid,
             bytes=looked.image.size if staged.result == "copied" else 0,
-            size=looked.image.size,
         )
+        return _about(outcome, looked)
     raise Declined("changed", f"{path} kept changing while it was staged")
+
+
+def _about(outcome: Outcome, looked: Look) -> Outcome:
+    """Pure: with what is known once the look has found an image."""
+    wanted = looked.image
+    return msgspec.structs.replace(outcome, image=wanted.path, key=wanted.key, size=wanted.size)
 
 
 def _stage(node: Node, job: Job, looked: Look, end: Deadline) -> tuple[stage.Staged, str]:
     """Leased before it is there: a finished copy must not be evicted before its first use."""
-    lease = _take_lease(node, job, looked, end)
+    lease, is_new = _take_lease(node, job, looked, end)
     try:
         staged = stage.stage(node, job, looked, end)
         with contextlib.suppress(FileNotFoundError):  # only a note for evict
             node.cache.touch(looked.image.key, node.clock.wall())
         return staged, _redirect(node, job, looked, lease, end)
     except BaseException:
-        _give_up(node, job, looked)
+        # A job may ask for one image under two names: what the first got stays.
+        if is_new:
+            _give_up(node, job, looked)
         raise
 
 
-def _take_lease(node: Node, job: Job, looked: Look, end: Deadline) -> Lease:
+def _take_lease(node: Node, job: Job, looked: Look, end: Deadline) -> tuple[Lease, bool]:
+    """The job's lease with this entry in it, and whether it was not in it before."""
     now = node.clock.wall()
+    key = looked.image.key
     with lock.held(node.cache.space_lock, end.left()):
         before = node.leases.read(job.id) or Lease(job.id, job.user, now, str(node.cache.root))
-        lease = before.with_use(Use(looked.image.key))
+        if any(use.key == key for use in before.uses):
+            return before, False
+        lease = before.with_use(Use(key))
         node.leases.write(lease)
-    return lease
+    return lease, True
 
 
 def _give_up(node: Node, job: Job, looked: Look) -> None:
-    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+    # The deadline may be over, so no waiting: what stays in the lease goes in the Epilog.
+    with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
         lease = node.leases.read(job.id)
         if lease is not None:
             node.leases.put(lease.without(looked.image.key))
@@ -131,11 +143,11 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses him as well stays: it is another user's, and it is right.
         if bound and _opens(node, job, path, end):
-            _unveil(node, job, frozenset({path}), "")
+            _unveil(node, job, frozenset({path}), "", end)
         raise image.declined_by(error, path) from None
     key = seen.image.key if seen.image else ""
     if bound:
-        _unveil(node, job, frozenset({path, seen.path}), key)
+        _unveil(node, job, frozenset({path, seen.path}), key, end)
     wanted = image.judge(seen, node.config.max_image_size)
     if source is None:
         raise Declined("missing", f"{path} could not be opened")
@@ -153,10 +165,10 @@ def _opens(node: Node, job: Job, path: str, end: Deadline) -> bool:
     return fd is not None
 
 
-def _unveil(node: Node, job: Job, paths: frozenset[str], key: str) -> None:
+def _unveil(node: Node, job: Job, paths: frozenset[str], key: str, end: Deadline) -> None:
     """Takes off what shows something else than `key` at the paths."""
     if redirect.stale(redirect.binds(node.cache), paths, key):
-        with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        with lock.held(node.cache.space_lock, end.left()):
             redirect.take_off(redirect.stale(redirect.binds(node.cache), paths, key), job.user)
 
 
@@ -166,7 +178,7 @@ def _redirect(node: Node, job: Job, looked: Look, lease: Lease, end: Deadline) -
     if job.saves:
         saved = image.resolve(os.path.join(job.work_dir, job.saves), job.user, end.left())
         # --container-save meets a read-only file where a redirect lies, whoever laid it.
-        _unveil(node, job, frozenset({saved}), "")
+        _unveil(node, job, frozenset({saved}), "", end)
         if saved == looked.image.path:
             return "none"
     return redirect.lay(node.cache, node.places, node.leases, lease, looked.image, end)[1]

@@ -154,7 +154,11 @@ def _left_by(lease: Lease) -> list[Bind]:
 
 
 def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:
-    copy = os.open(cache.image(wanted.key), os.O_PATH | os.O_CLOEXEC)
+    try:
+        copy = os.open(cache.image(wanted.key), os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # `verify` evicts what is bad, leased or not; the next look stages it anew.
+        raise Declined("changed", f"the copy of {wanted.path} has just gone") from None
 
     def work() -> asuser.Found[_Target]:
         asuser.become(user)

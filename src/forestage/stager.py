@@ -28,6 +28,7 @@ from forestage.units import format_rate, printable
 NAME = "forestage-stage"  # in ps(1); the kernel keeps 15 characters
 QUEUE_POLL = 0.1  # seconds
 SAY_EVERY = 10.0  # seconds
+HANGS = 60.0  # seconds without a chunk, after which a copy gives its place in the queue away
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -41,6 +42,15 @@ class Word(msgspec.Struct, frozen=True):
     reason: str = ""
     detail: str = ""
     ours: bool = False
+
+
+class Figures:
+    """What a copy will have taken: keys evicted for it, seconds for the bytes, bytes resumed."""
+
+    def __init__(self) -> None:
+        self.evicted: list[str] = []
+        self.copying = 0.0
+        self.resumed = 0
 
 
 def start(task: Task) -> socket.socket:
@@ -97,16 +107,10 @@ def _serve(task: Task, stop: threading.Event) -> Word:
     if task.node.cache.find(task.image) is not None:
         return Word("found")  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()
-    evicted: list[str] = []
+    figures = Figures()
     error: Declined | None = None
     try:
-        owner = bring.claim(task)
-        trace.point("claimed")
-        _await_turn(task, owner, stop)
-        owner, source = bring.ready(task, owner, evicted)
-        with _spoken(task, owner):
-            bring.fetch(task, source, stop)
-        bring.publish(task)
+        _copy(task, stop, figures)
     except Declined as declined:
         error = declined
     except chunks.Truncated:
@@ -120,12 +124,25 @@ def _serve(task: Task, stop: threading.Event) -> Word:
     except OSError as failure:
         error = _meaning(task, failure)
     took = task.node.clock.monotonic() - start
-    _report(task, evicted, error, took)
+    _report(task, figures, error, took)
     if error is None:
         return Word("published")
     if error.reason in ("changed", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
     return Word("failed", error.reason, str(error), isinstance(error, Failed))
+
+
+def _copy(task: Task, stop: threading.Event, figures: Figures) -> None:
+    """Queue, room, bytes, entry; `figures` grow on the way, also where a later step fails."""
+    owner = bring.claim(task)
+    trace.point("claimed")
+    _await_turn(task, owner, stop)
+    owner, source = bring.ready(task, owner, figures.evicted)
+    figures.resumed = owner.resumed
+    with _spoken(task, owner):
+        bring.fetch(task, source, stop)
+    figures.copying = task.node.clock.monotonic() - owner.began
+    bring.publish(task)
 
 
 def _meaning(task: Task, error: OSError) -> Declined:
@@ -145,13 +162,19 @@ def _await_turn(task: Task, owner: Owner, stop: threading.Event) -> None:
 
 
 def _ahead(task: Task, owner: Owner) -> int:
-    """How many live stagers come first; a dead one's lock is free."""
-    cache = task.node.cache
+    """How many live stagers come first; a dead one's lock is free.
+
+    One whose source hangs cannot even be killed; it loses its place, or a few of them would keep
+    everybody else waiting for ever.
+    """
+    cache, cache_now = task.node.cache, task.node.clock.wall()
     ahead = 0
     for directory in cache.parts.iterdir():
-        other = Part(directory).owner()
+        part = Part(directory)
+        other = part.owner()
         if (
             other is not None
+            and not _hangs(part, other, cache_now)
             and directory.name != task.key
             and other.boot == owner.boot
             and (other.since, directory.name) < (owner.since, task.key)
@@ -159,6 +182,10 @@ def _ahead(task: Task, owner: Owner) -> int:
         ):
             ahead += 1
     return ahead
+
+
+def _hangs(part: Part, owner: Owner, now: float) -> bool:
+    return owner.phase == "copying" and part.stood_still(now) > HANGS
 
 
 @contextlib.contextmanager
@@ -190,7 +217,7 @@ def progress_line(task: Task, owner: Owner) -> str:
     )
 
 
-def _report(task: Task, evicted: list[str], error: Declined | None, took: float) -> None:
+def _report(task: Task, figures: Figures, error: Declined | None, took: float) -> None:
     """The copy's own event and line: the hook that asked may be long gone."""
     node, job = task.node, task.job
     outcome = Outcome(
@@ -202,7 +229,9 @@ def _report(task: Task, evicted: list[str], error: Declined | None, took: float)
         bytes=0 if error else task.image.size,
         size=task.image.size,
         wait=round(took, 4),
-        evicted=tuple(evicted),
+        copying=round(figures.copying, 4),
+        resumed=figures.resumed,
+        evicted=tuple(figures.evicted),
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)
     events.record(node.places.events, node.clock.wall(), "stager", job, [outcome], took)
