@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,30 @@ REPOSITORY = Path(__file__).parent.parent
 FOLDERS = ["src", "tests", "bench"]
 
 
+def scripts() -> Iterator[str]:
+    """Python programs without a suffix: ruff looks at those only if they are named."""
+    for folder in FOLDERS:
+        for path in sorted((REPOSITORY / folder).rglob("*")):
+            if path.suffix or not path.is_file():
+                continue
+            with path.open("rb") as file:
+                first = file.readline(100)
+            if first.startswith(b"#!") and b"python" in first:
+                yield str(path.relative_to(REPOSITORY))
+
+
+FILES = [*FOLDERS, *scripts()]
+
+
+def test_programs_without_a_suffix_are_seen() -> None:
+    assert {"bench/hooks", "tests/slurm/cluster"} <= set(FILES)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(["ruff", "check", *FOLDERS], id="ruff check"),
-        pytest.param(["ruff", "format", "--check", "--diff", *FOLDERS], id="ruff format"),
+        pytest.param(["ruff", "check", *FILES], id="ruff check"),
+        pytest.param(["ruff", "format", "--check", "--diff", *FILES], id="ruff format"),
         pytest.param(["mypy"], id="mypy"),
     ],
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,28 @@ import pytest
 
 from forestage import image
 from forestage.cache import Cache, Entry
+from forestage.clock import Clock
+from forestage.config import Config
 from forestage.image import Access, Identity, Image, Look
-from forestage.job import User
+from forestage.job import Hints, Job, User
 from forestage.lease import Leases
+from forestage.node import Node
+from forestage.places import Places
+from forestage.units import Amount
+
+
+def pytest_collection_finish() -> None:
+    """The tests fork often: what is there already need not be looked at, nor copied, each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waits_for_the_disk() -> Iterator[None]:
+    """No test here pulls the plug; that fsync is called in time is asserted where it matters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file as well
+        yield
 
 
 @pytest.fixture
@@ -56,7 +76,7 @@ def look(shared: Path, me: User) -> Callable[[Path], Look]:
     def looking(path: Path) -> Look:
         seen, source = image.look(str(path), me, [str(shared)], [], 10.0)
         assert source is not None
-        return Look(image.judge(seen, None), source)
+        return Look(image.judge(seen, None), me, source)
 
     return looking
 
@@ -78,9 +98,36 @@ def publish(cache: Cache) -> Callable[[Image], Entry]:
 
     def publishing(wanted: Image) -> Entry:
         cache.part_dir(wanted.key).mkdir()
-        cache.part(wanted.key).write_bytes(b"x" * wanted.size)
+        cache.part(wanted.key).image.write_bytes(b"x" * wanted.size)
         entry = Entry(wanted.key, wanted.identity, wanted.access, created=1.0, engine="rsync")
         cache.publish(entry)
         return entry
 
     return publishing
+
+
+class Settled(Clock):
+    """An hour ahead of the file system's: no source is so new that a copy of it must wait."""
+
+    def wall(self) -> float:
+        return super().wall() + 3600
+
+
+@pytest.fixture
+def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
+    """A node that may stage whatever fits on the disk."""
+    config = Config(
+        sources=(str(shared),),
+        chunk_size=1 << 16,
+        threads=2,
+        max_size=Amount(share=1.0),
+        min_free=Amount(size=0),
+    )
+    places = Places(tmp_path)
+    return Node(config, places, cache, Leases(places.leases), Settled())
+
+
+@pytest.fixture
+def asking(me: User) -> Job:
+    """The job that asks."""
+    return Job(7, me, "n1", "batch", "/", asked=(), saves=None, hints=Hints())

@@ -86,6 +86,65 @@ def test_an_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "nothing")
 
 
+def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
+    """An ACL has up to 64 KiB, and more once it is written as JSON; one read gets less."""
+    long = "x" * 300_000
+
+    def work() -> asuser.Found[str]:
+        return long, [os.open(tmp_path, os.O_RDONLY)]
+
+    value, (fd,) = asuser.call(work, str, TIMEOUT)
+    os.close(fd)
+    assert value == long
+
+
+class Reached(msgspec.Struct):
+    path: str
+    ids: list[int]
+
+
+@pytest.mark.parametrize("squashed", [False, True])
+def test_a_path_is_reached_as_root_or_else_as_the_user(
+    as_root: None, tmp_path: Path, squashed: bool
+) -> None:
+    """On a shared file system root may be nobody; what a user can see, he can be served."""
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    (tmp_path / "a").touch()
+    opens = os.open
+
+    def server(path: str, flags: int, *mode: int) -> int:
+        if squashed and path.startswith(str(tmp_path)) and os.geteuid() == 0:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opens(path, flags, *mode)
+
+    def work() -> asuser.Found[Reached]:
+        os.open = server
+        fd = asuser.reach(str(tmp_path / "a"), NOBODY)
+        return Reached(os.readlink(f"/proc/self/fd/{fd}"), [os.geteuid(), os.getegid()]), []
+
+    reached, _ = asuser.call(work, Reached, TIMEOUT)
+    assert (reached.path, reached.ids) == (str(tmp_path / "a"), [0, 0])
+
+
+def test_what_the_user_cannot_reach_either_is_an_error(as_root: None, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "a").touch()
+    opens = os.open
+
+    def server(path: str, flags: int, *mode: int) -> int:
+        if os.geteuid() == 0:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opens(path, flags, *mode)
+
+    def work() -> asuser.Found[None]:
+        os.open = server
+        return None, [asuser.reach(str(tmp_path / "a"), NOBODY)]
+
+    with pytest.raises(PermissionError):
+        asuser.call(work, type(None), TIMEOUT)
+
+
 def _exits() -> Any:
     sys.exit(3)
 

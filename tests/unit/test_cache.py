@@ -228,7 +228,7 @@ def test_the_bytes_are_durable_before_the_name(
     key = make_image().key
     monkeypatch.setattr(os, "fsync", noting)
     publish(make_image())
-    order = [str(cache.part(key)), str(cache.part_dir(key)), str(cache.entries)]
+    order = [str(cache.part(key).image), str(cache.part_dir(key)), str(cache.entries)]
     assert [path for path in synced if path in order][-3:] == order
 
 

@@ -1,24 +1,30 @@
-"""The engines: exactly the source's bytes in the part, or an error that says why."""
+"""The engines behind their interface: exactly the source's bytes in the part, in the end."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from forestage import run
-from forestage.copy import ENGINES, Engine
+from forestage import chunks, copy, digest, run
+from forestage.chunks import Source, Stopped, Tuning
+from forestage.config import Config
+from forestage.copy import Chunks, Engine, Rsync
 from forestage.errors import Failed
+from forestage.part import Part, chunk_count, missing_chunks
 
-TIMEOUT = 30.0
-SIZES = [1, 4095, 4096, 4097, 1 << 20, (5 << 20) + 7]
+CHUNK = 1 << 20
+TUNING = Tuning(threads=2, chunk=CHUNK)
+SIZES = [1, 4095, 4096, 4097, CHUNK, (2 << 20) + 7]
 
 
-@pytest.fixture(params=sorted(ENGINES))
+@pytest.fixture(params=[Chunks, Rsync], ids=["chunks", "rsync"])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return ENGINES[request.param]
+    return request.param(TUNING)
 
 
 @pytest.fixture
@@ -28,84 +34,229 @@ def source(tmp_path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def part_of(tmp_path: Path, size: int) -> Path:
-    part = tmp_path / "image"
-    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.posix_fallocate(fd, 0, size)
-    os.close(fd)
-    return part
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    (tmp_path / "part").mkdir()
+    return Part(tmp_path / "part")
+
+
+def of(source: int) -> Source:
+    return Source(source, None, os.fstat(source).st_size)
+
+
+def bring(engine: Engine, source: int, part: Part) -> None:
+    engine.reserve(of(source), part)
+    engine.copy(of(source), part, threading.Event())
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_bytes_cross(tmp_path: Path, engine: Engine, source: int, size: int) -> None:
+def test_all_bytes_cross_and_the_map_is_complete(
+    engine: Engine, source: int, part: Part, size: int
+) -> None:
     data = os.urandom(size)
     os.write(source, data)
-    part = part_of(tmp_path, size)
-    engine.copy(source, part, TIMEOUT)
-    assert part.read_bytes() == data
+    bring(engine, source, part)
+    assert part.image.read_bytes() == data
+    assert not missing_chunks(part.digests(), size, CHUNK)
+    sums = [digest.of_chunk(data[at : at + CHUNK]) for at in range(0, size, CHUNK)]
+    assert digest.split(part.digests()) == sums
 
 
-def test_holes_and_zeros_are_bytes_too(tmp_path: Path, engine: Engine, source: int) -> None:
+def test_without_digests_the_map_says_only_what_is_in(source: int, part: Part) -> None:
+    os.truncate(source, 2 * CHUNK + 1)
+    os.pwrite(source, b"x" * CHUNK, 0)
+    bring(Rsync(msgspec.structs.replace(TUNING, digest=False)), source, part)
+    assert part.digests() == digest.UNKNOWN * 3
+
+
+def test_holes_and_zeros_are_bytes_too(engine: Engine, source: int, part: Part) -> None:
     os.pwrite(source, b"start", 0)
     os.pwrite(source, b"end", 3 << 20)
-    size = (3 << 20) + 3
-    part = part_of(tmp_path, size)
-    # A leftover of an earlier use of these blocks must not show through a hole.
-    part.write_bytes(b"\xff" * size)
-    engine.copy(source, part, TIMEOUT)
-    assert part.read_bytes() == b"start" + bytes((3 << 20) - 5) + b"end"
+    bring(engine, source, part)
+    assert part.image.read_bytes() == b"start" + bytes((3 << 20) - 5) + b"end"
 
 
-def test_a_part_of_the_right_size_and_time_is_copied_all_the_same(
-    tmp_path: Path, engine: Engine, source: int
-) -> None:
-    os.write(source, b"right")
-    part = part_of(tmp_path, 5)
-    part.write_bytes(b"wrong")
-    facts = os.fstat(source)
-    os.utime(part, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
-    engine.copy(source, part, TIMEOUT)
-    assert part.read_bytes() == b"right"
+def test_the_space_is_taken_before_the_first_byte(engine: Engine, source: int, part: Part) -> None:
+    os.write(source, bytes(2 * CHUNK + 5))
+    engine.reserve(of(source), part)
+    assert part.allocated() >= 2 * CHUNK + 5
+    engine.reserve(of(source), part)
+    engine.copy(of(source), part, threading.Event())
+    assert part.image.read_bytes() == bytes(2 * CHUNK + 5)
 
 
 def test_the_open_file_is_copied_whatever_its_name_has_become(
-    tmp_path: Path, engine: Engine, source: int
+    tmp_path: Path, engine: Engine, source: int, part: Part
 ) -> None:
     os.write(source, b"right")
     (tmp_path / "source").rename(tmp_path / "old")
     (tmp_path / "source").write_bytes(b"wrong")
-    part = part_of(tmp_path, 5)
-    engine.copy(source, part, TIMEOUT)
-    assert part.read_bytes() == b"right"
+    bring(engine, source, part)
+    assert part.image.read_bytes() == b"right"
 
 
-def test_the_reserved_file_itself_is_filled(tmp_path: Path, engine: Engine, source: int) -> None:
+def test_the_reserved_file_itself_is_filled(engine: Engine, source: int, part: Part) -> None:
     """A new file in its place would need the space twice, and lose the reservation."""
     os.write(source, b"right")
-    part = part_of(tmp_path, 5)
-    inode = part.stat().st_ino
-    engine.copy(source, part, TIMEOUT)
-    assert part.stat().st_ino == inode
-    assert sorted(os.listdir(tmp_path)) == ["image", "source"]
+    engine.reserve(of(source), part)
+    inode = part.image.stat().st_ino
+    engine.copy(of(source), part, threading.Event())
+    assert part.image.stat().st_ino == inode
+    assert sorted(os.listdir(part.directory)) == ["image", "map"]
 
 
-def test_a_copy_that_cannot_be_written_says_so(tmp_path: Path, engine: Engine, source: int) -> None:
+def test_a_copy_that_cannot_be_written_says_so(engine: Engine, source: int, tmp_path: Path) -> None:
     os.write(source, b"right")
+    gone = Part(tmp_path / "nothing")
+    with pytest.raises(OSError, match="No such file"):
+        engine.reserve(of(source), gone)
     with pytest.raises((Failed, OSError)):
-        engine.copy(source, tmp_path / "nothing/image", TIMEOUT)
+        engine.copy(of(source), gone, threading.Event())
 
 
-def test_a_copy_ends_with_the_patience_for_it(tmp_path: Path, engine: Engine, source: int) -> None:
-    os.truncate(source, 1 << 30)
-    part = part_of(tmp_path, 1)
-    with pytest.raises(run.TimedOut):
-        engine.copy(source, part, 0.0)
+def test_a_copy_that_is_to_stop_says_so_and_what_is_in_stays(
+    engine: Engine, source: int, part: Part
+) -> None:
+    os.write(source, b"x" * 100)
+    engine.reserve(of(source), part)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        engine.copy(of(source), part, stop)
+    bring(engine, source, part)
+    assert part.image.read_bytes() == b"x" * 100
+
+
+def test_a_part_of_the_right_size_and_time_is_copied_all_the_same(source: int, part: Part) -> None:
+    """What rsync's quick check would take for done; a fresh part of the chunks has the size."""
+    os.write(source, b"right")
+    Chunks(TUNING).reserve(of(source), part)
+    facts = os.fstat(source)
+    os.utime(part.image, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+    Chunks(TUNING).copy(of(source), part, threading.Event())
+    assert part.image.read_bytes() == b"right"
+
+
+DATA = os.urandom(3 * CHUNK + 11)
+
+
+@pytest.mark.parametrize("there", [1, 700, CHUNK, 3 * CHUNK + 10, len(DATA)])
+def test_a_killed_rsync_goes_on_where_it_was(source: int, part: Part, there: int) -> None:
+    os.write(source, DATA)
+    Rsync(TUNING).reserve(of(source), part)
+    with part.image.open("r+b") as file:
+        file.write(DATA[:there])
+    bring(Rsync(TUNING), source, part)
+    assert part.image.read_bytes() == DATA
+    assert not missing_chunks(part.digests(), len(DATA), CHUNK)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 500_000, CHUNK])
+def test_a_killed_rsyncs_wrong_bytes_are_found_and_copied_again(
+    source: int, part: Part, wrong: int
+) -> None:
+    os.write(source, DATA)
+    Rsync(TUNING).reserve(of(source), part)
+    beginning = bytearray(DATA[: CHUNK + 5])
+    beginning[wrong] ^= 1
+    with part.image.open("r+b") as file:
+        file.write(beginning)
+    bring(Rsync(TUNING), source, part)
+    assert part.image.read_bytes() == DATA
+
+
+class Door:
+    """Stands for the door to other programs; notes what was to be run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
+        self.argv: list[str] = []
+        self.fds: list[int] = []
+        self.code = code
+        monkeypatch.setattr(run, "run", self.run)
+
+    def run(self, argv: list[str], pass_fds: list[int], stop: threading.Event) -> run.Ran:
+        self.argv, self.fds = argv, pass_fds
+        return run.Ran(tuple(argv), self.code, "", "rsync: error: no luck")
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "argument"),
+    [(None, "0"), (1, "1"), (1024, "1"), (1025, "2"), (500 << 20, "512000")],
+)
+def test_the_bandwidth_is_told_to_rsync_in_its_own_unit_and_never_as_no_limit(
+    monkeypatch: pytest.MonkeyPatch, source: int, part: Part, bandwidth: int | None, argument: str
+) -> None:
+    door = Door(monkeypatch)
+    os.write(source, b"x")
+    part.image.write_bytes(b"x")
+    tuning = msgspec.structs.replace(TUNING, bandwidth=bandwidth)
+    Rsync(tuning).copy(of(source), part, threading.Event())
+    assert f"--bwlimit={argument}" in door.argv
+
+
+@pytest.mark.parametrize(
+    ("there", "option", "other"),
+    [(b"", "--whole-file", "--append-verify"), (b"x", "--append-verify", "--whole-file")],
+)
+def test_rsync_begins_or_resumes_and_gets_the_open_file_only(
+    monkeypatch: pytest.MonkeyPatch,
+    source: int,
+    part: Part,
+    there: bytes,
+    option: str,
+    other: str,
+) -> None:
+    door = Door(monkeypatch)
+    os.write(source, b"xy")
+    part.image.write_bytes(there)
+    with pytest.raises(chunks.Truncated):  # this rsync only says that it was there
+        Rsync(TUNING).copy(of(source), part, threading.Event())
+    assert option in door.argv
+    assert other not in door.argv
+    assert {"--inplace", "--partial"} <= set(door.argv)
+    assert door.argv[-2:] == [f"/proc/self/fd/{source}", str(part.image)]
+    assert door.fds == [source]
+
+
+def test_rsyncs_own_failure_is_explained_and_makes_no_map(
+    monkeypatch: pytest.MonkeyPatch, source: int, part: Part
+) -> None:
+    Door(monkeypatch, code=23)
+    part.image.write_bytes(b"")
+    with pytest.raises(Failed, match="rsync: exit 23 rsync: error: no luck") as caught:
+        Rsync(TUNING).copy(of(source), part, threading.Event())
+    assert caught.value.reason == "copy"
+    assert part.digests() == b""
 
 
 def test_rsync_that_is_not_installed_is_explained(
-    tmp_path: Path, source: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: int, part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(run.ENVIRONMENT, "PATH", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Failed, match="rsync is not installed"):
-        ENGINES["rsync"].copy(source, part_of(tmp_path, 1), TIMEOUT)
+    os.write(source, b"right")
+    with pytest.raises(Failed, match="rsync is not installed") as caught:
+        bring(Rsync(TUNING), source, part)
+    assert caught.value.reason == "program"
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "expected"),
+    [(1, None, 4), (2, None, 4), (3, None, 6), (64, None, 8), (None, None, 4), (64, 1, 1)],
+)
+def test_the_threads_follow_the_cores_unless_the_admin_says_so(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert copy.tuning(Config(threads=threads)).threads == expected
+
+
+def test_the_configuration_is_what_the_engine_gets() -> None:
+    assert copy.tuning(
+        Config(threads=3, chunk_size=CHUNK, direct="off", digest=False, bandwidth=7)
+    ) == Tuning(threads=3, chunk=CHUNK, direct=False, digest=False, bandwidth=7)
+    for direct in ("auto", "on"):
+        assert copy.tuning(Config(direct=direct)).direct
+    assert isinstance(copy.engine(Config()), Chunks)
+    assert isinstance(copy.engine(Config(engine="rsync")), Rsync)
+    assert chunk_count(1, Config().chunk_size) == 1

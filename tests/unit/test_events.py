@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage import events
-from forestage.events import Event, Outcome, append, printable, read, summary
+from forestage.events import Event, Outcome, append, read, summary
 from forestage.job import Hints, Job, User
+from forestage.units import MAX_TOLD, printable
 
 JOB = Job(
     id=7,
@@ -34,7 +35,7 @@ def event(job: int = 7, outcome: Outcome | None = None) -> Event:
 def test_a_users_text_is_made_printable_short_and_encodable(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
-    assert len(shown) <= 10 * (events.MAX_VALUE + 1)
+    assert len(shown) <= 10 * (MAX_TOLD + 1)
     shown.encode()
 
 
@@ -81,7 +82,6 @@ def test_no_text_of_a_user_breaks_the_line(
     assert line.endswith(" total=1.000s")
 
 
-@pytest.mark.xfail(strict=True, reason="events._value leaves quotes inside a quoted value alone")
 def test_a_user_cannot_forge_a_field_of_the_line() -> None:
     asked = '/a" result=hit image="/b'
     line = summary(JOB, [Outcome("declined", asked=asked)], 1.0)
@@ -115,7 +115,6 @@ def test_a_damaged_line_is_passed_over(tmp_path: Path, garbage: bytes) -> None:
     assert [one.job for one in read(file)] == [1, 2]
 
 
-@pytest.mark.xfail(strict=True, reason="the line after one cut short by a crash is lost with it")
 def test_a_line_cut_short_by_a_crash_does_not_take_the_next_one_along(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     append(file, [event(1)])

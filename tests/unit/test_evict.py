@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,6 +17,7 @@ from forestage.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
 from forestage.image import Access, Identity, Image
 from forestage.job import User
 from forestage.lease import Lease, Leases, Use
+from forestage.part import Owner, boot_id
 from forestage.units import Amount
 
 NO_LIMIT = 10**12
@@ -248,30 +248,68 @@ def test_evicting_by_key_spares_what_is_leased_or_pinned(
     assert evict.evict_keys(cache, leases, [*keys, "unknown"]) == (keys[2],)
 
 
-def test_a_part_is_dropped_only_when_its_copier_is_dead(cache: Cache, leases: Leases) -> None:
-    for key in ("alive", "dead"):
-        cache.part_dir(key).mkdir()
-        cache.part(key).write_bytes(b"half")
+def half(cache: Cache, key: str, boot: str | None) -> None:
+    """A part that a stager of that boot left; None: it did not come to say whose it is."""
+    part = cache.part(key)
+    part.directory.mkdir()
+    part.image.write_bytes(b"half")
+    if boot is not None:
+        wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644))
+        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0))
+
+
+def test_a_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_it(
+    cache: Cache, leases: Leases
+) -> None:
+    half(cache, "alive", None)
+    half(cache, "dead", None)
+    half(cache, "older boot", "another")
+    half(cache, "resumable", boot_id())
     with lock.held(cache.key_lock("alive"), 0):
         evict.tidy(cache, leases, ALL_MAY_STAY)
-        assert [path.name for path in cache.parts.iterdir()] == ["alive"]
+        assert {path.name for path in cache.parts.iterdir()} == {"alive", "resumable"}
     evict.tidy(cache, leases, ALL_MAY_STAY)
-    assert list(cache.parts.iterdir()) == []
+    assert {path.name for path in cache.parts.iterdir()} == {"resumable"}
+
+
+def test_what_might_be_resumed_one_day_goes_before_what_is_whole(
+    cache: Cache,
+    leases: Leases,
+    publish: Callable[[Image], Entry],
+    make_image: Callable[..., Image],
+) -> None:
+    key = publish(make_image()).key
+    half(cache, "mine", boot_id())
+    half(cache, "left", boot_id())
+    (cache.part("left").directory / "big").write_bytes(bytes(1 << 20))
+    used = evict.measure(cache, cache.stored(), ALL_MAY_STAY).used
+    tight = Config(max_size=Amount(size=used), min_free=Amount(size=0))
+    with lock.held(cache.key_lock("mine"), 0):
+        assert evict.make_room(cache, leases, tight, "/lustre/b", 0) == ()
+        assert cache.part_dir("left").exists()
+        assert evict.make_room(cache, leases, tight, "/lustre/b", 1 << 20) == ()
+        assert [path.name for path in cache.parts.iterdir()] == ["mine"]
+    assert cache.read(key) is not None
 
 
 def test_a_copy_under_way_counts_as_used(cache: Cache) -> None:
     """Two copies at once must not both take the same room."""
     before = evict.measure(cache, [], ALL_MAY_STAY).used
     cache.part_dir("key").mkdir()
-    fd = os.open(cache.part("key"), os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(cache.part("key").image, os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, 1 << 20)
     os.close(fd)
     assert evict.measure(cache, [], ALL_MAY_STAY).used - before >= 1 << 20
 
 
-def test_planning_waits_for_whoever_takes_a_lease(
-    cache: Cache, leases: Leases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_planning_waits_for_whoever_takes_a_lease_and_not_for_ever(
+    cache: Cache, leases: Leases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
-    with lock.held(cache.space_lock, 0), pytest.raises(lock.Busy):
-        evict.tidy(cache, leases, ALL_MUST_GO)
+    with lock.held(cache.space_lock, 0):
+        with pytest.raises(lock.Busy):
+            evict.tidy(cache, leases, ALL_MUST_GO, 0.05)
+        with pytest.raises(lock.Busy):
+            evict.make_room(cache, leases, ALL_MUST_GO, "/lustre/b", 1)
+        with pytest.raises(lock.Busy):
+            evict.evict_keys(cache, leases, ["0a"])

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.errors import JobError
-from forestage.job import IMAGE_OPTION, MAX_HINTED, SAVE_OPTION, Asked, Hints, Job, User, read_hints
+from forestage.job import (
+    IMAGE_OPTION,
+    MAX_HINTED,
+    MAX_PROBLEMS,
+    SAVE_OPTION,
+    Asked,
+    Hints,
+    Job,
+    User,
+    read_hints,
+)
+from forestage.units import MAX_TOLD
 
 ENVIRON = {
     "SLURM_JOB_ID": "42",
@@ -88,6 +99,23 @@ def test_too_many_images_are_cut_and_reported() -> None:
     assert f"names {MAX_HINTED + 1} images" in hints.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("comment", "number"),
+    [
+        (" ".join(f"stage-x{n}=1" for n in range(1000)), MAX_PROBLEMS),
+        ("stage-" + "x" * 10_000 + "=1", 1),
+        ("stage-\udcff=1", 1),
+        ("stage-\x1b[2J=1", 1),
+    ],
+)
+def test_problems_are_few_short_and_printable(comment: str, number: int) -> None:
+    problems = read_hints(comment).problems
+    assert len(problems) == number
+    for problem in problems:
+        assert problem.isprintable()
+        assert len(problem.encode()) <= MAX_TOLD + len("…".encode())
+
+
 TOKEN = st.sampled_from(
     ["stage=", "stage-wait=", "stage-x=", "stage=off", "/a", ",", "%2C", "%", "%ff", ";", " ", "1m"]
 )
@@ -101,6 +129,8 @@ def test_no_comment_raises_or_asks_for_too_much(comment: str) -> None:
     assert hints.wait is None or hints.wait >= 0
     assert all(hints.paths)
     assert all(hints.problems)
+    assert len(hints.problems) <= MAX_PROBLEMS
+    assert all(problem.isprintable() for problem in hints.problems)
 
 
 @given(st.text(st.characters(exclude_characters=";", exclude_categories=["Z", "C"])))

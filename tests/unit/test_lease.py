@@ -54,16 +54,27 @@ def test_only_root_reads_leases(leases: Leases) -> None:
     "damage", [b"", b"{", b"null", b"[]", b"\xff", b'{"job": 1}', b'{"job": "1"}', b"\0" * 100]
 )
 def test_a_damaged_lease_is_an_error_and_never_no_lease(leases: Leases, damage: bytes) -> None:
-    leases.write(lease(1, Use("k")))
-    leases.write(lease(2, Use("l")))
+    leases.write(lease(1, Use("k", "/a")))
+    leases.write(lease(2, Use("l", "/b")))
     leases.file(1).write_bytes(damage)
-    for asked in (lambda: leases.read(1), leases.all, leases.keys, leases.redirected):
+    # It may protect any entry, but a redirect that is taken off hurts nobody.
+    assert leases.redirected() == {"/b"}
+    for asked in (lambda: leases.read(1), leases.all, leases.keys):
         with pytest.raises(Failed) as caught:
             asked()
         assert caught.value.reason == "lease-damaged"
     assert leases.read(2) is not None
     leases.drop(1)
     assert leases.keys() == {"l"}
+
+
+def test_a_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: Leases) -> None:
+    held = lease(1, Use("k"), Use("k", "/a"), Use("l"))
+    leases.put(held.without("k"))
+    assert leases.read(1) == lease(1, Use("l"))
+    leases.put(held.without("k").without("l"))
+    assert leases.read(1) is None
+    assert not leases.file(1).exists()
 
 
 def test_a_half_written_file_of_a_crash_is_no_lease(leases: Leases) -> None:

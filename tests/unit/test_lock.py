@@ -76,6 +76,24 @@ def test_a_file_system_without_locks_is_an_error_and_not_a_soft_lock(
         pass
 
 
+def test_a_lock_makes_no_folder(tmp_path: Path) -> None:
+    """Where the cache's disk is gone it would make a cache on the root disk."""
+    with pytest.raises(FileNotFoundError), lock.held(tmp_path / "cache/locks/a.lock", 0):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whether_a_lock_is_free_is_seen_and_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    assert lock.is_free(path)
+    assert not path.exists()
+    with lock.held(path, 0):
+        assert not lock.is_free(path)
+    assert lock.is_free(path)
+    with lock.held(path, 0):
+        pass
+
+
 def test_a_negative_patience_tries_once(tmp_path: Path) -> None:
     with lock.held(tmp_path / "a.lock", -5):
         pass

@@ -111,10 +111,11 @@ def test_an_open_file_tells_its_mount(tmp_path: Path) -> None:
 
 def test_a_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None:
     """The path has become something else: taking that off would hit another's mount."""
-    for point in (tmp_path, tmp_path / "gone", tmp_path / "gone/too"):
-        mounts.take_off(Mount(-1, 0, "0:0", "/", str(point)))
     (tmp_path / "link").symlink_to("/proc")
-    mounts.take_off(Mount(-1, 0, "0:0", "/", str(tmp_path / "link")))
+    for point in (tmp_path, tmp_path / "link", Path("/proc")):
+        fd = os.open(point, os.O_PATH | os.O_NOFOLLOW)
+        mounts.take_off(Mount(-1, 0, "0:0", "/", str(point)), fd)
+        os.close(fd)
     assert Path("/proc/self").exists()
 
 

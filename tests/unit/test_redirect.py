@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage import mounts, redirect
-from forestage.cache import Cache
+from forestage.cache import Cache, Entry
+from forestage.clock import Clock, Deadline
+from forestage.errors import Declined, Failed
+from forestage.image import Image, Look
+from forestage.job import User
+from forestage.lease import Lease, Leases, Use
 from forestage.mounts import Mount
+from forestage.places import Places
 from forestage.redirect import Bind, next_step, stale, unneeded
 
 
@@ -85,6 +92,80 @@ def test_a_bind_of_anything_but_a_live_entry_has_no_key(
     assert (found.path, found.key) == ("/lustre/a", key)
 
 
-def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me: User) -> None:
     monkeypatch.setattr(redirect.asuser, "call", None)
-    redirect.take_off([])
+    redirect.take_off([], me)
+
+
+def test_a_redirect_that_is_gone_already_is_taken_off(tmp_path: Path, me: User) -> None:
+    (tmp_path / "file").touch()
+    paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
+    redirect.take_off([Bind(Mount(-1, 0, "0:0", "/", path), "") for path in paths], me)
+
+
+def _to_file(folder: Path) -> None:
+    folder.rename(folder.with_name("old"))
+    folder.touch()
+
+
+def _to_loop(folder: Path) -> None:
+    folder.rename(folder.with_name("old"))
+    folder.symlink_to(folder.name)
+
+
+def _to_nothing(folder: Path) -> None:
+    folder.rename(folder.with_name("old"))
+
+
+def _to_link(folder: Path) -> None:
+    (folder / "image").rename(folder / "old")
+    (folder / "image").symlink_to("old")
+
+
+@pytest.mark.parametrize("swap", [_to_file, _to_loop, _to_nothing, _to_link])
+def test_a_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redirect(
+    cache: Cache,
+    leases: Leases,
+    shared: Path,
+    me: User,
+    look: Callable[[Path], Look],
+    publish: Callable[[Image], Entry],
+    swap: Callable[[Path], None],
+) -> None:
+    (shared / "sub").mkdir()
+    (shared / "sub/image").write_bytes(b"12345")
+    looked = look(shared / "sub/image")
+    looked.close()
+    publish(looked.image)
+    swap(shared / "sub")
+    lease = Lease(7, me, 0.0, str(cache.root), (Use(looked.image.key),))
+    deadline = Deadline.after(20, Clock())
+    with pytest.raises(Declined) as caught:
+        redirect.lay(cache, Places(shared), leases, lease, looked.image, deadline)
+    assert (caught.value.reason, isinstance(caught.value, Failed)) == ("changed", False)
+    assert leases.read(7) is None
+
+
+@pytest.mark.parametrize(
+    ("uses", "found"),
+    [
+        ((Use("0a", "/lustre/a"),), ["/lustre/a"]),
+        ((Use("0a", "/lustre/a"), Use("0b", "/lustre/b")), ["/lustre/a", "/lustre/b"]),
+        ((Use("0a"), Use("0b")), []),
+        # Another entry than the lease says, or another program's mount at the same place.
+        ((Use("0b", "/lustre/a"),), []),
+        ((Use("0c", "/lustre/c"),), []),
+    ],
+)
+def test_a_lease_tells_its_redirects_where_the_caches_disk_has_gone(
+    monkeypatch: pytest.MonkeyPatch, me: User, uses: tuple[Use, ...], found: list[str]
+) -> None:
+    table = [
+        Mount(2, 1, "0:1", "/forestage/entries/0a/image", "/lustre/a"),
+        Mount(3, 1, "0:1", "/forestage/entries/0b/image", "/lustre/b"),
+        Mount(4, 1, "0:1", "/home/image", "/lustre/c"),
+    ]
+    monkeypatch.setattr(mounts, "current", lambda: table)
+    left = redirect._left_by(Lease(7, me, 0.0, "/mnt/nvme/forestage", uses))
+    assert [bind.path for bind in left] == found
+    assert {bind.key for bind in left} <= {""}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -11,12 +12,10 @@ import pytest
 from forestage import run
 from forestage.errors import Failed
 
-TIMEOUT = 20.0
-
 
 def test_a_program_gets_a_small_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD_OF_SOMEBODY", "1")
-    ran = run.run(["sh", "-c", "env | sort; pwd; readlink /proc/self/fd/0"], TIMEOUT)
+    ran = run.run(["sh", "-c", "env | sort; pwd; readlink /proc/self/fd/0"])
     assert ran.out.splitlines() == ["LC_ALL=C", f"PATH={run.PATH}", "PWD=/", "/", "/dev/null"]
     assert (ran.code, ran.err) == (0, "")
 
@@ -25,7 +24,7 @@ def test_only_the_named_descriptor_is_passed_on(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
     fds = [os.open(tmp_path / "a", os.O_RDONLY) for _ in range(2)]
     script = f"cat /proc/self/fd/{fds[0]}; test ! -e /proc/self/fd/{fds[1]}"
-    ran = run.run(["sh", "-c", script], TIMEOUT, pass_fds=fds[:1])
+    ran = run.run(["sh", "-c", script], pass_fds=fds[:1])
     for fd in fds:
         os.close(fd)
     assert (ran.code, ran.out) == (0, "content")
@@ -41,25 +40,36 @@ def test_only_the_named_descriptor_is_passed_on(tmp_path: Path) -> None:
     ],
 )
 def test_how_a_program_ended_is_one_line(script: str, explained: str) -> None:
-    assert run.run(["sh", "-c", script], TIMEOUT).explained() == explained
+    assert run.run(["sh", "-c", script]).explained() == explained
 
 
 def test_no_word_is_read_by_a_shell() -> None:
-    assert run.run(["printf", "%s", "$(id); `id` *"], TIMEOUT).out == "$(id); `id` *"
+    assert run.run(["printf", "%s", "$(id); `id` *"]).out == "$(id); `id` *"
 
 
 def test_a_missing_program_is_our_failure_with_a_hint() -> None:
     with pytest.raises(Failed) as caught:
-        run.run(["no-such-program-anywhere"], TIMEOUT)
+        run.run(["no-such-program-anywhere"])
     assert (caught.value.reason, bool(caught.value.hint)) == ("program", True)
 
 
-def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+class Once(threading.Event):
+    """Is set as soon as a file has a line."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def is_set(self) -> bool:
+        return self.file.exists() and self.file.read_text().endswith("\n")
+
+
+def test_a_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -> None:
     script = (
         f"sleep 600 >/dev/null 2>&1 & echo $! > {tmp_path}/pid; echo $$ > {tmp_path}/group; wait"
     )
-    with pytest.raises(run.TimedOut):
-        run.run(["sh", "-c", script], 0.5)
+    ran = run.run(["sh", "-c", script], stop=Once(tmp_path / "group"))
+    assert ran.explained() == "sh: signal 9"
     child = int((tmp_path / "pid").read_text())
     for _ in range(500):
         if not _alive(child):
@@ -70,8 +80,13 @@ def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path)
         os.kill(int((tmp_path / "group").read_text()), 0)
 
 
+def test_a_program_that_nobody_stops_goes_on_to_its_end() -> None:
+    ran = run.run(["sh", "-c", f"sleep {run.STOP_POLL * 1.5}; echo end"], stop=threading.Event())
+    assert (ran.code, ran.out) == (0, "end\n")
+
+
 def test_a_signal_for_our_group_does_not_reach_the_program() -> None:
-    ran = run.run(["sh", "-c", "cut -d' ' -f5,6 /proc/$$/stat"], TIMEOUT)
+    ran = run.run(["sh", "-c", "cut -d' ' -f5,6 /proc/$$/stat"])
     group, session = map(int, ran.out.split())
     assert group == session
     assert session != os.getsid(0)

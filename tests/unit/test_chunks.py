@@ -1,0 +1,842 @@
+"""The fast engine: exactly the source's bytes, a map that is always true, little memory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forestage import chunks, digest, reserve, trace
+from forestage.chunks import BLOCK, READ_TRIES, Source, Stopped, Throttle, Truncated, Tuning
+from forestage.errors import Failed
+from forestage.part import Part, missing_chunks
+
+CHUNK = 4 * BLOCK
+TUNING = Tuning(threads=3, chunk=CHUNK)
+QUIET = Tuning(threads=1, chunk=CHUNK, direct=False)
+SIZES = [
+    1,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    CHUNK - 1,
+    CHUNK,
+    CHUNK + 1,
+    CHUNK + BLOCK,
+    7 * CHUNK - BLOCK - 1,
+    7 * CHUNK,
+    7 * CHUNK + 5,
+]
+
+Patch = pytest.MonkeyPatch
+
+
+class Pair:
+    """A source file and the part that it is copied to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "source"
+        self.part = Part(folder / "part")
+        self.part.directory.mkdir()
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self.direct: int | None = None
+
+    def fill(self, data: bytes) -> None:
+        os.truncate(self.fd, 0)
+        os.pwrite(self.fd, data, 0)
+
+    def random(self, size: int) -> bytes:
+        data = os.urandom(size)
+        self.fill(data)
+        return data
+
+    def past_cache(self) -> None:
+        self.direct = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+
+    @property
+    def source(self) -> Source:
+        return Source(self.fd, self.direct, os.fstat(self.fd).st_size)
+
+    def reserve(self, size: int | None = None) -> None:
+        found = reserve.data_chunks(self.fd, size or self.source.size, CHUNK)
+        reserve.reserve(self.part, size or self.source.size, CHUNK, found)
+
+    def copy(
+        self,
+        tuning: Tuning = TUNING,
+        stop: threading.Event | None = None,
+        source: Source | None = None,
+    ) -> None:
+        chunks.copy(source or self.source, self.part, tuning, stop or threading.Event())
+
+    @property
+    def copied(self) -> bytes:
+        return self.part.image.read_bytes()
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self.direct is not None:
+            os.close(self.direct)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(trace, "listener", None)
+
+
+def each(data: bytes) -> list[bytes]:
+    return [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+
+
+def map_of(data: bytes, with_digest: bool = True) -> bytes:
+    return b"".join(digest.of_chunk(one) if with_digest else digest.UNKNOWN for one in each(data))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+def test_all_bytes_cross_at_every_border(
+    pair: Pair, size: int, with_digest: bool, direct: bool
+) -> None:
+    data = pair.random(size)
+    if direct:
+        pair.past_cache()
+    pair.reserve()
+    pair.copy(msgspec.structs.replace(TUNING, digest=with_digest, direct=direct))
+    assert pair.copied == data
+    assert pair.part.digests() == map_of(data, with_digest)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(
+    st.binary(min_size=1, max_size=3 * BLOCK),
+    st.integers(0, 5 * CHUNK),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_any_file_crosses_with_any_tuning(
+    pair: Pair, tail: bytes, hole: int, direct: bool, with_digest: bool, threads: int
+) -> None:
+    os.truncate(pair.fd, 0)
+    os.pwrite(pair.fd, tail, hole)
+    pair.part.map.unlink(missing_ok=True)
+    pair.part.image.unlink(missing_ok=True)
+    pair.reserve()
+    pair.copy(Tuning(threads=threads, chunk=CHUNK, direct=direct, digest=with_digest))
+    assert pair.copied == bytes(hole) + tail
+    assert not missing_chunks(pair.part.digests(), hole + len(tail), CHUNK)
+
+
+def test_where_the_source_has_holes_the_copy_has_them_too(pair: Pair) -> None:
+    size = 100 * CHUNK + 5
+    os.truncate(pair.fd, size)
+    os.pwrite(pair.fd, b"middle", 50 * CHUNK - 3)
+    pair.reserve()
+    pair.copy()
+    data = pair.path.read_bytes()
+    assert pair.copied == data
+    assert pair.part.digests() == map_of(data)
+    assert pair.part.allocated() <= 2 * CHUNK + BLOCK
+
+
+@pytest.mark.xfail(strict=True, reason="chunks._chunk notes a hole without looking at the image")
+def test_no_leftover_shows_through_a_hole(pair: Pair) -> None:
+    """Bytes that the map does not know may be in a part; whatever they are, they are not ours."""
+    os.truncate(pair.fd, 2 * CHUNK)
+    pair.reserve()
+    pair.part.image.write_bytes(b"\xff" * 2 * CHUNK)
+    pair.copy()
+    assert pair.copied == bytes(2 * CHUNK)
+
+
+def test_holes_are_not_read(pair: Pair, monkeypatch: Patch) -> None:
+    os.truncate(pair.fd, 100 * CHUNK)
+    pair.reserve()
+    monkeypatch.setattr(chunks, "read_chunk", None)
+    pair.copy()
+    assert pair.part.digests() == digest.of_chunk(bytes(CHUNK)) * 100
+
+
+def test_a_file_system_that_cannot_tell_holes_is_read_whole(pair: Pair, monkeypatch: Patch) -> None:
+    os.truncate(pair.fd, 3 * CHUNK)
+    os.pwrite(pair.fd, b"end", 3 * CHUNK)
+    data = pair.path.read_bytes()
+    monkeypatch.setattr(
+        reserve, "data_chunks", lambda fd, size, chunk: set(range(-(-size // chunk)))
+    )
+    pair.reserve()
+    pair.copy()
+    assert pair.copied == data
+    assert pair.part.digests() == map_of(data)
+
+
+Read = Callable[..., int]
+
+
+def reading(
+    monkeypatch: Patch, fake: Callable[[Read, int, list[memoryview], int, int], int]
+) -> None:
+    """Puts `fake` before preadv(2); it gets the real one as its first argument."""
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], start: int, flags: int = 0) -> int:
+        return fake(real, fd, buffers, start, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("piece", [1000, BLOCK, BLOCK + 1, CHUNK - 1])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+def test_short_reads_are_continued(
+    pair: Pair, monkeypatch: Patch, piece: int, direct: bool
+) -> None:
+    def short(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        limit = piece if fd != pair.direct else max(BLOCK, piece // BLOCK * BLOCK)
+        return real(fd, [buffers[0][:limit]], start, flags)
+
+    data = pair.random(3 * CHUNK + 777)
+    if direct:
+        pair.past_cache()
+    pair.reserve()
+    reading(monkeypatch, short)
+    pair.copy(msgspec.structs.replace(TUNING, direct=direct))
+    assert pair.copied == data
+    assert pair.part.digests() == map_of(data)
+
+
+@pytest.mark.parametrize("served", [0, 1, 1000, BLOCK, BLOCK + 1, CHUNK])
+def test_what_the_page_cache_has_and_what_it_has_not_make_the_whole(
+    pair: Pair, monkeypatch: Patch, served: int
+) -> None:
+    def half(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if flags == os.RWF_NOWAIT:
+            if not served:
+                raise OSError(errno.EAGAIN, "not in the cache")
+            return real(fd, [buffers[0][:served]], start)
+        asked.add(fd)
+        return real(fd, buffers, start, flags)
+
+    asked: set[int] = set()
+    data = pair.random(2 * CHUNK + BLOCK + 5)
+    pair.past_cache()
+    pair.reserve()
+    reading(monkeypatch, half)
+    pair.copy()
+    assert pair.copied == data
+    assert asked <= {pair.direct}, "the rest comes past the page cache"
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP])
+def test_a_kernel_that_cannot_ask_the_page_cache_is_not_asked_twice_for_the_bytes(
+    pair: Pair, monkeypatch: Patch, number: int
+) -> None:
+    def unable(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if flags:
+            raise OSError(number, os.strerror(number))
+        return real(fd, buffers, start)
+
+    data = pair.random(CHUNK + 5)
+    pair.past_cache()
+    pair.reserve()
+    reading(monkeypatch, unable)
+    pair.copy()
+    assert pair.copied == data
+
+
+@pytest.fixture
+def naps(monkeypatch: Patch) -> list[float]:
+    """What was slept between tries; nothing is."""
+    slept: list[float] = []
+    monkeypatch.setattr(
+        chunks, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    )
+    return slept
+
+
+def failing(
+    monkeypatch: Patch, number: int, times: int, when: Callable[[int], bool] = lambda _: True
+) -> list[int]:
+    """Reads that fail so many times; gives the offsets of the failed ones."""
+    failed: list[int] = []
+
+    def fail(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if when(flags) and len(failed) < times:
+            failed.append(start)
+            raise OSError(number, os.strerror(number))
+        return real(fd, buffers, start, flags)
+
+    reading(monkeypatch, fail)
+    return failed
+
+
+def test_an_io_error_that_passes_is_tried_again(
+    pair: Pair, monkeypatch: Patch, naps: list[float]
+) -> None:
+    data = pair.random(2 * CHUNK + 5)
+    pair.reserve()
+    assert READ_TRIES > 1
+    failed = failing(monkeypatch, errno.EIO, READ_TRIES - 1)
+    pair.copy(QUIET)
+    assert pair.copied == data
+    assert failed == [0] * (READ_TRIES - 1)
+    assert len(naps) == READ_TRIES - 1
+
+
+def test_an_io_error_that_stays_is_raised_and_the_chunk_is_not_in(
+    pair: Pair, monkeypatch: Patch, naps: list[float]
+) -> None:
+    pair.random(2 * CHUNK)
+    pair.reserve()
+    failed = failing(monkeypatch, errno.EIO, 1000)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        pair.copy(QUIET)
+    assert caught.value.errno == errno.EIO
+    assert failed == [0] * READ_TRIES
+    assert pair.part.digests() == bytes(32)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.ENXIO])
+def test_other_errors_of_the_source_are_raised_at_once(
+    pair: Pair, monkeypatch: Patch, naps: list[float], number: int
+) -> None:
+    pair.random(CHUNK)
+    pair.reserve()
+    failed = failing(monkeypatch, number, 1000)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        pair.copy(QUIET)
+    assert (caught.value.errno, failed, naps) == (number, [0], [])
+
+
+@pytest.mark.xfail(strict=True, reason="chunks._from_cache raises EIO without READ_TRIES")
+def test_an_io_error_of_the_look_into_the_page_cache_is_tried_again_too(
+    pair: Pair, monkeypatch: Patch, naps: list[float]
+) -> None:
+    data = pair.random(CHUNK)
+    pair.past_cache()
+    pair.reserve()
+    failing(monkeypatch, errno.EIO, 1, lambda flags: flags == os.RWF_NOWAIT)
+    pair.copy(QUIET)
+    assert pair.copied == data
+
+
+@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
+@pytest.mark.parametrize("cut", [0, BLOCK, CHUNK, CHUNK + 1, 2 * CHUNK - 1])
+def test_a_source_that_is_cut_short_meanwhile_is_told_from_a_failure(
+    pair: Pair, monkeypatch: Patch, cut: int, with_digest: bool
+) -> None:
+    pair.random(2 * CHUNK)
+    pair.reserve()
+    monkeypatch.setattr(reserve, "data_chunks", lambda *_: {0, 1})
+    whole = pair.source
+    os.truncate(pair.fd, cut)
+    with pytest.raises(Truncated):
+        pair.copy(msgspec.structs.replace(QUIET, digest=with_digest), source=whole)
+    assert missing_chunks(pair.part.digests(), 2 * CHUNK, CHUNK) == list(range(cut // CHUNK, 2))
+
+
+def in_kernel(
+    monkeypatch: Patch, fake: Callable[[Read, int, int, int, int, int], int]
+) -> list[int]:
+    """Puts `fake` before copy_file_range(2); gives the offsets it was asked for."""
+    real = os.copy_file_range
+    asked: list[int] = []
+
+    def copy_file_range(source: int, target: int, count: int, start: int, to: int) -> int:
+        asked.append(start)
+        return fake(real, source, target, count, start, to)
+
+    monkeypatch.setattr(os, "copy_file_range", copy_file_range)
+    return asked
+
+
+NO_DIGEST = msgspec.structs.replace(QUIET, digest=False)
+
+
+def test_without_a_digest_the_kernel_copies_and_no_byte_comes_to_us(
+    pair: Pair, monkeypatch: Patch
+) -> None:
+    data = pair.random(3 * CHUNK + 5)
+    pair.reserve()
+    asked = in_kernel(monkeypatch, lambda real, *arguments: real(*arguments))
+    monkeypatch.setattr(chunks, "read_chunk", None)
+    pair.copy(NO_DIGEST)
+    assert pair.copied == data
+    assert asked == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
+    assert pair.part.digests() == digest.UNKNOWN * 4
+
+
+def test_with_a_digest_the_bytes_must_come_to_us(pair: Pair, monkeypatch: Patch) -> None:
+    pair.random(CHUNK)
+    pair.reserve()
+    asked = in_kernel(monkeypatch, lambda real, *arguments: real(*arguments))
+    pair.copy(QUIET)
+    assert asked == []
+
+
+def test_a_copy_in_the_kernel_that_stops_short_goes_on(pair: Pair, monkeypatch: Patch) -> None:
+    def short(real: Read, source: int, target: int, count: int, start: int, to: int) -> int:
+        return real(source, target, min(count, 1000), start, to)
+
+    data = pair.random(2 * CHUNK + 5)
+    pair.reserve()
+    in_kernel(monkeypatch, short)
+    pair.copy(NO_DIGEST)
+    assert pair.copied == data
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_where_the_kernel_cannot_copy_the_bytes_are_read_and_it_is_not_asked_again(
+    pair: Pair, monkeypatch: Patch, number: int, after: int
+) -> None:
+    def unable(real: Read, source: int, target: int, count: int, start: int, to: int) -> int:
+        if len(asked) > after:
+            raise OSError(number, os.strerror(number))
+        return real(source, target, count // 2 or 1, start, to)
+
+    data = pair.random(4 * CHUNK + 5)
+    pair.reserve()
+    asked = in_kernel(monkeypatch, unable)
+    pair.copy(NO_DIGEST)
+    assert pair.copied == data
+    assert len(asked) == after + 1
+    assert pair.part.digests() == digest.UNKNOWN * 5
+
+
+def test_an_error_of_the_kernels_copy_is_an_error(pair: Pair, monkeypatch: Patch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pair.random(CHUNK)
+    pair.reserve()
+    in_kernel(monkeypatch, full)
+    with pytest.raises(OSError, match="No space left"):
+        pair.copy(NO_DIGEST)
+    assert pair.part.digests() == bytes(16)
+
+
+@pytest.mark.xfail(strict=True, reason="chunks._copied_in_kernel raises EIO without a second try")
+def test_an_io_error_of_the_kernels_copy_is_tried_again(
+    pair: Pair, monkeypatch: Patch, naps: list[float]
+) -> None:
+    def once(real: Read, *arguments: int) -> int:
+        if len(asked) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments)
+
+    data = pair.random(CHUNK)
+    pair.reserve()
+    asked = in_kernel(monkeypatch, once)
+    pair.copy(NO_DIGEST)
+    assert pair.copied == data
+
+
+@pytest.mark.xfail(strict=True, reason="chunks._copied_in_kernel takes any 0 for the file's end")
+def test_a_file_system_whose_kernel_copy_gives_nothing_is_read(
+    pair: Pair, monkeypatch: Patch
+) -> None:
+    """copy_file_range(2), BUGS: some file systems answer 0 though there are bytes."""
+    data = pair.random(CHUNK)
+    pair.reserve()
+    in_kernel(monkeypatch, lambda *_: 0)
+    pair.copy(NO_DIGEST)
+    assert pair.copied == data
+
+
+def opening(monkeypatch: Patch, number: int) -> list[int]:
+    """Counts what is opened past the page cache; with a number that fails."""
+    real = os.open
+    opened: list[int] = []
+
+    def opens(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            opened.append(flags)
+            if number:
+                raise OSError(number, os.strerror(number))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", opens)
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("direct", "number", "count"),
+    [
+        pytest.param(False, 0, 0, id="off"),
+        pytest.param(True, 0, 1, id="on"),
+        pytest.param(True, errno.EINVAL, 1, id="unsupported, as on tmpfs before 6.6"),
+    ],
+)
+def test_the_page_cache_is_passed_only_where_that_is_possible_and_wanted(
+    pair: Pair, monkeypatch: Patch, direct: bool, number: int, count: int
+) -> None:
+    data = pair.random(2 * CHUNK + BLOCK + 5)
+    pair.reserve()
+    opened = opening(monkeypatch, number)
+    pair.copy(msgspec.structs.replace(TUNING, direct=direct))
+    assert len(opened) == count
+    assert pair.copied == data
+
+
+def test_an_image_that_cannot_be_opened_for_another_reason_is_an_error(
+    pair: Pair, monkeypatch: Patch
+) -> None:
+    pair.random(CHUNK)
+    pair.reserve()
+    opening(monkeypatch, errno.EROFS)
+    with pytest.raises(OSError, match="Read-only"):
+        pair.copy()
+
+
+def test_only_whole_blocks_pass_the_page_cache(pair: Pair, monkeypatch: Patch) -> None:
+    """A disk refuses the rest, and would have to be told the file's real end."""
+    written: list[tuple[bool, int, int]] = []
+    real = os.pwritev
+
+    def noting(fd: int, buffers: list[memoryview], start: int) -> int:
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        written.append((direct, start, len(buffers[0])))
+        return real(fd, buffers, start)
+
+    data = pair.random(CHUNK + 2 * BLOCK + 5)
+    pair.reserve()
+    monkeypatch.setattr(os, "pwritev", noting)
+    pair.copy(msgspec.structs.replace(QUIET, direct=True))
+    assert written == [
+        (True, 0, CHUNK),
+        (True, CHUNK, 2 * BLOCK),
+        (False, CHUNK + 2 * BLOCK, 5),
+    ]
+    assert pair.copied == data
+
+
+def test_short_writes_are_continued(pair: Pair, monkeypatch: Patch) -> None:
+    real = os.pwritev
+    monkeypatch.setattr(
+        os, "pwritev", lambda fd, buffers, start: real(fd, [buffers[0][:1000]], start)
+    )
+    data = pair.random(2 * CHUNK + 5)
+    pair.reserve()
+    pair.copy(QUIET)
+    assert pair.copied == data
+
+
+def test_only_what_is_missing_is_copied_on_a_resume(pair: Pair, monkeypatch: Patch) -> None:
+    data = pair.random(5 * CHUNK + 5)
+    pair.reserve()
+    mark = b"\1" * 16
+    with pair.part.map.open("r+b") as file:
+        for number in (0, 2, 5):
+            file.seek(number * 16)
+            file.write(mark)
+    starts: list[int] = []
+    real = chunks.read_chunk
+
+    def noting(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+        starts.append(start)
+        real(source, start, want, buffer)
+
+    monkeypatch.setattr(chunks, "read_chunk", noting)
+    pair.copy(QUIET)
+    assert starts == [CHUNK, 3 * CHUNK, 4 * CHUNK]
+    there = each(pair.copied)
+    for number, one in enumerate(each(data)):
+        assert there[number] == (bytes(len(one)) if number in (0, 2, 5) else one)
+    sums = digest.split(pair.part.digests())
+    assert [number for number, one in enumerate(sums) if one == mark] == [0, 2, 5]
+
+
+def test_nothing_is_missing_and_nothing_is_done(pair: Pair, monkeypatch: Patch) -> None:
+    data = pair.random(2 * CHUNK)
+    pair.reserve()
+    pair.copy()
+    monkeypatch.setattr(chunks, "read_chunk", None)
+    pair.copy()
+    assert pair.copied == data
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_stopped_copy_has_a_true_map_and_goes_on_from_there(
+    pair: Pair, monkeypatch: Patch, after: int
+) -> None:
+    data = pair.random(6 * CHUNK + 5)
+    pair.reserve()
+    stop = threading.Event()
+    seen: list[str] = []
+
+    def listen(name: str) -> None:
+        seen.append(name)
+        if len(seen) == after:
+            stop.set()
+
+    monkeypatch.setattr(trace, "listener", listen)
+    with pytest.raises(Stopped):
+        pair.copy(QUIET, stop)
+    missing = missing_chunks(pair.part.digests(), len(data), CHUNK)
+    assert missing == list(range(after, 7))
+    there, sums = each(pair.copied), digest.split(pair.part.digests())
+    for number in range(after):
+        assert there[number] == each(data)[number]
+        assert sums[number] == digest.of_chunk(there[number])
+    pair.copy(QUIET)
+    assert pair.copied == data
+    assert pair.part.digests() == map_of(data)
+
+
+def test_a_chunk_is_in_the_map_only_after_its_bytes(pair: Pair, monkeypatch: Patch) -> None:
+    data = pair.random(4 * CHUNK + 5)
+    pair.reserve()
+    seen: list[int] = []
+
+    def listen(_: str) -> None:
+        for number, one in enumerate(digest.split(pair.part.digests())):
+            if any(one):
+                seen.append(number)
+                assert each(pair.copied)[number] == each(data)[number]
+
+    monkeypatch.setattr(trace, "listener", listen)
+    pair.copy(QUIET)
+    assert seen == [n for done in range(1, 6) for n in range(done)]
+
+
+def test_a_copy_that_is_stopped_before_it_begins_copies_nothing(
+    pair: Pair, monkeypatch: Patch
+) -> None:
+    pair.random(2 * CHUNK)
+    pair.reserve()
+    stop = threading.Event()
+    stop.set()
+    monkeypatch.setattr(chunks, "read_chunk", None)
+    with pytest.raises(Stopped):
+        pair.copy(stop=stop)
+    assert pair.part.digests() == bytes(32)
+
+
+def test_a_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
+    pair.random(50 * CHUNK)
+    pair.reserve()
+    run = chunks._Run(
+        pair.source, pair.part, msgspec.structs.replace(TUNING, threads=2), threading.Event()
+    )
+    starts: list[int] = []
+    both = threading.Barrier(2)
+
+    def first_fails(_: Source, start: int, *__: memoryview) -> None:
+        starts.append(start)
+        both.wait(20)
+        if start == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert run.halt.wait(20)
+
+    monkeypatch.setattr(chunks, "read_chunk", first_fails)
+    with pytest.raises(OSError, match="No space left"):
+        run.all()
+    run.close()
+    assert sorted(starts) == [0, CHUNK]
+    assert missing_chunks(pair.part.digests(), 50 * CHUNK, CHUNK) == [0, *range(2, 50)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [MemoryError, IndexError, RuntimeError])
+def test_a_thread_that_dies_of_something_unforeseen_never_makes_a_whole_copy(
+    pair: Pair, monkeypatch: Patch, error: type[Exception]
+) -> None:
+    def die(*_: object) -> None:
+        raise error
+
+    pair.random(3 * CHUNK)
+    pair.reserve()
+    monkeypatch.setattr(chunks, "read_chunk", die)
+    with pytest.raises(Failed) as caught:
+        pair.copy()
+    assert caught.value.reason == "copy"
+
+
+def test_no_descriptor_is_left_whatever_happens(pair: Pair, monkeypatch: Patch) -> None:
+    pair.random(2 * CHUNK)
+    pair.reserve()
+    before = sorted(os.listdir("/proc/self/fd"))
+    pair.copy()
+    pair.part.map.write_bytes(bytes(32))
+    with monkeypatch.context() as patch:
+        failing(patch, errno.ESTALE, 9)
+        with pytest.raises(OSError, match="Stale"):
+            pair.copy()
+    chunks.digests(pair.part.image, 2 * CHUNK, TUNING)
+    with pytest.raises(Truncated):
+        chunks.digests(pair.part.image, 3 * CHUNK, TUNING)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("threads", "size", "buffers"), [(3, 9, 3), (8, 2, 2), (1, 9, 1)])
+def test_memory_is_bounded_by_the_threads(
+    pair: Pair, monkeypatch: Patch, threads: int, size: int, buffers: int
+) -> None:
+    pair.random(size * CHUNK)
+    pair.reserve()
+    made: list[int] = []
+    real = chunks.mmap.mmap
+
+    def noting(fd: int, length: int, **keywords: Any) -> Any:
+        made.append(length)
+        return real(fd, length, **keywords)
+
+    monkeypatch.setattr(chunks, "mmap", SimpleNamespace(mmap=noting))
+    pair.copy(Tuning(threads=threads, chunk=CHUNK))
+    assert made == [CHUNK] * buffers
+
+
+def _peak(work: Callable[[], None]) -> int:
+    """Bytes that Python took at most; the buffers are mapped and do not count."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+BIG = 8 << 20
+
+
+def _copy_of(pair: Pair, size: int) -> None:
+    os.truncate(pair.fd, size)
+    found = reserve.data_chunks(pair.fd, size, BIG)
+    reserve.reserve(pair.part, size, BIG, found)
+    tuning = Tuning(threads=1, chunk=BIG)
+    assert _peak(lambda: pair.copy(tuning)) < BIG // 4
+
+
+def test_no_chunk_is_held_twice(pair: Pair) -> None:
+    os.pwrite(pair.fd, b"x" * (BIG + 5), 0)
+    _copy_of(pair, BIG + 5)
+
+
+@pytest.mark.xfail(strict=True, reason="chunks._chunk makes a chunk of zeros for each hole")
+def test_a_hole_takes_no_memory(pair: Pair) -> None:
+    _copy_of(pair, 2 * BIG)
+
+
+class Tap:
+    """A clock and a stop event in one: waiting moves the clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+def throttle(monkeypatch: Patch, rate: int | None) -> tuple[Throttle, Tap]:
+    tap = Tap()
+    monkeypatch.setattr(chunks, "time", SimpleNamespace(monotonic=tap.monotonic))
+    return Throttle(rate), tap
+
+
+def test_a_throttled_copy_keeps_to_its_rate(monkeypatch: Patch) -> None:
+    made, tap = throttle(monkeypatch, 100)
+    moments = []
+    for _ in range(4):
+        made.take(50, tap)  # type: ignore[arg-type]
+        moments.append(tap.now - 1000)
+    assert moments == [0.0, 0.5, 1.0, 1.5]
+
+
+def test_time_that_was_not_used_is_not_saved_up(monkeypatch: Patch) -> None:
+    """After a source that hung, the burst would take the whole bandwidth."""
+    made, tap = throttle(monkeypatch, 100)
+    made.take(50, tap)  # type: ignore[arg-type]
+    tap.now += 60
+    moments = []
+    for _ in range(3):
+        made.take(50, tap)  # type: ignore[arg-type]
+        moments.append(tap.now - 1060)
+    assert moments == [0.0, 0.5, 1.0]
+
+
+def test_without_a_rate_nobody_waits(monkeypatch: Patch) -> None:
+    made, tap = throttle(monkeypatch, None)
+    for _ in range(3):
+        made.take(1 << 40, tap)  # type: ignore[arg-type]
+    assert tap.now == 1000
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.tuples(st.integers(1, 500), st.floats(0, 5)), min_size=1, max_size=20),
+)
+def test_no_second_sees_more_than_the_rate_and_one_chunk(
+    rate: int, takes: list[tuple[int, float]]
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made, tap = throttle(monkeypatch, rate)
+        flowed = []
+        for size, pause in takes:
+            made.take(size, tap)  # type: ignore[arg-type]
+            flowed.append((tap.now, size))
+            tap.now += pause
+    for first in range(len(flowed)):
+        for last in range(first, len(flowed)):
+            took = flowed[last][0] - flowed[first][0]
+            assert sum(size for _, size in flowed[first:last]) <= rate * took + 1e-6 * rate + 1e-6
+
+
+def test_every_chunk_goes_through_the_throttle(pair: Pair, monkeypatch: Patch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(Throttle, "take", lambda self, size, stop: taken.append(size))
+    pair.random(2 * CHUNK + 5)
+    pair.reserve()
+    pair.copy(msgspec.structs.replace(QUIET, bandwidth=1))
+    assert taken == [CHUNK, CHUNK, 5]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_entry_can_be_compared_with_its_map(pair: Pair, size: int) -> None:
+    data = pair.random(size)
+    assert chunks.digests(pair.path, size, TUNING) == map_of(data)
+    assert chunks.digests(pair.path, size, msgspec.structs.replace(TUNING, digest=False)) == map_of(
+        data, with_digest=False
+    )
+
+
+def test_an_entry_that_is_too_short_has_no_digests(pair: Pair) -> None:
+    pair.random(CHUNK)
+    with pytest.raises(Truncated):
+        chunks.digests(pair.path, CHUNK + 1, TUNING)
+
+
+def test_what_is_read_does_not_stay_in_the_page_cache(pair: Pair, monkeypatch: Patch) -> None:
+    """The node's memory belongs to the jobs."""
+    dropped: list[tuple[int, int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments))
+    pair.random(CHUNK + 5)
+    pair.reserve()
+    pair.copy(QUIET)
+    assert dropped == [
+        (pair.fd, 0, CHUNK, os.POSIX_FADV_DONTNEED),
+        (pair.fd, CHUNK, 5, os.POSIX_FADV_DONTNEED),
+    ]

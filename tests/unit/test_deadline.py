@@ -1,0 +1,246 @@
+"""How long a hook may wait: never so long that Slurm drains the node or loses a step of the job.
+
+What slurm.conf means is checked against Slurm's own reader (src/common/parse_config.c).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage import deadline
+from forestage.deadline import SAFE, UNKNOWN, Limits, limits, patience, read
+
+BOTH = "PrologFlags=Alloc,DeferBatch"
+
+
+def conf(text: str) -> dict[str, str]:
+    lines = (line.partition("=") for line in text.splitlines())
+    return {name.strip().lower(): value.strip() for name, _, value in lines}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Slurm's defaults: MessageTimeout 10 s + BatchStartTimeout 10 s, less a quarter.
+        ("", Limits(None, 15.0)),
+        ("MessageTimeout=30", Limits(None, 30.0)),
+        ("BatchStartTimeout=50", Limits(None, 45.0)),
+        ("MessageTimeout=2\nBatchStartTimeout=2", Limits(None, 1.0)),
+        ("MessageTimeout=1\nBatchStartTimeout=1", Limits(None, 0.0)),
+        # Unset, nonsense and 0 are Slurm's defaults.
+        ("MessageTimeout=0\nBatchStartTimeout=soon", Limits(None, 15.0)),
+        ("MessageTimeout=-5\nBatchStartTimeout=\u0661\u0662", Limits(None, 15.0)),
+        # Beyond this Slurm kills the Prolog and drains the node.
+        ("PrologEpilogTimeout=60", Limits(45.0, 15.0, 45.0)),
+        ("PrologEpilogTimeout=10", Limits(7.0, 7.0, 7.0)),
+        ("PrologEpilogTimeout=3", Limits(0.0, 0.0, 0.0)),
+        ("PrologEpilogTimeout=0", Limits(None, 15.0)),
+        ("PrologEpilogTimeout=65534", Limits(None, 15.0)),
+        ("PrologEpilogTimeout=many", Limits(None, 15.0)),
+        # Since 25.05 each has one of its own as well.
+        ("PrologTimeout=40\nPrologEpilogTimeout=100", Limits(30.0, 15.0, 75.0)),
+        ("PrologTimeout=100\nPrologEpilogTimeout=40", Limits(75.0, 15.0, 30.0)),
+        ("PrologTimeout=40", Limits(30.0, 15.0)),
+        ("PrologTimeout=65534\nPrologEpilogTimeout=100", Limits(75.0, 15.0, 75.0)),
+        ("EpilogTimeout=4", Limits(None, 15.0, 1.0)),
+        ("EpilogTimeout=40\nPrologEpilogTimeout=100", Limits(75.0, 15.0, 30.0)),
+        # With DeferBatch no srun waits; then only the job's credential goes off, after 120 s.
+        (BOTH, Limits(None, 90.0)),
+        ("PrologFlags=deferbatch , ALLOC,Contain", Limits(None, 90.0)),
+        ("PrologFlags=Alloc", Limits(None, 15.0)),
+        ("PrologFlags=NoDeferBatch,Alloc", Limits(None, 15.0)),
+        (f"{BOTH}\nPrologEpilogTimeout=600", Limits(450.0, 90.0, 450.0)),
+        (f"{BOTH}\nPrologEpilogTimeout=60", Limits(45.0, 45.0, 45.0)),
+        (f"{BOTH}\nAuthInfo=cred_expire=60", Limits(None, 45.0)),
+        (f"{BOTH}\nAuthInfo=socket=/run/munge/s, CRED_EXPIRE=400,ttl=5", Limits(None, 300.0)),
+        (f"{BOTH}\nAuthInfo=cred_expire=0", Limits(None, 90.0)),
+        (f"{BOTH}\nAuthInfo=cred_expire=never", Limits(None, 90.0)),
+        ("AuthInfo=cred_expire=8", Limits(None, 5.0)),
+        ("AuthInfo=cred_expire=600\nMessageTimeout=1000", Limits(None, 450.0)),
+    ],
+)
+def test_what_slurm_conf_allows(text: str, expected: Limits) -> None:
+    assert limits(conf(text)) == expected
+
+
+SECONDS = st.integers(0, 70000).map(str)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "prologepilogtimeout": SECONDS,
+            "prologtimeout": SECONDS,
+            "messagetimeout": SECONDS,
+            "batchstarttimeout": SECONDS,
+            "prologflags": st.sampled_from(["Alloc", "Alloc,DeferBatch", "", "x"]),
+            "authinfo": st.one_of(st.text(), SECONDS.map("cred_expire={}".format)),
+        },
+    )
+)
+def test_whatever_it_says_there_is_time_left_for_the_rest_of_the_hook(
+    settings: dict[str, str],
+) -> None:
+    found = limits(settings)
+    assert found.hurts >= 0
+    if found.drains is not None:
+        kills = [
+            int(settings.get(name, 0))
+            for name in ("prologtimeout", "prologepilogtimeout")
+            if 0 < int(settings.get(name, 0)) < 65534
+        ]
+        assert found.hurts <= found.drains <= max(0, kills[0] - 3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "configured", "hinted", "expected"),
+    [
+        (Limits(None, 15), None, None, 15),
+        (Limits(45, 15), None, None, 15),
+        # The admin decides, also beyond what may hurt, and never beyond what drains.
+        (Limits(None, 15), 300, None, 300),
+        (Limits(45, 15), 30, None, 30),
+        (Limits(45, 15), 300, None, 45),
+        (Limits(45, 15), 0, None, 0),
+        # The user's hint goes before both, under the admin's cap.
+        (Limits(None, 15), None, 100, 100),
+        (Limits(None, 15), 30, 100, 100),
+        (Limits(None, 15), 30, 5, 5),
+        (Limits(None, 15), 30, 0, 0),
+        (Limits(None, 15), None, 1000, 600),
+        (Limits(None, 15), 900, 1000, 600),
+        (Limits(45, 15), None, 1000, 45),
+    ],
+)
+def test_who_decides_how_long_a_job_waits(
+    limit: Limits, configured: float | None, hinted: float | None, expected: float
+) -> None:
+    assert patience(limit, configured, hinted, max_hinted=600) == expected
+
+
+NUMBERS = st.floats(0, 1000)
+MAYBE = st.one_of(st.none(), NUMBERS)
+
+
+@given(st.builds(Limits, MAYBE, NUMBERS), MAYBE, MAYBE, NUMBERS)
+def test_nothing_goes_beyond_what_drains_and_no_user_beyond_the_cap(
+    limit: Limits, configured: float | None, hinted: float | None, cap: float
+) -> None:
+    found = patience(limit, configured, hinted, cap)
+    assert found >= 0
+    assert limit.drains is None or found <= limit.drains
+    assert hinted is None or found <= min(hinted, cap)
+
+
+@pytest.mark.xfail(strict=True, reason="patience: with UNKNOWN limits a hint has no upper bound")
+def test_no_user_makes_the_hook_wait_longer_than_is_safe_where_slurm_conf_cannot_be_read() -> None:
+    """PrologEpilogTimeout may be 60 s; who hints 10m would then drain each node of his job."""
+    assert patience(UNKNOWN, None, hinted=600, max_hinted=600) <= SAFE
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("PrologEpilogTimeout=60\n", Limits(45.0, 15.0, 45.0)),
+        ("  PROLOGEPILOGTIMEOUT =\t60  # seconds\n", Limits(45.0, 15.0, 45.0)),
+        ("PrologEpilogTimeout=60", Limits(45.0, 15.0, 45.0)),
+        ("PrologEpilogTimeout=60\r\n", Limits(45.0, 15.0, 45.0)),
+        ("#PrologEpilogTimeout=60\n", UNKNOWN),
+        ("# Include nothing\nMessageTimeout=10 # PrologEpilogTimeout=60\n", Limits(None, 15.0)),
+        # The latest value is used.
+        ("PrologEpilogTimeout=600\nPrologEpilogTimeout=60\n", Limits(45.0, 15.0, 45.0)),
+        ("PrologFlags=Alloc,\\\nDeferBatch\n", Limits(None, 90.0)),
+        ("PrologFlags=Alloc,\\\n  DeferBatch\n", Limits(None, 90.0)),
+        (
+            "NodeName=n[1-4] CPUs=2\nPartitionName=a Nodes=ALL\nMessageTimeout=30\n",
+            Limits(None, 30),
+        ),
+        ("", UNKNOWN),
+        ("\n\n", UNKNOWN),
+    ],
+)
+def test_the_file_is_read_as_slurm_reads_it(tmp_path: Path, text: str, expected: Limits) -> None:
+    (tmp_path / "slurm.conf").write_bytes(text.encode())
+    assert read(str(tmp_path / "slurm.conf")) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            'PrologEpilogTimeout="60"\n',
+            marks=pytest.mark.xfail(strict=True, reason="deadline: a value in quotes is nonsense"),
+        ),
+        pytest.param(
+            "# one day: \\\nPrologEpilogTimeout=60\n",
+            marks=pytest.mark.xfail(
+                strict=True, reason="deadline._lines joins lines before it strips comments"
+            ),
+        ),
+        pytest.param("PrologEpilogTimeout=60 \\\n\n", id="continued by nothing"),
+    ],
+)
+def test_a_timeout_that_drains_is_never_overlooked(tmp_path: Path, text: str) -> None:
+    (tmp_path / "slurm.conf").write_text(text)
+    assert read(str(tmp_path / "slurm.conf")).drains == 45.0
+
+
+def test_includes_are_followed_from_where_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text(
+        f"MessageTimeout=30\ninclude  below/a.conf  # more\nInclude {tmp_path}/b.conf\n"
+        "BatchStartTimeout=30\n"
+    )
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below/a.conf").write_text("PrologEpilogTimeout=400\nINCLUDE c.conf\n")
+    (tmp_path / "below/c.conf").write_text(f"{BOTH}\n")
+    (tmp_path / "b.conf").write_text("PrologEpilogTimeout=100\n")
+    assert read(str(tmp_path / "slurm.conf")) == Limits(75.0, 75.0, 75.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Include slurm.conf\n",
+        "Include loop.conf\n",
+        "Include nothing.conf\n",
+        "Include %c.conf\n",
+        "Include .\n",
+        "Include binary\n",
+    ],
+)
+def test_what_cannot_be_read_to_its_end_means_the_safe_wait(tmp_path: Path, text: str) -> None:
+    """Half a configuration could lack the very line that drains."""
+    (tmp_path / "loop.conf").write_text("Include slurm.conf\n" * 3)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "slurm.conf").write_text(f"{BOTH}\n{text}")
+    assert read(str(tmp_path / "slurm.conf")) == UNKNOWN
+
+
+@pytest.mark.parametrize("path", ["", "nothing", "/", "/nowhere/slurm.conf", "a\0b"])
+def test_without_slurm_conf_the_wait_is_the_safe_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read(path) == UNKNOWN
+    assert patience(read(path), None, None, 600) == SAFE == limits({}).hurts
+
+
+def test_as_many_includes_as_a_site_has_are_read(tmp_path: Path) -> None:
+    number = deadline.MAX_INCLUDES - 1
+    (tmp_path / "slurm.conf").write_text(
+        "".join(f"Include {n}.conf\n" for n in range(number)) + "PrologEpilogTimeout=60\n"
+    )
+    for n in range(number):
+        (tmp_path / f"{n}.conf").write_text(f"NodeName=n{n}\n")
+    assert read(str(tmp_path / "slurm.conf")).drains == 45.0
+
+
+@given(st.text())
+def test_any_text_gives_limits(text: str) -> None:
+    found = limits({"prologepilogtimeout": text, "authinfo": text, "prologflags": text})
+    assert found.hurts >= 0

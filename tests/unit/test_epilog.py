@@ -1,0 +1,169 @@
+"""The end of a job: what it held goes, also where disk, lease or settings are broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import epilog, lock, redirect
+from forestage.cache import Cache, Entry
+from forestage.config import Config
+from forestage.deadline import UNKNOWN, Limits
+from forestage.image import Image
+from forestage.job import Job
+from forestage.lease import Lease, Use
+from forestage.node import Node
+from forestage.units import Amount
+
+
+@pytest.fixture
+def config(staging_node: Node) -> Config:
+    """Makes the epilog's own node the one of the tests, whose cache is empty at rest."""
+    return msgspec.structs.replace(
+        staging_node.config, cache="/cache", low_watermark=Amount(share=0.0)
+    )
+
+
+def ended(node: Node, job: Job, config: Config | None) -> tuple[str, str]:
+    (outcome,) = epilog.epilog(config, node.places, node.clock, job, UNKNOWN)
+    return outcome.result, outcome.reason
+
+
+def holding(node: Node, job: Job, key: str, cache: Path | None = None) -> None:
+    lease = Lease(job.id, job.user, 0.0, str(cache or node.cache.root), (Use(key, "/lustre/a"),))
+    node.leases.write(lease)
+
+
+Publish = Callable[[Image], Entry]
+Make = Callable[..., Image]
+
+
+def test_a_lease_goes_and_what_nobody_needs_is_evicted(
+    staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
+) -> None:
+    used, other = publish(make_image()).key, publish(make_image(inode=2)).key
+    holding(staging_node, asking, used)
+    holding(staging_node, msgspec.structs.replace(asking, id=8), other)
+    assert ended(staging_node, asking, config) == ("released", "")
+    assert staging_node.leases.read(asking.id) is None
+    assert [path.name for path in staging_node.cache.entries.iterdir()] == [other]
+
+
+def test_the_end_of_a_job_is_a_use(
+    staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
+) -> None:
+    key = publish(make_image()).key
+    staging_node.cache.touch(key, 5.0)
+    holding(staging_node, asking, key)
+    before = staging_node.clock.wall()
+    ended(staging_node, asking, None)
+    (stored,) = staging_node.cache.stored()
+    assert stored.used == pytest.approx(before, abs=3600)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_where_the_caches_disk_is_gone_the_lease_goes_and_no_cache_is_made(
+    tmp_path: Path, staging_node: Node, asking: Job, config: Config, with_config: bool
+) -> None:
+    """On the root disk, that would be."""
+    gone = tmp_path / "gone/forestage"
+    holding(staging_node, asking, "0a", gone)
+    assert ended(staging_node, asking, config if with_config else None) == ("released", "")
+    assert staging_node.leases.read(asking.id) is None
+    assert not gone.parent.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff"])
+def test_a_damaged_lease_goes_and_so_do_redirects_that_no_other_lease_names(
+    staging_node: Node,
+    asking: Job,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: bytes,
+) -> None:
+    holding(staging_node, asking, "0a")
+    staging_node.leases.file(asking.id).write_bytes(damage)
+    cleared: list[tuple[Path, Lease | None]] = []
+
+    def clear(cache: Cache, *arguments: object) -> int:
+        cleared.append((cache.root, arguments[-1]))  # type: ignore[arg-type]
+        return 0
+
+    monkeypatch.setattr(redirect, "clear", clear)
+    assert ended(staging_node, asking, config) == ("released", "")
+    assert cleared == [(staging_node.cache.root, None)]
+    assert not staging_node.leases.file(asking.id).exists()
+
+
+def test_a_damaged_lease_and_a_broken_configuration_leave_nothing_to_work_on(
+    staging_node: Node, asking: Job
+) -> None:
+    holding(staging_node, asking, "0a")
+    staging_node.leases.file(asking.id).write_bytes(b"{")
+    assert ended(staging_node, asking, None) == ("failed", "lease-damaged")
+
+
+def test_an_epilog_that_is_run_again_does_no_harm(
+    staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
+) -> None:
+    holding(staging_node, asking, publish(make_image()).key)
+    for _ in range(2):
+        assert ended(staging_node, asking, config) == ("released", "")
+
+
+def test_the_job_that_ended_is_the_one_whose_redirects_go(
+    staging_node: Node, asking: Job, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holding(staging_node, asking, "0a")
+    given: list[object] = []
+    monkeypatch.setattr(redirect, "clear", lambda *arguments: (given.append(arguments[-2:]), 3)[1])
+    (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
+    assert outcome.released == 3
+    ((user, lease),) = given  # type: ignore[misc]
+    assert user == asking.user
+    assert lease == Lease(
+        asking.id, asking.user, 0.0, str(staging_node.cache.root), (Use("0a", "/lustre/a"),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [
+        (None, lock.SPACE_TIMEOUT),
+        (1000.0, 2 * lock.SPACE_TIMEOUT),
+        (6.0, 6.0),
+        pytest.param(
+            0.0,
+            0.0,
+            marks=pytest.mark.xfail(
+                strict=True, reason="epilog: a limit of 0 s is taken for no limit at all"
+            ),
+        ),
+    ],
+)
+def test_the_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
+    staging_node: Node,
+    asking: Job,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float | None,
+    most: float,
+) -> None:
+    """Slurm kills an Epilog at its timeout and drains the node."""
+    real = lock.held
+    waits: list[float] = []
+
+    def noting(path: Path, timeout: float) -> object:
+        if path == staging_node.cache.space_lock:
+            waits.append(timeout)
+        return real(path, timeout)
+
+    monkeypatch.setattr(lock, "held", noting)
+    holding(staging_node, asking, "0a")
+    limits = Limits(None, 15.0, limit)
+    epilog.epilog(config, staging_node.places, staging_node.clock, asking, limits)
+    assert len(waits) == 2
+    assert sum(waits) == most

@@ -1,0 +1,96 @@
+"""How a hook ends: at once, with the code that was meant, its line said, nothing else done."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forestage import hooks
+from forestage.hooks import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
+
+END = """
+import atexit, sys
+from forestage import hooks
+atexit.register(print, "taken apart")
+def body(name):
+    BODY
+hooks._main = body
+try:
+    hooks.main("prolog")
+finally:
+    print("came back")
+"""
+
+
+def end(body: str) -> subprocess.CompletedProcess[str]:
+    script = END.replace("BODY", body)
+    return subprocess.run(
+        [sys.executable, "-BIc", script], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("code", [0, DRAIN])
+def test_main_ends_the_process_at_once_with_the_hooks_code(code: int) -> None:
+    ran = end(f"return {code}")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", "")
+
+
+def test_an_idle_hook_says_its_line_and_ends_with_0() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-BIc", "from forestage.hooks import main; main('prolog')"],
+        env={"SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "")
+    assert ran.stderr == "forestage: prolog job=7 result=none\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "nothing"),
+    [
+        ({}, True),
+        ({"SLURM_JOB_COMMENT": "words"}, True),
+        ({"SLURM_JOB_COMMENT": "stage=/a"}, False),
+        ({"SLURM_JOB_COMMENT": "stage-wait=1"}, False),
+        ({IMAGE_OPTION: "/a"}, False),
+        ({IMAGE_OPTION: ""}, False),
+    ],
+)
+def test_a_prolog_has_work_where_a_job_names_an_image_or_tries_to(
+    tmp_path: Path, environ: dict[str, str], nothing: bool
+) -> None:
+    assert nothing_to_do("prolog", environ, str(tmp_path)) is nothing
+
+
+def test_an_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
+    """Whatever the job asked for: the Epilog may not see it any more."""
+    environ = {"SLURM_JOB_ID": "7", IMAGE_OPTION: "/a"}
+    (tmp_path / "77.json").touch()
+    assert nothing_to_do("epilog", environ, str(tmp_path))
+    (tmp_path / "7.json").write_bytes(b"damaged")
+    assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+
+
+@pytest.mark.parametrize(("drains", "code"), [(False, 0), (True, DRAIN)])
+def test_whatever_rises_ends_in_one_line_and_0_unless_the_admin_wants_a_drain(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], drains: bool, code: int
+) -> None:
+    def bug(self: Hook, *_: object) -> int:
+        self.drains = drains
+        raise RuntimeError("two\nlines" + "x" * 5000)
+
+    monkeypatch.setattr(Hook, "run", bug)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(IMAGE_OPTION, "/a")
+    monkeypatch.delenv("SLURM_SCRIPT_CONTEXT", raising=False)
+    assert hooks._main("prolog") == code
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("forestage: prolog job=7 result=failed reason=RuntimeError at=")
+    assert "test_hooks.py:" in line
+    assert "detail='two\\nlines" in line
+    assert len(line) < 1500

@@ -1,0 +1,182 @@
+"""How far a copy is: what is counted as in is in, and nobody goes on with another copy's bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.image import Access, Image
+from forestage.part import (
+    ENTRY_BYTES,
+    Owner,
+    Part,
+    boot_id,
+    chunk_count,
+    done_bytes,
+    missing_chunks,
+)
+
+Make = Callable[..., Image]
+IN, OUT = b"\1" + bytes(15), bytes(16)
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    return Part(tmp_path / "part")
+
+
+def owner(wanted: Image, **changes: Any) -> Owner:
+    one = Owner(pid=1, boot="b", image=wanted, chunk=4, engine="chunks", job=7, since=1.0)
+    return msgspec.structs.replace(one, **changes)
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "count"), [(1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2), (0, 4, 0), (1, 1, 1)]
+)
+def test_the_last_chunk_may_be_short(size: int, chunk: int, count: int) -> None:
+    assert chunk_count(size, chunk) == count
+
+
+@pytest.mark.parametrize(
+    ("digests", "missing", "done"),
+    [
+        (b"", [0, 1, 2], 0),
+        (OUT * 3, [0, 1, 2], 0),
+        (IN + OUT + OUT, [1, 2], 4),
+        (OUT + OUT + IN, [0, 1], 1),
+        (IN * 3, [], 9),
+        # Cut short: what the map does not say is not in.
+        (IN, [1, 2], 4),
+        (IN + b"\1", [2], 8),
+        # Any byte makes an entry.
+        (bytes(15) + b"\1" + OUT * 2, [1, 2], 4),
+    ],
+)
+def test_a_map_of_three_chunks_tells_what_is_in(
+    digests: bytes, missing: list[int], done: int
+) -> None:
+    assert missing_chunks(digests, size=9, chunk=4) == missing
+    assert done_bytes(digests, chunk=4, size=9) == done
+
+
+@given(st.integers(1, 1000), st.integers(1, 100), st.data())
+def test_what_is_in_and_what_is_missing_make_the_whole(
+    size: int, chunk: int, data: st.DataObject
+) -> None:
+    count = chunk_count(size, chunk)
+    there = data.draw(st.sets(st.integers(0, count - 1)))
+    digests = b"".join(IN if number in there else OUT for number in range(count))
+    assert set(missing_chunks(digests, size, chunk)) == set(range(count)) - there
+    lengths = [len(range(number * chunk, min(size, (number + 1) * chunk))) for number in there]
+    assert done_bytes(digests, chunk, size) == sum(lengths)
+    assert len(digests) == count * ENTRY_BYTES
+
+
+def test_what_is_written_is_read_and_only_by_root(part: Part, make_image: Make) -> None:
+    assert part.owner() is None
+    one = owner(make_image(), phase="copying", began=2.5, resumed=3)
+    part.write_owner(owner(make_image()))
+    part.write_owner(one)
+    assert part.owner() == one
+    assert part.directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"null", b"\xff", b"{}", b"\0" * 100])
+def test_a_part_whose_owner_cannot_be_read_is_nobodys(
+    part: Part, make_image: Make, damage: bytes
+) -> None:
+    part.write_owner(owner(make_image()))
+    part.record.write_bytes(damage)
+    assert part.owner() is None
+    assert not part.resumable(owner(make_image()))
+    assert not part.resumable_in("b")
+
+
+def test_a_stray_file_among_the_parts_is_nobodys(part: Part) -> None:
+    part.directory.touch()
+    assert part.owner() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "resumable"),
+    [
+        ({}, True),
+        # Another process, job and time are what a resume is about.
+        ({"pid": 2, "job": 8, "since": 9.0, "phase": "copying", "began": 9.0}, True),
+        ({"boot": "c"}, False),
+        ({"chunk": 8}, False),
+        ({"engine": "rsync"}, False),
+        ({"digest": False}, False),
+    ],
+)
+def test_a_copy_goes_on_only_with_its_own_beginning(
+    part: Part, make_image: Make, changes: dict[str, object], resumable: bool
+) -> None:
+    part.write_owner(owner(make_image()))
+    assert part.resumable(owner(make_image(), **changes)) is resumable
+
+
+@pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns", "access"])
+def test_a_copy_never_goes_on_with_another_files_beginning(
+    part: Part, make_image: Make, field: str
+) -> None:
+    part.write_owner(owner(make_image()))
+    if field == "access":
+        other = Image(make_image().identity, Access(0, 0, 0o600))
+    else:
+        other = make_image(**{field: "/lustre/b" if field == "path" else 9})
+    assert not part.resumable(owner(other))
+
+
+def test_a_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
+    """After a power cut the map may have reached the disk and the bytes not."""
+    assert not part.resumable_in("b")
+    part.write_owner(owner(make_image()))
+    assert part.resumable_in("b")
+    assert not part.resumable_in("c")
+
+
+def test_this_boot_has_a_name() -> None:
+    assert boot_id() == boot_id()
+    assert len(boot_id()) == 36
+
+
+def test_progress_is_the_map_or_for_rsync_the_size(part: Part, make_image: Make) -> None:
+    chunks, rsync = owner(make_image(size=9)), owner(make_image(size=9), engine="rsync")
+    assert (part.copied(chunks), part.copied(rsync), part.allocated()) == (0, 0, 0)
+    part.directory.mkdir()
+    part.image.write_bytes(b"12345")
+    part.map.write_bytes(IN + OUT + IN)
+    assert (part.copied(chunks), part.copied(rsync)) == (5, 5)
+    os.truncate(part.image, 9)
+    part.map.write_bytes(IN + OUT + OUT)
+    assert (part.copied(chunks), part.copied(rsync)) == (4, 9)
+
+
+def test_what_is_reserved_is_what_the_disk_gave(part: Part) -> None:
+    part.directory.mkdir()
+    with part.image.open("wb") as file:
+        file.truncate(1 << 30)
+        assert part.allocated() < 1 << 20
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    assert 1 << 20 <= part.allocated() < 2 << 20
+
+
+def test_a_copy_stands_still_since_its_last_chunk_or_its_last_byte(part: Part) -> None:
+    part.directory.mkdir()
+    assert part.stood_still(1000.0) == 1000.0
+    part.image.touch()
+    os.utime(part.image, (900, 900))
+    assert part.stood_still(1000.0) == 100.0
+    part.map.touch()
+    os.utime(part.map, (950, 950))
+    assert part.stood_still(1000.0) == 50.0
+    os.utime(part.image, (999, 999))
+    assert part.stood_still(1000.0) == 1.0

@@ -1,0 +1,169 @@
+"""Space: taken before the first byte or refused at once, and none for the holes of a file."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forestage import reserve
+from forestage.part import Part
+
+CHUNK = 64 * 1024
+BLOCK = 4096
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    (tmp_path / "part").mkdir()
+    return Part(tmp_path / "part")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "source", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "found"),
+    [
+        ([], 4 * CHUNK, set()),
+        ([0], 4 * CHUNK, {0}),
+        ([2 * CHUNK], 4 * CHUNK, {2}),
+        ([0, 4 * CHUNK - BLOCK], 4 * CHUNK, {0, 3}),
+        # One block on each side of a border, and a short last chunk.
+        ([CHUNK - BLOCK, CHUNK], 4 * CHUNK, {0, 1}),
+        ([3 * CHUNK], 3 * CHUNK + 5, {3}),
+        ([], 5, set()),
+    ],
+)
+def test_the_chunks_with_data_are_told_from_the_holes(
+    source: int, data: list[int], size: int, found: set[int]
+) -> None:
+    os.truncate(source, size)
+    for start in data:
+        os.pwrite(source, b"x" * min(BLOCK, size - start), start)
+    assert reserve.data_chunks(source, size, CHUNK) == found
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(st.sets(st.integers(0, 40)), st.integers(1, 42 * BLOCK), st.integers(1, 20 * BLOCK))
+def test_no_byte_is_taken_for_a_hole(source: int, blocks: set[int], size: int, chunk: int) -> None:
+    os.truncate(source, 0)
+    os.truncate(source, size)
+    written = {block * BLOCK for block in blocks if block * BLOCK < size}
+    for start in written:
+        os.pwrite(source, b"x", start)
+    found = reserve.data_chunks(source, size, chunk)
+    assert {start // chunk for start in written} <= found
+    assert found <= set(range(-(-size // chunk)))
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_tell_has_no_holes(
+    source: int, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    os.truncate(source, 3 * CHUNK + 1)
+
+    def unable(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "lseek", unable)
+    assert reserve.data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
+
+
+def test_the_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
+    reserve.reserve(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
+    assert part.image.stat().st_size == 3 * CHUNK + 5
+    assert part.allocated() >= 3 * CHUNK + 5
+    assert part.digests() == bytes(4 * 16)
+    assert {path.stat().st_mode & 0o777 for path in (part.image, part.map)} == {0o600}
+
+
+def test_holes_take_no_space(part: Part) -> None:
+    size = 1000 * CHUNK
+    reserve.reserve(part, size, CHUNK, {1, 2, 500})
+    assert part.image.stat().st_size == size
+    assert 3 * CHUNK <= part.allocated() < 4 * CHUNK
+    fd = os.open(part.image, os.O_RDONLY)
+    assert reserve.data_chunks(fd, size, CHUNK) <= {1, 2, 500}
+    os.close(fd)
+
+
+def test_a_file_of_nothing_but_a_hole_is_one_too(part: Part) -> None:
+    reserve.reserve(part, 1 << 40, CHUNK * 1024, set())
+    assert (part.image.stat().st_size, part.allocated()) == (1 << 40, 0)
+
+
+def test_what_is_in_already_stays(part: Part) -> None:
+    reserve.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    with part.image.open("r+b") as file:
+        file.write(b"first")
+    with part.map.open("r+b") as file:
+        file.write(b"\1" * 16)
+    before = part.image.stat().st_ino
+    reserve.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    assert part.image.read_bytes() == b"first".ljust(2 * CHUNK, b"\0")
+    assert part.digests() == b"\1" * 16 + bytes(16)
+    assert part.image.stat().st_ino == before
+
+
+class Kernel:
+    """fallocate(2) that fails with a number; notes what was asked for."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.asked: list[tuple[int, int, int]] = []
+
+    def fallocate(self, fd: int, mode: int, start: ctypes.c_int64, length: ctypes.c_int64) -> int:
+        self.asked.append((mode, start.value, length.value))
+        ctypes.set_errno(self.number)
+        return -1 if self.number else 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
+def test_a_full_disk_is_an_error_at_once(
+    part: Part, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    kernel = Kernel(number)
+    monkeypatch.setattr(reserve, "_libc", kernel)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        reserve.reserve(part, 9 * CHUNK, CHUNK, {0, 2})
+    assert caught.value.errno == number
+    assert len(kernel.asked) == 1
+
+
+def test_a_file_system_that_cannot_reserve_is_used_all_the_same(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reserve, "_libc", Kernel(errno.EOPNOTSUPP))
+    reserve.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    assert part.image.stat().st_size == 2 * CHUNK
+
+
+def test_an_old_errno_is_no_failure(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctypes.set_errno(errno.ENOSPC)
+    kernel = Kernel(0)
+    monkeypatch.setattr(reserve, "_libc", kernel)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.ENOSPC)
+    reserve.reserve(part, CHUNK, CHUNK, {0})
+    assert kernel.asked
+
+
+def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One extent for each run: a file in thousands of pieces is read slowly."""
+    kernel = Kernel(0)
+    monkeypatch.setattr(reserve, "_libc", kernel)
+    reserve.reserve(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
+    keep = reserve.FALLOC_FL_KEEP_SIZE
+    assert kernel.asked == [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7)]
