@@ -1,7 +1,67 @@
-"""What all tests share."""
+"""What all tests share. `node` runs the hooks for real: as root, on a node made of tmpfs."""
 
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from forestage import mounts
+from node import Node  # it lies beside this file, not in a package
 
 # No deadline: a slow machine is not a bug. No database: a run does not depend on the last one.
 settings.register_profile("forestage", deadline=None, database=None)
 settings.load_profile("forestage")
+
+MS_PRIVATE = 1 << 18
+PR_SET_CHILD_SUBREAPER = 36
+TOP = Path("/mnt")  # there on every Linux; covered in the test's own namespace only
+TOOLS = ("rsync", "setfacl", "mount", "mkfs.ext4", "gcc", "pkg-config")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture(scope="session")
+def machine() -> None:
+    """Skips for an ordinary user; root has no excuse, ./test installs all that is needed."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts and other users' rights need root")
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if missing := [name for name in TOOLS if not shutil.which(name, path=path)]:
+        pytest.fail(f"missing: {', '.join(missing)} (run tests/prepare)")
+
+
+@pytest.fixture
+def private_mounts(machine: None) -> Iterator[None]:
+    """A mount namespace for one test, which goes with all its mounts when the test leaves it."""
+    folder = Path.cwd()
+    home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    assert _libc.unshare(mounts.CLONE_NEWNS) == 0
+    try:
+        mounts.mount("none", "/", mounts.MS_REC | MS_PRIVATE)
+        yield
+    finally:
+        result = _libc.setns(home, mounts.CLONE_NEWNS)
+        os.close(home)
+        if result != 0:
+            pytest.exit("cannot leave a test's mount namespace")
+        os.chdir(folder)  # setns(2) goes to the root
+
+
+@pytest.fixture
+def node(private_mounts: None) -> Iterator[Node]:
+    """A node with an empty cache on its NVMe and an empty shared file system."""
+    # The stagers of hooks that have ended become ours, so that their ends can be seen.
+    assert _libc.prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    node = Node.boot(TOP)
+    yield node
+    node.shut_down()
+    assert _libc.prctl(PR_SET_CHILD_SUBREAPER, 0) == 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from forestage import events, image, mounts, redirect
+from forestage import events, image, lock, mounts, redirect
 from forestage.cache import Cache
 from forestage.clock import Clock
 from forestage.events import Outcome
@@ -19,6 +22,7 @@ from forestage.hooks import IMAGE_OPTION, Hook
 from forestage.image import Identity
 from forestage.job import SAVE_OPTION, User
 from forestage.lease import Lease, Leases
+from forestage.part import Part
 from forestage.places import Places
 
 ALICE = User("alice", 65534, 65534)
@@ -48,6 +52,14 @@ class Ran:
     @property
     def said(self) -> tuple[str, str]:
         return self.outcome.result, self.outcome.reason
+
+
+def until(happened: Callable[[], object], what: str) -> None:
+    """Waits until it happened; a test that waits for what never comes ends after a minute."""
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.005)
 
 
 class Later(Clock):
@@ -85,9 +97,30 @@ class Node:
         node.configure()
         return node
 
+    def shut_down(self) -> None:
+        """Ends the hooks and stagers that still live, and collects all that have ended."""
+        for hook in multiprocessing.active_children():
+            hook.kill()
+            hook.join()
+        for part in self.parts():
+            owner = part.owner()
+            if owner is not None and not self.is_idle(part.directory.name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(owner.pid, signal.SIGKILL)
+                until(lambda key=part.directory.name: self.is_idle(key), "a killed stager's end")
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
     def configure(self, **keys: object) -> None:
         """Writes the configuration: the tests' own, and on top of it `keys`."""
-        config = {"sources": [str(self.shared)], "low_watermark": "100%", "min_free": 0, **keys}
+        config = {
+            "sources": [str(self.shared)],
+            "low_watermark": "100%",
+            "min_free": 0,
+            "chunk_size": "1M",  # the smallest, so that small images have several
+            **keys,
+        }
         # JSON is YAML.
         self.write_config(json.dumps({k: v for k, v in config.items() if v is not None}))
 
@@ -146,10 +179,17 @@ class Node:
         return self._run("epilog", self.environ(job), clock)
 
     def _run(self, name: events.Hook, environ: dict[str, str], clock: Clock | None) -> Ran:
-        before = len(list(events.read(self.places.events)))
+        before = len(self.outcomes(name, int(environ["SLURM_JOB_ID"])))
         code = Hook(name, environ, time.monotonic()).run(self.places, clock or Clock())
-        new = list(events.read(self.places.events))[before:]
-        return Ran(code, tuple(event.outcome for event in new))
+        return Ran(code, self.outcomes(name, int(environ["SLURM_JOB_ID"]))[before:])
+
+    def outcomes(self, hook: events.Hook, job: int | None = None) -> tuple[Outcome, ...]:
+        """What the event file says of a kind of hook, or of one job's; in order."""
+        return tuple(
+            event.outcome
+            for event in events.read(self.places.events)
+            if event.hook == hook and job in (None, event.job)
+        )
 
     def binds(self) -> dict[str, str]:
         """The paths that the node redirects, each with the key of the entry that it shows."""
@@ -157,6 +197,14 @@ class Node:
 
     def entries(self) -> set[str]:
         return {path.name for path in self.cache.entries.glob("*")}
+
+    def parts(self) -> list[Part]:
+        """The copies under way, and what killed ones left."""
+        return [Part(path) for path in sorted(self.cache.parts.glob("*"))]
+
+    def is_idle(self, key: str) -> bool:
+        """Whether no stager of this key lives: nobody holds its lock."""
+        return lock.is_free(self.cache.key_lock(key))
 
     def lease(self, job: int) -> Lease | None:
         return self.leases.read(job)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from node import Node
 
 from forestage import hooks
-from forestage.hooks import DRAIN, Hook, main, nothing_to_do
+from forestage.hooks import DRAIN, Hook, _main, nothing_to_do
+from node import Node
 
 IMAGE = hooks.IMAGE_OPTION
 
 
 @pytest.fixture
 def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """`main` as slurmd starts it for job 7, but on the test's node."""
+    """`_main` as slurmd starts it for job 7, but on the test's node."""
     for name, value in node.environ(7, node.put("alice/image.sqsh")).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("forestage.places.Places", lambda: node.places)
@@ -24,9 +24,9 @@ def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 def test_main_stages_and_releases(slurmd: Node) -> None:
-    assert main("prolog") == 0
+    assert _main("prolog") == 0
     assert len(slurmd.binds()) == 1
-    assert main("epilog") == 0
+    assert _main("epilog") == 0
     assert slurmd.binds() == {}
 
 
@@ -47,7 +47,7 @@ def test_the_unexpected_becomes_one_line_and_exit_0(
         raise error
 
     monkeypatch.setattr(Hook, "run", broken)
-    assert main(name) == 0  # type: ignore[arg-type]
+    assert _main(name) == 0  # type: ignore[arg-type]
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -65,7 +65,7 @@ def test_the_unexpected_drains_only_where_the_admin_asked_for_it(
 
     slurmd.configure(on_error=on_error)
     monkeypatch.setattr(prolog, "prolog", broken)
-    assert main("prolog") == code
+    assert _main("prolog") == code
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID"])
@@ -73,14 +73,14 @@ def test_a_hook_run_by_hand_without_slurms_variables_says_so(
     slurmd: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.delenv(name)
-    assert main("prolog") == 0
+    assert _main("prolog") == 0
     assert "reason=JobError at=" in capfd.readouterr().err
 
 
 def test_events_that_cannot_be_written_do_not_undo_what_was_staged(slurmd: Node) -> None:
     slurmd.places.events.parent.parent.mkdir(parents=True)
     slurmd.places.events.parent.touch()
-    assert main("prolog") == 0
+    assert _main("prolog") == 0
     assert len(slurmd.binds()) == 1
 
 

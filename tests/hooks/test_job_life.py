@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from node import ALICE, BOB, Node, content, read_as
 
 
@@ -218,7 +219,6 @@ def test_a_job_that_writes_to_its_own_image_is_not_redirected(node: Node) -> Non
         assert node.shows_source(path)
 
 
-@pytest.mark.xfail(strict=True, reason="prolog._redirect compares the unresolved --container-save")
 def test_a_job_that_writes_to_its_own_image_through_a_symlink_is_not_redirected(
     node: Node,
 ) -> None:
@@ -228,7 +228,6 @@ def test_a_job_that_writes_to_its_own_image_through_a_symlink_is_not_redirected(
     assert node.shows_source(path)
 
 
-@pytest.mark.xfail(strict=True, reason="a running job's redirect is in the way of a later save")
 def test_a_job_that_saves_to_an_image_another_job_uses_can_write_it(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)

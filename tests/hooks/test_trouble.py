@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from node import ALICE, BOB, Node, content
 
 from forestage import lock, mounts
 from forestage.clock import Clock, Deadline
 from forestage.hooks import DRAIN
+from node import ALICE, BOB, Node, content
 
 
 def _remount(path: Path, options: str) -> None:
@@ -96,7 +96,23 @@ def test_trouble_on_the_node_leaves_the_original_path_and_exits_0(
     assert line.count("\n") == 1
     assert f"reason={reason}" in line
     assert node.shows_source(path)
-    assert node.epilog(7).code == 0
+
+
+def _known(spoil: Callable[[Node], None]) -> list[pytest.MarkDecorator]:
+    reason = "epilog.epilog reads the lease outside its handling of OSError"
+    return [pytest.mark.xfail(strict=True, reason=reason)] if spoil is _run_is_full else []
+
+
+@pytest.mark.parametrize("spoil", [pytest.param(s, marks=_known(s)) for s, _ in TROUBLE])
+def test_after_trouble_in_the_prolog_the_epilog_has_its_outcome_and_exits_0(
+    node: Node, spoil: Callable[[Node], None]
+) -> None:
+    path = node.put("alice/image.sqsh")
+    spoil(node)
+    node.prolog(7, path)
+    ran = node.epilog(7)
+    assert (ran.code, len(ran.outcomes)) == (0, 1)
+    assert node.shows_source(path)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +167,6 @@ def test_a_disk_that_dies_under_a_redirect_does_not_keep_it(node: Node) -> None:
     assert node.lease(1) is None
 
 
-@pytest.mark.xfail(strict=True, reason="filelock makes the folders of a lock, and so a cache root")
 def test_the_epilog_makes_no_cache_where_the_disk_has_gone(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
@@ -160,7 +175,6 @@ def test_the_epilog_makes_no_cache_where_the_disk_has_gone(node: Node) -> None:
     assert not node.cache.root.exists()
 
 
-@pytest.mark.xfail(strict=True, reason="binds are known by the cache's mount, which is gone")
 def test_the_epilog_takes_off_redirects_to_a_disk_that_has_gone(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
@@ -172,7 +186,8 @@ def test_the_epilog_takes_off_redirects_to_a_disk_that_has_gone(node: Node) -> N
 def test_a_copy_under_way_elsewhere_is_waited_for_no_longer_than_the_deadline(
     node: Node,
 ) -> None:
-    node.configure(deadline="200ms", on_error="drain")
+    # Longer than the stager of the hook waits for the lock before it says that it is busy.
+    node.configure(deadline="1s", on_error="drain")
     path = node.put("alice/image.sqsh")
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.key_lock(node.identity(path).key), 0):
@@ -202,11 +217,11 @@ def test_a_users_patience_ends_at_the_admins_cap(
     assert asked[0] == seconds
 
 
-@pytest.mark.xfail(strict=True, reason="stage.stage takes a busy space.lock for a copy under way")
 def test_space_that_is_locked_for_ever_is_our_failure_and_not_the_jobs(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
+    node.configure(deadline="200ms")
     path = node.put("alice/image.sqsh")
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.space_lock, 0):
@@ -239,7 +254,6 @@ def test_the_epilog_works_on_the_cache_the_job_used_not_on_the_configured_one(
     assert node.shows_source(path)
 
 
-@pytest.mark.xfail(strict=True, reason="without a lease, epilog makes its Cache without `places`")
 def test_the_epilog_run_twice_does_no_harm(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(7, path)
@@ -251,7 +265,6 @@ def test_the_epilog_run_twice_does_no_harm(node: Node) -> None:
     assert set(node.binds()) == {str(path)}
 
 
-@pytest.mark.xfail(strict=True, reason="without a lease, epilog makes its Cache without `places`")
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff", b'{"job":7}'])
 def test_the_epilog_of_a_damaged_lease_takes_off_what_nobody_needs(
     node: Node, damage: bytes

@@ -1,0 +1,68 @@
+"""Things that go wrong while a copy is under way, each with the real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))
+
+# These lie beside this file, not in a package.
+from far import Far  # noqa: E402
+from fault import Gate, Points  # noqa: E402
+
+from forestage import trace  # noqa: E402
+from node import Node  # noqa: E402
+
+
+@pytest.fixture
+def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Points:
+    points = Points(tmp_path / "points")
+    monkeypatch.setattr(trace, "listener", points)
+    return points
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.open()
+
+
+@pytest.fixture(scope="session")
+def farfs(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of the file system that can be slow, hang and die."""
+    program = tmp_path_factory.mktemp("farfs") / "farfs"
+    argv = ["pkg-config", "--cflags", "--libs", "fuse3"]
+    flags = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+    source = FOLDER / "farfs.c"
+    subprocess.run(
+        ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, source, *flags], check=True
+    )
+    return program
+
+
+@pytest.fixture
+def far(node: Node, farfs: Path, tmp_path: Path) -> Iterator[Far]:
+    far = Far(farfs, node, tmp_path / "far")
+    yield far
+    far.end()
+
+
+@pytest.fixture
+def disk(node: Node, tmp_path: Path) -> Callable[..., None]:
+    """Makes the node's NVMe a small disk with a real file system of the wanted type."""
+
+    def format_disk(kind: str, size: str = "64M") -> None:
+        file = tmp_path / "disk"
+        subprocess.run(["truncate", "-s", size, file], check=True)
+        subprocess.run([f"mkfs.{kind}", "-q", file], check=True)
+        # The loop device goes with its mount, and that with the test's namespace.
+        subprocess.run(["mount", "-o", "loop", file, node.nvme], check=True)
+
+    return format_disk

@@ -1,0 +1,188 @@
+"""The node's own disk fills up, goes read-only or breaks while an image is copied onto it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from fault import MIB, Points, image, served, untouched
+
+from node import BOB, Node
+
+GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN; xfs has the same
+NOLOGFLUSH = (2).to_bytes(4, "little")
+
+
+def fill(node: Node, uid: int) -> None:
+    """Writes until the disk is full, as the processes of user `uid` would."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.seteuid(uid)
+            fd = os.open(node.nvme / "scratch/enroot", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for size in (MIB, 4096):
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.write(fd, bytes(size))
+            os.fsync(fd)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.fixture
+def scratch(node: Node, disk: Callable[..., None], request: pytest.FixtureRequest) -> str:
+    """Makes the node's NVMe a file system of the wanted kind that users may write to."""
+    kind = str(request.param)
+    if kind != "tmpfs":
+        disk(kind, "320M" if kind == "xfs" else "64M")
+    (node.nvme / "scratch").mkdir()
+    (node.nvme / "scratch").chmod(0o777)
+    return kind
+
+
+def small_files(*case: object) -> object:
+    reason = "reserve.reserve takes no room for the map, and nobody does for the small files"
+    return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+@pytest.mark.parametrize(
+    ("scratch", "uid", "engine", "point"),
+    [
+        # ext4 keeps a part of itself for root, xfs does not.
+        ("ext4", BOB.uid, "chunks", "reserved"),
+        ("ext4", BOB.uid, "chunks", "chunk"),
+        ("ext4", BOB.uid, "chunks", "copied"),
+        ("ext4", BOB.uid, "rsync", "reserved"),
+        small_files("xfs", BOB.uid, "chunks", "reserved"),
+        small_files("xfs", BOB.uid, "chunks", "chunk"),
+        small_files("xfs", BOB.uid, "chunks", "copied"),
+        small_files("xfs", BOB.uid, "rsync", "reserved"),
+    ],
+    indirect=["scratch"],
+)
+def test_a_disk_that_others_fill_during_the_copy_is_no_matter(
+    node: Node, points: Points, scratch: str, uid: int, engine: str, point: str
+) -> None:
+    node.configure(engine=engine)
+    path = node.put("alice/image.sqsh", image())
+    points.at(point, lambda: fill(node, uid))
+    ran = node.prolog(1, path)
+    assert (ran.code, *ran.said) == (0, "copied", "")
+    assert served(node, path, image())
+    assert node.epilog(1).code == 0
+
+
+@pytest.mark.parametrize(
+    ("scratch", "uid"),
+    [("ext4", BOB.uid), ("ext4", 0), ("xfs", BOB.uid), ("tmpfs", BOB.uid)],
+    indirect=["scratch"],
+)
+def test_a_disk_that_others_filled_before_is_declined(
+    node: Node, points: Points, scratch: str, uid: int
+) -> None:
+    node.configure(on_error="drain")
+    path = node.put("alice/image.sqsh", image())
+    points.at("claimed", lambda: fill(node, uid))
+    ran = node.prolog(1, path)
+    assert (ran.code, *ran.said) == (0, "declined", "no-room")
+    assert untouched(node, path, 1)
+    assert node.entries() == set()
+    assert node.parts() == []
+    (node.nvme / "scratch/enroot").unlink()
+    assert node.prolog(2, path).outcome.result == "copied"
+
+
+def _remount(node: Node, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", node.nvme], check=True)
+
+
+def _gone_read_only(node: Node) -> None:
+    """What ext4 does of itself at an error, also under files that are open for writing."""
+    _remount(node, "errors=remount-ro,abort")
+
+
+def _broken(node: Node) -> None:
+    """From now on whatever is read or written is an I/O error."""
+    fd = os.open(node.nvme, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, GOINGDOWN, NOLOGFLUSH)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "engine", "point"),
+    [
+        ("ext4", _gone_read_only, "chunks", "claimed"),
+        ("ext4", _gone_read_only, "chunks", "reserved"),
+        ("ext4", _gone_read_only, "chunks", "chunk"),
+        ("ext4", _gone_read_only, "chunks", "copied"),
+        ("ext4", _gone_read_only, "chunks", "checked"),
+        ("ext4", _gone_read_only, "rsync", "reserved"),
+        ("ext4", _broken, "chunks", "chunk"),
+        ("xfs", _broken, "chunks", "chunk"),
+        ("xfs", _broken, "rsync", "copied"),
+    ],
+)
+def test_a_disk_that_fails_during_the_copy_leaves_the_original_path(
+    node: Node,
+    points: Points,
+    disk: Callable[..., None],
+    kind: str,
+    fault: Callable[[Node], None],
+    engine: str,
+    point: str,
+) -> None:
+    disk(kind, "320M" if kind == "xfs" else "64M")
+    node.configure(engine=engine)
+    path = node.put("alice/image.sqsh", image())
+    points.at(point, lambda: fault(node))
+
+    ran = node.prolog(1, path)
+
+    assert (ran.code, *ran.said) == (0, "failed", "io")
+    assert node.shows_source(path)
+    assert node.epilog(1).code == 0
+    ran = node.prolog(2, path)
+    assert (ran.code, ran.outcome.result) == (0, "failed")
+    assert node.shows_source(path)
+    assert node.epilog(2).code == 0
+    # Once the disk is out of the way, the next job is served again.
+    subprocess.run(["umount", "--lazy", node.nvme], check=True)
+    assert node.prolog(3, path).outcome.result == "copied"
+    assert served(node, path, image())
+
+
+READ_ONLY_LOCKS = pytest.mark.xfail(
+    strict=True, reason="space.lock lies on the disk and cannot be opened for writing any more"
+)
+
+
+@READ_ONLY_LOCKS
+def test_no_job_reads_old_bytes_from_a_disk_gone_read_only(
+    node: Node, disk: Callable[..., None]
+) -> None:
+    disk("ext4")
+    path = node.put("alice/image.sqsh", image())
+    node.prolog(1, path)
+    _remount(node, "ro")
+    (node.server / "alice/image.sqsh").write_bytes(image(2))
+    assert node.prolog(2, path).code == 0
+    assert path.read_bytes() == image(2)
+
+
+@READ_ONLY_LOCKS
+def test_the_epilog_takes_off_redirects_to_a_disk_gone_read_only(
+    node: Node, disk: Callable[..., None]
+) -> None:
+    disk("ext4")
+    path = node.put("alice/image.sqsh", image())
+    node.prolog(1, path)
+    _remount(node, "ro")
+    assert node.epilog(1).code == 0
+    assert untouched(node, path, 1)

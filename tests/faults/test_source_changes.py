@@ -1,0 +1,157 @@
+"""The source changes while it is copied: no job ever gets a mixture, nor the file of before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fault import CHUNKS, Points, image, kill_stager, served, untouched
+
+from node import Node
+
+NAME = "alice/sub/image.sqsh"
+HALF = len(image()) // 2
+
+
+def _source(node: Node) -> Path:
+    return node.server / NAME
+
+
+def _truncate(node: Node) -> None:
+    os.truncate(_source(node), HALF)
+
+
+def _grow(node: Node) -> None:
+    with _source(node).open("ab") as file:
+        file.write(image(2))
+
+
+def _overwrite(node: Node) -> None:
+    with _source(node).open("r+b") as file:
+        file.seek(HALF)
+        file.write(image(2)[HALF:])
+
+
+def _overwrite_and_set_time_back(node: Node) -> None:
+    before = _source(node).stat()
+    _overwrite(node)
+    os.utime(_source(node), ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _replace(node: Node) -> None:
+    new = node.server / node.put("alice/sub/new", image(2)).relative_to(node.shared)
+    new.replace(_source(node))
+
+
+def _delete(node: Node) -> None:
+    _source(node).unlink()
+
+
+def _close_file(node: Node) -> None:
+    _source(node).chmod(0)
+
+
+def _close_folder(node: Node) -> None:
+    # 65534 owns the folder, so its own bits count.
+    _source(node).parent.chmod(0)
+
+
+def _move_folder(node: Node) -> None:
+    _source(node).parent.rename(node.server / "alice/other")
+
+
+CHANGED = [
+    (_truncate, image()[:HALF]),
+    (_grow, image() + image(2)),
+    (_overwrite, image()[:HALF] + image(2)[HALF:]),
+    (_overwrite_and_set_time_back, image()[:HALF] + image(2)[HALF:]),
+    (_replace, image(2)),
+]
+GONE = [
+    (_delete, "missing"),
+    (_close_file, "no-permission"),
+    (_close_folder, "no-permission"),
+    (_move_folder, "missing"),
+]
+MOMENTS = [
+    ("chunks", "reserved", 1),
+    ("chunks", "chunk", 2),
+    ("chunks", "copied", 1),
+    ("rsync", "reserved", 1),
+    ("rsync", "copied", 1),
+]
+
+
+@pytest.mark.parametrize(("engine", "point", "nth"), MOMENTS)
+@pytest.mark.parametrize(("change", "after"), CHANGED, ids=[c.__name__ for c, _ in CHANGED])
+def test_the_job_gets_the_file_that_is_there_after_the_change(
+    node: Node,
+    points: Points,
+    engine: str,
+    point: str,
+    nth: int,
+    change: Callable[[Node], None],
+    after: bytes,
+) -> None:
+    node.configure(engine=engine)
+    path = node.put(NAME, image())
+    before = node.identity(path).key
+    points.at(point, lambda: change(node), nth)
+
+    ran = node.prolog(1, path)
+
+    assert (ran.code, *ran.said) == (0, "copied", "")
+    assert [o.reason for o in node.outcomes("stager")] == ["changed", ""]
+    assert served(node, path, after)
+    assert node.entries() == {node.identity(path).key} != {before}
+
+
+@pytest.mark.parametrize(("engine", "point", "nth"), MOMENTS)
+@pytest.mark.parametrize(("change", "reason"), GONE, ids=[c.__name__ for c, _ in GONE])
+def test_a_source_that_the_user_lost_is_not_served_from_the_copy(
+    node: Node,
+    points: Points,
+    engine: str,
+    point: str,
+    nth: int,
+    change: Callable[[Node], None],
+    reason: str,
+) -> None:
+    node.configure(engine=engine, on_error="drain")
+    path = node.put(NAME, image())
+    points.at(point, lambda: change(node), nth)
+
+    ran = node.prolog(1, path)
+
+    assert (ran.code, *ran.said) == (0, "declined", reason)
+    assert node.binds() == {}
+    assert node.lease(1) is None
+    assert node.entries() == set()
+    assert node.parts() == []
+
+
+def test_a_source_that_changes_all_the_time_is_left_alone(node: Node, points: Points) -> None:
+    node.configure(on_error="drain")
+    path = node.put(NAME, image())
+    points.at("copied", lambda: os.utime(_source(node)), nth=None)
+    ran = node.prolog(1, path)
+    assert (ran.code, *ran.said) == (0, "declined", "changed")
+    assert untouched(node, path, 1)
+    assert node.entries() == set()
+    assert node.parts() == []
+
+
+def test_a_changed_source_does_not_resume_the_part_of_before(node: Node, points: Points) -> None:
+    path = node.put(NAME, image())
+    points.at("copied", kill_stager, nth=None)
+    assert node.prolog(1, path).said == ("failed", "copy")
+    points.calm()
+    _overwrite(node)
+    before = points.count("chunk")
+    assert node.prolog(2, path).outcome.result == "copied"
+    assert points.count("chunk") - before == CHUNKS
+    assert path.read_bytes() == image()[:HALF] + image(2)[HALF:]
+    node.epilog(2)
+    assert len(node.parts()) <= 1  # the one of before stays until its room is needed

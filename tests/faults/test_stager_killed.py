@@ -1,0 +1,300 @@
+"""kill -9 of the stager, wherever it is: the next goes on or starts anew, the bytes are right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fault import CHUNKS, Beside, Points, image, kill_stager, missing, served, untouched
+
+from forestage import evict, stager
+from forestage.part import Owner
+from node import Node, until
+
+SOURCES = Path(stager.__file__).parent
+POINT = re.compile(r'trace\.point\("(\w+)"\)')
+NAMES = sorted(
+    {name for file in SOURCES.glob("*.py") for name in POINT.findall(file.read_text())}
+    - {"looking"}  # passed in the child that acts as the user
+)
+CASES = [("chunks", name) for name in NAMES] + [
+    ("rsync", name) for name in NAMES if name != "chunk"
+]
+
+
+def test_the_trace_points_are_found() -> None:
+    assert {"claimed", "chunk", "published"} <= set(NAMES)
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_one_killed_stager_costs_the_job_nothing(
+    node: Node, points: Points, engine: str, name: str
+) -> None:
+    node.configure(engine=engine)
+    path = node.put("alice/image.sqsh", image())
+    points.at(name, kill_stager)
+    ran = node.prolog(1, path)
+    assert (ran.code, *ran.said) == (0, "copied", "")
+    assert served(node, path, image())
+    assert points.count("published") == 1
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_stagers_killed_again_and_again_leave_the_original_path(
+    node: Node, points: Points, engine: str, name: str
+) -> None:
+    node.configure(engine=engine)
+    path = node.put("alice/image.sqsh", image())
+    points.at(name, kill_stager, nth=None)
+
+    ran = node.prolog(1, path)
+
+    if name == "published":  # killed too late to matter
+        assert (ran.code, *ran.said) == (0, "copied", "")
+    else:
+        assert (ran.code, *ran.said) == (0, "failed", "copy")
+        assert untouched(node, path, 1)
+        assert node.entries() == set()
+    points.calm()
+    ran = node.prolog(2, path)
+    assert ran.outcome.result == ("hit" if name == "published" else "copied")
+    assert served(node, path, image())
+
+
+@pytest.mark.parametrize("done", [1, 3, CHUNKS])
+def test_what_is_in_is_not_read_again(node: Node, points: Points, done: int) -> None:
+    node.configure(threads=1)
+    path = node.put("alice/image.sqsh", image())
+    points.at("chunk", kill_stager, nth=done)
+    assert node.prolog(1, path).outcome.result == "copied"
+    assert served(node, path, image())
+    chunks = [pid for name, pid in points.passed() if name == "chunk"]
+    assert len(chunks) == CHUNKS
+    assert chunks.count(chunks[0]) == done
+
+
+@pytest.mark.parametrize("done", [1, 3, 5])
+def test_several_threads_resume_at_what_the_map_says(node: Node, points: Points, done: int) -> None:
+    node.configure(threads=4)
+    path = node.put("alice/image.sqsh", image())
+    points.at("chunk", kill_stager, nth=done)
+    points.at("claimed", kill_stager, nth=2)
+    points.at("claimed", kill_stager, nth=3)
+    assert node.prolog(1, path).said == ("failed", "copy")
+    left, before = missing(node, node.identity(path).key), points.count("chunk")
+    assert left <= CHUNKS - done
+
+    assert node.prolog(2, path).outcome.result == "copied"
+
+    assert points.count("chunk") - before == left
+    assert served(node, path, image())
+
+
+def _other_boot(owner: Owner) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(owner, boot="before the power cut"))
+
+
+def _other_identity(owner: Owner) -> bytes:
+    other = msgspec.structs.replace(owner.image.identity, ctime_ns=1)
+    wanted = msgspec.structs.replace(owner.image, identity=other)
+    return msgspec.json.encode(msgspec.structs.replace(owner, image=wanted))
+
+
+def _other_access(owner: Owner) -> bytes:
+    other = msgspec.structs.replace(owner.image.access, uid=0)
+    wanted = msgspec.structs.replace(owner.image, access=other)
+    return msgspec.json.encode(msgspec.structs.replace(owner, image=wanted))
+
+
+def _other_chunks(owner: Owner) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(owner, chunk=2 * owner.chunk))
+
+
+def _other_engine(owner: Owner) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(owner, engine="rsync"))
+
+
+def _damaged(owner: Owner) -> bytes:
+    return b'{"pid":\xff'
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_other_boot, _other_identity, _other_access, _other_chunks, _other_engine, _damaged],
+)
+def test_a_part_that_is_not_just_this_copy_is_started_anew(
+    node: Node, points: Points, change: object
+) -> None:
+    assert callable(change)
+    path = node.put("alice/image.sqsh", image())
+    points.at("copied", kill_stager, nth=None)
+    node.prolog(1, path)
+    (part,) = node.parts()
+    owner = part.owner()
+    assert owner is not None
+    assert missing(node, owner.image.key) == 0
+    part.image.write_bytes(image(9))  # whoever believes this part serves these bytes
+    part.record.write_bytes(change(owner))
+    points.calm()
+    before = points.count("chunk")
+
+    assert node.prolog(2, path).outcome.result == "copied"
+
+    assert points.count("chunk") - before == CHUNKS
+    assert served(node, path, image())
+
+
+@pytest.mark.parametrize("file", ["map", "owner.json"])
+def test_a_part_without_one_of_its_files_is_no_part(node: Node, points: Points, file: str) -> None:
+    path = node.put("alice/image.sqsh", image())
+    points.at("copied", kill_stager, nth=None)
+    node.prolog(1, path)
+    (part,) = node.parts()
+    (part.directory / file).unlink()
+    part.image.write_bytes(image(9))
+    points.calm()
+    assert node.prolog(2, path).outcome.result == "copied"
+    assert served(node, path, image())
+
+
+@pytest.mark.xfail(strict=True, reason="Cache.drop_part may delete the image before the map")
+def test_a_part_is_not_resumed_from_what_a_killed_deletion_left(node: Node, points: Points) -> None:
+    """Whoever deletes a part may be killed as well: slurmd kills an Epilog at its timeout."""
+    path = node.put("alice/image.sqsh", image())
+    points.at("copied", kill_stager, nth=None)
+    node.prolog(1, path)
+
+    def half(directory: Path, **_: object) -> None:
+        (Path(directory) / "image").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        shutil.rmtree = half  # type: ignore[assignment]
+        evict.drop_dead_parts(node.cache, lambda part: True)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    points.calm()
+
+    assert node.prolog(2, path).outcome.result == "copied"
+    assert path.read_bytes() == image()
+
+
+def _rsync_of(node: Node, key: str) -> int | None:
+    """The pid of the rsync that copies into a part, once it has begun to."""
+    part = node.cache.part(key)
+    owner = part.owner()
+    if owner is None or not part.image.exists() or part.image.stat().st_size == 0:
+        return None
+    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+@pytest.fixture
+def rsync_left_behind(node: Node) -> Iterator[Path]:
+    """The source of an rsync in the middle of its copy, whose hook and stager were killed."""
+    node.configure(engine="rsync", bandwidth="1M")
+    path = node.put("alice/image.sqsh", image())
+    key = node.identity(path).key
+    hook = Beside(lambda: node.prolog(1, path))
+    until(lambda: _rsync_of(node, key), "rsync to copy")
+    program = os.pidfd_open(_rsync_of(node, key) or 0)
+    hook.kill()
+    node.shut_down()
+    yield path
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(program, signal.SIGKILL)
+    until(lambda: select.select([program], [], [], 0)[0], "rsync's end")
+    os.close(program)
+
+
+@pytest.mark.xfail(strict=True, reason="run.run ties no program's life to the stager's")
+def test_an_rsync_left_behind_does_not_write_into_the_entry(
+    node: Node, rsync_left_behind: Path
+) -> None:
+    path = rsync_left_behind
+    node.configure(engine="rsync")
+    key = node.prolog(2, path).outcome.key
+    assert path.read_bytes() == image()
+    with (node.server / "alice/image.sqsh").open("r+b") as source:
+        source.write(image(2))
+    end = time.monotonic() + 3  # it would go on for longer than that
+    while time.monotonic() < end and node.cache.image(key).read_bytes() == image():
+        time.sleep(0.05)
+    assert node.cache.image(key).read_bytes() == image()
+
+
+def test_a_killed_rsync_resumes_where_it_was(
+    node: Node, points: Points, rsync_left_behind: Path, tmp_path: Path
+) -> None:
+    (part,) = node.parts()
+    begun = part.image.stat().st_size
+    assert 0 < begun < len(image())
+
+    def note() -> None:
+        owner = part.owner()
+        assert owner is not None
+        (tmp_path / "resumed").write_text(str(owner.resumed))
+
+    points.at("copied", note)
+    node.configure(engine="rsync")
+    assert node.prolog(2, rsync_left_behind).outcome.result == "copied"
+    assert int((tmp_path / "resumed").read_text()) >= begun
+    assert served(node, rsync_left_behind, image())
+
+
+def test_killed_fifty_times_at_random_moments(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed={seed}")  # shown if it fails
+    moments = random.Random(seed)
+    node.configure(bandwidth="400M")  # a few milliseconds for each chunk
+    path = node.put("alice/image.sqsh", image())
+    key = node.identity(path).key
+    kills = tmp_path / "kills"
+    kills.touch()
+    live = stager._live
+
+    def die() -> None:
+        with kills.open("ab") as file:
+            file.write(b".")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def doomed(*args: object) -> None:
+        timer = threading.Timer(moment, die)
+        timer.daemon = True
+        timer.start()
+        live(*args)  # type: ignore[arg-type]
+
+    job = 0
+    while kills.stat().st_size < 50:
+        job += 1
+        moment = moments.uniform(0, 0.04)
+        monkeypatch.setattr(stager, "_live", doomed)
+        ran = node.prolog(job, path)
+        assert ran.code == 0
+        assert ran.outcome.result in ("copied", "joined", "failed"), ran
+        assert path.read_bytes() == image()
+        if ran.outcome.result == "failed":
+            assert ran.outcome.reason == "copy"
+            assert untouched(node, path, job)
+            monkeypatch.setattr(stager, "_live", live)
+            job += 1
+            assert node.prolog(job, path).outcome.result == "copied"
+        assert served(node, path, image())
+        for ended in range(job + 1):
+            node.epilog(ended)
+        evict.evict_keys(node.cache, node.leases, [key])
+        assert node.entries() == set()
