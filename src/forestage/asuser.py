@@ -24,7 +24,7 @@ T = TypeVar("T")
 Found = tuple[T, list[int]]
 """What the child found: a value, and open file descriptors that go with it."""
 
-_PIECE = 64 * 1024  # bytes
+_LONGEST = 256 * 1024  # bytes of an answer: an ACL has up to 64 KiB, more as text
 _MAX_FDS = 4
 
 
@@ -74,31 +74,52 @@ def reach(path: str, user: User) -> int:
             return os.open(path, flags)
 
 
-def call(
+def ask(
     work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
-) -> Found[T]:
-    """Runs `work` in a child; gives its value, decoded as `answer`, and its descriptors.
+) -> tuple[T, socket.socket]:
+    """Runs `work` in a child; gives its value, decoded as `answer`, and a line.
 
+    In the line wait the descriptors that `work` gave, for whoever calls `take`: close(2) may ask
+    the file server and then hangs with it, but a descriptor that nobody took is dropped unclosed.
     `work` decides by `become` when it stops being root; of the descriptors open here it has only
     `keep`. OSErrors of `work` are raised again here.
     Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
     """
-    ours, theirs = socket.socketpair()
-    with ours:
-        pid = os.fork()
-        if pid == 0:
-            _answer(work, theirs, keep)
-        theirs.close()
-        try:
-            data, fds = _receive(ours, timeout)
-        finally:
-            _reap(pid)
-    if not data:
-        raise Failed("helper", "the process that looks at the image died without an answer")
-    got = msgspec.json.decode(data, type=_Answer)
-    if got.errno:
-        raise OSError(got.errno, os.strerror(got.errno), got.filename)
-    return msgspec.json.decode(got.value, type=answer), fds
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        _answer(work, theirs, keep)
+    theirs.close()
+    try:
+        data = _peek(ours, timeout)
+        if not data:
+            raise Failed("helper", "the process that looks at the image died without an answer")
+        got = msgspec.json.decode(data, type=_Answer)
+        if got.errno:
+            raise OSError(got.errno, os.strerror(got.errno), got.filename)
+        return msgspec.json.decode(got.value, type=answer), ours
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        _reap(pid)
+
+
+def take(line: socket.socket) -> list[int]:
+    """The descriptors that wait in a line of `ask`; once, and the line is closed."""
+    with line:
+        _, fds, _, _ = socket.recv_fds(line, _LONGEST, _MAX_FDS)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return list(fds)
+
+
+def call(
+    work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
+) -> Found[T]:
+    """`ask` and `take` in one, for descriptors that are safe to close."""
+    value, line = ask(work, answer, timeout, keep)
+    return value, take(line)
 
 
 def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int, ...]) -> NoReturn:
@@ -111,28 +132,20 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
             answer = _Answer(value=msgspec.Raw(msgspec.json.encode(value)))
         except OSError as error:
             answer = _Answer(errno=error.errno or 0, filename=str(error.filename or ""))
-        data = msgspec.json.encode(answer)
-        theirs.sendall(data[socket.send_fds(theirs, [data], fds) :])
+        # One packet holds it all, however long; by default a socket takes 208 KiB at once.
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
+        socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)
     finally:
         # Whatever went wrong: no answer tells the parent, and a traceback has nowhere to go.
         os._exit(0)
 
 
-def _receive(ours: socket.socket, timeout: float) -> tuple[bytes, list[int]]:
-    """The child's answer up to its end, which may be long: an ACL has up to 64 KiB."""
-    end = time.monotonic() + timeout
-    data, fds = b"", []
-    while True:
-        ready, _, _ = select.select([ours], [], [], max(0.0, end - time.monotonic()))
-        if not ready:
-            raise TooSlow(f"no answer after {timeout:.1f} s")
-        more, found, _, _ = socket.recv_fds(ours, _PIECE, _MAX_FDS)
-        for fd in found:
-            os.set_inheritable(fd, False)
-        fds += found
-        if not more:
-            return data, fds
-        data += more
+def _peek(ours: socket.socket, timeout: float) -> bytes:
+    """The child's answer, left in the socket together with its descriptors."""
+    ready, _, _ = select.select([ours], [], [], max(0.0, timeout))
+    if not ready:
+        raise TooSlow(f"no answer after {timeout:.1f} s")
+    return ours.recv(_LONGEST, socket.MSG_PEEK)
 
 
 def _reap(pid: int) -> None:

@@ -10,7 +10,7 @@ import threading
 
 import msgspec
 
-from forestage import copy, digest, evict, image, trace
+from forestage import copy, digest, evict, image, lock, trace
 from forestage.cache import Entry
 from forestage.chunks import Source
 from forestage.config import Config
@@ -35,6 +35,10 @@ class Task(msgspec.Struct, frozen=True):
     job: Job
     looked: Look
 
+    def taken(self) -> "Task":
+        """The same with the source as a descriptor of this process."""
+        return Task(self.node, self.job, self.looked.taken())
+
     @property
     def image(self) -> Image:
         return self.looked.image
@@ -55,7 +59,7 @@ def changed(task: Task) -> Declined:
 
 def claim(task: Task) -> Owner:
     """Says in the part who copies now; what is there already stays if it can be resumed."""
-    config = task.node.config
+    node, config = task.node, task.node.config
     owner = Owner(
         pid=os.getpid(),
         boot=boot_id(),
@@ -64,11 +68,14 @@ def claim(task: Task) -> Owner:
         engine=config.engine,
         digest=config.digest,
         job=task.job.id,
-        since=task.node.clock.monotonic(),
+        since=0.0,
     )
     if not task.part.resumable(owner):
-        task.node.cache.drop_part(task.key)
-    task.part.write_owner(owner)
+        node.cache.drop_part(task.key)
+    # In one go, so that who asked earlier is also seen earlier by those who stand in line.
+    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        owner = msgspec.structs.replace(owner, since=node.clock.monotonic())
+        task.part.write_owner(owner)
     return owner
 
 
@@ -159,13 +166,12 @@ def _check_unchanged(task: Task) -> None:
     if image.identify(task.looked.source, wanted.path) != wanted.identity:
         raise changed(task)
     try:
-        seen, fd = image.look(
+        seen, line = image.glance(
             wanted.path, task.job.user, node.config.sources, [node.cache.real], LOOK_TIMEOUT
         )
     except OSError:
         raise changed(task) from None
-    if fd is not None:
-        os.close(fd)
+    line.close()
     if seen.image != wanted:
         raise changed(task)
 

@@ -10,6 +10,7 @@ A published entry is read without a lock: it appears by one rename and leaves by
 """
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -185,15 +186,7 @@ class Cache:
 
         Who has it open, or bound over a path, keeps reading it: unlinked files stay until closed.
         """
-        for number in range(1000):
-            try:
-                self.entry_dir(key).rename(self.evicted / f"{key}.{number}")
-            except FileNotFoundError:
-                return
-            except OSError:  # ENOTEMPTY: an earlier one of this key is still being deleted
-                continue
-            return
-        raise Failed("evicted-stays", f"{self.evicted} cannot be emptied", "delete what it holds")
+        self._out_of_sight(self.entry_dir(key))
 
     def empty_evicted(self) -> None:
         """Deletes what was retired, also what a crash left. Two at once do no harm."""
@@ -201,8 +194,28 @@ class Cache:
             shutil.rmtree(directory, ignore_errors=True)
 
     def drop_part(self, key: str) -> None:
-        """Deletes a part. The caller holds the key's lock."""
-        shutil.rmtree(self.part_dir(key), ignore_errors=True)
+        """Deletes a part. The caller holds the key's lock.
+
+        By one rename first: a part that is half gone would pass for one that can be resumed.
+        """
+        gone = self._out_of_sight(self.part_dir(key))
+        if gone is not None:
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _out_of_sight(self, directory: Path) -> Path | None:
+        """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
+        for number in range(1000):
+            target = self.evicted / f"{directory.name}.{number}"
+            try:
+                directory.rename(target)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    continue  # an earlier one of this key is still being deleted
+                raise
+            return target
+        raise Failed("evicted-stays", f"{self.evicted} cannot be emptied", "delete what it holds")
 
     def must_be_mounted(self) -> None:
         """Raises Failed where the cache lies, or would lie, on the root file system."""

@@ -32,6 +32,14 @@ class Truncated(Exception):
     """The source ended before its size said so: it is being changed."""
 
 
+class Unreadable(Exception):
+    """The source gives an error when it is read; `error` is its OSError."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Stopped(Exception):
     """The copy was asked to stop; what is in stays in."""
 
@@ -75,7 +83,7 @@ class Throttle:
 def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
     """Brings every chunk in that the part's map does not have yet.
 
-    Raises Stopped, Truncated, OSError of either side; the map then says how far it came.
+    Raises Stopped, Truncated, Unreadable, OSError of the part; the map says how far it came.
     """
     run = _Run(source, part, tuning, stop)
     try:
@@ -85,7 +93,7 @@ def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> N
 
 
 def digests(image: Path, size: int, tuning: Tuning) -> bytes:
-    """The map that a copy of ours should have. Raises OSError, Truncated."""
+    """The map that a copy of ours should have. Raises Unreadable, Truncated."""
     fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     source = Source(fd, None, size)
     found = [digest.UNKNOWN] * chunk_count(size, tuning.chunk)
@@ -113,13 +121,14 @@ class _Run:
         self.tuning = tuning
         self.stop = stop
         self.halt = threading.Event()  # a thread failed: the others end as well
-        self.errors: list[OSError | Truncated] = []
+        self.errors: list[OSError | Truncated | Unreadable] = []
         self.throttle = Throttle(tuning.bandwidth)
         self.part = part
         self.image = os.open(part.image, os.O_RDWR | os.O_CLOEXEC)
         self.map = os.open(part.map, os.O_RDWR | os.O_CLOEXEC)
         self.past_cache = _direct(part) if tuning.direct else None
         self.in_kernel = not tuning.digest
+        self.holes: dict[int, bytes] = {}
         self.data = reserve.data_chunks(source.buffered, source.size, tuning.chunk)
         self.todo = deque(missing_chunks(part.digests(), source.size, tuning.chunk))
 
@@ -154,7 +163,7 @@ class _Run:
                 self._chunk(self.todo.popleft(), buffer)
         except IndexError:
             return  # nothing left to do
-        except (OSError, Truncated) as error:
+        except (OSError, Truncated, Unreadable) as error:
             self.errors.append(error)
             self.halt.set()
 
@@ -162,7 +171,8 @@ class _Run:
         start = number * self.tuning.chunk
         size = min(self.tuning.chunk, self.source.size - start)
         if number not in self.data:
-            self._note(number, digest.of_chunk(bytes(size)))
+            reserve.punch(self.image, start, size)
+            self._note(number, self._of_hole(size, buffer))
             return
         self.throttle.take(size, self.stop)
         if self.in_kernel and self._copied_in_kernel(start, size):
@@ -172,6 +182,15 @@ class _Run:
         found = digest.of_chunk(buffer[:size]) if self.tuning.digest else digest.UNKNOWN
         self._write(start, buffer[:size])
         self._note(number, found)
+
+    def _of_hole(self, size: int, buffer: memoryview) -> bytes:
+        """The digest of so many zeros, taken once for each size that occurs (two at the most)."""
+        if not self.tuning.digest:
+            return digest.UNKNOWN
+        if size not in self.holes:
+            buffer[:size] = bytes(size)
+            self.holes[size] = digest.of_chunk(buffer[:size])
+        return self.holes[size]
 
     def _note(self, number: int, found: bytes) -> None:
         os.pwrite(self.map, found, number * ENTRY_BYTES)
@@ -198,18 +217,21 @@ class _Run:
                     self.source.buffered, self.image, size - done, start + done, start + done
                 )
             except OSError as error:
+                # EIO is for the reading path, which tries again.
+                if error.errno == errno.EIO:
+                    return False
                 if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
                 self.in_kernel = False
                 return False
-            if count == 0:
-                raise Truncated
+            if count == 0:  # the end of the file; some file systems say so for want of the call
+                return False
             done += count
         return True
 
 
 def read_chunk(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
-    """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, OSError.
+    """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, Unreadable.
 
     What the page cache has is taken from there; the rest comes past it, or is dropped behind.
     """
@@ -225,7 +247,7 @@ def read_chunk(source: Source, start: int, want: memoryview, buffer: memoryview)
         except OSError as error:
             tries += 1
             if error.errno != errno.EIO or tries == READ_TRIES:
-                raise
+                raise Unreadable(error) from None
             time.sleep(0.1 * tries)
             continue
         if count == 0:
@@ -248,8 +270,9 @@ def _from_cache(source: Source, start: int, want: memoryview) -> int:
             if count < size:
                 break
     except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
-            raise
+        # A fault is for the read that waits, which tries again and tells.
+        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO):
+            raise Unreadable(error) from None
     return count if count == len(want) else count - count % BLOCK
 
 

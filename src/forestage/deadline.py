@@ -23,9 +23,10 @@ class Limits(msgspec.Struct, frozen=True):
     drains: float | None
     hurts: float
     epilog: float | None = None
+    known: bool = True
 
 
-UNKNOWN = Limits(drains=None, hurts=SAFE)
+UNKNOWN = Limits(drains=None, hurts=SAFE, known=False)
 
 
 def limits(conf: dict[str, str]) -> Limits:
@@ -53,7 +54,8 @@ def patience(
     admin's cap; nothing goes beyond what would drain the node."""
     wish = limit.hurts if configured is None else configured
     if hinted is not None:
-        wish = min(hinted, max_hinted)
+        # Where nobody knows what would drain the node, a user may wish for less time, not for more.
+        wish = min(hinted, max_hinted if limit.known else wish)
     return wish if limit.drains is None else min(wish, limit.drains)
 
 
@@ -64,7 +66,7 @@ def read(conf: str) -> Limits:
         for line in _lines(Path(conf), [MAX_INCLUDES]):
             name, equals, value = line.partition("=")
             if equals:
-                settings[name.strip().lower()] = value.strip()
+                settings[name.strip().lower()] = value.strip().strip('"')
     except (OSError, UnicodeDecodeError, ValueError):
         return UNKNOWN
     return limits(settings) if settings else UNKNOWN
@@ -75,9 +77,10 @@ def _lines(conf: Path, left: list[int]) -> Iterator[str]:
     left[0] -= 1
     if left[0] < 0:
         raise ValueError("includes that never end")
-    joined = conf.read_text().replace("\\\n", "")
-    for raw in joined.splitlines():
-        line = raw.partition("#")[0].strip()
+    # Comments go first, so that a backslash at the end of one joins nothing.
+    bare = [line.partition("#")[0].rstrip() for line in conf.read_text().splitlines()]
+    for raw in "\n".join(bare).replace("\\\n", "").splitlines():
+        line = raw.strip()
         words = line.split(None, 1)
         if len(words) == 2 and words[0].lower() == "include":
             yield from _lines(conf.parent / words[1], left)

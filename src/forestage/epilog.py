@@ -26,13 +26,17 @@ def epilog(
     """
     leases = Leases(places.leases)
     # Half for each of the two times that the lock is needed.
-    patience = min(lock.SPACE_TIMEOUT, (limits.epilog or lock.SPACE_TIMEOUT) / 2)
+    patience = min(
+        lock.SPACE_TIMEOUT, lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog / 2
+    )
     try:
         lease = leases.read(job.id)
     except Failed as failed:
         if config is None:
             return [_failed(failed)]
         lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
+    except OSError as error:
+        return [_failed(Failed("io", str(error)))]
     cache = Cache(Path(lease.cache)) if lease else None
     try:
         if config is not None:
@@ -64,12 +68,10 @@ def _release(
     patience: float,
 ) -> int:
     """The lease, then every redirect that no other lease mentions; gives their number."""
-    with contextlib.ExitStack() as held:
-        # Without its disk the cache has no lock, and nobody who could take one.
-        if cache.locks.is_dir():
-            held.enter_context(lock.held(cache.space_lock, patience))
+    with lock.held_if_writable(cache.space_lock, patience):
         if lease is not None:
-            _note_use(cache, lease, clock.wall())
+            with contextlib.suppress(OSError):  # only a note for evict
+                _note_use(cache, lease, clock.wall())
         leases.drop(job.id)
         # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
         return redirect.clear(cache, leases, places, job.user, lease)

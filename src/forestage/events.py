@@ -83,8 +83,8 @@ def _value(value: object) -> str:
     if not any(char in text for char in ' ="\\'):
         return text
     # A user's path must not be able to end the quotes and go on with fields of its own.
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    escaped = text.replace('"', "\\x22")
+    return f'"{escaped[:-1]}\\x5c"' if escaped.endswith("\\") else f'"{escaped}"'
 
 
 def record(

@@ -4,10 +4,10 @@ Looking is done as the user, in a child, with our own binds out of sight: what i
 job would have found on the shared file system.
 """
 
-import contextlib
 import errno
 import hashlib
 import os
+import socket
 import stat
 from collections.abc import Iterable, Sequence
 
@@ -20,7 +20,7 @@ from forestage.units import format_size
 
 ACL = "system.posix_acl_access"
 
-LOOKS = 3  # tries of one look while other hooks lay redirects over its path
+LOOKS = 8  # tries of one look: one more for each redirect of ours that lies over the path
 
 PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
 
@@ -80,14 +80,27 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True):
-    """An image and its source, opened with the user's rights; the caller closes it."""
+    """An image and its source, opened with the user's rights; the caller closes it.
+
+    A hook has the source only as a `line` (asuser.ask), of which the stager makes a descriptor.
+    """
 
     image: Image
     user: User
     source: int
+    line: socket.socket | None = None
+
+    def taken(self) -> "Look":
+        """The same with the source as a descriptor."""
+        if self.line is None:
+            return self
+        return Look(self.image, self.user, asuser.take(self.line)[0])
 
     def close(self) -> None:
-        os.close(self.source)
+        if self.line is None:
+            os.close(self.source)
+        else:
+            self.line.close()
 
 
 def wanted_path(asked: Asked, work_dir: str) -> str:
@@ -113,27 +126,41 @@ def wanted_path(asked: Asked, work_dir: str) -> str:
 
 
 def look(
-    path: str,
-    user: User,
-    sources: Iterable[str],
-    caches: Sequence[str],
-    timeout: float,
+    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
 ) -> tuple[Seen, int | None]:
+    """As `glance`, with the source as a descriptor, if there is one; the caller closes it."""
+    seen, line = glance(path, user, sources, caches, timeout)
+    fds = asuser.take(line)
+    return seen, fds[0] if fds else None
+
+
+def glance(
+    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
+) -> tuple[Seen, socket.socket]:
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
-    The caller closes the descriptor. Raises OSError as the user would get it; asuser.TooSlow.
+    The source waits in the line, if `Seen.image` is there; the caller closes the line, or takes it.
+    Raises OSError as the user would get it; asuser.TooSlow.
     """
 
     def work() -> asuser.Found[Seen]:
+        is_private = False
         for _ in range(LOOKS):
-            _hide(caches, user)
             trace.point("looking")
-            with contextlib.suppress(_Covered), asuser.acting(user):
-                return _see(path, tuple(os.path.realpath(source) for source in sources), caches)
+            try:
+                with asuser.acting(user):
+                    return _see(path, tuple(map(os.path.realpath, sources)), caches)
+            except _Covered as covered:
+                # Our own redirect. Off with it, in a mount namespace of this process' own; the
+                # host's table stays. A descriptor from before is of the old namespace.
+                if is_private:
+                    mounts.umount(f"/proc/self/fd/{covered.handle}")
+                else:
+                    mounts.private_namespace()
+                    is_private = True
         raise OSError(errno.EBUSY, "redirects come and go", path)
 
-    seen, fds = asuser.call(work, Seen, timeout)
-    return seen, fds[0] if fds else None
+    return asuser.ask(work, Seen, timeout)
 
 
 def judge(seen: Seen, max_size: int | None) -> Image:
@@ -220,28 +247,19 @@ def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
     return [bind for cache in caches for bind, _ in mounts.binds_from(listed, cache)]
 
 
-def _hide(caches: Sequence[str], user: User) -> None:
-    """Takes our binds off in a mount namespace of this process' own; the host's table stays."""
-    if not _ours(caches):
-        return
-    mounts.private_namespace()
-    # Listed again: from here on no other hook's bind can come in.
-    for bind in reversed(_ours(caches)):
-        # Gone meanwhile; or where neither root nor this user gets, so that no look of his can end.
-        with contextlib.suppress(OSError):
-            # Not by id: the copy of a mount in a new namespace has an id of its own.
-            mounts.umount(f"/proc/self/fd/{asuser.reach(bind.point, user)}")
-
-
 class _Covered(Exception):
-    """Another hook has just laid a redirect over the path: this would be a look at our own copy."""
+    """A redirect lies over the path: this would be a look at our own copy."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__()
+        self.handle = handle
 
 
 def _see(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> asuser.Found[Seen]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
-        raise _Covered
+        raise _Covered(handle)
     mode = os.fstat(handle).st_mode
     resolved = os.readlink(f"/proc/self/fd/{handle}")
     try:

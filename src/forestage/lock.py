@@ -5,6 +5,7 @@ across a look at the shared file system.
 """
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,23 @@ def held(path: Path, timeout: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
+    """The same, but goes on without the lock on a disk gone read-only, or gone altogether.
+
+    For taking redirects off, which is right without a lock as well. Raises Busy, OSError.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held(path, timeout))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EIO):
+                raise
+        yield
 
 
 def is_free(path: Path) -> bool:

@@ -18,6 +18,7 @@ import msgspec
 from forestage import atomic
 from forestage.image import Image
 
+PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
 Phase = Literal["queued", "copying"]
 
@@ -39,6 +40,14 @@ class Owner(msgspec.Struct, frozen=True):
     began: float = 0.0
     resumed: int = 0
     digest: bool = True
+
+    def lives(self) -> bool:
+        """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
+        try:
+            name = Path(f"/proc/{self.pid}/comm").read_text().strip()
+        except FileNotFoundError:
+            return False
+        return self.boot == boot_id() and name == PROCESS_NAME[:15]
 
 
 class Part:
@@ -97,9 +106,15 @@ class Part:
     def resumable(self, owner: Owner) -> bool:
         """Whether what is here is the beginning of just this copy, written in this boot."""
         before = self.owner()
-        return before is not None and (
-            (before.boot, before.image, before.chunk, before.engine, before.digest)
-            == (owner.boot, owner.image, owner.chunk, owner.engine, owner.digest)
+        # rsync's file grows; a file of chunks has its full length from the start.
+        whole = owner.engine == "rsync" or _size(self.image) == owner.image.size
+        return (
+            before is not None
+            and whole
+            and (
+                (before.boot, before.image, before.chunk, before.engine, before.digest)
+                == (owner.boot, owner.image, owner.chunk, owner.engine, owner.digest)
+            )
         )
 
 

@@ -138,37 +138,38 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
     bound = redirect.binds(node.cache)
     caches = [node.cache.real]
     try:
-        seen, source = image.look(path, job.user, node.config.sources, caches, end.left())
+        seen, line = image.glance(path, job.user, node.config.sources, caches, end.left())
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses him as well stays: it is another user's, and it is right.
         if bound and _opens(node, job, path, end):
             _unveil(node, job, frozenset({path}), "", end)
         raise image.declined_by(error, path) from None
-    key = seen.image.key if seen.image else ""
-    if bound:
-        _unveil(node, job, frozenset({path, seen.path}), key, end)
-    wanted = image.judge(seen, node.config.max_image_size)
-    if source is None:
-        raise Declined("missing", f"{path} could not be opened")
-    return Look(wanted, job.user, source)
+    try:
+        if bound:
+            key = seen.image.key if seen.image else ""
+            _unveil(node, job, frozenset({path, seen.path}), key, end)
+        wanted = image.judge(seen, node.config.max_image_size)
+    except BaseException:
+        line.close()
+        raise
+    return Look(wanted, job.user, -1, line)
 
 
 def _opens(node: Node, job: Job, path: str, end: Deadline) -> bool:
     """Whether the user can open the path as it is now, redirects and all."""
     try:
-        _, fd = image.look(path, job.user, node.config.sources, (), end.left())
+        seen, line = image.glance(path, job.user, node.config.sources, (), end.left())
     except OSError:
         return False
-    if fd is not None:
-        os.close(fd)
-    return fd is not None
+    line.close()
+    return seen.image is not None
 
 
 def _unveil(node: Node, job: Job, paths: frozenset[str], key: str, end: Deadline) -> None:
     """Takes off what shows something else than `key` at the paths."""
     if redirect.stale(redirect.binds(node.cache), paths, key):
-        with lock.held(node.cache.space_lock, end.left()):
+        with lock.held_if_writable(node.cache.space_lock, end.left()):
             redirect.take_off(redirect.stale(redirect.binds(node.cache), paths, key), job.user)
 
 

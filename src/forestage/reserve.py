@@ -7,7 +7,7 @@ from itertools import groupby
 
 from forestage.part import ENTRY_BYTES, Part, chunk_count
 
-FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,14 +42,24 @@ def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
         os.close(fd)
     fd = os.open(part.map, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        allocate(fd, 0, chunk_count(size, chunk) * ENTRY_BYTES)
         os.ftruncate(fd, chunk_count(size, chunk) * ENTRY_BYTES)
     finally:
         os.close(fd)
 
 
+def punch(fd: int, start: int, length: int) -> None:
+    """Makes a hole again of what an earlier copy may have left there. Raises OSError."""
+    _fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, length)
+
+
 def allocate(fd: int, start: int, length: int) -> None:
-    """fallocate(2), the file's size left as it is. Raises OSError; not for lack of the feature."""
-    result = _libc.fallocate(fd, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(length))
+    """Takes the space, the file's size left as it is. Raises OSError; not for want of the call."""
+    _fallocate(fd, FALLOC_FL_KEEP_SIZE, start, length)
+
+
+def _fallocate(fd: int, mode: int, start: int, length: int) -> None:
+    result = _libc.fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(length))
     number = ctypes.get_errno() if result else 0
     if number and number != errno.EOPNOTSUPP:
         raise OSError(number, os.strerror(number))

@@ -141,7 +141,7 @@ class Outlook:
         if left == 0.0:
             return True
         owner = self.part.owner()
-        if owner is None or owner.phase != "copying":
+        if owner is None or owner.phase != "copying" or not owner.lives():
             return False
         took = self.clock.monotonic() - owner.began
         if took < OBSERVE:
@@ -165,11 +165,13 @@ def remaining(copied: int, rest: int, took: float) -> float | None:
 
 def _abort(node: Node, job: Job, wanted: Image) -> None:
     """Stops the copy, unless another job waits for it or already uses it."""
-    others = [lease for lease in node.leases.all() if lease.job != job.id]
+    try:
+        others = [lease for lease in node.leases.all() if lease.job != job.id]
+    except Failed:
+        return  # a damaged lease may be that of a job that waits
     if any(use.key == wanted.key for lease in others for use in lease.uses):
         return
     owner = node.cache.part(wanted.key).owner()
-    # While the key's lock is held its owner lives, so the pid is still its own.
-    if owner is not None and not lock.is_free(node.cache.key_lock(wanted.key)):
+    if owner is not None and owner.lives() and not lock.is_free(node.cache.key_lock(wanted.key)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGTERM)

@@ -22,10 +22,9 @@ from forestage import asuser, bring, child, chunks, events, lock, log, trace
 from forestage.bring import Task
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome
-from forestage.part import Owner, Part
+from forestage.part import PROCESS_NAME, Owner, Part
 from forestage.units import format_rate, printable
 
-NAME = "forestage-stage"  # in ps(1); the kernel keeps 15 characters
 QUEUE_POLL = 0.1  # seconds
 SAY_EVERY = 10.0  # seconds
 HANGS = 60.0  # seconds without a chunk, after which a copy gives its place in the queue away
@@ -34,8 +33,8 @@ HANGS = 60.0  # seconds without a chunk, after which a copy gives its place in t
 class Word(msgspec.Struct, frozen=True):
     """What a stager tells the hook that started it. `ours`: the node is at fault, not the request.
 
-    First `started`, or `busy` (another stager has the key) and no more; last `found`, `published`
-    or `failed`. An end without a last word means that it was killed.
+    First `started`, or `busy` (another stager has the key) and no more; last `found` (another has
+    just published it), `published` or `failed`. An end without a last word: it was killed.
     """
 
     state: Literal["started", "busy", "found", "published", "failed"]
@@ -79,8 +78,9 @@ def _live(task: Task, theirs: socket.socket) -> None:
     try:
         os.setsid()
         os.chdir("/")  # nobody's directory is to be busy because of a copy
+        task = task.taken()
         child.let_go({theirs.fileno(), task.looked.source})
-        Path("/proc/self/comm").write_text(NAME)
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         try:
@@ -108,21 +108,7 @@ def _serve(task: Task, stop: threading.Event) -> Word:
         return Word("found")  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()
     figures = Figures()
-    error: Declined | None = None
-    try:
-        _copy(task, stop, figures)
-    except Declined as declined:
-        error = declined
-    except chunks.Truncated:
-        error = bring.changed(task)
-    except chunks.Stopped:
-        error = Declined("stopped", f"the copy of {task.image.path} was stopped")
-    except asuser.TooSlow:
-        error = Declined("source-hangs", f"{task.image.path} does not answer")
-    except lock.Busy as busy:
-        error = Failed("busy", str(busy))
-    except OSError as failure:
-        error = _meaning(task, failure)
+    error = _tried(task, stop, figures)
     took = task.node.clock.monotonic() - start
     _report(task, figures, error, took)
     if error is None:
@@ -130,6 +116,28 @@ def _serve(task: Task, stop: threading.Event) -> Word:
     if error.reason in ("changed", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
     return Word("failed", error.reason, str(error), isinstance(error, Failed))
+
+
+def _tried(task: Task, stop: threading.Event, figures: Figures) -> Declined | None:
+    """The copy; every expected error becomes what the hook raises."""
+    path = task.image.path
+    try:
+        _copy(task, stop, figures)
+    except Declined as declined:
+        return declined
+    except chunks.Truncated:
+        return bring.changed(task)
+    except chunks.Unreadable as unreadable:
+        return _of_source(task, unreadable.error)
+    except chunks.Stopped:
+        return Declined("stopped", f"the copy of {path} was stopped")
+    except asuser.TooSlow:
+        return Declined("source-hangs", f"{path} does not answer")
+    except lock.Busy as busy:
+        return Failed("busy", str(busy))
+    except OSError as failure:
+        return _meaning(failure)
+    return None
 
 
 def _copy(task: Task, stop: threading.Event, figures: Figures) -> None:
@@ -145,10 +153,15 @@ def _copy(task: Task, stop: threading.Event, figures: Figures) -> None:
     bring.publish(task)
 
 
-def _meaning(task: Task, error: OSError) -> Declined:
-    """Pure: what an error in the middle of a copy means."""
+def _of_source(task: Task, error: OSError) -> Declined:
+    """Pure: what an error of the shared file system means; it is no fault of the node."""
     if error.errno == errno.ESTALE:  # the file server has another file under this name
         return bring.changed(task)
+    return Declined("source-error", f"{task.image.path} cannot be read: {error}")
+
+
+def _meaning(error: OSError) -> Declined:
+    """Pure: what an error of the cache's disk means."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Declined("no-room", f"the cache's disk filled up: {error}")
     return Failed("io", str(error))
@@ -234,4 +247,7 @@ def _report(task: Task, figures: Figures, error: Declined | None, took: float) -
         evicted=tuple(figures.evicted),
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)
-    events.record(node.places.events, node.clock.wall(), "stager", job, [outcome], took)
+    try:
+        events.record(node.places.events, node.clock.wall(), "stager", job, [outcome], took)
+    except OSError as failure:  # a full log disk is no reason to lose a copy
+        log.say(f"stager job={job.id} result=unrecorded detail={str(failure)!r}", by_slurm=True)
