@@ -151,8 +151,11 @@ class Node:
         comment: str | None = None,
         saves: str | None = None,
     ) -> dict[str, str]:
-        """What slurmd gives its hooks, as far as they read it."""
+        """What slurmd gives its hooks, as far as they read it; its conf sets no limits."""
+        conf = self.places.root / "slurm.conf"
+        conf.write_text("PrologFlags=Alloc,DeferBatch\nAuthInfo=cred_expire=7200\n")
         environ = {
+            "SLURM_CONF": str(conf),
             "SLURM_JOB_ID": str(job),
             "SLURM_JOB_USER": user.name,
             "SLURM_JOB_UID": str(user.uid),

@@ -4,6 +4,7 @@ The child changes its effective ids only. Its real and saved ids stay root's, so
 neither signal nor ptrace it (kill(2), ptrace(2)): whatever it reads for the cache stays untouched.
 """
 
+import array
 import contextlib
 import os
 import select
@@ -106,11 +107,18 @@ def ask(
 
 
 def take(line: socket.socket) -> list[int]:
-    """The descriptors that wait in a line of `ask`; once, and the line is closed."""
+    """The descriptors that wait in a line of `ask`; this process' end of it is closed.
+
+    They stay in it for other holders of the line: a second stager, when the first was killed.
+    """
+    fds = array.array("i")
     with line:
-        _, fds, _, _ = socket.recv_fds(line, _LONGEST, _MAX_FDS)
-    for fd in fds:
-        os.set_inheritable(fd, False)
+        # By hand: socket.recv_fds of Python 3.11 takes flags and forgets them.
+        space = socket.CMSG_LEN(_MAX_FDS * fds.itemsize)
+        _, control, _, _ = line.recvmsg(_LONGEST, space, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return list(fds)
 
 

@@ -59,8 +59,6 @@ class Rsync:
     def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
         begun = part.image.stat().st_size > 0
         argv = [
-            # An rsync that outlives its stager would go on writing into a published entry.
-            *("setpriv", "--pdeathsig", "KILL"),
             "rsync",
             "--copy-links",  # /proc/self/fd/N is a link
             "--inplace",  # keeps the space that was reserved

@@ -1,6 +1,7 @@
 """The one door to other programs: argv lists, no shell, no stdin, a small environment."""
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -12,6 +13,8 @@ from forestage.errors import Failed
 
 # slurmd gives its hooks no PATH at all.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
+DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
@@ -38,9 +41,11 @@ def run(
 
     Raises Failed where the program is missing.
     """
+    if shutil.which(argv[0], path=PATH) is None:
+        raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
     try:
         process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            argv,
+            [*DIES_WITH_US, *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -51,7 +56,7 @@ def run(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise Failed("program", f"{argv[0]} is not installed", "install it on every node") from None
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
     out, err = _finish(process, stop)
     return Ran(
         tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from forestage import stager
-from forestage.part import missing_chunks
+from forestage.part import PROCESS_NAME, missing_chunks
 from node import Node, Ran, until
 
 MIB = 1024 * 1024
@@ -30,7 +29,7 @@ def image(seed: int = 1, size: int = CHUNKS * MIB - 4321) -> bytes:
 
 def in_stager() -> bool:
     """Not in a hook, nor in a child that looks on behalf of one or the other."""
-    named = Path("/proc/self/comm").read_text().strip() == stager.NAME
+    named = Path("/proc/self/comm").read_text().strip() == PROCESS_NAME
     return named and os.getsid(0) == os.getpid()
 
 

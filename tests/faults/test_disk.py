@@ -158,12 +158,6 @@ def test_a_disk_that_fails_during_the_copy_leaves_the_original_path(
     assert served(node, path, image())
 
 
-READ_ONLY_LOCKS = pytest.mark.xfail(
-    strict=True, reason="space.lock lies on the disk and cannot be opened for writing any more"
-)
-
-
-@READ_ONLY_LOCKS
 def test_no_job_reads_old_bytes_from_a_disk_gone_read_only(
     node: Node, disk: Callable[..., None]
 ) -> None:
@@ -176,7 +170,6 @@ def test_no_job_reads_old_bytes_from_a_disk_gone_read_only(
     assert path.read_bytes() == image(2)
 
 
-@READ_ONLY_LOCKS
 def test_the_epilog_takes_off_redirects_to_a_disk_gone_read_only(
     node: Node, disk: Callable[..., None]
 ) -> None:

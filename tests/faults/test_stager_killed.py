@@ -168,7 +168,6 @@ def test_a_part_without_one_of_its_files_is_no_part(node: Node, points: Points, 
     assert served(node, path, image())
 
 
-@pytest.mark.xfail(strict=True, reason="Cache.drop_part may delete the image before the map")
 def test_a_part_is_not_resumed_from_what_a_killed_deletion_left(node: Node, points: Points) -> None:
     """Whoever deletes a part may be killed as well: slurmd kills an Epilog at its timeout."""
     path = node.put("alice/image.sqsh", image())
@@ -219,7 +218,6 @@ def rsync_left_behind(node: Node) -> Iterator[Path]:
     os.close(program)
 
 
-@pytest.mark.xfail(strict=True, reason="run.run ties no program's life to the stager's")
 def test_an_rsync_left_behind_does_not_write_into_the_entry(
     node: Node, rsync_left_behind: Path
 ) -> None:

@@ -98,12 +98,7 @@ def test_trouble_on_the_node_leaves_the_original_path_and_exits_0(
     assert node.shows_source(path)
 
 
-def _known(spoil: Callable[[Node], None]) -> list[pytest.MarkDecorator]:
-    reason = "epilog.epilog reads the lease outside its handling of OSError"
-    return [pytest.mark.xfail(strict=True, reason=reason)] if spoil is _run_is_full else []
-
-
-@pytest.mark.parametrize("spoil", [pytest.param(s, marks=_known(s)) for s, _ in TROUBLE])
+@pytest.mark.parametrize("spoil", [s for s, _ in TROUBLE])
 def test_after_trouble_in_the_prolog_the_epilog_has_its_outcome_and_exits_0(
     node: Node, spoil: Callable[[Node], None]
 ) -> None:

@@ -19,7 +19,7 @@ from forestage.errors import Declined, Failed
 from forestage.image import Image, Look
 from forestage.job import Job
 from forestage.node import Node
-from forestage.part import Owner, Part, boot_id
+from forestage.part import PROCESS_NAME, Owner, Part, boot_id
 from forestage.stager import HANGS, Word
 
 CHUNK = 1 << 16
@@ -338,7 +338,7 @@ def test_the_stager_leaves_the_hooks_session_output_and_locks(
     facts = msgspec.json.decode((tmp_path / "facts").read_bytes())
     assert facts == {
         "session": True,
-        "name": stager.NAME,
+        "name": PROCESS_NAME,
         "files": sorted(
             [*["/dev/null"] * 3, task.image.path, str(task.node.cache.key_lock(task.key))]
         ),
