@@ -232,8 +232,7 @@ def test_rsyncs_own_failure_is_explained_and_makes_no_map(
 def test_rsync_that_is_not_installed_is_explained(
     tmp_path: Path, source: int, part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(run.ENVIRONMENT, "PATH", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(run, "PATH", str(tmp_path))
     os.write(source, b"right")
     with pytest.raises(Failed, match="rsync is not installed") as caught:
         bring(Rsync(TUNING), source, part)

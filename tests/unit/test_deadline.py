@@ -137,7 +137,6 @@ def test_nothing_goes_beyond_what_drains_and_no_user_beyond_the_cap(
     assert hinted is None or found <= min(hinted, cap)
 
 
-@pytest.mark.xfail(strict=True, reason="patience: with UNKNOWN limits a hint has no upper bound")
 def test_no_user_makes_the_hook_wait_longer_than_is_safe_where_slurm_conf_cannot_be_read() -> None:
     """PrologEpilogTimeout may be 60 s; who hints 10m would then drain each node of his job."""
     assert patience(UNKNOWN, None, hinted=600, max_hinted=600) <= SAFE
@@ -174,13 +173,9 @@ def test_the_file_is_read_as_slurm_reads_it(tmp_path: Path, text: str, expected:
     [
         pytest.param(
             'PrologEpilogTimeout="60"\n',
-            marks=pytest.mark.xfail(strict=True, reason="deadline: a value in quotes is nonsense"),
         ),
         pytest.param(
             "# one day: \\\nPrologEpilogTimeout=60\n",
-            marks=pytest.mark.xfail(
-                strict=True, reason="deadline._lines joins lines before it strips comments"
-            ),
         ),
         pytest.param("PrologEpilogTimeout=60 \\\n\n", id="continued by nothing"),
     ],

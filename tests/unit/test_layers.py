@@ -50,7 +50,7 @@ ALLOWED = {
     "xxhash": {"digest"},
     "concurrent": {"chunks"},
     "threading": {"bring", "chunks", "compare", "copy", "run", "stager"},
-    "socket": {"asuser", "stager", "stage"},
+    "socket": {"asuser", "image", "stager", "stage"},
     "ctypes": {"mounts", "chunks", "reserve"},
     "syslog": {"log"},
     "click": {"cli"},

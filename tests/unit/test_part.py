@@ -120,7 +120,14 @@ def test_a_copy_goes_on_only_with_its_own_beginning(
     part: Part, make_image: Make, changes: dict[str, object], resumable: bool
 ) -> None:
     part.write_owner(owner(make_image()))
+    part.image.write_bytes(bytes(make_image().size))
     assert part.resumable(owner(make_image(), **changes)) is resumable
+
+
+def test_a_copy_never_goes_on_where_its_bytes_are_gone(part: Part, make_image: Make) -> None:
+    """Whoever deleted the part may have been killed between the image and the map."""
+    part.write_owner(owner(make_image()))
+    assert not part.resumable(owner(make_image()))
 
 
 @pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns", "access"])

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forestage import reserve
-from forestage.part import Part
+from forestage.part import ENTRY_BYTES, Part
 
 CHUNK = 64 * 1024
 BLOCK = 4096
@@ -166,4 +166,5 @@ def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
     monkeypatch.setattr(reserve, "_libc", kernel)
     reserve.reserve(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
     keep = reserve.FALLOC_FL_KEEP_SIZE
-    assert kernel.asked == [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7)]
+    the_map = (keep, 0, 7 * ENTRY_BYTES)
+    assert kernel.asked == [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7), the_map]

@@ -273,6 +273,13 @@ def under_way(cache: Cache, wanted: Image, there: int, chunks: int, **changes: o
 SIZE = 1000
 
 
+@pytest.fixture
+def living(monkeypatch: Patch) -> None:
+    """The stagers that these tests make up are taken for processes that run."""
+    monkeypatch.setattr(Owner, "lives", lambda _: True)
+
+
+@pytest.mark.usefixtures("living")
 @pytest.mark.parametrize(
     ("there", "changes", "left", "hopeless"),
     [
@@ -318,6 +325,7 @@ def test_a_copy_that_has_not_said_anything_yet_is_waited_for_until_the_deadline(
     assert outlook.hopeless() is hopeless
 
 
+@pytest.mark.usefixtures("living")
 def test_the_user_is_told_how_far_it_is_and_how_long_it_takes(
     staging_node: Node, make_image: Callable[..., Image]
 ) -> None:
@@ -349,7 +357,6 @@ def test_the_wait_ends_at_the_deadline_whatever_the_pauses(
     assert max(pauses) <= stage.LONGEST_PAUSE
 
 
-@pytest.mark.xfail(strict=True, reason="Outlook judges by a dead stager's owner.json until claim")
 def test_a_copy_that_is_resumed_is_not_judged_by_the_one_that_was_killed(
     cache: Cache, looked: Look, staging_node: Node, asking: Job, monkeypatch: Patch
 ) -> None:
@@ -383,6 +390,7 @@ def lease(node: Node, job: int, key: str) -> None:
     node.leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (Use(key),)))
 
 
+@pytest.mark.usefixtures("living")
 @pytest.mark.parametrize(
     ("others", "alive", "stopped"),
     [
@@ -427,7 +435,6 @@ def test_an_aborted_copy_that_has_ended_or_not_begun_is_no_error(
         stage._abort(staging_node, asking, wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="stage._abort trusts the pid of another boot's owner.json")
 def test_no_innocent_process_is_stopped(
     staging_node: Node,
     asking: Job,
