@@ -26,9 +26,8 @@ def epilog(
     """
     leases = Leases(places.leases)
     # Half for each of the two times that the lock is needed.
-    patience = min(
-        lock.SPACE_TIMEOUT, lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog / 2
-    )
+    limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
+    patience = min(lock.SPACE_TIMEOUT, limit / 2)
     try:
         lease = leases.read(job.id)
     except Failed as failed:
