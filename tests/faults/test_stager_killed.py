@@ -54,7 +54,8 @@ def test_one_killed_stager_costs_the_job_nothing(
 def test_stagers_killed_again_and_again_leave_the_original_path(
     node: Node, points: Points, engine: str, name: str
 ) -> None:
-    node.configure(engine=engine)
+    # One thread: more of them may bring the last chunks in between the signal and its effect.
+    node.configure(engine=engine, threads=1)
     path = node.put("alice/image.sqsh", image())
     points.at(name, kill_stager, nth=None)
 
