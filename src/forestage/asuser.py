@@ -91,19 +91,19 @@ def ask(
     if pid == 0:
         _answer(work, theirs, keep)
     theirs.close()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(_reap, pid)
+        on_error = undo.enter_context(contextlib.ExitStack())
+        on_error.callback(ours.close)
         data = _peek(ours, timeout)
         if not data:
             raise Failed("helper", "the process that looks at the image died without an answer")
         got = msgspec.json.decode(data, type=_Answer)
         if got.errno:
             raise OSError(got.errno, os.strerror(got.errno), got.filename)
-        return msgspec.json.decode(got.value, type=answer), ours
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        _reap(pid)
+        value = msgspec.json.decode(got.value, type=answer)
+        on_error.pop_all()
+        return value, ours
 
 
 def take(line: socket.socket) -> list[int]:

@@ -1,5 +1,6 @@
 """Small files that are there whole or not at all, also after a power cut."""
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -8,16 +9,15 @@ from pathlib import Path
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(Path(name).unlink, missing_ok=True)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fchmod(fd, mode)
             os.fsync(fd)
         os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        undo.pop_all()
     sync_directory(path.parent)
 
 

@@ -100,16 +100,16 @@ def _about(outcome: Outcome, looked: Look) -> Outcome:
 def _stage(node: Node, job: Job, looked: Look, end: Deadline) -> tuple[stage.Staged, str]:
     """Leased before it is there: a finished copy must not be evicted before its first use."""
     lease, is_new = _take_lease(node, job, looked, end)
-    try:
+    with contextlib.ExitStack() as undo:
+        # A job may ask for one image under two names: what the first got stays.
+        if is_new:
+            undo.callback(_give_up, node, job, looked)
         staged = stage.stage(node, job, looked, end)
         with contextlib.suppress(FileNotFoundError):  # only a note for evict
             node.cache.touch(looked.image.key, node.clock.wall())
-        return staged, _redirect(node, job, looked, lease, end)
-    except BaseException:
-        # A job may ask for one image under two names: what the first got stays.
-        if is_new:
-            _give_up(node, job, looked)
-        raise
+        laid = _redirect(node, job, looked, lease, end)
+        undo.pop_all()
+        return staged, laid
 
 
 def _take_lease(node: Node, job: Job, looked: Look, end: Deadline) -> tuple[Lease, bool]:
@@ -145,15 +145,14 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
         if bound and _opens(node, job, path, end):
             _unveil(node, job, frozenset({path}), "", end)
         raise image.declined_by(error, path) from None
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(line.close)
         if bound:
             key = seen.image.key if seen.image else ""
             _unveil(node, job, frozenset({path, seen.path}), key, end)
         wanted = image.judge(seen, node.config.max_image_size)
-    except BaseException:
-        line.close()
-        raise
-    return Look(wanted, job.user, -1, line)
+        undo.pop_all()
+        return Look(wanted, job.user, -1, line)
 
 
 def _opens(node: Node, job: Job, path: str, end: Deadline) -> bool:
