@@ -12,18 +12,22 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from forestage import digest, reserve, trace
+from forestage import buffers, digest, reserve, trace
 from forestage.errors import Failed
 from forestage.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
+from forestage.throttle import Throttle
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
 READ_TRIES = 3  # a network file system may fail a read once and serve it the next moment
+
+Write = Callable[[int, memoryview], None]  # takes where in the image a piece begins, and the piece
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -45,7 +49,7 @@ class Stopped(Exception):
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """`chunk` in bytes, `bandwidth` in bytes per second or None; memory is threads * chunk."""
+    """`chunk` in bytes, `bandwidth` in bytes a second or None; each thread takes a `PIECE`."""
 
     threads: int = 4
     chunk: int = 16 * 1024 * 1024
@@ -62,30 +66,12 @@ class Source(msgspec.Struct, frozen=True):
     size: int
 
 
-class Throttle:
-    """Holds all threads together to a number of bytes per second."""
-
-    def __init__(self, rate: int | None) -> None:
-        self.rate = rate
-        self.free_at = time.monotonic()
-        self.lock = threading.Lock()
-
-    def take(self, size: int, stop: threading.Event) -> None:
-        """Returns when `size` more bytes may flow, or the copy is to stop."""
-        if self.rate is None:
-            return
-        with self.lock:
-            start = max(self.free_at, time.monotonic())
-            self.free_at = start + size / self.rate
-        stop.wait(max(0.0, start - time.monotonic()))
-
-
 def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
     """Brings every chunk in that the part's map does not have yet.
 
     Raises Stopped, Truncated, Unreadable, OSError of the part; the map says how far it came.
     """
-    run = _Run(source, part, tuning, stop)
+    run = Run(source, part, tuning, stop)
     try:
         run.all()
     finally:
@@ -96,24 +82,28 @@ def digests(image: Path, size: int, tuning: Tuning) -> bytes:
     """The map that a copy of ours should have. Raises Unreadable, Truncated."""
     fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     source = Source(fd, None, size)
-    found = [digest.UNKNOWN] * chunk_count(size, tuning.chunk)
+    count = chunk_count(size, tuning.chunk)
+    own = threading.local()
 
-    def take(number: int) -> None:
-        want = min(tuning.chunk, size - number * tuning.chunk)
-        buffer = memoryview(mmap.mmap(-1, tuning.chunk))
-        read_chunk(source, number * tuning.chunk, buffer[:want], buffer)
-        found[number] = digest.of_chunk(buffer[:want])
+    def take(number: int) -> bytes:
+        if not hasattr(own, "buffer"):
+            own.buffer = buffers.piece(tuning.chunk)
+        start = number * tuning.chunk
+        running = digest.Running()
+        for _, piece in pieces(source, start, min(tuning.chunk, size - start), own.buffer):
+            running.add(piece)
+        return running.digest()
 
     try:
-        if tuning.digest:
-            with ThreadPoolExecutor(tuning.threads) as pool:
-                list(pool.map(take, range(len(found))))
-        return b"".join(found)
+        if not tuning.digest:
+            return digest.UNKNOWN * count
+        with ThreadPoolExecutor(tuning.threads) as pool:
+            return b"".join(pool.map(take, range(count)))
     finally:
         os.close(fd)
 
 
-class _Run:
+class Run:
     """One run of the engine: what its threads share. The map's file is written by offset."""
 
     def __init__(self, source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
@@ -133,10 +123,11 @@ class _Run:
         self.todo = deque(missing_chunks(part.digests(), source.size, tuning.chunk))
 
     def all(self) -> None:
-        threads = [
-            threading.Thread(target=self._work, name=f"copy-{number}")
-            for number in range(min(self.tuning.threads, len(self.todo)))
-        ]
+        self.join([self._work] * min(self.tuning.threads, len(self.todo)))
+
+    def join(self, works: Sequence[Callable[[], None]]) -> None:
+        """Does all this at once, and sees to it that nothing is missing afterwards."""
+        threads = [threading.Thread(target=do, name=f"copy-{n}") for n, do in enumerate(works)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -155,48 +146,54 @@ class _Run:
                 os.close(fd)
 
     def _work(self) -> None:
-        # Anonymous memory is page-aligned, as O_DIRECT wants it. It is left to the collector: an
-        # error that is kept keeps slices of it alive, and then it cannot be closed.
-        buffer = memoryview(mmap.mmap(-1, self.tuning.chunk))
+        buffer = buffers.piece(self.tuning.chunk)
         try:
             while not (self.stop.is_set() or self.halt.is_set()):
-                self._chunk(self.todo.popleft(), buffer)
+                number = self.todo.popleft()
+                self.note(number, self.take(number, buffer, self.write))
         except IndexError:
             return  # nothing left to do
         except (OSError, Truncated, Unreadable) as error:
             self.errors.append(error)
             self.halt.set()
 
-    def _chunk(self, number: int, buffer: memoryview) -> None:
+    def span(self, number: int) -> tuple[int, int]:
+        """Where a chunk begins, and how long it is."""
         start = number * self.tuning.chunk
-        size = min(self.tuning.chunk, self.source.size - start)
+        return start, min(self.tuning.chunk, self.source.size - start)
+
+    def take(self, number: int, buffer: memoryview, write: Write) -> bytes:
+        """Brings a chunk from the source; its digest."""
+        start, size = self.span(number)
         if number not in self.data:
             reserve.punch(self.image, start, size)
-            self._note(number, self._of_hole(size, buffer))
-            return
+            return self._of_hole(size)
         self.throttle.take(size, self.stop)
         if self.in_kernel and self._copied_in_kernel(start, size):
-            self._note(number, digest.UNKNOWN)
-            return
-        read_chunk(self.source, start, buffer[:size], buffer)
-        found = digest.of_chunk(buffer[:size]) if self.tuning.digest else digest.UNKNOWN
-        self._write(start, buffer[:size])
-        self._note(number, found)
+            return digest.UNKNOWN
+        running = digest.Running() if self.tuning.digest else None
+        for at, piece in pieces(self.source, start, size, buffer):
+            if running:
+                running.add(piece)
+            write(at, piece)
+        return running.digest() if running else digest.UNKNOWN
 
-    def _of_hole(self, size: int, buffer: memoryview) -> bytes:
+    def _of_hole(self, size: int) -> bytes:
         """The digest of so many zeros, taken once for each size that occurs (two at the most)."""
         if not self.tuning.digest:
             return digest.UNKNOWN
         if size not in self.holes:
-            buffer[:size] = bytes(size)
-            self.holes[size] = digest.of_chunk(buffer[:size])
+            # Private memory that is only read is one page of zeros, however long.
+            zeros = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.holes[size] = digest.of_chunk(memoryview(zeros))
         return self.holes[size]
 
-    def _note(self, number: int, found: bytes) -> None:
+    def note(self, number: int, found: bytes) -> None:
+        """From now on the chunk is in."""
         os.pwrite(self.map, found, number * ENTRY_BYTES)
         trace.point("chunk")
 
-    def _write(self, start: int, data: memoryview) -> None:
+    def write(self, start: int, data: memoryview) -> None:
         whole = 0
         if self.past_cache is not None:
             whole = len(data) - len(data) % BLOCK
@@ -230,7 +227,18 @@ class _Run:
         return True
 
 
-def read_chunk(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+def pieces(
+    source: Source, start: int, size: int, buffer: memoryview
+) -> Iterator[tuple[int, memoryview]]:
+    """Reads a chunk through the buffer: where each piece begins in the file, and the piece."""
+    end = start + size
+    for at in range(start, end, len(buffer)):
+        piece = buffer[: min(len(buffer), end - at)]
+        read_piece(source, at, piece, buffer)
+        yield at, piece
+
+
+def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
     """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, Unreadable.
 
     What the page cache has is taken from there; the rest comes past it, or is dropped behind.

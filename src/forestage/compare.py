@@ -1,18 +1,18 @@
-"""Which chunks of a copy are not what they should be? Several threads, a chunk of memory each."""
+"""Which chunks of a copy are not what they should be? Several threads, a piece of memory each."""
 
 import errno
-import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
-from forestage import chunks, digest
-from forestage.chunks import BLOCK, Source, Throttle, Truncated
+from forestage import buffers, chunks, digest
+from forestage.chunks import BLOCK, Source, Truncated, Unreadable
 from forestage.part import chunk_count
+from forestage.throttle import Throttle
 
 TELL_EVERY = 0.2  # seconds
 
@@ -54,19 +54,25 @@ class OfSource:
         self.never = threading.Event()
 
     def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
+        running = digest.Running()
+        for piece in self._read(start, buffer, want):
+            running.add(piece)
+        return running.digest()
+
+    def content(self, start: int, want: int) -> bytes | None:
+        return b"".join(map(bytes, self._read(start, buffers.piece(want), want)))
+
+    def _read(self, start: int, buffer: memoryview, want: int) -> Iterator[memoryview]:
         self.throttle.take(want, self.never)
         try:
-            chunks.read_chunk(self.source, start, buffer[:want], buffer)
+            for _, piece in chunks.pieces(self.source, start, want, buffer):
+                yield piece
+        except Unreadable as unreadable:
+            raise SourceFailed(unreadable.error.strerror) from None
         except OSError as error:
             raise SourceFailed(error.strerror) from None
         except Truncated:
             raise SourceFailed("it ends too early") from None
-        return digest.of_chunk(buffer[:want])
-
-    def content(self, start: int, want: int) -> bytes | None:
-        buffer = memoryview(mmap.mmap(-1, want))
-        self.digest(start, buffer, want)
-        return bytes(buffer)
 
 
 class Digests:
@@ -97,6 +103,13 @@ class _Copy:
             if error.errno != errno.EINVAL:
                 raise
             self.direct = None
+
+    def pieces(self, start: int, buffer: memoryview, want: int) -> Iterator[memoryview]:
+        """Reads `want` bytes through the buffer. Raises Truncated, OSError."""
+        for at in range(start, start + want, len(buffer)):
+            length = min(len(buffer), start + want - at)
+            self.read(at, buffer, length)
+            yield buffer[:length]
 
     def read(self, start: int, buffer: memoryview, want: int) -> None:
         """Fills the head of the page-aligned `buffer`. Raises Truncated, OSError."""
@@ -163,7 +176,7 @@ class _Run:
         )
 
     def _work(self) -> None:
-        buffer = memoryview(mmap.mmap(-1, self.chunk))
+        buffer = buffers.piece(self.chunk)
         while self.failed is None:
             try:
                 number = self.todo.popleft()
@@ -178,17 +191,18 @@ class _Run:
     def _chunk(self, number: int, buffer: memoryview) -> None:
         start = number * self.chunk
         want = min(self.chunk, self.size - start)
+        running = digest.Running()
         try:
-            self.copy.read(start, buffer, want)
+            for piece in self.copy.pieces(start, buffer, want):
+                running.add(piece)
         except Truncated:
             self.bad[number] = "the copy is too short"
             return
         except OSError as error:
             self.bad[number] = f"the copy cannot be read: {error.strerror}"
             return
-        found = digest.of_chunk(buffer[:want])
         expected = self.expected.digest(start, buffer, want)
-        if expected not in (None, found):
+        if expected not in (None, running.digest()):
             self.bad[number] = ""
 
     def _offset(self, number: int) -> int | None:
@@ -197,10 +211,9 @@ class _Run:
         if self.bad[number]:
             return start
         want = min(self.chunk, self.size - start)
-        buffer = memoryview(mmap.mmap(-1, self.chunk))
-        self.copy.read(start, buffer, want)
+        held = b"".join(map(bytes, self.copy.pieces(start, buffers.piece(self.chunk), want)))
         right = self.expected.content(start, want)
-        return start + (first_difference(bytes(buffer[:want]), right) if right else 0)
+        return start + (first_difference(held, right) if right else 0)
 
 
 def first_difference(one: bytes, other: bytes) -> int:

@@ -4,10 +4,11 @@ import os
 import threading
 from typing import Protocol
 
-from forestage import chunks, reserve, run
+from forestage import chunks, from_peers, reserve, run
 from forestage.chunks import Source, Tuning
 from forestage.config import Config
 from forestage.errors import Failed
+from forestage.from_peers import Lender
 from forestage.part import Part
 
 
@@ -17,9 +18,12 @@ class Engine(Protocol):
     def reserve(self, source: Source, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
 
-    def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+    ) -> int:
         """Leaves exactly the source's bytes in the part, and its map complete.
 
+        Gives how many of them came from other nodes, if there is a `lender`.
         Raises chunks.Stopped, chunks.Truncated, Failed, OSError; what is in can be resumed.
         """
 
@@ -27,15 +31,22 @@ class Engine(Protocol):
 class Chunks:
     """Several threads, large chunks."""
 
-    def __init__(self, tuning: Tuning) -> None:
+    def __init__(self, tuning: Tuning, downloads: int = 8) -> None:
         self.tuning = tuning
+        self.downloads = downloads
 
     def reserve(self, source: Source, part: Part) -> None:
         data = reserve.data_chunks(source.buffered, source.size, self.tuning.chunk)
         reserve.reserve(part, source.size, self.tuning.chunk, data)
 
-    def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+    ) -> int:
+        # A peer's bytes are proven by their digest; without, the source alone can be trusted.
+        if lender is not None and self.tuning.digest:
+            return from_peers.copy(source, part, self.tuning, stop, lender, self.downloads)
         chunks.copy(source, part, self.tuning, stop)
+        return 0
 
 
 class Rsync:
@@ -50,13 +61,13 @@ class Rsync:
 
     def reserve(self, source: Source, part: Part) -> None:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.
-        fd = os.open(part.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with reserve.opened(part.image) as fd:
             reserve.allocate(fd, 0, source.size)
-        finally:
-            os.close(fd)
+        reserve.reserve_small(part, source.size, self.tuning.chunk)
 
-    def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+    ) -> int:
         begun = part.image.stat().st_size > 0
         argv = [
             "rsync",
@@ -75,16 +86,20 @@ class Rsync:
         if ran.code != 0:
             raise Failed("copy", ran.explained())
         self._write_map(source, part)
+        return 0
 
     def _write_map(self, source: Source, part: Part) -> None:
         """rsync keeps its own sums to itself, so the digests are taken from the copy."""
         found = chunks.digests(part.image, source.size, self.tuning)
-        part.map.write_bytes(found)
+        with reserve.opened(part.map) as fd:  # not truncated: its space stays its own
+            os.pwrite(fd, found, 0)
 
 
 def engine(config: Config) -> Engine:
     """The engine that the admin chose."""
-    return Chunks(tuning(config)) if config.engine == "chunks" else Rsync(tuning(config))
+    if config.engine == "chunks":
+        return Chunks(tuning(config), config.peers.downloads)
+    return Rsync(tuning(config))
 
 
 def tuning(config: Config) -> Tuning:

@@ -21,6 +21,20 @@ def of_chunk(data: memoryview | bytes) -> bytes:
     return xxhash.xxh3_128(data).digest()
 
 
+class Running:
+    """The digest of a chunk that comes in pieces, each while it is in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._sum = xxhash.xxh3_128()
+
+    def add(self, piece: memoryview) -> None:
+        """Runs without Python's global lock."""
+        self._sum.update(piece)
+
+    def digest(self) -> bytes:
+        return self._sum.digest()
+
+
 def of_image(digests: bytes) -> str:
     """The digest of an image, hex: that of its chunks' digests in order; "" if one is unknown."""
     each = split(digests)

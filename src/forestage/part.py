@@ -2,6 +2,8 @@
 
     parts/<key>/image        as long as the source; space is reserved for all that holds data
     parts/<key>/map          16 bytes for each chunk: its digest once it is in, zeros before
+    parts/<key>/spare        room for the small files that an entry has beside its image
+    parts/<key>/peers        how many bytes came from peers, in decimal, while they help
     parts/<key>/owner.json   what is copied, by whom, since when; good for one boot
 
 The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
@@ -20,6 +22,7 @@ from forestage.image import Image
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
+MAX_SHARED = 131072  # chunks: more of them are not told in a header (32 KiB), nor asked of peers
 Phase = Literal["queued", "copying"]
 
 
@@ -45,7 +48,7 @@ class Owner(msgspec.Struct, frozen=True):
         """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
         try:
             name = Path(f"/proc/{self.pid}/comm").read_text().strip()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter: it ends this very moment
             return False
         return self.boot == boot_id() and name == PROCESS_NAME[:15]
 
@@ -58,6 +61,8 @@ class Part:
         self.image = directory / "image"
         self.map = directory / "map"
         self.record = directory / "owner.json"
+        self.spare = directory / "spare"
+        self.peers = directory / "peers"
 
     def owner(self) -> Owner | None:
         """Who copies, or copied; None where nothing can be read."""
@@ -83,10 +88,25 @@ class Part:
             return _size(self.image)
         return done_bytes(self.digests(), owner.chunk, owner.image.size)
 
+    def note_peers(self, count: int) -> None:
+        """Says how many bytes came from peers; nobody but people reads it."""
+        with contextlib.suppress(OSError):  # a disk that others filled must not matter
+            self.peers.write_text(str(count))
+
+    def forget_peers(self) -> None:
+        self.peers.unlink(missing_ok=True)
+
+    def of_peers(self) -> int:
+        """Bytes that peers gave to the stager that runs now."""
+        try:
+            return int(self.peers.read_text() or "0")
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return 0
+
     def stood_still(self, now: float) -> float:
         """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch."""
         times = [0.0]
-        for file in (self.map, self.image):
+        for file in (self.map, self.image, self.record):
             with contextlib.suppress(FileNotFoundError):
                 times.append(file.stat().st_mtime)
         return now - max(times)

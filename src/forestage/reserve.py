@@ -1,13 +1,17 @@
 """Is there room for all of it? Space taken before the first byte; a sparse file keeps its holes."""
 
+import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
 from forestage.part import ENTRY_BYTES, Part, chunk_count
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
+SPARE = 256 * 1024  # bytes: entry.json, and what directories and inodes may take on the way
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,19 +35,30 @@ def data_chunks(source: int, size: int, chunk: int) -> set[int]:
 
 def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
     """Makes the part's files and takes their space at once. Raises OSError (ENOSPC)."""
-    fd = os.open(part.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(part.image) as fd:
         for _, run in groupby(enumerate(sorted(data)), lambda item: item[1] - item[0]):
             numbers = [number for _, number in run]
             start = numbers[0] * chunk
             allocate(fd, start, min(size, (numbers[-1] + 1) * chunk) - start)
         os.ftruncate(fd, size)
-    finally:
-        os.close(fd)
-    fd = os.open(part.map, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    reserve_small(part, size, chunk)
+
+
+def reserve_small(part: Part, size: int, chunk: int) -> None:
+    """Takes the space of all but the image. Raises OSError (ENOSPC)."""
+    with opened(part.map) as fd:
         allocate(fd, 0, chunk_count(size, chunk) * ENTRY_BYTES)
         os.ftruncate(fd, chunk_count(size, chunk) * ENTRY_BYTES)
+    with opened(part.spare) as fd:
+        allocate(fd, 0, SPARE)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """One of a part's files, made if need be; what it has stays."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
     finally:
         os.close(fd)
 

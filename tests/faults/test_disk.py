@@ -45,11 +45,6 @@ def scratch(node: Node, disk: Callable[..., None], request: pytest.FixtureReques
     return kind
 
 
-def small_files(*case: object) -> object:
-    reason = "reserve.reserve takes no room for the map, and nobody does for the small files"
-    return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.parametrize(
     ("scratch", "uid", "engine", "point"),
     [
@@ -58,10 +53,10 @@ def small_files(*case: object) -> object:
         ("ext4", BOB.uid, "chunks", "chunk"),
         ("ext4", BOB.uid, "chunks", "copied"),
         ("ext4", BOB.uid, "rsync", "reserved"),
-        small_files("xfs", BOB.uid, "chunks", "reserved"),
-        small_files("xfs", BOB.uid, "chunks", "chunk"),
-        small_files("xfs", BOB.uid, "chunks", "copied"),
-        small_files("xfs", BOB.uid, "rsync", "reserved"),
+        ("xfs", BOB.uid, "chunks", "reserved"),
+        ("xfs", BOB.uid, "chunks", "chunk"),
+        ("xfs", BOB.uid, "chunks", "copied"),
+        ("xfs", BOB.uid, "rsync", "reserved"),
     ],
     indirect=["scratch"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -11,17 +12,17 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forestage import chunks, digest, reserve, trace
-from forestage.chunks import BLOCK, READ_TRIES, Source, Stopped, Throttle, Truncated, Tuning
+from forestage import buffers, chunks, digest, reserve, throttle, trace
+from forestage.chunks import BLOCK, READ_TRIES, Source, Stopped, Truncated, Tuning
 from forestage.errors import Failed
 from forestage.part import Part, missing_chunks
+from forestage.throttle import Throttle
 
 CHUNK = 4 * BLOCK
 TUNING = Tuning(threads=3, chunk=CHUNK)
@@ -171,7 +172,7 @@ def test_no_leftover_shows_through_a_hole(pair: Pair) -> None:
 def test_holes_are_not_read(pair: Pair, monkeypatch: Patch) -> None:
     os.truncate(pair.fd, 100 * CHUNK)
     pair.reserve()
-    monkeypatch.setattr(chunks, "read_chunk", None)
+    monkeypatch.setattr(chunks, "read_piece", None)
     pair.copy()
     assert pair.part.digests() == digest.of_chunk(bytes(CHUNK)) * 100
 
@@ -376,7 +377,7 @@ def test_without_a_digest_the_kernel_copies_and_no_byte_comes_to_us(
     data = pair.random(3 * CHUNK + 5)
     pair.reserve()
     asked = in_kernel(monkeypatch, lambda real, *arguments: real(*arguments))
-    monkeypatch.setattr(chunks, "read_chunk", None)
+    monkeypatch.setattr(chunks, "read_piece", None)
     pair.copy(NO_DIGEST)
     assert pair.copied == data
     assert asked == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
@@ -546,13 +547,13 @@ def test_only_what_is_missing_is_copied_on_a_resume(pair: Pair, monkeypatch: Pat
             file.seek(number * 16)
             file.write(mark)
     starts: list[int] = []
-    real = chunks.read_chunk
+    real = chunks.read_piece
 
     def noting(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
         starts.append(start)
         real(source, start, want, buffer)
 
-    monkeypatch.setattr(chunks, "read_chunk", noting)
+    monkeypatch.setattr(chunks, "read_piece", noting)
     pair.copy(QUIET)
     assert starts == [CHUNK, 3 * CHUNK, 4 * CHUNK]
     there = each(pair.copied)
@@ -566,7 +567,7 @@ def test_nothing_is_missing_and_nothing_is_done(pair: Pair, monkeypatch: Patch) 
     data = pair.random(2 * CHUNK)
     pair.reserve()
     pair.copy()
-    monkeypatch.setattr(chunks, "read_chunk", None)
+    monkeypatch.setattr(chunks, "read_piece", None)
     pair.copy()
     assert pair.copied == data
 
@@ -622,7 +623,7 @@ def test_a_copy_that_is_stopped_before_it_begins_copies_nothing(
     pair.reserve()
     stop = threading.Event()
     stop.set()
-    monkeypatch.setattr(chunks, "read_chunk", None)
+    monkeypatch.setattr(chunks, "read_piece", None)
     with pytest.raises(Stopped):
         pair.copy(stop=stop)
     assert pair.part.digests() == bytes(32)
@@ -631,7 +632,7 @@ def test_a_copy_that_is_stopped_before_it_begins_copies_nothing(
 def test_a_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
     pair.random(50 * CHUNK)
     pair.reserve()
-    run = chunks._Run(
+    run = chunks.Run(
         pair.source, pair.part, msgspec.structs.replace(TUNING, threads=2), threading.Event()
     )
     starts: list[int] = []
@@ -644,7 +645,7 @@ def test_a_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> Non
             raise OSError(errno.ENOSPC, "No space left on device")
         assert run.halt.wait(20)
 
-    monkeypatch.setattr(chunks, "read_chunk", first_fails)
+    monkeypatch.setattr(chunks, "read_piece", first_fails)
     with pytest.raises(OSError, match="No space left"):
         run.all()
     run.close()
@@ -662,7 +663,7 @@ def test_a_thread_that_dies_of_something_unforeseen_never_makes_a_whole_copy(
 
     pair.random(3 * CHUNK)
     pair.reserve()
-    monkeypatch.setattr(chunks, "read_chunk", die)
+    monkeypatch.setattr(chunks, "read_piece", die)
     with pytest.raises(Failed) as caught:
         pair.copy()
     assert caught.value.reason == "copy"
@@ -684,22 +685,51 @@ def test_no_descriptor_is_left_whatever_happens(pair: Pair, monkeypatch: Patch) 
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(("threads", "size", "buffers"), [(3, 9, 3), (8, 2, 2), (1, 9, 1)])
+@pytest.mark.parametrize(("threads", "size", "wanted"), [(3, 9, 3), (8, 2, 2), (1, 9, 1)])
 def test_memory_is_bounded_by_the_threads(
-    pair: Pair, monkeypatch: Patch, threads: int, size: int, buffers: int
+    pair: Pair, monkeypatch: Patch, threads: int, size: int, wanted: int
 ) -> None:
     pair.random(size * CHUNK)
     pair.reserve()
     made: list[int] = []
-    real = chunks.mmap.mmap
+    real = buffers.piece
 
-    def noting(fd: int, length: int, **keywords: Any) -> Any:
-        made.append(length)
-        return real(fd, length, **keywords)
+    def noting(chunk: int) -> memoryview:
+        made.append(chunk)
+        return real(chunk)
 
-    monkeypatch.setattr(chunks, "mmap", SimpleNamespace(mmap=noting))
+    monkeypatch.setattr(buffers, "piece", noting)
     pair.copy(Tuning(threads=threads, chunk=CHUNK))
-    assert made == [CHUNK] * buffers
+    assert made == [CHUNK] * wanted
+
+
+@pytest.mark.parametrize("rest", [0, 1, BLOCK, buffers.PIECE + 1])
+def test_a_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
+    data = pair.random(buffers.PIECE * 2 + rest)
+    tuning = Tuning(threads=2, chunk=buffers.PIECE * 2)
+    reserve.reserve(
+        pair.part, len(data), tuning.chunk, reserve.data_chunks(pair.fd, len(data), tuning.chunk)
+    )
+    pair.copy(tuning)
+    assert pair.copied == data
+    sums = [
+        digest.of_chunk(data[at : at + tuning.chunk]) for at in range(0, len(data), tuning.chunk)
+    ]
+    assert digest.split(pair.part.digests()) == sums
+    assert chunks.digests(pair.part.image, len(data), tuning) == b"".join(sums)
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 16 * CHUNK])
+def test_pieces_fill_huge_pages(chunk: int) -> None:
+    memory = buffers.piece(chunk)
+    assert len(memory) == min(chunk, buffers.PIECE)
+    memory[-1] = 1
+    at = address(memory)
+    assert at % buffers.HUGE_PAGE == 0
+
+
+def address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _peak(work: Callable[[], None]) -> int:
@@ -728,7 +758,6 @@ def test_no_chunk_is_held_twice(pair: Pair) -> None:
     _copy_of(pair, BIG + 5)
 
 
-@pytest.mark.xfail(strict=True, reason="chunks._chunk makes a chunk of zeros for each hole")
 def test_a_hole_takes_no_memory(pair: Pair) -> None:
     _copy_of(pair, 2 * BIG)
 
@@ -747,14 +776,14 @@ class Tap:
         self.now += seconds
 
 
-def throttle(monkeypatch: Patch, rate: int | None) -> tuple[Throttle, Tap]:
+def throttled(monkeypatch: Patch, rate: int | None) -> tuple[Throttle, Tap]:
     tap = Tap()
-    monkeypatch.setattr(chunks, "time", SimpleNamespace(monotonic=tap.monotonic))
+    monkeypatch.setattr(throttle, "time", SimpleNamespace(monotonic=tap.monotonic))
     return Throttle(rate), tap
 
 
 def test_a_throttled_copy_keeps_to_its_rate(monkeypatch: Patch) -> None:
-    made, tap = throttle(monkeypatch, 100)
+    made, tap = throttled(monkeypatch, 100)
     moments = []
     for _ in range(4):
         made.take(50, tap)  # type: ignore[arg-type]
@@ -764,7 +793,7 @@ def test_a_throttled_copy_keeps_to_its_rate(monkeypatch: Patch) -> None:
 
 def test_time_that_was_not_used_is_not_saved_up(monkeypatch: Patch) -> None:
     """After a source that hung, the burst would take the whole bandwidth."""
-    made, tap = throttle(monkeypatch, 100)
+    made, tap = throttled(monkeypatch, 100)
     made.take(50, tap)  # type: ignore[arg-type]
     tap.now += 60
     moments = []
@@ -775,7 +804,7 @@ def test_time_that_was_not_used_is_not_saved_up(monkeypatch: Patch) -> None:
 
 
 def test_without_a_rate_nobody_waits(monkeypatch: Patch) -> None:
-    made, tap = throttle(monkeypatch, None)
+    made, tap = throttled(monkeypatch, None)
     for _ in range(3):
         made.take(1 << 40, tap)  # type: ignore[arg-type]
     assert tap.now == 1000
@@ -789,7 +818,7 @@ def test_no_second_sees_more_than_the_rate_and_one_chunk(
     rate: int, takes: list[tuple[int, float]]
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        made, tap = throttle(monkeypatch, rate)
+        made, tap = throttled(monkeypatch, rate)
         flowed = []
         for size, pause in takes:
             made.take(size, tap)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def test_the_reserved_file_itself_is_filled(engine: Engine, source: int, part: P
     inode = part.image.stat().st_ino
     engine.copy(of(source), part, threading.Event())
     assert part.image.stat().st_ino == inode
-    assert sorted(os.listdir(part.directory)) == ["image", "map"]
+    assert sorted(os.listdir(part.directory)) == ["image", "map", "spare"]
 
 
 def test_a_copy_that_cannot_be_written_says_so(engine: Engine, source: int, tmp_path: Path) -> None:

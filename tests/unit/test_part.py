@@ -150,6 +150,18 @@ def test_a_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
     assert not part.resumable_in("c")
 
 
+def test_a_stager_that_ends_while_it_is_looked_at_lives_no_more(
+    make_image: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc/<pid>/comm that was opened a moment before gives ESRCH."""
+
+    def gone(path: Path) -> str:
+        raise ProcessLookupError(path)
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    assert not owner(make_image()).lives()
+
+
 def test_this_boot_has_a_name() -> None:
     assert boot_id() == boot_id()
     assert len(boot_id()) == 36
