@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +50,14 @@ def private_mounts(machine: None) -> Iterator[None]:
         mounts.mount("none", "/", mounts.MS_REC | MS_PRIVATE)
         yield
     finally:
+        # setns(2) refuses a process of several threads, and one that was joined may still be on
+        # its way out of the kernel.
         result = _libc.setns(home, mounts.CLONE_NEWNS)
+        for _ in range(500):
+            if result == 0:
+                break
+            time.sleep(0.01)
+            result = _libc.setns(home, mounts.CLONE_NEWNS)
         os.close(home)
         if result != 0:
             pytest.exit("cannot leave a test's mount namespace")

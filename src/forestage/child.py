@@ -1,6 +1,8 @@
 """Processes we fork: what a child must let go of before it may outlive, or outhang, its parent."""
 
+import contextlib
 import os
+from pathlib import Path
 
 
 def let_go(keep: set[int]) -> None:
@@ -17,3 +19,23 @@ def let_go(keep: set[int]) -> None:
         os.closerange(low, fd)
         low = fd + 1
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+
+
+def leave_job(root: Path = Path("/")) -> None:
+    """Goes from a job's cgroups, if this process is in such, to the roots of their hierarchies.
+
+    What a step's helper starts is in the step's. There it would be killed with the step (cgroup
+    v2), keep the job's directories from going (v1), and have the job pay for the page cache that it
+    fills. slurmstepd, and all it starts, is also the last that the kernel kills for want of memory.
+    """
+    cgroups = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "/job_" not in path:  # Slurm's name for it, in both versions
+            continue
+        name = controllers.removeprefix("name=")
+        for top in (cgroups / name,) if name else (cgroups, cgroups / "unified"):
+            with contextlib.suppress(OSError):
+                (top / "cgroup.procs").write_text("0")
+    with contextlib.suppress(OSError):
+        (root / "proc/self/oom_score_adj").write_text("0")

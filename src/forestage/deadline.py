@@ -11,6 +11,9 @@ import msgspec
 SAFE = 15.0
 """Seconds; below the 20 s after which Slurm's defaults lose the first srun of a batch job."""
 
+LAST_WORDS = 5.0
+"""Seconds that a step's helper keeps for its answer."""
+
 MAX_INCLUDES = 64
 _DEFAULTS = {"messagetimeout": 10.0, "batchstarttimeout": 10.0}  # slurm.conf(5), seconds
 _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for so long
@@ -57,6 +60,13 @@ def patience(
         # Where nobody knows what would drain the node, a user may wish for less time, not for more.
         wish = min(hinted, max_hinted if limit.known else wish)
     return wish if limit.drains is None else min(wish, limit.drains)
+
+
+def step_patience(configured: float, timeout: str) -> float:
+    """Pure: seconds a step may wait: less than the companion's own limit, `timeout` seconds as
+    text, so that it hears an answer and need not kill us; "" where nobody names one."""
+    limit = float(timeout) if timeout.isascii() and timeout.isdigit() else 0.0
+    return min(configured, limit - min(LAST_WORDS, limit / 2)) if limit else configured
 
 
 def read(conf: str) -> Limits:

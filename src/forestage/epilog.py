@@ -42,11 +42,16 @@ def epilog(
             node = Node.of(config, places, clock)
             cache = cache or node.cache
         released = _release(cache, leases, lease, places, clock, job, patience) if cache else 0
+        if cache and lease and config and config.on_deadline == "abort":
+            _abort(cache, leases, lease)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except Failed as failed:
         return [_failed(failed)]
     except lock.Busy as busy:
+        # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
+        # next Epilog takes the redirects off that nobody needs any more.
+        leases.drop(job.id)
         return [_failed(Failed("busy", str(busy)))]
     except OSError as error:
         return [_failed(Failed("io", str(error)))]
@@ -74,6 +79,14 @@ def _release(
         leases.drop(job.id)
         # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
         return redirect.clear(cache, leases, places, job.user, lease)
+
+
+def _abort(cache: Cache, leases: Leases, ended: Lease) -> None:
+    """Stops copies that only this job wanted; a step that is killed cannot do it."""
+    from forestage import stage  # few Epilogs need it
+
+    for use in ended.uses:
+        stage.abort(cache, leases, ended.job, use.key)
 
 
 def _note_use(cache: Cache, lease: Lease, now: float) -> None:

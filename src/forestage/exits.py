@@ -22,7 +22,7 @@ class Exit(IntEnum):
     CONFIG = 3, "The configuration cannot be used."
     PERMISSION = 4, "This user may not see or do it: run as root."
     CACHE = 5, "The cache is not mounted, or must not be used."
-    FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, an I/O error."
+    FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, a port in use, I/O."
     BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."

@@ -1,9 +1,10 @@
-"""The hooks as slurmd runs them: stay out of the way, fail open, one line in the log.
+"""The hooks as Slurm runs them: stay out of the way, fail open, one line in the log.
 
 slurmd drains a node whose Prolog or Epilog does not exit 0 (slurm.conf(5), `Prolog`). So nothing
 that goes wrong here gets out, unless the admin asked for it with `on_error: drain`. A hook must run
 no Slurm command, gets no PATH, and imports next to nothing before it knows that there is work: a
-job without an image pays for one bare interpreter start.
+job without an image pays for one bare interpreter start. The SPANK companion's helper, the step, is
+a hook like the others; it has an answer besides, and no failure of a step drains its node.
 """
 
 from __future__ import annotations
@@ -21,20 +22,29 @@ if TYPE_CHECKING:
 
     from forestage.clock import Clock
     from forestage.config import Config
+    from forestage.errors import ConfigError
     from forestage.events import Outcome
     from forestage.job import Job
     from forestage.places import Places
 
-    Name = Literal["prolog", "epilog"]
+    Name = Literal["prolog", "step", "epilog"]
 
 DRAIN = 75
 """The one exit status that the shell guard of the hooks does not turn into 0."""
 
+USAGE = 2
+"""As click's: the command was called in a wrong way."""
+
 IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
+
+BY_HAND = b"""\
+forestage: `step` is what forestage's SPANK plugin runs when a step starts, with an environment of
+ its own (to see what it did for a job: forestage explain JOBID)
+"""
 
 
 def main(name: Name) -> NoReturn:
-    """What prolog/forestage and epilog/forestage call, as root. Ends the process."""
+    """What prolog/forestage, epilog/forestage and the companion call, as root. Ends the process."""
     # A hook lives for a tenth of a second and leaves nothing to clean up: collecting garbage and
     # taking the interpreter apart cost a warm hit 14 ms of 100.
     gc.disable()
@@ -43,8 +53,12 @@ def main(name: Name) -> NoReturn:
 
 def _main(name: Name) -> int:
     hook = Hook(name, os.environ, time.monotonic())
+    if name == "step" and os.environ.get("SLURM_SCRIPT_CONTEXT") != "spank_step":
+        os.write(2, BY_HAND)
+        return USAGE
     if nothing_to_do(name, os.environ, "/run/forestage/leases"):
         hook.say("result=none")
+        hook.answer("leave", "no-image")
         return 0
     try:
         from forestage.clock import Clock
@@ -54,6 +68,7 @@ def _main(name: Name) -> int:
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
+        hook.answer("leave", "error")
         return DRAIN if hook.drains else 0
 
 
@@ -61,6 +76,8 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
     """Whether this job is none of ours: told without an import, and never wrongly."""
     if name == "prolog":
         return IMAGE_OPTION not in environ and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
+    if name == "step":
+        return not environ.get(IMAGE_OPTION)
     return not os.path.exists(f"{leases}/{environ.get('SLURM_JOB_ID', '')}.json")
 
 
@@ -72,36 +89,55 @@ class Hook:
         self.environ = environ
         self.start = start
         self.drains = False
+        self.answered = name != "step"
 
     def run(self, places: Places, clock: Clock) -> int:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
         from forestage.job import Job
 
         job = Job.from_environ(self.environ)
-        outcomes = (
-            self._epilog(job, places, clock)
-            if self.name == "epilog"
-            else self._prolog(job, places, clock)
-        )
+        if self.name == "step":
+            from forestage import step
+
+            job = step.named(job)
+        work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
+        outcomes = work(job, places, clock)
         self._report(job, outcomes, places, clock)
         failed = any(outcome.result == "failed" for outcome in outcomes)
         return DRAIN if failed and self.drains else 0
 
     def _prolog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
         from forestage import deadline, prolog
-        from forestage.errors import ConfigError, Failed
+        from forestage.errors import ConfigError
         from forestage.node import Node
 
-        if not job.asked:
+        if not (job.asked or job.hints.off):
             return prolog.misread(job)
         try:
             config = self._config(job, places)
         except ConfigError as error:
-            failed = Failed("config", error.one_line)
-            return [prolog.outcome_of(asked, failed) for asked in job.asked]
+            return _misconfigured(job, error)
         return prolog.prolog(
             Node.of(config, places, clock), job, deadline.read(self.environ.get("SLURM_CONF", ""))
         )
+
+    def _step(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
+        from forestage import child, step
+        from forestage.errors import ConfigError
+        from forestage.node import Node
+
+        # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
+        child.leave_job()
+        try:
+            config = self._config(job, places)
+        except ConfigError as error:
+            self.answer("leave", "config")
+            return _misconfigured(job, error)
+        timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
+        done = step.step(Node.of(config, places, clock), job, timeout, _speak)
+        # At once: the log can wait, the step does not.
+        self.answer(*done.answer)
+        return done.outcomes
 
     def _epilog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
         from forestage import deadline, epilog
@@ -119,7 +155,7 @@ class Hook:
         from forestage import settings
 
         found = settings.load(places.etc, owner=os.geteuid()).for_partition(job.partition)
-        self.drains = found.on_error == "drain"
+        self.drains = found.on_error == "drain" and self.name != "step"
         return found
 
     def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
@@ -135,8 +171,38 @@ class Hook:
 
     def say(self, text: str) -> None:
         """The hook's line in the log."""
-        line = f"{self.name} job={self.environ.get('SLURM_JOB_ID', '?')[:20]} {text}"
+        of_step = f"step={self.environ.get('SLURM_STEP_ID', '?')[:20]} " * (self.name == "step")
+        line = f"{self.name} job={self.environ.get('SLURM_JOB_ID', '?')[:20]} {of_step}{text}"
         log.say(line, by_slurm="SLURM_SCRIPT_CONTEXT" in self.environ)
+
+    def answer(self, *fields: str) -> None:
+        """The companion's answer, if it waits for one and has none yet."""
+        if not self.answered:
+            self.answered = True
+            _write(*fields)
+
+
+def _write(*fields: str) -> None:
+    """One line for the companion, which may have gone."""
+    try:
+        os.write(1, "\t".join(fields).encode(errors="backslashreplace") + b"\n")
+    except OSError:
+        return
+
+
+def _speak(text: str) -> None:
+    """One line for the user, whatever the name of his file."""
+    from forestage.units import printable
+
+    _write("say", f"forestage: {printable(text)}")
+
+
+def _misconfigured(job: Job, error: ConfigError) -> list[Outcome]:
+    from forestage import request
+    from forestage.errors import Failed
+
+    failed = Failed("config", error.one_line)
+    return [request.outcome_of(asked, failed) for asked in job.asked]
 
 
 def _place(error: Exception) -> str:

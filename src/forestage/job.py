@@ -51,7 +51,10 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A job on this node, as its Prolog or Epilog sees it."""
+    """A job on this node, as its Prolog or Epilog sees it, or one of its steps does.
+
+    `nodelist` is what Slurm wrote, n[1-4,7].
+    """
 
     id: int
     user: User
@@ -61,10 +64,15 @@ class Job(msgspec.Struct, frozen=True):
     asked: tuple[Asked, ...]
     saves: str | None
     hints: Hints
+    step: int | None = None
+    nodelist: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Job":
-        """Reads slurmd's variables. Raises JobError when one that is always set is not there."""
+        """Reads slurmd's variables, or the SPANK companion's, which have the same names.
+
+        Raises JobError when one that is always set is not there.
+        """
         hints = read_hints(environ.get("SLURM_JOB_COMMENT", ""))
         image = environ.get(IMAGE_OPTION, "")
         from_option = (Asked(image, "option"),) if image else ()
@@ -82,6 +90,9 @@ class Job(msgspec.Struct, frozen=True):
             asked=from_option + hinted,
             saves=environ.get(SAVE_OPTION) or None,
             hints=hints,
+            step=_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else None,
+            # The second is what releases before 23.02.6 have.
+            nodelist=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""),
         )
 
 

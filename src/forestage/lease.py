@@ -22,13 +22,17 @@ class Use(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """What one job holds on this node; `since` in seconds since the epoch, `cache` the root."""
+    """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
+
+    `off`: the job said stage=off, which its steps could not see otherwise.
+    """
 
     job: int
     user: User
     since: float
     cache: str
     uses: tuple[Use, ...] = ()
+    off: bool = False
 
     def with_use(self, use: Use) -> "Lease":
         """The same lease with one use more; a redirect replaces the plain use of the same entry."""
@@ -38,6 +42,10 @@ class Lease(msgspec.Struct, frozen=True):
     def without(self, key: str) -> "Lease":
         """The same lease, this entry no longer used."""
         return msgspec.structs.replace(self, uses=tuple(u for u in self.uses if u.key != key))
+
+    def switched_off(self) -> "Lease":
+        """The same lease of a job that wants to be left alone."""
+        return msgspec.structs.replace(self, off=True)
 
 
 class Leases:
@@ -81,8 +89,8 @@ class Leases:
         atomic.write(self.file(lease.job), msgspec.json.encode(lease))
 
     def put(self, lease: Lease) -> None:
-        """Writes a lease, or drops one that uses nothing any more. Under the space lock."""
-        if lease.uses:
+        """Writes a lease, or drops one that says nothing any more. Under the space lock."""
+        if lease.uses or lease.off:
             self.write(lease)
         else:
             self.drop(lease.job)

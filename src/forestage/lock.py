@@ -6,6 +6,8 @@ across a look at the shared file system.
 
 import contextlib
 import errno
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,11 +66,19 @@ def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody holds the lock now. Takes it for an instant: other takers need patience."""
-    if not path.exists():  # trying would make it
+    """Whether nobody holds the lock now. Raises OSError.
+
+    It shares the lock for an instant, so that those who look do not see each other; takers need
+    patience. Reading suffices: the peer service has the cache read-only.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
         return True
     try:
-        with held(path, 0):
-            return True
-    except Busy:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
+    finally:
+        os.close(fd)
+    return True

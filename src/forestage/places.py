@@ -9,6 +9,7 @@ class Places(msgspec.Struct, frozen=True):
     """Every fixed path as a property of one value; tests pass a root of their own."""
 
     root: Path = Path("/")
+    munge: str = ""  # the socket of another munged than the node's own
 
     @property
     def etc(self) -> Path:
@@ -27,6 +28,11 @@ class Places(msgspec.Struct, frozen=True):
     def redirects(self) -> Path:
         """Where a redirect is made read-only before it is laid over a job's path."""
         return self.run / "redirects"
+
+    @property
+    def peer(self) -> Path:
+        """What the peer service counts."""
+        return self.run / "peer.json"
 
     @property
     def events(self) -> Path:

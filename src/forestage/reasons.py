@@ -14,7 +14,7 @@ REASONS = {
     "no-room": "The cache could not make room: what it holds is leased or pinned, the image is"
     " larger than what it may take, or something else fills its disk.",
     "deadline": "The copy takes longer than this job may wait; `stage-wait=` in the comment or the"
-    " admin's `deadline:` moves that.",
+    " admin's `deadline:` moves that, for a step the admin's `step_wait:`.",
     "busy": "A lock of the node was held too long.",
     "changed": "The file was written to or replaced; what cannot be copied whole is not used.",
     "stopped": "The copy was told to stop, as by the admin's `on_deadline: abort`; what has arrived"

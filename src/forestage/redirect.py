@@ -118,7 +118,8 @@ def lay(
                 if step == "lay" and identity != wanted.identity:
                     raise Declined("changed", f"{wanted.path} was changed or replaced just now")
                 # Lease first: an Epilog that runs next takes off what no lease mentions.
-                lease = lease.with_use(Use(wanted.key, wanted.path))
+                # Read again: another step of the job may have taken something meanwhile.
+                lease = (leases.read(lease.job) or lease).with_use(Use(wanted.key, wanted.path))
                 leases.write(lease)
                 if step == "lay":
                     _bind(cache.image(wanted.key), places.redirects / wanted.key, target)

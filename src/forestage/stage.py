@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from forestage import lock
-from forestage.cache import Entry
+from forestage.cache import Cache, Entry
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.image import Image, Look
 from forestage.job import Job
+from forestage.lease import Leases
 from forestage.node import Node
-from forestage.units import format_duration, format_size
+from forestage.units import format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
     import socket
 
     from forestage.stager import Word
 
-Result = Literal["hit", "joined", "copied"]
+Came = Literal["hit", "joined", "copied"]
 
 TRIES = 3  # stagers that may die under one hook before it gives up
+HANDSHAKE = 1.0  # seconds in which a stager has left the hook's session, that Slurm is to kill
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between looks; many hooks may wait for one copy
 OBSERVE = 2.0  # seconds of a copy that tell its rate
 DOUBT = 1.3  # how much faster than seen a copy may yet become
@@ -34,20 +36,26 @@ class Staged(msgspec.Struct, frozen=True):
     """An entry that is here, and how it came."""
 
     entry: Entry
-    result: Result
+    result: Came
 
 
-def stage(node: Node, job: Job, looked: Look, deadline: Deadline) -> Staged:
+def stage(
+    node: Node,
+    job: Job,
+    looked: Look,
+    deadline: Deadline,
+    watch: "Callable[[Outlook], None] | None" = None,
+) -> Staged:
     """Finds the image in the cache, or waits until a stager has brought it there.
 
-    Raises Declined (no-room, deadline, changed, ...), Failed. At the deadline the copy goes on,
-    unless the admin chose `on_deadline: abort` and no other job waits for it.
+    Raises Declined (no-room, deadline, changed, ...), Failed. At the deadline the copy goes on.
+    `watch` is called now and then while it waits.
     """
     entry = node.cache.find(looked.image)
     if entry is not None:
         return Staged(entry, "hit")
     for _ in range(TRIES):
-        result, word = _once(node, job, looked, deadline)
+        result, word = _once(node, job, looked, Outlook(node, looked.image, deadline, watch))
         entry = node.cache.find(looked.image)
         if entry is not None:
             found = word is not None and word.state == "found"
@@ -57,7 +65,7 @@ def stage(node: Node, job: Job, looked: Look, deadline: Deadline) -> Staged:
     raise Failed("copy", f"the copy of {looked.image.path} was killed {TRIES} times")
 
 
-def _once(node: Node, job: Job, looked: Look, deadline: Deadline) -> "tuple[Result, Word | None]":
+def _once(node: Node, job: Job, looked: Look, outlook: "Outlook") -> "tuple[Came, Word | None]":
     """One stager from its start, or somebody else's, to its end; its last word if it was ours."""
     # Here, since a hit needs none of it.
     from forestage import stager
@@ -65,12 +73,12 @@ def _once(node: Node, job: Job, looked: Look, deadline: Deadline) -> "tuple[Resu
 
     with stager.start(Task(node, job, looked)) as line:
         try:
-            first = stager.hear(line, deadline.left())
+            first = stager.hear(line, max(HANDSHAKE, outlook.deadline.left()))
         except EOFError:
             return "copied", None
         if first is not None and first.state == "busy":
-            return "joined", _wait(node, job, looked.image, deadline, _theirs(node, looked.image))
-        return "copied", _wait(node, job, looked.image, deadline, _ours(line))
+            return "joined", _wait(outlook, _theirs(node, looked.image))
+        return "copied", _wait(outlook, _ours(line))
 
 
 class _Over(Exception):
@@ -106,37 +114,42 @@ def _theirs(node: Node, wanted: Image) -> Callable[[float], None]:
     return pause
 
 
-def _wait(
-    node: Node, job: Job, wanted: Image, deadline: Deadline, pause: Callable[[float], None]
-) -> "Word | None":
+def _wait(outlook: "Outlook", pause: Callable[[float], None]) -> "Word | None":
     """Waits for the stager's end; raises Declined once that cannot come in time."""
-    outlook = Outlook(node, wanted, deadline)
     seconds = FIRST_PAUSE
     try:
         while not outlook.hopeless():
-            pause(min(seconds, deadline.left()))
+            pause(min(seconds, outlook.deadline.left()))
             seconds = min(LONGEST_PAUSE, seconds * 1.3)
     except _Over as over:
         return over.word
-    if node.config.on_deadline == "abort":
-        _abort(node, job, wanted)
     raise Declined("deadline", outlook.told())
 
 
 class Outlook:
     """Whether a copy can end before the deadline, judged by what it has done so far."""
 
-    def __init__(self, node: Node, wanted: Image, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        node: Node,
+        wanted: Image,
+        deadline: Deadline,
+        watch: "Callable[[Outlook], None] | None" = None,
+    ) -> None:
         self.part = node.cache.part(wanted.key)
         self.clock = node.clock
         self.size = wanted.size
         self.path = wanted.path
         self.deadline = deadline
+        self.watch = watch
         self.done = 0
+        self.rate = ""
         self.needs: float | None = None
 
     def hopeless(self) -> bool:
         """True at the deadline, or when even a faster copy than this would miss it."""
+        if self.watch is not None:
+            self.watch(self)
         left = self.deadline.left()
         if left == 0.0:
             return True
@@ -147,6 +160,7 @@ class Outlook:
         if took < OBSERVE:
             return False
         self.done = self.part.copied(owner)
+        self.rate = format_rate(self.done - owner.resumed, took)
         self.needs = remaining(self.done - owner.resumed, self.size - self.done, took)
         return self.needs is not None and self.needs > left * DOUBT
 
@@ -157,21 +171,28 @@ class Outlook:
             return so_far
         return f"{so_far}, the rest takes {format_duration(self.needs)} more"
 
+    def progress(self) -> str:
+        """For a user who waits: how far it is, how fast, and how long still."""
+        if self.needs is None:
+            return f"the copy of {self.path} to this node is about to begin"
+        percent, left = 100 * self.done // self.size, format_duration(self.needs)
+        return f"copying {self.path} to this node: {percent}%, {self.rate}, {left} left"
+
 
 def remaining(copied: int, rest: int, took: float) -> float | None:
     """Pure: seconds until `rest` bytes are in, at the rate of `copied` in `took` seconds."""
     return rest * took / copied if copied > 0 else None
 
 
-def _abort(node: Node, job: Job, wanted: Image) -> None:
-    """Stops the copy, unless another job waits for it or already uses it."""
+def abort(cache: Cache, leases: Leases, job: int, key: str) -> None:
+    """Stops the copy, unless another job than `job` waits for it or already uses it."""
     try:
-        others = [lease for lease in node.leases.all() if lease.job != job.id]
+        others = [lease for lease in leases.all() if lease.job != job]
     except Failed:
         return  # a damaged lease may be that of a job that waits
-    if any(use.key == wanted.key for lease in others for use in lease.uses):
+    if any(use.key == key for lease in others for use in lease.uses):
         return
-    owner = node.cache.part(wanted.key).owner()
-    if owner is not None and owner.lives() and not lock.is_free(node.cache.key_lock(wanted.key)):
+    owner = cache.part(key).owner()
+    if owner is not None and owner.lives() and not lock.is_free(cache.key_lock(key)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGTERM)

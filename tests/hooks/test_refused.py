@@ -163,7 +163,9 @@ def test_stage_off_leaves_the_job_alone(node: Node) -> None:
     assert (ran.code, *ran.said) == (0, "declined", "off")
     assert node.binds() == {}
     assert node.entries() == set()
-    assert node.lease(7) is None
+    lease = node.lease(7)
+    assert lease is not None
+    assert (lease.off, lease.uses) == (True, ())
 
 
 def test_stage_off_still_shows_the_source_and_not_an_older_copy(node: Node) -> None:

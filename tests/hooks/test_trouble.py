@@ -6,12 +6,14 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from forestage import lock, mounts
+from forestage import image, lock, mounts, request
 from forestage.clock import Clock, Deadline
 from forestage.hooks import DRAIN
+from forestage.job import User
 from node import ALICE, BOB, Node, content
 
 
@@ -223,6 +225,38 @@ def test_space_that_is_locked_for_ever_is_our_failure_and_not_the_jobs(
         ran = node.prolog(7, path)
     assert (ran.code, *ran.said) == (0, "failed", "busy")
     assert node.shows_source(path)
+
+
+def test_an_epilog_that_finds_the_space_locked_keeps_no_lease_of_a_job_that_is_gone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would come back for it: its entry could never be evicted again."""
+    first, second = node.put("alice/1.sqsh"), node.put("alice/2.sqsh")
+    node.prolog(7, first)
+    node.prolog(8, second)
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "SPACE_TIMEOUT", 0.05)
+        with lock.held(node.cache.space_lock, 0):
+            ran = node.epilog(7)
+    assert (ran.code, *ran.said) == (0, "failed", "busy")
+    assert node.lease(7) is None
+    node.epilog(8)
+    assert node.binds() == {}, "the next Epilog takes off what nobody needs"
+
+
+def test_no_look_takes_all_of_a_long_patience(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server that hangs would hold up a step for minutes, without a word to its user."""
+    asked: list[float] = []
+    glance = image.glance
+
+    def noting(path: str, user: User, *rest: Any) -> Any:
+        asked.append(rest[-1])
+        return glance(path, user, *rest)
+
+    monkeypatch.setattr(image, "glance", noting)
+    node.configure(deadline="10m")
+    assert node.prolog(7, node.put("alice/image.sqsh")).outcome.result == "copied"
+    assert asked[0] == request.LOOK
 
 
 def test_the_epilog_with_a_broken_configuration_still_releases(

@@ -4,8 +4,9 @@
         cluster.run(["srun", "-N2", "hostname"])
 
 A cluster has its own PID, mount, network, UTS and IPC namespaces, and so has each of its nodes
-except for the network. Two clusters cannot meet, and the host sees nothing of either but the
-state directory. Needs root. Standard library only: it also runs before .venv exists.
+except for the network; with `net` for that too. Two clusters cannot meet, and the host sees
+nothing of either but the state directory. Needs root. Standard library only: it also runs before
+.venv exists.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import net
 from host import ClusterError, Leader, file_identity, loop_files, wait_until
 from spec import INSIDE_STATE, PYXIS_REPORT, REPO, ClusterSpec
 
@@ -122,21 +124,23 @@ class Cluster:
             _make_directory(self.state / directory)
         (self.state / "nodes").chmod(0o700)  # the disks' raw contents are not for users
         (self.state / "spec.json").write_text(self.spec.to_json())
+        self._start_init()
         report = self.host_path(PYXIS_REPORT)
         report.touch()
         report.chmod(0o666)
-        self._start_init()
         self._check_hooks()
-        make = ["make", "-s", "-C", str(REPO / "tests/slurm/pyxis"), f"OUT={INSIDE_STATE}/pyxis.so"]
-        self.run(make, user="root", cwd="/")
+        self._build("tests/slurm/pyxis", "pyxis.so")
+        if self.spec.companion is not None:
+            self._build("src/spank", "forestage.so")
         self.run(["munged"], user="munge", cwd="/")
         self.run(["slurmctld"], user="root", cwd="/")
         for node in self.nodes:
-            disk = self._disk(node)
-            _make_directory(disk.parent)
-            disk.touch()
-            os.truncate(disk, self.spec.nvme_mib << 20)
-            subprocess.run([*MKFS.split(), str(disk)], check=True)
+            _make_directory(self.state / "nodes" / node)
+            if not self.spec.net:  # else it is memory
+                disk = self._disk(node)
+                disk.touch()
+                os.truncate(disk, self.spec.nvme_mib << 20)
+                subprocess.run([*MKFS.split(), str(disk)], check=True)
             self._start_node(node)
         self.wait_idle(UP_SECONDS)
         if detach:
@@ -166,6 +170,11 @@ class Cluster:
         self._unshare.stdin.write("d")
         self._unshare.stdin.close()
 
+    def _build(self, source: str, plugin: str) -> None:
+        """With the headers of the cluster's own Slurm, whichever release that is."""
+        make = ["make", "-s", "-C", str(REPO / source), f"OUT={INSIDE_STATE}/{plugin}"]
+        self.run(make, user="root", cwd="/")
+
     def _check_hooks(self) -> None:
         """Without this, a mistyped path shows only as nodes that drain at their first job."""
         for script in (self.spec.prolog, self.spec.epilog):
@@ -174,12 +183,16 @@ class Cluster:
 
     # Nodes
 
+    def node_kill(self, node: str) -> None:
+        """Kills all of a node's processes at once, as a power cut would."""
+        self._leader(node).kill()
+
     def node_reboot(self, node: str) -> None:
         """Kills all of a node's processes and starts it anew. Its disk and node_dirs stay.
 
         Slurm is told that the node is down instead of finding out by itself after 300 s.
         """
-        self._leader(node).kill()
+        self.node_kill(node)
         self._wait_for_loops([self._disk(node)])
         down = ["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=reboot"]
         self.run(down, user="root")
@@ -192,9 +205,11 @@ class Cluster:
 
     def _start_node(self, node: str, *flags: str) -> None:
         init = self._init.pid
+        network = f"/proc/{init}/root{net.NAMESPACES / node}" if self.spec.net else ""
         # The mount namespace comes last, when the leader has been recorded outside of it.
         # `setsid --fork` leaves the node to the cluster's init, so that it outlives this process.
-        enter = ["nsenter", f"--target={init}", "--pid", "--net", "--uts", "--ipc"]
+        enter = ["nsenter", f"--target={init}", "--pid", "--uts", "--ipc"]
+        enter += [f"--net={network}" if network else "--net"]
         fork = ["setsid", "--fork", "unshare", "--pid", "--uts", "--ipc", "--fork"]
         mounts = ["nsenter", f"--mount=/proc/{init}/ns/mnt"]
         private = ["unshare", "--mount", "--propagation", "private"]
@@ -333,7 +348,7 @@ class Cluster:
         An absolute symbolic link on the way would lead to the host's files.
         """
         inside = Path(path)
-        if node is None and inside.is_relative_to("/shared"):
+        if node is None and not self.spec.net and inside.is_relative_to("/shared"):
             return self.state / path.lstrip("/")  # also while the cluster is not running
         return Path("/proc", str(self._leader(node).pid), "root", path.lstrip("/"))
 

@@ -21,12 +21,28 @@ from spec import ClusterSpec  # noqa: E402
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "srun")
 TOOLS = ("mksquashfs", "squashfuse", "gcc", "make", "ip", "unshare", "mkfs.ext4")
+ALSO = "FORESTAGE_TEST_ALSO"  # set by ./test: `long`, and names of suites
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: takes its time; only with ./test --all")
+    config.addinivalue_line(
+        "markers", "suite(name): on another release of Slurm; only with ./test --all or --suite"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    also = os.environ.get(ALSO, "").split()
+    left_out = []
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.slurm)
+            wanted = ["long"] * (item.get_closest_marker("long") is not None)
+            wanted += [mark.args[0] for mark in item.iter_markers("suite")]
+            left_out += [item] * (not set(wanted) <= set(also))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

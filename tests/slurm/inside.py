@@ -18,11 +18,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import net
 from spec import (
     INSIDE_STATE,
     LAB_GID,
     LOGIN,
     REPO,
+    SLURM_MUNGE,
     USERS,
     ClusterSpec,
     plugstack_conf,
@@ -101,6 +103,8 @@ def build_root(state: Path) -> None:
     os.chdir("/")
     run("umount --lazy /old_host")
     Path("/old_host").rmdir()
+    if spec.net:
+        net.build(spec, spec.net)
     write_files(spec)
 
 
@@ -110,6 +114,8 @@ def start_network(spec: ClusterSpec) -> None:
     Slurm looks names up with AI_ADDRCONFIG, for which 127.0.0.1 alone means: no network.
     """
     run("ip link set lo up")
+    if spec.net:
+        return  # the rest is made in the cluster's own tree
     for address in spec.addresses.values():
         run("ip address add {address}/32 dev lo", address=address)
 
@@ -154,6 +160,8 @@ def write_files(spec: ClusterSpec) -> None:
     for directory in ("/etc/forestage", "/var/spool/slurmctld", "/var/spool/slurmd", "/mnt/nvme"):
         Path(directory).mkdir(parents=True, exist_ok=True)
     prepare_munge()
+    if spec.net:
+        bind(Path("/run/munge"), Path(SLURM_MUNGE))
     for path, text in spec.files.items():
         write(path, text, mode=0o755)
 
@@ -191,13 +199,20 @@ def start_node(name: str, flags: list[str]) -> None:
     mine = INSIDE_STATE / "nodes" / name
     socket.sethostname(name)
     run("mount -t proc proc /proc")
-    run("mount -o loop {disk} /mnt/nvme", disk=mine / "nvme.img")
+    if spec.net:
+        bind(net.disk(name), Path("/mnt/nvme"))
+    else:
+        run("mount -o loop {disk} /mnt/nvme", disk=mine / "nvme.img")
     # All of /run is lost at a reboot, but munged's socket is that of the one munged there is.
     run(TMPFS, mode="0755", path="/media")
     for directory in ("munge", "forestage"):
         Path("/media", directory).mkdir()
     run("mount --bind /run/munge /media/munge")
+    if spec.net:
+        run("umount /media/munge")
     run("mount --no-mtab --move /media /run")  # mount's own notes are in the hidden /run
+    if spec.net:
+        net.join(name)
     run(TMPFS, mode="1777", path="/dev/shm")
     for directory in ("/var/spool/slurmd", *spec.node_dirs):
         own = mine / directory.strip("/").replace("/", "-")

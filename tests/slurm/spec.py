@@ -11,10 +11,13 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 
 LOGIN = "login"
+STORE = "store"  # the file server of a cluster with `net`
 PYXIS_REPORT = "/shared/pyxis.jsonl"
 # Where the state directory appears inside the cluster, whatever its path on the host.
 INSIDE_STATE = Path("/var/lib/cluster")
 FIRST_SLURMD_PORT = 17001
+# With `net`: each node has a munged of its own besides, for all that is not Slurm.
+SLURM_MUNGE = "/var/spool/munge"
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,28 @@ LAB_GID = 21100  # the group "lab", which both are in
 
 
 @dataclass(frozen=True)
+class Net:
+    """How fast the links of a cluster with a network are, in Mbit/s each way."""
+
+    node_mbit: float = 200
+    store_mbit: float = 400
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """Everything that may differ between two clusters. Paths are those inside the cluster.
 
     `slurm_conf` replaces or adds lines of slurm.conf; the value None removes one.
     `files` are written before the daemons start, mode 0755, so scripts can be run.
     `plugstack` replaces plugstack.conf; `{state}/pyxis.so` is the stand-in for pyxis.
+    `companion` are the SPANK companion's arguments: with them ("" for none) it is listed before
+    all that `plugstack` says, without them (None) there is no companion.
     `node_dirs` are kept by each node for itself, over its reboots as a local disk would.
     `lower` is the read-only tree to run in, a path on the host: "/" or a debootstrap tree of
     another release, with Slurm, Python and gcc. `venv`, on the host as well, is bound to
     /usr/lib/forestage.
+    `net` gives each node a network namespace and a shaped link of its own, GlusterFS as /shared,
+    a disk in memory and an own munged; without, they share one loopback, and /shared is local.
     """
 
     nodes: int = 4
@@ -51,9 +66,11 @@ class ClusterSpec:
     slurm_conf: Mapping[str, str | None] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     plugstack: tuple[str, ...] = (f"required {{state}}/pyxis.so report={PYXIS_REPORT}",)
+    companion: str | None = None
     node_dirs: tuple[str, ...] = ("/var/log/forestage", "/var/lib/forestage")
     lower: str = "/"
     venv: str = str(REPO / ".venv")
+    net: Net | None = None
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -61,7 +78,7 @@ class ClusterSpec:
 
     @property
     def addresses(self) -> dict[str, str]:
-        hosts = (LOGIN, *self.node_names)
+        hosts = (LOGIN, *self.node_names, *([STORE] if self.net else []))
         return {host: f"10.77.{index >> 8}.{index & 255}" for index, host in enumerate(hosts, 1)}
 
     def to_json(self) -> str:
@@ -72,6 +89,7 @@ class ClusterSpec:
         values = json.loads(text)
         values["plugstack"] = tuple(values["plugstack"])
         values["node_dirs"] = tuple(values["node_dirs"])
+        values["net"] = values["net"] and Net(**values["net"])
         return cls(**values)
 
 
@@ -109,9 +127,12 @@ def slurm_conf(spec: ClusterSpec) -> str:
         ),
         "PartitionName": "all Nodes=ALL Default=YES OverSubscribe=YES State=UP",
     }
+    if spec.net:
+        lines["AuthInfo"] = f"socket={SLURM_MUNGE}/munge.socket.2"
     lines.update(spec.slurm_conf)
     return "".join(f"{key}={value}\n" for key, value in lines.items() if value is not None)
 
 
 def plugstack_conf(spec: ClusterSpec) -> str:
-    return "".join(line.format(state=INSIDE_STATE) + "\n" for line in spec.plugstack)
+    first = () if spec.companion is None else (f"required {{state}}/forestage.so {spec.companion}",)
+    return "".join(line.format(state=INSIDE_STATE) + "\n" for line in (*first, *spec.plugstack))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage import deadline
-from forestage.deadline import SAFE, UNKNOWN, Limits, limits, patience, read
+from forestage.deadline import SAFE, UNKNOWN, Limits, limits, patience, read, step_patience
 
 BOTH = "PrologFlags=Alloc,DeferBatch"
 
@@ -239,3 +239,26 @@ def test_as_many_includes_as_a_site_has_are_read(tmp_path: Path) -> None:
 def test_any_text_gives_limits(text: str) -> None:
     found = limits({"prologepilogtimeout": text, "authinfo": text, "prologflags": text})
     assert found.hurts >= 0
+
+
+@pytest.mark.parametrize(
+    ("configured", "timeout", "seconds"),
+    [
+        (600.0, "900", 600.0),
+        (600.0, "600", 595.0),
+        (600.0, "60", 55.0),
+        (600.0, "4", 2.0),
+        (600.0, "1", 0.5),
+        (1.0, "60", 1.0),
+        (0.0, "60", 0.0),
+        # Not the companion's: nothing kills us.
+        (600.0, "", 600.0),
+        (600.0, "0", 600.0),
+        (600.0, "-5", 600.0),
+        (600.0, "\u0665", 600.0),
+    ],
+)
+def test_a_step_answers_before_the_companion_kills_it(
+    configured: float, timeout: str, seconds: float
+) -> None:
+    assert step_patience(configured, timeout) == seconds

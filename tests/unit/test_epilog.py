@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import epilog, lock, redirect
+from forestage import epilog, lock, redirect, stage
 from forestage.cache import Cache, Entry
 from forestage.config import Config
 from forestage.deadline import UNKNOWN, Limits
 from forestage.image import Image
 from forestage.job import Job
-from forestage.lease import Lease, Use
+from forestage.kinds import OnDeadline
+from forestage.lease import Lease, Leases, Use
 from forestage.node import Node
 from forestage.units import Amount
 
@@ -127,6 +128,42 @@ def test_the_job_that_ended_is_the_one_whose_redirects_go(
     assert lease == Lease(
         asking.id, asking.user, 0.0, str(staging_node.cache.root), (Use("0a", "/lustre/a"),)
     )
+
+
+@pytest.mark.parametrize(("on_deadline", "stopped"), [("abort", ["0a", "0b"]), ("continue", [])])
+def test_the_copies_of_a_job_that_ended_stop_where_the_admin_wants_that(
+    staging_node: Node,
+    asking: Job,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    on_deadline: OnDeadline,
+    stopped: list[str],
+) -> None:
+    """A step that is killed while it waits can stop nothing itself."""
+    uses = (Use("0a"), Use("0b", "/b"))
+    node = staging_node
+    node.leases.write(Lease(asking.id, asking.user, 0.0, str(node.cache.root), uses))
+    keys: list[str] = []
+
+    def noting(cache: Cache, leases: Leases, job: int, key: str) -> None:
+        assert (cache.root, job) == (node.cache.root, asking.id)
+        assert leases.read(job) is None, "its own lease would keep the copy going"
+        keys.append(key)
+
+    monkeypatch.setattr(stage, "abort", noting)
+    config = msgspec.structs.replace(config, on_deadline=on_deadline)
+    assert ended(node, asking, config) == ("released", "")
+    assert keys == stopped
+
+
+def test_a_job_that_was_switched_off_leaves_no_lease(
+    staging_node: Node, asking: Job, config: Config
+) -> None:
+    node = staging_node
+    lease = Lease(asking.id, asking.user, 0.0, str(node.cache.root)).switched_off()
+    node.leases.write(lease)
+    assert ended(node, asking, config) == ("released", "")
+    assert node.leases.all() == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,29 @@ def test_an_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert nothing_to_do("epilog", environ, str(tmp_path))
     (tmp_path / "7.json").write_bytes(b"damaged")
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("environ", "nothing"), [({}, True), ({IMAGE_OPTION: ""}, True), ({IMAGE_OPTION: "/a"}, False)]
+)
+def test_a_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing: bool) -> None:
+    assert nothing_to_do("step", environ, "/nowhere") is nothing
+
+
+def test_a_step_is_answered_once_and_whoever_went_away_does_not_hurt(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = Hook("step", {}, 0.0)
+    hook.answer("leave", "bad\udcff")
+    hook.answer("leave", "error")
+    Hook("prolog", {}, 0.0).answer("leave", "error")
+    assert capfd.readouterr().out == "leave\tbad\\udcff\n"
+
+    def gone(*_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(os, "write", gone)
+    Hook("step", {}, 0.0).answer("leave", "error")
 
 
 @pytest.mark.parametrize(("drains", "code"), [(False, 0), (True, DRAIN)])

@@ -166,10 +166,37 @@ def test_no_image_is_no_request(option: dict[str, str]) -> None:
     assert Job.from_environ(ENVIRON | option).asked == ()
 
 
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID"])
+@pytest.mark.parametrize("step", [0, 3, 0xFFFFFFFB])
+def test_a_step_is_read_from_the_companions_variables(step: int) -> None:
+    environ = ENVIRON | {"SLURM_STEP_ID": str(step)}
+    del environ["SLURM_JOB_USER"]
+    read = Job.from_environ(environ)
+    assert (read.step, read.user) == (step, User("", 1000, 100))
+    assert Job.from_environ(ENVIRON).step is None
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID", "SLURM_STEP_ID"]
+)
 @pytest.mark.parametrize("value", [None, "", "-1", "0x1", " 1", "1\n", "²", "١", "../1", "4,5"])
 def test_a_number_that_is_none_is_refused(name: str, value: str | None) -> None:
     """The job id becomes a file name, the uid decides whose rights are used."""
     environ = {k: v for k, v in (ENVIRON | {name: value}).items() if v is not None}
+    if (name, value) == ("SLURM_STEP_ID", None):
+        pytest.skip("a Prolog has none")
     with pytest.raises(JobError, match=name):
         Job.from_environ(environ)
+
+
+@pytest.mark.parametrize(
+    ("given", "nodelist"),
+    [
+        ({}, ""),
+        ({"SLURM_NODELIST": "n[1-2]"}, "n[1-2]"),
+        ({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NODELIST": "n1"}, "n[1-3]"),
+        ({"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": "n1"}, "n1"),
+    ],
+)
+def test_the_jobs_nodes_are_kept_as_slurm_wrote_them(given: dict[str, str], nodelist: str) -> None:
+    plain = {name: value for name, value in ENVIRON.items() if "NODELIST" not in name}
+    assert Job.from_environ(plain | given).nodelist == nodelist

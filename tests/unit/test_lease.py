@@ -77,6 +77,21 @@ def test_a_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: L
     assert not leases.file(1).exists()
 
 
+def test_a_lease_that_says_off_stays_without_uses(leases: Leases) -> None:
+    leases.put(lease(1).switched_off())
+    leases.put(lease(2, Use("k")).switched_off().without("k"))
+    assert [(one.off, one.uses) for one in leases.all()] == [(True, ()), (True, ())]
+    assert leases.keys() == frozenset()
+    assert lease(1).switched_off().with_use(Use("k")).off
+
+
+def test_a_lease_of_the_release_before_is_read(leases: Leases) -> None:
+    leases.write(lease(1))
+    old = leases.file(1).read_bytes().replace(b',"off":false', b"")
+    leases.file(1).write_bytes(old)
+    assert leases.read(1) == lease(1)
+
+
 def test_a_half_written_file_of_a_crash_is_no_lease(leases: Leases) -> None:
     leases.write(lease(1, Use("k")))
     (leases.directory / ".2.json.x7z").write_bytes(b"{")

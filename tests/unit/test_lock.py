@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage import lock
+from forestage import lock, mounts
 
 
 def test_a_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:
@@ -97,3 +97,26 @@ def test_whether_a_lock_is_free_is_seen_and_not_changed(tmp_path: Path) -> None:
 def test_a_negative_patience_tries_once(tmp_path: Path) -> None:
     with lock.held(tmp_path / "a.lock", -5):
         pass
+
+
+def test_those_who_look_do_not_see_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    path.touch()
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # what a look does, for as long as we like
+        assert lock.is_free(path)
+
+
+def test_a_lock_on_a_disk_that_is_read_only_can_be_looked_at(
+    tmp_path: Path, private_mounts: None
+) -> None:
+    """The peer service sees the cache so; the stager, which holds the lock, does not."""
+    real, seen = tmp_path / "real", tmp_path / "seen"
+    real.mkdir()
+    seen.mkdir()
+    mounts.mount(str(real), str(seen), mounts.MS_BIND)
+    mounts.mount("none", str(seen), mounts.MS_BIND | mounts.MS_REMOUNT | mounts.MS_RDONLY)
+    with lock.held(real / "a.lock", 0):
+        assert not lock.is_free(seen / "a.lock")
+    assert lock.is_free(seen / "a.lock")
+    assert lock.is_free(seen / "none.lock")

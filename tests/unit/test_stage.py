@@ -339,7 +339,7 @@ def test_the_user_is_told_how_far_it_is_and_how_long_it_takes(
 
 
 def test_the_wait_ends_at_the_deadline_whatever_the_pauses(
-    staging_node: Node, asking: Job, make_image: Callable[..., Image]
+    staging_node: Node, make_image: Callable[..., Image]
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=Hands())
     end = Deadline.after(10, node.clock)
@@ -350,7 +350,7 @@ def test_the_wait_ends_at_the_deadline_whatever_the_pauses(
         node.clock.sleep(seconds)
 
     with pytest.raises(Declined) as caught:
-        stage._wait(node, asking, make_image(), end, pause)
+        stage._wait(Outlook(node, make_image(), end), pause)
     assert caught.value.reason == "deadline"
     assert node.clock.monotonic() == pytest.approx(1010)
     assert pauses[0] == stage.FIRST_PAUSE
@@ -417,7 +417,7 @@ def test_an_aborted_copy_is_stopped_only_if_nobody_else_waits_for_it(
     with contextlib.ExitStack() as held:
         if alive:
             held.enter_context(lock.held(staging_node.cache.key_lock(wanted.key), 0))
-        stage._abort(staging_node, asking, wanted)
+        stage.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
     assert signalled == ([(4242, signal.SIGTERM)] if stopped else [])
 
 
@@ -429,10 +429,10 @@ def test_an_aborted_copy_that_has_ended_or_not_begun_is_no_error(
 
     wanted = make_image(size=SIZE)
     with lock.held(staging_node.cache.key_lock(wanted.key), 0):
-        stage._abort(staging_node, asking, wanted)
+        stage.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
         under_way(staging_node.cache, wanted, 1, 10)
         monkeypatch.setattr(os, "kill", gone)
-        stage._abort(staging_node, asking, wanted)
+        stage.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
 
 
 def test_no_innocent_process_is_stopped(
@@ -445,24 +445,46 @@ def test_no_innocent_process_is_stopped(
     wanted = make_image(size=SIZE)
     under_way(staging_node.cache, wanted, 1, 10, boot="another")
     with lock.held(staging_node.cache.key_lock(wanted.key), 0):
-        stage._abort(staging_node, asking, wanted)
+        stage.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
     assert signalled == []
 
 
-@pytest.mark.parametrize(("on_deadline", "calls"), [("continue", 0), ("abort", 1)])
-def test_what_happens_at_the_deadline_is_the_admins_choice(
-    staging_node: Node,
-    asking: Job,
-    make_image: Callable[..., Image],
-    monkeypatch: Patch,
-    on_deadline: str,
-    calls: int,
+@pytest.mark.usefixtures("living")
+def test_who_waits_is_told_how_far_how_fast_and_how_long_still(
+    staging_node: Node, make_image: Callable[..., Image]
 ) -> None:
-    aborted: list[object] = []
-    monkeypatch.setattr(stage, "_abort", lambda *arguments: aborted.append(arguments))
-    config = msgspec.structs.replace(staging_node.config, on_deadline=on_deadline)
-    node = msgspec.structs.replace(staging_node, config=config, clock=Hands())
-    with pytest.raises(Declined, match="are here") as caught:
-        stage._wait(node, asking, make_image(), Deadline.after(0, node.clock), node.clock.sleep)
-    assert caught.value.reason == "deadline"
-    assert len(aborted) == calls
+    node = msgspec.structs.replace(staging_node, clock=Hands())
+    wanted = make_image(size=SIZE)
+    heard: list[str] = []
+
+    def watch(outlook: Outlook) -> None:
+        heard.append(outlook.progress())
+
+    outlook = Outlook(node, wanted, Deadline.after(99, node.clock), watch)
+    assert not outlook.hopeless()
+    under_way(node.cache, wanted, 2, 10)
+    assert not outlook.hopeless()
+    assert not outlook.hopeless()
+    assert heard == ["the copy of /lustre/a.sqsh to this node is about to begin"] * 2 + [
+        "copying /lustre/a.sqsh to this node: 20%, 20 B/s, 40s left"
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_stager_is_heard_to_have_left_the_hooks_session_before_the_hook_goes_on(
+    staging: Staging, staging_node: Node, monkeypatch: Patch, seconds: float
+) -> None:
+    """Slurm kills the hook's process group at its end, also of one that may not wait."""
+    from forestage import stager
+
+    patient: list[float] = []
+    hear = stager.hear
+
+    def noting(line: object, timeout: float) -> object:
+        patient.append(timeout)
+        return hear(line, timeout)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stager, "hear", noting)
+    with contextlib.suppress(Declined):
+        staging(seconds)
+    assert patient[0] >= stage.HANDSHAKE

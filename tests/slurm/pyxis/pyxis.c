@@ -2,7 +2,8 @@
  * A stand-in for pyxis: does what a job can see of the real one before its container runs.
  *
  * Plugstack arguments:
- *   report=FILE    append one JSON line for each task that has a squashfs image
+ *   report=FILE    append one JSON line for each task that has a squashfs image; without it (and
+ *                  without print) the image is opened and not read
  *   print          print that line on the task's stdout as well (or PYXIS_STANDIN_PRINT=1)
  *   container=no   run the task outside of the image even where FUSE is usable
  *
@@ -332,7 +333,8 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	int fd = open(image, O_RDONLY | O_CLOEXEC);
 	if (fd < 0 || fstat(fd, &st) < 0)
 		error = errno;
-	report(sp, error ? -1 : fd, &st, error ? strerror(error) : NULL);
+	if (report_file[0] || print_report)
+		report(sp, error ? -1 : fd, &st, error ? strerror(error) : NULL);
 	if (error) {
 		slurm_spank_log("pyxis stand-in: could not open %s: %s", image, strerror(error));
 		return -1;

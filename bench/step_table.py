@@ -1,0 +1,130 @@
+"""The table behind bench/step: the same step on two nodes, of which one has the companion.
+
+The steps are those of one job that holds both nodes, so that no Prolog is in what is measured: from
+the start of srun to its end, for a task that does nothing. In each round every step is run on both
+nodes, in turn; a ratio is the median of the rounds' ratios. After half of the rounds the nodes
+change places. The stand-in for pyxis only opens the image: the real one takes longer, with and
+without the companion, so that a real site's ratios are smaller.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "tests/slurm"))
+
+from cluster import Cluster, ClusterSpec  # noqa: E402
+from host import exit_on_sigterm  # noqa: E402
+from images import make_image  # noqa: E402
+
+ROUNDS = 40
+WARM_UP = 2
+IMAGE = "/shared/alice/image.sqsh"
+PLUGSTACK = "/etc/slurm/plugstack.conf"
+PYXIS = "required {state}/pyxis.so container=no"
+EVENTS = "/var/log/forestage/events.jsonl"
+STEPS = {
+    "noimage": ("no image", ["--ntasks=1"]),
+    "hit1": ("hit, 1 task", ["--ntasks=1", f"--container-image={IMAGE}"]),
+    "hit16": ("hit, 16 tasks", ["--ntasks=16", "--overcommit", f"--container-image={IMAGE}"]),
+}
+
+Times = dict[str, list[tuple[float, float]]]  # seconds with and without the companion
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--in-the-job"]:
+        with_it, without, rounds = sys.argv[2:]
+        json.dump(measure(with_it, without, int(rounds)), sys.stdout)
+        return 0
+    rounds = int(sys.argv[1]) if sys.argv[1:] else ROUNDS
+    exit_on_sigterm()
+    try:
+        show(*on_a_cluster(rounds))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def on_a_cluster(rounds: int) -> tuple[Times, list[float]]:
+    """The steps' times, and the seconds of the helper's own runs."""
+    spec = ClusterSpec(nodes=2, plugstack=(PYXIS,), companion="")
+    times: Times = {name: [] for name in STEPS}
+    with Cluster.up(spec) as cluster:
+        cluster.write("/etc/forestage/forestage.yaml", "sources: [/shared]\nredirect: spank\n")
+        cluster.write("/etc/slurm/plain.conf", PYXIS.format(state="/var/lib/cluster") + "\n")
+        make_image(cluster, IMAGE)
+        compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
+        cluster.run(compiled, user="root", node="n1")
+        for with_it, without in (("n1", "n2"), ("n2", "n1")):
+            plain = ["mount", "--bind", "/etc/slurm/plain.conf", PLUGSTACK]
+            cluster.run(plain, user="root", node=without)
+            for name, pairs in one_half(cluster, with_it, without, rounds // 2).items():
+                times[name] += pairs
+            cluster.run(["umount", PLUGSTACK], user="root", node=without)
+        helped = [seconds for node in cluster.nodes for seconds in helper_times(cluster, node)]
+    expected = 2 * (rounds // 2 + WARM_UP) * 2
+    if len(helped) != expected:
+        raise SystemExit(f"the companion asked {len(helped)} times instead of {expected}")
+    return times, helped
+
+
+def one_half(cluster: Cluster, with_it: str, without: str, rounds: int) -> Times:
+    script = [sys.executable, "-B", __file__, "--in-the-job", with_it, without, str(rounds)]
+    allocation = ["salloc", "--nodes=2", "--ntasks-per-node=8", *script]
+    done = cluster.run(allocation, timeout=60 + 8 * rounds)
+    found: Times = json.loads(done.stdout)
+    return found
+
+
+def helper_times(cluster: Cluster, node: str) -> list[float]:
+    """Of all the steps that were hits, and of those that were not."""
+    lines = cluster.read(EVENTS, node).splitlines()
+    return [event["total"] for event in map(json.loads, lines) if event["hook"] == "step"]
+
+
+def measure(with_it: str, without: str, rounds: int) -> Times:
+    """In the job. The first rounds copy the image and read all programs once; they do not count."""
+    times: Times = {name: [] for name in STEPS}
+    for number in range(rounds + WARM_UP):
+        for name, (_, options) in STEPS.items():
+            order = (with_it, without) if number % 2 else (without, with_it)
+            took = {node: timed(node, options) for node in order}
+            if number >= WARM_UP:
+                times[name].append((took[with_it], took[without]))
+    return times
+
+
+def timed(node: str, options: list[str]) -> float:
+    where = ["--nodes=1", f"--nodelist={node}", "--overlap"]
+    start = time.perf_counter()
+    subprocess.run(["srun", *where, *options, "/bin/true"], check=True)
+    return time.perf_counter() - start
+
+
+def show(times: Times, helped: list[float]) -> None:
+    rounds = len(times["hit1"])
+    print(f"{rounds} rounds; milliseconds from the start of srun to its end, medians:\n")
+    print(f"  {'':16}{'with':>8}{'without':>9}{'added':>8}{'ratio':>8}")
+    ratios, adds = {}, {}
+    for name, pairs in times.items():
+        ratios[name] = statistics.median(a / b for a, b in pairs)
+        adds[name] = added = statistics.median(a - b for a, b in pairs)
+        with_it, without = (statistics.median(column) for column in zip(*pairs, strict=True))
+        numbers = f"{with_it * 1000:8.1f}{without * 1000:9.1f}{added * 1000:8.1f}"
+        print(f"  {STEPS[name][0]:16}{numbers}{ratios[name]:8.2f}")
+    further = (adds["hit16"] - adds["hit1"]) / 15
+    print(f"\nof a hit, {statistics.median(helped) * 1000:.1f} ms are the helper's own work;")
+    print(f"each further task of the step adds {further * 1e6:.0f} microseconds")
+    print(" ".join(f"{name}={ratio:.2f}" for name, ratio in ratios.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+/*
+ * The SPANK companion: stages the image of a step that the Prolog could not see.
+ *
+ * Once per step and node, before pyxis looks at the image, the helper `forestage step` is asked
+ * which file of the cache may stand in for it (helper.c). Each task then gets that file bound over
+ * the path in a mount namespace of its own (redirect.c). Whatever fails: the path stays as it is,
+ * the step goes on.
+ *
+ * Plugstack arguments, listed before pyxis:
+ *   helper=PATH       the program to ask; default /usr/lib/forestage/bin/forestage
+ *   timeout=SECONDS   how long it may take, and with it the step's start; default 540, at most 570
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "forestage.h"
+
+#pragma GCC visibility push(default)
+SPANK_PLUGIN(forestage, 1)
+#pragma GCC visibility pop
+
+/*
+ * srun kills a step whose tasks have not all started after 600 s. That is fixed, in
+ * slurm_step_launch_wait_start() (libslurmfull.so of Debian bookworm, trixie and sid). A few
+ * seconds go to the helper's end (helper.c), the rest to Slurm's own part of the start.
+ */
+#define MOST_SECONDS 570
+
+static const char *helper = "/usr/lib/forestage/bin/forestage";
+static long timeout = 540; /* seconds; below MOST_SECONDS, so that other plugins may be slow */
+static bool refused;
+
+/* Completed in user_init; the tasks are forked later and inherit it. */
+static struct step step;
+
+static bool understand_argument(const char *argument)
+{
+	char *end;
+
+	if (strncmp(argument, "helper=/", 8) == 0) {
+		helper = argument + 7;
+		return true;
+	}
+	if (strncmp(argument, "timeout=", 8) != 0)
+		return false;
+	timeout = strtol(argument + 8, &end, 10);
+	return *end == '\0' && timeout >= 1 && timeout <= MOST_SECONDS;
+}
+
+/* In slurmd as well, so that a mistake in plugstack.conf is seen when it starts. */
+int slurm_spank_init(spank_t sp, int ac, char **av)
+{
+	(void)sp;
+	if (spank_context() != S_CTX_REMOTE && spank_context() != S_CTX_SLURMD)
+		return 0;
+	for (int i = 0; i < ac; i++) {
+		if (understand_argument(av[i]))
+			continue;
+		slurm_error("forestage: off, as plugstack.conf has an argument that is neither "
+			    "helper=/PATH nor timeout=SECONDS (1 to %d): %s", MOST_SECONDS, av[i]);
+		refused = true;
+	}
+	if (spank_context() == S_CTX_REMOTE)
+		remember_manager();
+	return 0;
+}
+
+/* A pyxis option by its name, else the variable that pyxis reads for it. Whether it is a path. */
+static bool pyxis_path(spank_t sp, char *option, const char *variable, char value[PATH_MAX])
+{
+	struct spank_option wanted = {.name = option, .has_arg = 1};
+	char *given = NULL;
+	bool fits;
+
+	if (spank_option_getopt(sp, &wanted, &given) == ESPANK_SUCCESS && given)
+		fits = snprintf(value, PATH_MAX, "%s", given) < PATH_MAX;
+	else
+		fits = spank_getenv(sp, variable, value, PATH_MAX) == ESPANK_SUCCESS;
+	if (fits && (value[0] == '.' || value[0] == '/'))
+		return true;
+	value[0] = '\0';
+	return false;
+}
+
+/* Once per step and node; our effective user is the job's, our real one root. */
+int slurm_spank_user_init(spank_t sp, int ac, char **av)
+{
+	(void)ac, (void)av;
+	if (refused || !pyxis_path(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image))
+		return 0;
+	pyxis_path(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save);
+	/* Slurm went to the step's directory, or to /tmp; the tasks and pyxis start from there. */
+	if (!getcwd(step.folder, PATH_MAX) || step.folder[0] != '/')
+		step.folder[0] = '\0';
+	if (step.image[0] == '/' || step.folder[0])
+		ask_helper(sp, helper, timeout, &step);
+	return 0;
+}
+
+/* In each task, as root, when it has joined the job's own namespaces. */
+int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
+{
+	const char *image = step.image, *wrong;
+	int task = 0;
+
+	(void)ac, (void)av;
+	if (!step.use || !(wrong = redirect(sp, &step)))
+		return 0;
+	slurm_info("forestage: %s stays as it is: %s: %s", image, wrong, strerror(errno));
+	spank_get_item(sp, S_TASK_ID, &task);
+	if (step.tell && task == 0)
+		slurm_spank_log("forestage: %s is read from where it is: %s", image, wrong);
+	return 0;
+}

@@ -1,0 +1,298 @@
+/* How is the helper asked? Once per step and node, and the step manager stays as it was. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "forestage.h"
+
+#define VARIABLES 16         /* more than the environment has */
+#define VALUE_BYTES 65536    /* the longest value taken from the step's own environment */
+#define LINE_BYTES 16384     /* the longest line a helper may write */
+#define LINES_SAID 100       /* more than so many lines are not for a user */
+#define LOOK_MS 1000         /* between two looks whether the step is being signalled */
+#define LOOKS_SIGNALLED 3    /* so many looks in a row must find a request that waits */
+#define DESCRIPTORS 1024     /* looked at for such requests; a step manager has a few dozen */
+#define CONTAINED_SECONDS 50 /* where such requests are not seen: below UnkillableStepTimeout */
+#define EXIT_MS 5000         /* for the helper's exit once it has answered */
+#define KILLED_MS 2000       /* for the end of a killed helper; one stuck in the kernel is left */
+
+static pid_t manager;      /* the step manager */
+static int namespace = -1; /* its mount namespace: the node's */
+
+void remember_manager(void)
+{
+	manager = getpid();
+	namespace = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
+}
+
+__attribute__((format(printf, 2, 3)))
+static void add(char **env, const char *format, ...)
+{
+	va_list values;
+
+	while (*env)
+		env++;
+	va_start(values, format);
+	if (vasprintf(env, format, values) < 0)
+		*env = NULL;
+	va_end(values);
+}
+
+static void add_from_step(char **env, spank_t sp, const char *name)
+{
+	char value[VALUE_BYTES + 1];
+
+	if (spank_getenv(sp, name, value, sizeof(value)) == ESPANK_SUCCESS)
+		add(env, "%s=%s", name, value);
+}
+
+/*
+ * All that the helper gets, beside argv { HELPER, "step" }. The names are the Prolog's, so that one
+ * parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
+ * ids, directory and node name. Partition and nodes (add_from_step) are the user's word, as they
+ * can change their step's environment, and so are image and save, as written. No SLURM_JOB_USER:
+ * the helper looks the name up by uid.
+ */
+static void describe_step(char **env, spank_t sp, const struct step *step, uid_t uid, long timeout)
+{
+	const char *option = "SPANK__SLURM_SPANK_OPTION_pyxis_container";
+	/* The step manager's own: the step's may be that of the node where srun was called. */
+	const char *node = getenv("SLURMD_NODENAME");
+	uint32_t job = 0, number = 0;
+	gid_t gid = (gid_t)-1;
+
+	spank_get_item(sp, S_JOB_ID, &job);
+	spank_get_item(sp, S_JOB_STEPID, &number);
+	spank_get_item(sp, S_JOB_GID, &gid);
+	add(env, "PATH=/usr/sbin:/usr/bin:/sbin:/bin");
+	add(env, "LANG=C.UTF-8");
+	add(env, "SLURM_SCRIPT_CONTEXT=spank_step");
+	add(env, "SLURM_JOB_ID=%u", job);
+	add(env, "SLURM_JOB_UID=%u", uid);
+	add(env, "SLURM_JOB_GID=%u", gid);
+	add(env, "SLURM_STEP_ID=%u", number);
+	if (step->folder[0])
+		add(env, "SLURM_JOB_WORK_DIR=%s", step->folder);
+	add_from_step(env, sp, "SLURM_JOB_PARTITION");
+	add_from_step(env, sp, "SLURM_JOB_NODELIST");
+	if (node)
+		add(env, "SLURMD_NODENAME=%s", node);
+	add(env, "%s_image=%s", option, step->image);
+	if (step->save[0])
+		add(env, "%s_save=%s", option, step->save);
+	add(env, "FORESTAGE_TIMEOUT=%ld", timeout); /* seconds until its group is killed */
+}
+
+static void close_from(unsigned int first)
+{
+#ifdef SYS_close_range
+	if (syscall(SYS_close_range, first, ~0U, 0) == 0)
+		return;
+#endif
+	for (long fd = first, last = sysconf(_SC_OPEN_MAX); fd < last; fd++)
+		close((int)fd);
+}
+
+/* In the fork: the step manager has threads, so only calls that are safe in a signal handler. */
+static _Noreturn void become_helper(int out, pid_t parent, char **argv, char **env)
+{
+	struct sigaction plain = {.sa_handler = SIG_DFL};
+	sigset_t none;
+
+	/* Not by glibc, which would want all threads to follow. Root first: it may do the rest. */
+	if (syscall(SYS_setresuid, 0, 0, 0) < 0 || syscall(SYS_setgroups, 0, NULL) < 0 ||
+	    syscall(SYS_setresgid, 0, 0, 0) < 0 || setpgid(0, 0) < 0 ||
+	    /* Not where it is the same one: to join it would leave a slurmd's chroot. */
+	    (parent != manager && setns(namespace, CLONE_NEWNS) < 0) || chdir("/") < 0 ||
+	    prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || getppid() != parent)
+		_exit(126);
+	umask(022);
+	for (int number = 1; number < NSIG; number++)
+		sigaction(number, &plain, NULL);
+	sigemptyset(&none);
+	sigprocmask(SIG_SETMASK, &none, NULL);
+
+	/* Where 0, 1 or 2 were closed, the pipe has them; null is never lower than its ends. */
+	out = fcntl(out, F_DUPFD, 3);
+	int null = open("/dev/null", O_RDWR);
+	if (dup2(null, 0) < 0 || dup2(out, 1) < 0 || dup2(null, 2) < 0)
+		_exit(126);
+	close_from(3);
+	execve(argv[0], argv, env);
+	_exit(127);
+}
+
+static pid_t start_helper(const char *helper, char **env, int *out)
+{
+	char *argv[] = {(char *)helper, "step", NULL};
+	int ends[2];
+
+	if (pipe2(ends, O_CLOEXEC) < 0)
+		return -1;
+	pid_t parent = getpid(), pid = fork();
+	if (pid == 0)
+		become_helper(ends[1], parent, argv, env);
+	close(ends[1]);
+	if (pid < 0)
+		close(ends[0]);
+	else
+		setpgid(pid, pid); /* whoever of the two comes first */
+	*out = ends[0];
+	return pid;
+}
+
+static long long now_ms(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+}
+
+/*
+ * Whether slurmd (or the user) waits for an answer of this step manager. Before its tasks run, a
+ * step manager answers all requests at once, except for those that signal, suspend or end the
+ * step: _wait_for_job_running() in slurmstepd/req.c holds them back for up to two minutes, from
+ * Slurm 22.05 to 26.05. Nothing else tells a plugin that its step was cancelled.
+ */
+static bool request_waits(uid_t uid)
+{
+	for (int fd = 0; fd < DESCRIPTORS; fd++) {
+		struct sockaddr_un name = {0};
+		struct ucred peer;
+		int listens = 1;
+		socklen_t size = sizeof(name) - 1, one = sizeof(listens), cred = sizeof(peer);
+
+		/* A connection bears the name of the socket it was made to: the step manager's. */
+		if (getsockname(fd, (struct sockaddr *)&name, &size) == 0 &&
+		    name.sun_family == AF_UNIX && name.sun_path[0] == '/' &&
+		    getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &one) == 0 && !listens &&
+		    getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &cred) == 0 &&
+		    (peer.uid == 0 || peer.uid == uid))
+			return true;
+	}
+	return false;
+}
+
+/* Takes the helper's last line apart. NULL, or what is wrong with it. */
+static const char *understand(const char *line, struct step *step)
+{
+	unsigned long long *id = step->identity; /* a time before 1970 wraps, in redirect.c too */
+	int tell, end = 0;
+
+	if (strncmp(line, "leave\t", 6) == 0) {
+		slurm_verbose("forestage: %s stays as it is: %s", step->image, line + 6);
+		return NULL;
+	}
+	_Static_assert(PATH_MAX == 4096, "the widths below");
+	if (sscanf(line, "use\t%4095[^\t]\t%4095[^\t]\t%llu\t%llu\t%llu\t%llu\t%d%n", step->entry,
+		   step->path, &id[0], &id[1], &id[2], &id[3], &tell, &end) != 7 ||
+	    line[end] || step->entry[0] != '/' || step->path[0] != '/')
+		return "its answer cannot be understood";
+	step->tell = tell != 0;
+	step->use = true;
+	return NULL;
+}
+
+/* Reads the helper's lines until it answers. NULL, or why there is no answer. */
+static const char *listen_to(int out, uid_t uid, long timeout, struct step *step)
+{
+	long long end = now_ms() + timeout * 1000LL, look = now_ms() + LOOK_MS;
+	char line[LINE_BYTES];
+	size_t have = 0;
+	int said = 0, waits = 0;
+
+	while (have < LINE_BYTES) {
+		struct pollfd ready = {.fd = out, .events = POLLIN};
+		long long now = now_ms();
+		if (now >= end)
+			return "it took too long";
+		if (now >= look) {
+			look = now + LOOK_MS;
+			waits = request_waits(uid) ? waits + 1 : 0;
+			if (waits >= LOOKS_SIGNALLED)
+				return "the step is being signalled, and would not hear it";
+		}
+		if (poll(&ready, 1, (int)((look < end ? look : end) - now)) <= 0)
+			continue;
+		ssize_t n = read(out, line + have, LINE_BYTES - have);
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n <= 0)
+			return "it gave no answer";
+		have += (size_t)n;
+		for (char *newline; (newline = memchr(line, '\n', have));) {
+			*newline = '\0';
+			if (strncmp(line, "say\t", 4) != 0)
+				return understand(line, step);
+			if (said++ < LINES_SAID)
+				slurm_spank_log("%s", line + 4);
+			have -= (size_t)(newline + 1 - line);
+			memmove(line, newline + 1, have);
+		}
+	}
+	return "it wrote too long a line";
+}
+
+/* Whether the child ends in that time. It stays a zombie, so that nobody else gets its pid. */
+static bool ends_within(pid_t pid, int ms)
+{
+	const int how = WEXITED | WNOHANG | WNOWAIT;
+
+	for (long long end = now_ms() + ms;;) {
+		siginfo_t info = {0};
+		if (waitid(P_PID, (id_t)pid, &info, how) < 0 || info.si_pid == pid)
+			return true;
+		if (now_ms() >= end)
+			return false;
+		nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
+	}
+}
+
+void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
+{
+	char *env[VARIABLES] = {NULL};
+	uid_t uid;
+	int out;
+
+	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
+		return;
+	/*
+	 * SlurmdParameters=contain_spank has us in a process beside the step manager, within the
+	 * job's namespaces. They share memory, but not the connections made from now on.
+	 */
+	if (getpid() != manager && timeout > CONTAINED_SECONDS)
+		timeout = CONTAINED_SECONDS;
+	describe_step(env, sp, step, uid, timeout);
+	pid_t pid = start_helper(helper, env, &out);
+	for (char **each = env; *each; each++)
+		free(*each);
+	if (pid < 0) {
+		slurm_info("forestage: cannot start %s: %s", helper, strerror(errno));
+		return;
+	}
+	const char *wrong = listen_to(out, uid, timeout, step);
+	close(out);
+	if (wrong)
+		slurm_info("forestage: %s stays as it is: %s: %s", step->image, helper, wrong);
+	ends_within(pid, wrong ? 0 : EXIT_MS);
+	kill(-pid, SIGKILL); /* and all that it may have left in its group */
+	if (!ends_within(pid, KILLED_MS) || waitpid(pid, NULL, WNOHANG) < 0)
+		slurm_info("forestage: %s (pid %d) does not end", helper, (int)pid);
+}

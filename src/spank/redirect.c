@@ -1,0 +1,247 @@
+/* How does the path show the entry in this task? By a bind in a mount namespace of its own. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <regex.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "forestage.h"
+
+#define STALE_BINDS 8 /* taken off one path at most */
+/* In mountinfo. An entry is renamed before it is deleted: _out_of_sight() in cache.py. */
+#define ENTRY_ROOT "/(entries/[0-9a-f]{32}|evicted/[0-9a-f]{32}\\.[0-9]+)/image(//deleted)?$"
+
+enum sight { IS_SOURCE, IS_ENTRY, IS_STALE, IS_OTHER };
+
+/* The entry, opened; -1 where it is not. */
+struct copy {
+	int folder;
+	int image;
+};
+
+static void close_copy(struct copy *copy)
+{
+	if (copy->image >= 0)
+		close(copy->image);
+	if (copy->folder >= 0)
+		close(copy->folder);
+	copy->image = copy->folder = -1;
+}
+
+/*
+ * With job_container/tmpfs, the cache may be below a directory that is the job's own, and what
+ * lies there the user's work. So the folder has to be as the product makes it, for root alone
+ * (part.py). Nobody but root can then change what `image` in it is, whatever becomes of the path.
+ * NULL, or why not, and errno.
+ */
+static const char *open_copy(const struct step *step, struct copy *copy)
+{
+	const char *name = strrchr(step->entry, '/');
+	char folder[PATH_MAX];
+	struct stat st;
+
+	snprintf(folder, sizeof(folder), "%.*s", (int)(name - step->entry), step->entry);
+	copy->image = -1;
+	copy->folder = open(folder, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+	if (copy->folder < 0 || fstat(copy->folder, &st) < 0)
+		return "its copy is gone";
+	if (st.st_uid != 0 || st.st_mode & 077) {
+		errno = EPERM;
+		return "its copy is not for root alone to change";
+	}
+	copy->image = openat(copy->folder, "image", O_PATH | O_NOFOLLOW | O_CLOEXEC);
+	return copy->image < 0 ? "its copy is gone" : NULL;
+}
+
+/* Real and saved ids stay root's: the user can neither signal nor trace this process. */
+static bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups)
+{
+	return seteuid(0) == 0 && setgroups((size_t)count, groups) == 0 && setegid(gid) == 0 &&
+	       seteuid(uid) == 0;
+}
+
+/* The image's path, or -1, also if this user cannot open the entry. */
+static int open_image(const struct step *step, int entry)
+{
+	char copy_path[32];
+	int at = -1;
+
+	snprintf(copy_path, sizeof(copy_path), "/proc/self/fd/%d", entry);
+	if (step->image[0] != '/')
+		at = open(step->folder, O_PATH | O_DIRECTORY | O_CLOEXEC);
+	int fd = openat(at, step->image, O_PATH | O_CLOEXEC); /* an absolute one needs no `at` */
+	int error = errno;
+	if (at >= 0)
+		close(at);
+	/* A server may grant what mode and ACL do not show: they have to open the copy as well. */
+	int copy = fd < 0 ? -1 : open(copy_path, O_RDONLY | O_CLOEXEC);
+	if (copy >= 0) {
+		close(copy);
+	} else if (fd >= 0) {
+		error = errno;
+		close(fd);
+		fd = -1;
+	}
+	errno = error;
+	return fd;
+}
+
+/* With the job's groups, which a task does not have yet. */
+static int open_as_user(spank_t sp, const struct step *step, int entry)
+{
+	gid_t *groups = NULL, gid = 0, own_gid = getegid(), own[NGROUPS_MAX];
+	int count = 0, own_count = getgroups(NGROUPS_MAX, own), fd = -1;
+	uid_t uid = 0;
+
+	if (own_count < 0 || spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_GID, &gid) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_SUPPLEMENTARY_GIDS, &groups, &count) != ESPANK_SUCCESS)
+		return -1;
+	if (act_as(uid, gid, count, groups))
+		fd = open_image(step, entry);
+	int error = errno;
+	if (!act_as(0, own_gid, own_count, own))
+		slurm_error("forestage: cannot become root again: %s", strerror(errno));
+	errno = error;
+	return fd;
+}
+
+/* Whether the open file is a bind of a cache entry, known by its mount's root (redirect.py). */
+static bool is_redirect(int fd)
+{
+	char name[32], root[2 * PATH_MAX], *text = NULL;
+	int wanted = -1, id;
+	size_t size = 0;
+	bool found = false;
+	regex_t entry;
+
+	snprintf(name, sizeof(name), "/proc/self/fdinfo/%d", fd);
+	FILE *info = fopen(name, "re"), *mounts = fopen("/proc/self/mountinfo", "re");
+	if (regcomp(&entry, ENTRY_ROOT, REG_EXTENDED | REG_NOSUB) == 0) {
+		while (info && getline(&text, &size, info) > 0)
+			sscanf(text, "mnt_id: %d", &wanted);
+		while (mounts && !found && getline(&text, &size, mounts) > 0)
+			found = sscanf(text, "%d %*d %*s %8191s", &id, root) == 2 && id == wanted &&
+				regexec(&entry, root, 0, NULL, 0) == 0;
+		regfree(&entry);
+	}
+	free(text);
+	if (info)
+		fclose(info);
+	if (mounts)
+		fclose(mounts);
+	return found;
+}
+
+static unsigned long long in_ns(struct timespec time)
+{
+	return (unsigned long long)(time.tv_sec * 1000000000LL + time.tv_nsec);
+}
+
+/* What lies at the user's path. `target`, closed first if it was open, is then open, or -1. */
+static enum sight look(spank_t sp, const struct step *step, int entry, int *target)
+{
+	char link[32], path[PATH_MAX];
+	struct stat st, copy;
+
+	if (*target >= 0)
+		close(*target);
+	*target = open_as_user(sp, step, entry);
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", *target);
+	ssize_t length = *target < 0 ? -1 : readlink(link, path, sizeof(path) - 1);
+	if (length < 0 || fstat(*target, &st) < 0 || fstat(entry, &copy) < 0)
+		return IS_OTHER;
+	path[length] = '\0';
+	if (st.st_dev == copy.st_dev && st.st_ino == copy.st_ino)
+		return IS_ENTRY;
+	char *gone = st.st_nlink == 0 ? strrchr(path, ' ') : NULL;
+	if (gone && strcmp(gone, " (deleted)") == 0)
+		*gone = '\0'; /* how the kernel shows a bind whose entry was evicted */
+	if (strcmp(path, step->path) != 0)
+		return IS_OTHER;
+	if (st.st_dev == copy.st_dev && is_redirect(*target))
+		return IS_STALE;
+	unsigned long long found[4] = {st.st_ino, (unsigned long long)st.st_size,
+				       in_ns(st.st_mtim), in_ns(st.st_ctim)};
+	return memcmp(found, step->identity, sizeof(found)) == 0 ? IS_SOURCE : IS_OTHER;
+}
+
+static bool take_off(int target)
+{
+	char link[32];
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", target);
+	return umount2(link, MNT_DETACH) == 0;
+}
+
+/*
+ * A bind inherits the flags of the mount that it is made from. So the entry is bound over itself,
+ * where only root gets, and that is made read-only: in no moment could the task write to it.
+ */
+static bool bind_entry(int folder, int target)
+{
+	const unsigned long flags = MS_RDONLY | MS_NOSUID | MS_NODEV;
+	char link[32], entry[40];
+
+	/* Not by the entry's path, which may lead elsewhere by now; nor by a descriptor of the entry,
+	 * which would go on to show what lies below the first bind. */
+	snprintf(entry, sizeof(entry), "/proc/self/fd/%d/image", folder);
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", target);
+	if (mount(entry, entry, NULL, MS_BIND, NULL) < 0)
+		return false;
+	bool bound = mount(NULL, entry, NULL, MS_REMOUNT | MS_BIND | flags, NULL) == 0 &&
+		     mount(entry, link, NULL, MS_BIND, NULL) == 0;
+	int error = errno;
+	umount2(entry, MNT_DETACH);
+	errno = error;
+	return bound;
+}
+
+static const char *lay(spank_t sp, const struct step *step, struct copy *copy, int *target)
+{
+	/* Looked at from outside first: what is to stay as it is needs no namespace. */
+	enum sight seen = look(sp, step, copy->image, target);
+	const char *wrong;
+
+	if (seen == IS_SOURCE || seen == IS_STALE) {
+		if (unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) < 0)
+			return "no mount namespace";
+		/* In the new namespace, a file opened in the old one cannot be bound, or bound over. */
+		close_copy(copy);
+		if ((wrong = open_copy(step, copy)))
+			return wrong;
+		seen = look(sp, step, copy->image, target);
+	}
+	for (int i = 0; seen == IS_STALE && i < STALE_BINDS; i++) {
+		if (!take_off(*target))
+			return "an older copy lies over it";
+		seen = look(sp, step, copy->image, target);
+	}
+	if (seen == IS_SOURCE)
+		return bind_entry(copy->folder, *target) ? NULL : "it cannot be bound";
+	return seen == IS_ENTRY ? NULL : "it is another file by now";
+}
+
+const char *redirect(spank_t sp, const struct step *step)
+{
+	struct copy copy;
+	int target = -1;
+
+	errno = 0;
+	const char *wrong = open_copy(step, &copy);
+	if (!wrong)
+		wrong = lay(sp, step, &copy, &target);
+	int error = errno;
+	if (target >= 0)
+		close(target);
+	close_copy(&copy);
+	errno = error;
+	return wrong;
+}

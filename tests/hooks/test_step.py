@@ -1,0 +1,445 @@
+"""The companion's helper as a process: its answer, and what is left when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage import hooks, redirect
+from forestage.clock import Clock
+from forestage.events import read
+from forestage.hooks import DRAIN, IMAGE_OPTION, Hook, _main
+from forestage.job import SAVE_OPTION, User
+from forestage.lease import Use
+from node import ALICE, BOB, Node, content, until
+
+MIB = 1024 * 1024
+
+# `forestage step` on the test's node instead of the machine.
+HELPER = """
+import sys
+from pathlib import Path
+from forestage import places, request
+real, root = places.Places, Path(sys.argv.pop())
+places.Places = lambda: real(root)
+from forestage.entry import main
+main()
+"""
+BY_HAND = [sys.executable, "-Ic", "from forestage.entry import main; main()", "step"]
+
+
+def environ(
+    node: Node,
+    job: int,
+    image: str | Path,
+    user: User = ALICE,
+    step: int = 0,
+    saves: str | None = None,
+    timeout: int = 60,
+) -> dict[str, str]:
+    """Exactly what the companion gives its helper."""
+    given = {
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "LANG": "C.UTF-8",
+        "SLURM_SCRIPT_CONTEXT": "spank_step",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_UID": str(user.uid),
+        "SLURM_JOB_GID": str(user.gid),
+        "SLURM_STEP_ID": str(step),
+        "SLURM_JOB_WORK_DIR": str(node.shared),
+        "SLURM_JOB_PARTITION": "batch",
+        "SLURMD_NODENAME": "n1",
+        IMAGE_OPTION: str(image),
+        "FORESTAGE_TIMEOUT": str(timeout),
+    }
+    return given | ({SAVE_OPTION: saves} if saves else {})
+
+
+class Helper:
+    """One `forestage step`, started as the companion does it."""
+
+    def __init__(self, node: Node, given: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-Ic", HELPER, "step", str(node.places.root)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=given,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        """As the companion does it at its limit, and when the step is cancelled."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def lines(self) -> list[list[str]]:
+        """All that it said, in fields, after it has ended well."""
+        out, _ = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0
+        assert out.endswith(b"\n")
+        return [line.split("\t") for line in out.decode().removesuffix("\n").split("\n")]
+
+    def answer(self) -> list[str]:
+        """Its last line, and nothing before it for the user."""
+        (only,) = self.lines()
+        return only
+
+
+def ask(node: Node, job: int, image: str | Path, **more: object) -> list[str]:
+    return Helper(node, environ(node, job, image, **more)).answer()  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def spank(node: Node) -> Node:
+    node.configure(redirect="spank")
+    return node
+
+
+@pytest.fixture
+def slow(node: Node) -> Iterator[Node]:
+    """Every copy takes seconds, as many as the image has MiB."""
+    node.configure(redirect="spank", bandwidth="1M", threads=1)
+    yield node
+    for part in node.parts():
+        if owner := part.owner():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(owner.pid, signal.SIGKILL)
+
+
+def used(node: Node, path: Path, tell: str = "1") -> list[str]:
+    """The answer that makes each task show the copy of exactly this file."""
+    seen = node.identity(path)
+    facts = (seen.inode, seen.size, seen.mtime_ns, seen.ctime_ns)
+    return ["use", str(node.cache.image(seen.key)), str(path), *map(str, facts), tell]
+
+
+def keys(node: Node, job: int) -> set[str]:
+    lease = node.lease(job)
+    return {use.key for use in lease.uses} if lease else set()
+
+
+# --- what a step gets
+
+
+@pytest.mark.parametrize("user", [ALICE, BOB])
+def test_a_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user: User) -> None:
+    path = spank.put("images/a.sqsh", user=user, mode=0o600)
+    assert ask(spank, 7, path, user=user, step=3) == used(spank, path)
+    key = spank.identity(path).key
+    assert spank.cache.image(key).read_bytes() == content()
+    assert (spank.binds(), spank.shows_source(path)) == ({}, True)
+    lease = spank.lease(7)
+    assert lease is not None
+    assert lease.uses == (Use(key),)
+    assert ask(spank, 7, "./images/a.sqsh", user=user) == used(spank, path)
+    said = [(e.hook, e.step, e.outcome.result, e.outcome.redirect) for e in read_events(spank)]
+    assert said == [
+        ("step", 3, "copied", "spank"),
+        ("step", 0, "hit", "spank"),
+    ]
+    assert spank.epilog(7).outcome.result == "released"
+    assert spank.lease(7) is None
+
+
+def read_events(node: Node) -> list[object]:
+    return [event for event in read(node.places.events) if event.hook != "stager"]
+
+
+def test_a_step_is_redirected_for_the_node_where_the_admin_wants_that(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    assert ask(node, 7, path) == used(node, path)
+    assert node.shows_entry(path, node.identity(path).key)
+    assert node.epilog(7).outcome.released == 1
+    assert node.shows_source(path)
+
+
+def test_a_step_is_staged_only_where_the_admin_wants_just_that(node: Node) -> None:
+    node.configure(redirect="none")
+    path = node.put("alice/image.sqsh")
+    assert ask(node, 7, path) == ["leave", "none"]
+    assert (node.binds(), keys(node, 7)) == ({}, {node.identity(path).key})
+
+
+@pytest.mark.parametrize("redirected", ["bind", "spank"])
+def test_a_step_is_not_shown_what_another_job_was(node: Node, redirected: str) -> None:
+    path = node.put("alice/image.sqsh", content(1))
+    node.prolog(1, path)
+    (node.server / "alice/image.sqsh").write_bytes(content(2))
+    assert path.read_bytes() == content(1)
+    node.configure(redirect=redirected)
+    assert ask(node, 2, path)[0] == "use"
+    assert path.read_bytes() == content(2)
+
+
+@pytest.mark.parametrize("saves", ["alice/image.sqsh", "./alice/link", "{}"])
+def test_a_step_that_saves_its_container_there_can_write_it(spank: Node, saves: str) -> None:
+    path = spank.put("alice/image.sqsh")
+    (spank.server / "alice/link").symlink_to("image.sqsh")
+    assert ask(spank, 7, path, saves=saves.format(path)) == ["leave", "saves"]
+    assert ask(spank, 7, path, saves=str(path) + ".new") == used(spank, path)
+
+
+def test_a_path_that_would_end_the_line_is_left_and_not_even_copied(spank: Node) -> None:
+    spank.put("alice/a\nuse\t/etc/shadow")
+    (spank.server / "alice/link").symlink_to("a\nuse\t/etc/shadow")
+    assert ask(spank, 7, "./alice/link") == ["leave", "bad-path"]
+    assert ask(spank, 7, spank.shared / "alice/a\nuse\t/etc/shadow") == ["leave", "bad-path"]
+    assert spank.entries() == set()
+
+
+def test_a_step_sees_no_more_than_its_user(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh", mode=0o600)
+    ask(spank, 1, path)
+    assert ask(spank, 2, path, user=BOB) == ["leave", "no-permission"]
+    assert keys(spank, 2) == set()
+
+
+# --- what its user reads
+
+
+def test_the_user_is_told_what_costs_him_time(node: Node) -> None:
+    node.configure(redirect="spank", max_size=SMALL)
+    path = node.put("alice/im\u202eage.sqsh")
+    said, last = Helper(node, environ(node, 7, path)).lines()
+    assert said[0] == "say"
+    assert said[1].startswith("forestage: /mnt/shared/alice/im\\u202eage.sqsh is read from its or")
+    assert last == ["leave", "no-room"]
+    node.configure(redirect="spank", max_size=SMALL, user_messages="none")
+    assert ask(node, 7, path) == ["leave", "no-room"]
+
+
+SMALL = 1024
+
+
+def test_the_user_is_not_told_what_he_will_be_told_anyway(spank: Node) -> None:
+    assert ask(spank, 7, "/nowhere/image.sqsh") == ["leave", "missing"]
+    assert ask(spank, 7, "docker://ubuntu") == ["leave", "registry"]
+    assert ask(spank, 7, "/etc/passwd") == ["leave", "outside-sources"]
+
+
+def test_the_user_who_wants_to_hear_all_hears_of_success(node: Node) -> None:
+    node.configure(redirect="spank", user_messages="all")
+    path = node.put("alice/image.sqsh")
+    said, last = Helper(node, environ(node, 7, path)).lines()
+    assert said[1].startswith(f"forestage: {path} is read from this node's copy (copied in ")
+    assert last == used(node, path)
+
+
+# --- the Prolog of such a job
+
+
+def test_the_prolog_starts_the_copy_and_the_step_waits_for_it(slow: Node) -> None:
+    slow.configure(redirect="spank", prolog_wait=0, bandwidth="1M", threads=1, on_error="drain")
+    path = slow.put("alice/image.sqsh", content(size=2 * MIB))
+    key = slow.identity(path).key
+    ran = slow.prolog(7, path)
+    assert (ran.code, *ran.said, ran.outcome.redirect) == (0, "started", "", "spank")
+    assert (slow.entries(), keys(slow, 7), slow.binds()) == (set(), {key}, {})
+    assert ask(slow, 7, path) == used(slow, path)
+    assert [outcome.result for outcome in slow.outcomes("stager")] == ["copied"]
+    assert slow.outcomes("step")[0].result == "joined"
+    ran = slow.prolog(8, path)
+    assert (ran.outcome.result, ran.outcome.redirect) == ("hit", "spank")
+
+
+@pytest.mark.parametrize("on_deadline", ["continue", "abort"])
+def test_a_copy_handed_over_is_not_stopped_by_a_prolog_that_waited_long_enough(
+    slow: Node, on_deadline: str
+) -> None:
+    how = {"prolog_wait": "100ms", "on_deadline": on_deadline}
+    slow.configure(redirect="spank", bandwidth="1M", threads=1, **how)
+    path = slow.put("alice/image.sqsh", content(size=3 * MIB))
+    assert slow.prolog(7, path).outcome.result == "started"
+    assert slow.prolog(8, path).outcome.result == "started"
+    until(slow.entries, "the copy to go on")
+    assert keys(slow, 7) == keys(slow, 8) == slow.entries()
+
+
+def test_a_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(slow: Node) -> None:
+    slow.configure(prolog_wait=0, bandwidth="1M", threads=1, on_error="drain")
+    path = slow.put("alice/image.sqsh", content(size=2 * MIB))
+    ran = slow.prolog(7, path)
+    assert (ran.code, *ran.said) == (0, "declined", "deadline")
+    assert slow.lease(7) is None
+    until(slow.entries, "the copy to go on for the next job")
+    assert slow.shows_source(path)
+    assert slow.prolog(8, path).outcome.redirect == "laid"
+
+
+@pytest.mark.parametrize("with_image", [True, False])
+def test_stage_off_holds_for_the_jobs_steps_and_no_longer(spank: Node, with_image: bool) -> None:
+    path = spank.put("alice/image.sqsh")
+    ran = spank.prolog(7, path if with_image else None, comment="stage=off")
+    assert (ran.code, *ran.said) == (0, "declined", "off")
+    assert ask(spank, 7, path) == ["leave", "off"]
+    assert spank.entries() == set()
+    spank.epilog(7)
+    assert spank.leases.all() == []
+    assert ask(spank, 7, path) == used(spank, path)
+
+
+# --- several at once, and those that are killed
+
+
+def test_steps_with_an_image_each_all_get_theirs_and_its_lease(spank: Node) -> None:
+    paths = [spank.put(f"alice/{n}.sqsh", content(n)) for n in range(4)]
+    helpers = [Helper(spank, environ(spank, 7, path, step=n)) for n, path in enumerate(paths)]
+    assert [helper.answer() for helper in helpers] == [used(spank, path) for path in paths]
+    assert keys(spank, 7) == {spank.identity(path).key for path in paths}
+
+
+def test_a_step_that_redirects_keeps_what_another_one_took_meanwhile(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = node.put("alice/1.sqsh", content(1)), node.put("alice/2.sqsh", content(2))
+    lay = redirect.lay
+
+    def late(*arguments: object) -> object:
+        monkeypatch.setattr(redirect, "lay", lay)
+        assert ask(node, 7, second, step=1)[0] == "use"
+        return lay(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(redirect, "lay", late)
+    Hook("step", environ(node, 7, first), 0.0).run(node.places, Clock())
+    lease = node.lease(7)
+    assert lease is not None
+    assert {use.path for use in lease.uses} == {str(first), str(second)}
+
+
+def test_steps_for_the_same_image_share_one_copy(slow: Node) -> None:
+    path = slow.put("alice/image.sqsh", content(size=2 * MIB))
+    helpers = [Helper(slow, environ(slow, 7, path, step=n)) for n in range(3)]
+    assert [helper.answer() for helper in helpers] == [used(slow, path)] * 3
+    assert [outcome.result for outcome in slow.outcomes("stager")] == ["copied"]
+    assert keys(slow, 7) == slow.entries()
+
+
+def test_a_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) -> None:
+    slow.configure(redirect="spank", bandwidth="1M", threads=1, step_wait="200ms")
+    path = slow.put("alice/image.sqsh", content(size=2 * MIB))
+    said, last = Helper(slow, environ(slow, 7, path)).lines()
+    assert said[0] == "say"
+    assert "of 2 MiB of /mnt/shared/alice/image.sqsh are here" in said[1]
+    assert last == ["leave", "deadline"]
+    until(slow.entries, "the copy to go on for the job's next step")
+    assert keys(slow, 7) == slow.entries()
+    assert ask(slow, 7, path, step=1) == used(slow, path)
+
+
+@pytest.mark.parametrize("on_deadline", ["continue", "abort"])
+def test_a_killed_step_leaves_the_copy_to_what_the_admin_decided(
+    slow: Node, on_deadline: str
+) -> None:
+    slow.configure(redirect="spank", bandwidth="1M", threads=1, on_deadline=on_deadline)
+    path = slow.put("alice/image.sqsh", content(size=3 * MIB))
+    key = slow.identity(path).key
+    helper = Helper(slow, environ(slow, 7, path))
+    until(lambda: any(part.owner() for part in slow.parts()), "the copy")
+    helper.kill()
+    assert keys(slow, 7) == {key}
+    slow.epilog(7)
+    until(lambda: slow.is_idle(key), "the stager's end")
+    (outcome,) = slow.outcomes("stager")
+    assert outcome.result == ("copied" if on_deadline == "continue" else "declined")
+    assert slow.lease(7) is None
+
+
+def test_an_epilog_stops_no_copy_that_another_job_waits_for(slow: Node) -> None:
+    slow.configure(redirect="spank", bandwidth="1M", threads=1, on_deadline="abort")
+    path = slow.put("alice/image.sqsh", content(size=3 * MIB))
+    helpers = [Helper(slow, environ(slow, job, path)) for job in (7, 8)]
+    until(lambda: keys(slow, 7) & keys(slow, 8) and slow.parts(), "both to wait")
+    helpers[0].kill()
+    slow.epilog(7)
+    assert helpers[1].answer() == used(slow, path)
+
+
+# --- whatever happens
+
+
+def test_a_companion_that_went_away_does_not_hurt(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh")
+    helper = Helper(spank, environ(spank, 7, path))
+    assert helper.process.stdout is not None
+    helper.process.stdout.close()
+    assert helper.process.wait(60) == 0
+    assert [outcome.result for outcome in spank.outcomes("step")] == ["copied"]
+
+
+def test_a_broken_configuration_leaves_the_path_and_drains_nothing(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh")
+    spank.write_config("on_error: drain\nredirekt: spank\n")
+    assert ask(spank, 7, path) == ["leave", "config"]
+    assert spank.outcomes("step")[0].reason == "config"
+
+
+def test_our_failure_never_drains_a_node_for_a_step(spank: Node) -> None:
+    spank.configure(redirect="spank", on_error="drain", user_messages="none")
+    spank.cache.root.mkdir(mode=0o755)
+    path = spank.put("alice/image.sqsh")
+    assert ask(spank, 7, path) == ["leave", "cache-not-ours"]
+    assert spank.prolog(7, path).code == DRAIN
+
+
+def test_the_unexpected_is_an_answer_as_well(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> int:
+        raise RuntimeError
+
+    spank.configure(redirect="spank", on_error="drain")
+    for name, value in environ(spank, 7, spank.put("alice/image.sqsh")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("forestage.places.Places", lambda: spank.places)
+    monkeypatch.setattr(redirect, "binds", broken)
+    assert _main("step") == 0
+    assert capfd.readouterr().out == "leave\terror\n"
+
+
+def test_an_answer_given_is_not_taken_back(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    path = spank.put("alice/image.sqsh")
+    for name, value in environ(spank, 7, path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("forestage.places.Places", lambda: spank.places)
+    monkeypatch.setattr(Hook, "_report", broken)
+    assert _main("step") == 0
+    assert capfd.readouterr().out == "\t".join(used(spank, path)) + "\n"
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_STEP_ID"])
+def test_an_environment_that_makes_no_sense_is_answered(spank: Node, name: str) -> None:
+    given = environ(spank, 7, spank.put("alice/image.sqsh")) | {name: "7\nuse"}
+    assert Helper(spank, given).answer() == ["leave", "error"]
+
+
+@pytest.mark.parametrize("image", [None, ""])
+def test_a_step_without_an_image_is_answered_at_once(spank: Node, image: str | None) -> None:
+    given = environ(spank, 7, image or "")
+    if image is None:
+        del given[IMAGE_OPTION]
+    assert Helper(spank, given).answer() == ["leave", "no-image"]
+    assert not spank.places.events.exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--json"]])
+def test_typed_by_hand_it_says_whose_command_it_is(words: list[str]) -> None:
+    ran = subprocess.run(
+        [*BY_HAND, *words], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (hooks.USAGE, "")
+    assert ran.stderr.startswith("forestage: `step` is what forestage's SPANK plugin runs")

@@ -1,0 +1,114 @@
+"""Debian trees with other releases of Slurm and Python, for a cluster to run in.
+
+Each is made once by debootstrap, below a directory that is root's alone. In it forestage lies
+where a package would put it, in a virtual environment of the tree's own Python. Needs a network
+the first time. Standard library only, as `cluster` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import tomllib
+from host import ClusterError
+from spec import REPO, ClusterSpec
+
+TREES = Path("/var/cache/forestage-test")
+MIRROR = "http://deb.debian.org/debian"
+PACKAGES = (
+    "slurmd,slurmctld,slurm-client,munge,libslurm-dev,gcc,libc6-dev,make,python3,python3-venv,"
+    "squashfs-tools,squashfuse,fuse3,rsync,acl,attr,iproute2,mount,util-linux,e2fsprogs,procps"
+)
+VENV = "usr/lib/forestage"
+PRIVATE = ("unshare", "--mount", "--propagation", "private")
+
+# Nodes share one kernel, and the release that Slurm 22.05 is of does not know this word.
+NO_CGROUPS = {"/etc/slurm/cgroup.conf": "CgroupPlugin=disabled\n"}
+SUITES: Mapping[str, Mapping[str, str]] = {"bookworm": {}, "trixie": NO_CGROUPS, "sid": NO_CGROUPS}
+
+
+def on_suite(spec: ClusterSpec, suite: str) -> ClusterSpec:
+    """The same cluster on that suite's Slurm. Makes the tree if it is not there."""
+    tree = prepared(suite)
+    files = {**SUITES[suite], **spec.files}
+    return dataclasses.replace(spec, lower=str(tree), venv=str(tree / VENV), files=files)
+
+
+def prepared(suite: str) -> Path:
+    """The suite's tree. What a killed run has left of one is not taken for one."""
+    TREES.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tree, unfinished = TREES / suite, TREES / f"{suite}.new"
+    with _locked(TREES / f"{suite}.lock"):
+        if _read(tree / "packages") != PACKAGES:
+            for old in (tree, unfinished):
+                shutil.rmtree(old, ignore_errors=True)
+            options = ["--variant=minbase", f"--include={PACKAGES}"]
+            # What a killed debootstrap has mounted must not stay, to be deleted with the rest.
+            _run([*PRIVATE, "debootstrap", *options, suite, str(unfinished), MIRROR])
+            shutil.rmtree(unfinished / "var/cache/apt/archives", ignore_errors=True)
+            (unfinished / "packages").write_text(PACKAGES)
+            unfinished.rename(tree)
+        if _read(tree / "project") != _project():
+            _make_venv(tree)
+            (tree / "project").write_text(_project())
+    return tree
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def _project() -> str:
+    """What a virtual environment is good for: these dependencies, and this checkout."""
+    return f"{REPO}\n{(REPO / 'pyproject.toml').read_text()}"
+
+
+def _make_venv(tree: Path) -> None:
+    """The host's pip brings the wheels, so that nothing in the tree needs a network."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    pip = REPO / ".venv/bin/python3"
+    if not pip.exists():
+        raise ClusterError(f"{pip} is not there (run tests/prepare)")
+    version = os.readlink(tree / "usr/bin/python3").removeprefix("python")
+    shutil.rmtree(tree / VENV, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=tree) as directory:
+        wheels = f"/{Path(directory).name}"
+        download = [str(pip), "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
+        download += [f"--python-version={version}", f"--dest={directory}"]
+        _run([*download, "editables", *wanted])
+        _run_in(tree, ["python3", "-m", "venv", f"/{VENV}"])
+        install = [f"/{VENV}/bin/pip", "install", "--quiet", "--no-index"]
+        _run_in(tree, [*install, f"--find-links={wheels}", "--editable", str(REPO)])
+
+
+def _run_in(tree: Path, argv: Sequence[str]) -> None:
+    """Runs a command in the tree. Its mounts are in a namespace that ends with it."""
+    inside = f"{tree}{REPO}"
+    mounts = 'mkdir -p "$1"; mount --bind "$2" "$1"; mount -t proc proc "$3/proc"'
+    script = f'set -e; {mounts}; root=$3; shift 3; exec chroot "$root" env -i "$@"'
+    clean = ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"]
+    _run([*PRIVATE, "sh", "-c", script, "sh", inside, str(REPO), str(tree), *clean, *argv])
+
+
+def _run(argv: Sequence[str]) -> None:
+    done = subprocess.run(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=0o022
+    )
+    if done.returncode:
+        raise ClusterError(f"{' '.join(argv)}\n{done.stdout[-4000:]}")

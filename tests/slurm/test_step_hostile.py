@@ -1,0 +1,172 @@
+"""A user who means harm: no effect but the original path, and root runs nothing that he chose."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Site, device_and_inode
+from spec import BOB, ClusterSpec
+from steps import SHOW, Tables, accompanied, batch, seen_at, served, wrong
+
+MARK = "/shared/alice/root-was-here"
+PRELOAD = """
+#include <fcntl.h>
+#include <unistd.h>
+__attribute__((constructor)) static void mark(void)
+{
+    if (getuid() == 0 || geteuid() == 0)
+        close(open("%s", O_CREAT | O_WRONLY, 0666));
+}
+"""
+MODULE = f"import os\nif 0 in (os.getuid(), os.geteuid()): open({MARK!r}, 'w')\n"
+SHELL = f"test $(id -u) != 0 || touch {MARK}\n"
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    return accompanied(1)
+
+
+@pytest.fixture
+def spank(site: Site) -> Iterator[Site]:
+    site.configure(redirect="spank", prolog_wait="0s")
+    tables = Tables(site)
+    yield site
+    site.cluster.wait_idle()
+    assert tables.changed() == []
+    tables.close()
+
+
+@contextlib.contextmanager
+def swapping(site: Site, path: str, targets: list[str]) -> Iterator[None]:
+    """While it lasts, a loop of alice's makes `path` a link to each target in turn, by rename."""
+    loop = (
+        "import os, itertools\n"
+        f"for n, target in enumerate(itertools.cycle({targets!r})):\n"
+        f"    os.symlink(target, {path!r} + '.new')\n"
+        f"    os.rename({path!r} + '.new', {path!r})\n"
+    )
+    swapper = site.cluster.popen(["python3", "-c", loop])
+    try:
+        yield
+    finally:
+        os.killpg(swapper.pid, signal.SIGKILL)
+        swapper.communicate()
+        for left in (path, f"{path}.new"):
+            site.source(left).unlink(missing_ok=True)
+
+
+def test_a_link_that_is_swapped_all_the_time_covers_nothing_else(spank: Site) -> None:
+    own, other = spank.image("own"), spank.image("other", seed=1)
+    secret = spank.image("secret", seed=2, owner=BOB, mode=0o600)
+    for image, user in ((own, "alice"), (other, "alice"), (secret, "bob")):
+        spank.srun(image, user=user)  # in the cache, so that it could be bound
+    link, passwd = "/shared/alice/swapped.sqsh", "/etc/passwd"
+    digests = {spank.sha256(path): path for path in (own, other)}
+    step = f"srun -n8 --overcommit --container-image={link} sha256sum {own} {other}"
+    steps = f"for n in 1 2 3 4 5; do {step} 2>/dev/null; done"
+    results: list[str] = []
+    with swapping(spank, link, [own, secret, other, passwd]):
+        for _ in range(10):  # half of the targets may be had
+            ran = batch(spank, steps)
+            # Whatever lay there when it was bound: a task's two images are what they were.
+            assert set(ran.stdout.splitlines()) <= {f"{d}  {path}" for d, path in digests.items()}
+            results += [one.result for one in served(spank, ran.job, "n1")]
+            if "hit" in results:
+                break
+    assert "hit" in results, "the companion found nothing to bind"
+    found = seen_at(spank, link)
+    assert len(found) >= 10, "the steps did not run"
+    for one in found:
+        if one.error is None and one.mount_point != "/":  # /etc/passwd, as it is
+            assert one.mount_point in ("/shared", digests[one.sha256])
+        assert one.error in (None, "Permission denied")
+    assert spank.cached_paths() == sorted([own, other, secret])
+
+
+def test_a_path_with_a_newline_is_left_to_pyxis(spank: Site) -> None:
+    image = spank.image("a\nb")
+    job = batch(spank, f"srun --container-image='{image}' {SHOW}")
+    assert spank.shows_source(spank.saw(job.job))
+    assert [one.reason for one in served(spank, job.job, "n1")] == ["bad-path"]
+
+
+def test_100_kb_of_path_are_left_to_pyxis(spank: Site) -> None:
+    long = "p=$(printf '%100000s' | tr ' ' x)"
+    job = batch(
+        spank, f'{long}\nPYXIS_CONTAINER_IMAGE="/shared/$p" srun {SHOW} 2>/dev/null; echo $?'
+    )
+    assert job.stdout == "1\n"
+    assert [one.error for one in spank.seen(job.job)] == ["File name too long"]
+    assert served(spank, job.job, "n1") == []
+
+
+def test_root_runs_nothing_of_the_users_environment(spank: Site) -> None:
+    image = spank.image("environment")
+    place = Path("/shared/alice/evil")
+    spank.source(str(place)).mkdir(exist_ok=True)
+    for name in ("sitecustomize", "forestage", "msgspec", "os"):
+        spank.cluster.write(str(place / f"{name}.py"), MODULE)
+    spank.cluster.write(str(place / "shell"), SHELL)
+    spank.cluster.write(str(place / "preload.c"), PRELOAD % MARK)
+    library = place / "preload.so"
+    build = ["gcc", "-shared", "-fPIC", "-o", str(library), str(place / "preload.c")]
+    spank.cluster.run(build, user="root")
+    evil = f"LD_PRELOAD={library} PYTHONPATH={place} PYTHONHOME={place} BASH_ENV={place}/shell"
+    paths = f"ENV={place}/shell PATH={place}:$PATH LD_LIBRARY_PATH={place} TMPDIR={place}"
+    # env: only the step is to have them. srun must not crash over its own Python or shell.
+    job = batch(spank, f"env {evil} {paths} srun --container-image={image} {SHOW}")
+    assert wrong(spank, image, spank.seen(job.job)) == []
+    assert not spank.source(MARK).exists()
+    spank.cluster.run(["sh", "-c", f"LD_PRELOAD={library} id"], user="root")
+    assert spank.source(MARK).exists(), "the trap does not work"
+    spank.source(MARK).unlink()
+
+
+CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_closed_descriptors_change_nothing(spank: Site, closed: str) -> None:
+    image = spank.image(f"closed{CLOSED.index(closed)}")
+    job = batch(spank, f"srun --container-image={image} {SHOW} {closed}; echo $?")
+    assert job.stdout.splitlines()[-1] == "0"
+    assert wrong(spank, image, spank.seen(job.job)) == []
+
+
+@pytest.mark.parametrize("way", ["absolute", "relative"])
+def test_a_step_in_a_directory_that_is_gone(spank: Site, way: str) -> None:
+    """Slurm goes to /tmp then, and so does pyxis."""
+    image = spank.image("gone")
+    named = image if way == "absolute" else "../gone.sqsh"
+    step = f"srun --chdir=/shared/alice/d --container-image={named} {SHOW}"
+    job = batch(spank, f"mkdir d; rmdir d\n{step}; echo $?")
+    found = spank.seen(job.job)
+
+    if way == "absolute":
+        assert wrong(spank, image, found) == []
+    else:
+        assert [one.error for one in found] == ["No such file or directory"]
+        assert spank.entries() == {}
+
+
+def test_a_task_may_not_make_the_copy_its_own(spank: Site) -> None:
+    image = spank.image("mine")
+    before = spank.sha256(image)
+    tricks = [f"echo x >>{image}", f"chmod 777 {image}", f"umount {image}", f"mv {image} {image}.x"]
+    # Outside of the container the task sees the bind itself.
+    script = "; ".join(f"{trick} 2>/dev/null && echo done {trick}" for trick in tricks)
+    job = batch(spank, f"srun --container-image={image} sh -c '{script}; true'")
+    assert "done echo" not in job.stdout
+    assert "done umount" not in job.stdout
+    (key,) = spank.entries()
+    copy = spank.cache().image(key)
+    assert device_and_inode(copy) == spank.saw(job.job).file
+    assert copy.stat().st_mode & 0o777 == 0o644
+    late = spank.srun(image)
+    assert spank.saw(late.job).sha256 == before

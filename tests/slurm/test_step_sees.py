@@ -1,0 +1,186 @@
+"""However a step asks for its image: the node's copy, made once, and nothing mounted on the node.
+
+The same with the two settings of Slurm that give a job namespaces or a step of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from cluster import Cluster
+from images import MIB
+from jobs import Site
+from spec import ClusterSpec
+from steps import (
+    SHOW,
+    TASKS,
+    WAYS,
+    Tables,
+    Told,
+    accompanied,
+    all_ways,
+    batch,
+    seen_at,
+    served,
+    wrong,
+)
+
+OWN_TMP = {"/etc/slurm/job_container.conf": "AutoBasePath=true\nBasePath=/var/lib/containers\n"}
+
+
+@pytest.fixture(scope="module", params=["plain", "contain", "tmpfs"])
+def cluster_spec(request: pytest.FixtureRequest) -> ClusterSpec:
+    if request.param == "plain":
+        return accompanied()
+    if request.param == "contain":
+        return accompanied(2, PrologFlags="Alloc,Contain")
+    spec = accompanied(2, PrologFlags="Alloc,Contain", JobContainerType="job_container/tmpfs")
+    node_dirs = (*spec.node_dirs, "/var/lib/containers")
+    return dataclasses.replace(spec, files={**spec.files, **OWN_TMP}, node_dirs=node_dirs)
+
+
+@pytest.fixture(scope="module")
+def site_cluster(machine: None, cluster_spec: ClusterSpec) -> Iterator[Cluster]:
+    """All of it on one core if jobs get namespaces: Linux 6.18 numbers those by core, and refuses
+    to bind, as job_container/tmpfs does, one that has a lower number than the caller's own."""
+    cores = os.sched_getaffinity(0)
+    if "JobContainerType" in cluster_spec.slurm_conf:
+        os.sched_setaffinity(0, {min(cores)})
+    try:
+        cluster = Cluster.up(cluster_spec)
+    finally:
+        os.sched_setaffinity(0, cores)
+    with cluster:
+        yield cluster
+
+
+@dataclass(frozen=True)
+class Ways:
+    """One job for each way of asking, all of them over."""
+
+    site: Site
+    told: dict[str, Told]
+    changed: list[str]
+
+
+@pytest.fixture(scope="module")
+def ways(site_cluster: Cluster) -> Ways:
+    site = Site(site_cluster)
+    site.configure(redirect="spank", prolog_wait="0s")
+    tables = Tables(site)
+    told = all_ways(site)
+    site_cluster.wait_idle()
+    changed = tables.changed()
+    tables.close()
+    return Ways(site, told, changed)
+
+
+@pytest.fixture
+def spank(site: Site) -> Iterator[Site]:
+    """An empty cache, and a Prolog that neither waits nor mounts."""
+    site.configure(redirect="spank", prolog_wait="0s")
+    tables = Tables(site)
+    yield site
+    site.cluster.wait_idle()
+    if "tmpfs" not in (site.cluster.spec.slurm_conf.get("JobContainerType") or ""):
+        assert tables.changed() == []
+    tables.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_sees_its_nodes_copy_however_it_asks(ways: Ways, way: str) -> None:
+    told = ways.told[way]
+    lines = told.ran.stdout.splitlines()
+    assert lines == [f'NAME="{way}"', f"ID={way}"] * (len(lines) // 2) != [], told.ran
+    assert told.wrong == []
+    assert {one.node for one in told.seen} == {told.node}
+
+
+def test_sixteen_tasks_ask_once(ways: Ways) -> None:
+    told = ways.told["many-tasks"]
+    assert len(told.seen) == TASKS
+    assert [o.result for o in served(ways.site, told.ran.job, told.node)] == ["copied"]
+
+
+def test_the_prolog_of_a_job_whose_option_it_sees_has_begun_the_copy(ways: Ways) -> None:
+    told = ways.told["srun"]
+    prolog = ways.site.outcome(told.ran.job, told.node)
+    assert (prolog.result, prolog.redirect) == ("started", "spank")
+    steps = served(ways.site, told.ran.job, told.node)
+    assert steps, "the companion did not ask"
+    assert {one.result for one in steps} <= {"joined", "hit"}
+
+
+def test_no_node_has_mounted_anything(ways: Ways, cluster_spec: ClusterSpec) -> None:
+    if "JobContainerType" not in cluster_spec.slurm_conf:  # it mounts for itself
+        assert ways.changed == []
+    assert ways.site.leftovers() == []
+
+
+def test_the_node_sees_nothing_of_a_step_that_runs(spank: Site) -> None:
+    image = spank.image("held")
+    with spank.holding(image) as held:
+        assert wrong(spank, image, spank.seen(held.job)) == []
+        assert spank.redirected() == []
+        assert [lease.job for lease in spank.leases()] == [held.job]
+        assert image in spank.command("status")
+    assert spank.leases() == []
+
+
+def test_a_step_on_all_nodes_makes_one_copy_on_each(spank: Site) -> None:
+    image, nodes = spank.image("wide", mib=4), spank.cluster.nodes
+    job = batch(spank, f"srun --container-image={image} {SHOW}", node=",".join(nodes))
+    seen = spank.seen(job.job)
+    assert tuple(one.node for one in seen) == nodes
+    assert wrong(spank, image, seen) == []
+
+
+def test_two_steps_at_once_have_an_image_each(spank: Site) -> None:
+    one, two = spank.image("one"), spank.image("two", seed=2)
+    wait = "touch $0; until test -e $1; do sleep 0.05; done; cat /etc/os-release"
+    step = "srun --overlap -n1 --container-image={} sh -c '{}' /shared/alice/{} /shared/alice/{} &"
+    steps = [step.format(one, wait, "a", "b"), step.format(two, wait, "b", "a"), "wait"]
+    job = batch(spank, "rm -f a b\n" + "\n".join(steps), "--ntasks=2")
+    assert {"ID=one", "ID=two"} <= set(job.stdout.splitlines()), job
+    seen = {each.path: each for each in spank.seen(job.job)}
+    assert wrong(spank, one, [seen[one]]) == []
+    assert wrong(spank, two, [seen[two]]) == []
+    assert seen[one].sha256 != seen[two].sha256
+
+
+def test_each_part_of_a_heterogeneous_job_has_its_image(spank: Site) -> None:
+    """Each has a job ID of its own: the Epilog of each must know what its steps took."""
+    left, right = spank.image("left"), spank.image("right", seed=2)
+    steps = [f"srun --het-group=0 --container-image={left} {SHOW}"]
+    steps += [f"srun --het-group=1 --container-image={right} {SHOW}"]
+    parts = ["--nodelist=n1", "--output=parts", ":", "--nodelist=n2"]
+    spank.cluster.submit("#!/bin/sh\n" + "\n".join(steps), *parts)
+    spank.cluster.wait_idle()
+    said = spank.cluster.read("/shared/alice/parts").splitlines()
+    assert [line for line in said if "ID=" in line] == ["ID=left", "ID=right"]
+    for node, image in (("n1", left), ("n2", right)):
+        (seen,) = seen_at(spank, image)
+        assert seen.node == node
+        assert wrong(spank, image, [seen]) == []
+
+
+def test_a_second_step_reads_nothing_shared(spank: Site) -> None:
+    image = spank.image("warm", mib=2)
+    step = f"srun --container-image={image} {SHOW}"
+    job = batch(spank, f"{step}\n{step}")
+    assert [one.result for one in served(spank, job.job, "n1")] == ["copied", "hit"]
+    assert [one.size for one in spank.seen(job.job)] == [spank.source(image).stat().st_size] * 2
+    assert spank.source(image).stat().st_size > 2 * MIB
+    assert wrong(spank, image, spank.seen(job.job)) == []
+
+
+def test_stage_off_holds_for_the_steps_of_the_job(spank: Site) -> None:
+    image = spank.image("off")
+    job = batch(spank, f"srun --container-image={image} {SHOW}", "--comment=stage=off")
+    assert [one.reason for one in served(spank, job.job, "n1")] == ["off"]
+    assert spank.shows_source(spank.saw(job.job))
+    assert spank.entries() == {}

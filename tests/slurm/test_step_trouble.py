@@ -1,0 +1,89 @@
+"""Whatever the companion's helper does: the step has the bytes that it would have had without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from jobs import CLI, Site
+from spec import ClusterSpec
+from steps import Tables, accompanied, served
+
+HELPER = "/etc/helper"
+REAL = f"#!/bin/sh\nexec {CLI} step\n"
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    return accompanied(1, companion=f"helper={HELPER} timeout=3")
+
+
+@pytest.fixture
+def spank(site: Site) -> Iterator[Site]:
+    """With a helper that does what it should; a test may put another one there."""
+    site.configure(redirect="spank", prolog_wait="0s")
+    put(site, REAL)
+    tables = Tables(site)
+    yield site
+    site.cluster.wait_idle()
+    assert tables.changed() == []
+    tables.close()
+
+
+def put(site: Site, text: str, mode: int = 0o755) -> None:
+    site.cluster.host_path(HELPER).unlink(missing_ok=True)
+    site.cluster.write(HELPER, text, mode=mode)
+
+
+USE = "use\\t{}\\t{}\\t1\\t1\\t1\\t1\\t1\\n"
+BROKEN = {
+    "fails": "exit 1",
+    "silent": "exit 0",
+    "killed": "kill -9 $$",
+    "hangs": "sleep 60",
+    "hangs-with-a-child": "sleep 60 & wait",
+    "rubbish": "head -c 100000 /dev/urandom",
+    "half-a-line": "printf 'use\\t/etc/passwd'",
+    "another-file": f"printf '{USE.format('/etc/shadow', '$image')}'",
+    "another-place": f"printf '{USE.format('/etc/shadow', '/etc/passwd')}'",
+    "no-entry": f"printf '{USE.format('/mnt/nvme/forestage/entries/none', '$image')}'",
+}
+
+
+@pytest.mark.parametrize("way", [*BROKEN, "missing", "not-executable"])
+def test_a_helper_that_does_not_serve_leaves_the_path_as_it_is(spank: Site, way: str) -> None:
+    image = spank.image("trouble")
+    work = f"image=$SPANK__SLURM_SPANK_OPTION_pyxis_container_image\n{BROKEN.get(way, '')}"
+    put(spank, f"#!/bin/sh\n{work}\n", 0o644 if way == "not-executable" else 0o755)
+    if way == "missing":
+        spank.cluster.host_path(HELPER).unlink()
+    job = spank.srun(image)
+    assert (job.code, job.stdout) == (0, 'NAME="trouble"\nID=trouble\n'), job
+    assert spank.shows_source(spank.saw(job.job))
+    assert "sleep" not in spank.root(["ps", "-e", "-o", "comm="], "n1")
+
+
+def test_the_real_helper_behind_the_same_name_serves(spank: Site) -> None:
+    """Else the tests above would pass with a companion that does nothing."""
+    job = spank.srun(spank.image("trouble"))
+    assert not spank.shows_source(spank.saw(job.job))
+
+
+def test_a_config_that_cannot_be_used_leaves_the_path_as_it_is(spank: Site) -> None:
+    image = spank.image("config")
+    spank.cluster.write("/etc/forestage/forestage.yaml", "sauces: [/shared]\n")
+    job = spank.srun(image)
+    assert (job.code, spank.shows_source(spank.saw(job.job))) == (0, True)
+    assert [one.reason for one in served(spank, job.job, "n1")] == ["config"]
+
+
+@pytest.mark.parametrize("wanted", ["none", "problems", "all"])
+def test_the_user_reads_what_the_admin_wants_him_to(spank: Site, wanted: str) -> None:
+    spank.configure(redirect="spank", user_messages=wanted)
+    served_well = spank.srun(spank.image("good"))
+    spank.configure(redirect="spank", user_messages=wanted, max_size="1KiB")
+    too_large = spank.srun(spank.image("large", mib=2))
+    assert (served_well.code, too_large.code) == (0, 0)
+    assert ("forestage: " in served_well.stderr) == (wanted == "all"), served_well
+    assert ("forestage: " in too_large.stderr) == (wanted != "none"), too_large
+    assert ("original path" in too_large.stderr) == (wanted != "none")

@@ -1,0 +1,51 @@
+"""The same on other releases of Slurm and Python, in Debian trees: ./test --all, --suite NAME."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import Site
+from spec import ClusterSpec
+from steps import SHOW, Tables, accompanied, batch, served, wrong
+from suite import SUITES, on_suite
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(s, marks=pytest.mark.suite(s)) for s in SUITES]
+)
+def cluster_spec(request: pytest.FixtureRequest, machine: None) -> ClusterSpec:
+    """Both plugins compile there with -Werror, or there is no cluster."""
+    return on_suite(accompanied(2), request.param)
+
+
+@pytest.fixture
+def spank(site: Site) -> Site:
+    site.configure(redirect="spank", prolog_wait="0s")
+    return site
+
+
+def test_a_step_at_job_level(spank: Site) -> None:
+    image = spank.image("job", mib=2)
+    tables = Tables(spank)
+    job = spank.srun(image)
+    assert job.stdout == 'NAME="job"\nID=job\n', job
+    assert spank.outcome(job.job).result == "started"
+    assert wrong(spank, image, spank.seen(job.job)) == []
+    assert tables.changed() == []
+    tables.close()
+
+
+def test_an_inner_step_on_two_nodes(spank: Site) -> None:
+    image = spank.image("inner", mib=2)
+    step = f"srun --container-image={image} {SHOW}"
+    job = batch(spank, f"{step}\n{step}", node="n1,n2")
+    assert job.stdout.count("ID=inner") == 4, job
+    for node in ("n1", "n2"):
+        assert [one.result for one in served(spank, job.job, node)] == ["copied", "hit"]
+    assert wrong(spank, image, spank.seen(job.job)) == []
+
+
+def test_a_redirect_of_the_whole_node(site: Site) -> None:
+    image = site.image("bound", mib=2)
+    job = site.srun(image)
+    assert (site.outcome(job.job).result, site.outcome(job.job).redirect) == ("copied", "laid")
+    assert wrong(site, image, site.seen(job.job)) == []

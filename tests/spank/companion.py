@@ -1,0 +1,119 @@
+"""A step of a user's, run by the step manager in little (fake.c)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+FOLDER = REPO / "src/spank"
+WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+
+KEY, OLD_KEY = "0123456789abcdef" * 2, "f" * 32
+UID, GID = 4242, 4243  # the job's user, as fake.c has it
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What the fake step manager reported; `out` is what the tasks' commands wrote."""
+
+    report: tuple[str, ...]
+    out: str
+    mounts: tuple[str, ...]
+
+    def lines(self, kind: str) -> list[str]:
+        return [line.partition(" ")[2] for line in self.report if line.startswith(f"{kind} ")]
+
+    def facts(self, name: str) -> set[str]:
+        return {line for line in self.lines("fact") if line.startswith(f"{name} ")}
+
+    @property
+    def said(self) -> list[str]:
+        return self.lines("user")
+
+    @property
+    def logged(self) -> str:
+        return "\n".join(self.lines("info"))
+
+
+@dataclass
+class Step:
+    """A user's image, its copy in a cache, and a helper that answers with it."""
+
+    folder: Path
+    program: Path
+    runs: int = 0
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def image(self) -> Path:
+        return self.folder / "shared/img.sqsh"
+
+    @property
+    def helper(self) -> Path:
+        return self.folder / "helper"
+
+    def entry(self, key: str = KEY) -> Path:
+        return self.folder / "cache/entries" / key / "image"
+
+    def use(self, path: str | None = None, tell: int = 1, **differs: int) -> str:
+        """The helper's answer for the image as it is now; `differs` replaces numbers."""
+        st = self.image.stat()
+        known = {"ino": st.st_ino, "size": st.st_size, "m": st.st_mtime_ns, "c": st.st_ctime_ns}
+        numbers = {**known, **differs}.values()
+        return "\t".join(
+            ["use", str(self.entry()), path or str(self.image), *map(str, numbers), str(tell)]
+        )
+
+    def answers(self, *lines: str, then: str = "") -> None:
+        """Makes the helper write these lines, and then run some more of sh."""
+        text = "".join(f"printf '%s\\n' {shlex.quote(line)}\n" for line in lines)
+        self.script(f"echo x >> {self.folder}/runs\n{text}{then}")
+
+    def script(self, text: str) -> None:
+        self.helper.write_text(f"#!/bin/sh\n{text}\n")
+        self.helper.chmod(0o755)
+
+    def run(self, *arguments: str, image: str | None = None, helper: bool = True) -> Ran:
+        self.runs += 1
+        report = self.folder / f"report{self.runs}"
+        given = [f"image={self.image if image is None else image}"] if image != "" else []
+        given += [f"arg=helper={self.helper}"] if helper else []
+        sanitizer = self.folder / "sanitizer"
+        ran = subprocess.run(
+            [self.program, report, *given, *arguments],
+            env={
+                "PATH": os.environ["PATH"],
+                "ASAN_OPTIONS": f"log_path={sanitizer}:exitcode=99",
+                "UBSAN_OPTIONS": f"log_path={sanitizer}:exitcode=99:print_stacktrace=1",
+                **self.environ,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        found = "".join(path.read_text() for path in self.folder.glob("sanitizer*"))
+        text = report.read_text() if report.exists() else ""
+        assert not found, found
+        assert ran.returncode == 0, f"{text}{ran.stderr}"
+        tables = sorted(self.folder.glob(f"{report.name}.[0-9]*"))
+        seen = Ran(tuple(text.splitlines()), ran.stdout, tuple(path.read_text() for path in tables))
+        # What holds whatever the helper does.
+        assert seen.facts("user_init") == {"user_init 0"}
+        assert seen.facts("identity") == {f"identity {UID} {GID}"}
+        assert seen.facts("task") == {"task 0"}
+        assert seen.facts("descriptors") == {"descriptors 0 more"}
+        assert seen.facts("root") == {"root 0 0 0 0 1 4711"}
+        assert seen.facts("children") == {"children none"}
+        assert seen.facts("mounts") == {"mounts same"}
+        return seen
+
+    def asked(self) -> int:
+        """How often the helper was started."""
+        runs = self.folder / "runs"
+        return len(runs.read_text().splitlines()) if runs.exists() else 0

@@ -1,0 +1,50 @@
+"""The companion's callbacks in a step manager of ours, with the sanitizers watching."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+# It lies beside this file, not in a package.
+from companion import FOLDER, KEY, OLD_KEY, SANITIZERS, WARNINGS, Step  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if os.geteuid() != 0:
+        pytest.skip("the callbacks run as root")
+    out = tmp_path_factory.mktemp("spank") / "fake"
+    sources = [*HERE.glob("*.c"), *FOLDER.glob("*.c")]
+    command = ["gcc", "-std=gnu11", f"-I{FOLDER}", *WARNINGS, *SANITIZERS, "-o", out, *sources]
+    subprocess.run(command, check=True)
+    return out
+
+
+@pytest.fixture
+def step(program: Path) -> Iterator[Step]:
+    folder = Path(tempfile.mkdtemp(prefix="forestage-spank-"))
+    folder.chmod(0o755)  # the job's user must get to the image
+    step = Step(folder, program)
+    for key, text in ((KEY, "the image\n"), (OLD_KEY, "an older image\n")):
+        step.entry(key).parent.mkdir(parents=True)
+        step.entry(key).parent.chmod(0o700)
+        step.entry(key).write_text(text)
+    (folder / "cache/evicted").mkdir()
+    (folder / "cache").chmod(0o700)
+    step.image.parent.mkdir()
+    step.image.write_text("the image\n")
+    step.answers(step.use())
+    yield step
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder)

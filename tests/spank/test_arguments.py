@@ -1,0 +1,78 @@
+"""A mistake in plugstack.conf is named where the admin looks, and never stops a step."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from companion import FOLDER, WARNINGS, Step
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "helpr=/x",
+        "helper=relative",
+        "helper=",
+        "timeout=",
+        "timeout=0",
+        "timeout=1m",
+        "timeout=-1",
+        "timeout=571",
+    ],
+)
+def test_an_argument_that_is_not_understood_is_named(step: Step, argument: str) -> None:
+    ran = step.run(f"arg={argument}")
+    assert any(argument in line for line in ran.lines("error"))
+    assert step.asked() == 0
+
+
+@pytest.mark.parametrize(("given", "told"), [([], "540"), (["arg=timeout=570"], "570")])
+def test_the_helper_ends_before_srun_would_kill_the_step(
+    step: Step, given: list[str], told: str
+) -> None:
+    out = step.folder / "timeout"
+    step.answers("leave\tnone", then=f"printenv FORESTAGE_TIMEOUT > {out}")
+    step.run(*given)
+    assert out.read_text() == f"{told}\n"
+
+
+def test_slurmd_names_it_at_its_start(step: Step) -> None:
+    assert any("helpr" in line for line in step.run("arg=helpr", "context=slurmd").lines("error"))
+
+
+def test_a_user_at_srun_is_not_bothered_with_it(step: Step) -> None:
+    assert step.run("arg=helpr", "context=local").lines("error") == []
+
+
+# What Slurm looks up: the callbacks that there are, and what SPANK_PLUGIN() defines.
+CALLBACKS = {"slurm_spank_init", "slurm_spank_user_init", "slurm_spank_task_init_privileged"}
+MARKS = {"plugin_name", "plugin_type", "plugin_version", "spank_plugin_version"}
+
+
+def make(out: Path, *arguments: str) -> None:
+    command = ["make", "-s", "-C", str(FOLDER), f"OUT={out}", *arguments]
+    subprocess.run(command, check=True)
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_it_compiles_without_a_warning(tmp_path: Path, compiler: str) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    make(tmp_path / "forestage.so", f"CC={compiler}")
+    assert set(WARNINGS) <= set((FOLDER / "Makefile").read_text().split())
+
+
+def test_it_installs_as_a_plugin_that_all_may_read(tmp_path: Path) -> None:
+    make(tmp_path / "forestage.so", f"DESTDIR={tmp_path}", "install")
+    assert (tmp_path / "usr/lib/forestage/spank/forestage.so").stat().st_mode & 0o777 == 0o644
+
+
+def test_slurm_sees_its_callbacks_and_no_other_name(tmp_path: Path) -> None:
+    # Another one could be taken for a callback, or stand in for a function of the step manager's.
+    make(tmp_path / "forestage.so")
+    names = ["nm", "-D", "--defined-only", "--format=just-symbols", tmp_path / "forestage.so"]
+    shown = subprocess.run(names, check=True, capture_output=True, text=True).stdout
+    assert set(shown.split()) == CALLBACKS | MARKS

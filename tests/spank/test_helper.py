@@ -1,0 +1,242 @@
+"""The helper is started as agreed, once, and whatever it does the step goes on without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from companion import GID, UID, Step
+
+PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
+
+
+def until_gone(pid: int) -> None:
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        assert time.monotonic() < end, f"{pid} lives on"
+        time.sleep(0.01)
+
+
+def pids(step: Step, name: str = "pids") -> list[int]:
+    return [int(word) for word in (step.folder / name).read_text().split()]
+
+
+def environ(step: Step) -> dict[str, str]:
+    lines = (step.folder / "environ").read_text().split("\0")
+    return dict(line.split("=", 1) for line in lines if line)
+
+
+@pytest.mark.parametrize("image", ["", "docker://ubuntu", "ubuntu", "/" + "x" * 100_000])
+def test_what_is_not_a_path_starts_nothing(step: Step, image: str) -> None:
+    assert step.run(image=image).report.count("fact task 0") == 1
+    assert step.asked() == 0
+
+
+def test_the_variable_stands_in_for_the_option(step: Step) -> None:
+    step.run(f"env=PYXIS_CONTAINER_IMAGE={step.image}", image="")
+    assert step.asked() == 1
+
+
+def test_the_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
+    hostile = {"LD_PRELOAD": "/none.so", "PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x"}
+    step.environ = {"PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x", "SLURMD_NODENAME": "n1"}
+    step.answers("leave\tnone", then=f"cat /proc/$$/environ > {step.folder}/environ")
+    given = [f"env={name}={value}" for name, value in hostile.items()]
+    given += ["env=SLURM_JOB_PARTITION=batch", "env=SLURMD_NODENAME=batch-host"]
+    given += ["env=SLURM_JOB_NODELIST=n[1-4]"]
+    step.run(*given, f"save={step.folder}/save.sqsh", f"cwd={step.folder}", "arg=timeout=33")
+    assert environ(step) == {
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "LANG": "C.UTF-8",
+        "SLURM_SCRIPT_CONTEXT": "spank_step",
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_UID": str(UID),
+        "SLURM_JOB_GID": str(GID),
+        "SLURM_STEP_ID": "4294967291",
+        "SLURM_JOB_WORK_DIR": str(step.folder),
+        "SLURM_JOB_PARTITION": "batch",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+        "SLURMD_NODENAME": "n1",
+        f"{PREFIX}image": str(step.image),
+        f"{PREFIX}save": f"{step.folder}/save.sqsh",
+        "FORESTAGE_TIMEOUT": "33",
+    }
+
+
+@pytest.mark.parametrize("save", ["name", "", "/" + "x" * 4096])
+def test_what_is_no_path_to_save_to_is_left_out(step: Step, save: str) -> None:
+    step.answers("leave\tnone", then=f"cat /proc/$$/environ > {step.folder}/environ")
+    step.run(f"save={save}")
+    assert environ(step)[f"{PREFIX}image"] == str(step.image)
+    assert f"{PREFIX}save" not in environ(step)
+
+
+@pytest.mark.parametrize(("bytes_long", "arrives"), [(65536, True), (65537, False)])
+def test_nodes_arrive_whole_or_not_at_all(step: Step, bytes_long: int, arrives: bool) -> None:
+    # Half a list would name other nodes; a longer one might keep the helper from starting.
+    nodes = "n" * bytes_long
+    step.answers("leave\tnone", then=f"cat /proc/$$/environ > {step.folder}/environ")
+    step.run(f"env=SLURM_JOB_NODELIST={nodes}", "env=SLURM_JOB_PARTITION=batch")
+    assert environ(step).get("SLURM_JOB_NODELIST") == (nodes if arrives else None)
+    assert environ(step)["SLURM_JOB_PARTITION"] == "batch"
+
+
+def test_a_path_arrives_as_it_was_written(step: Step) -> None:
+    step.answers("leave\tnone", then=f"printenv {PREFIX}image > {step.folder}/image")
+    step.run(image="./a\nLD_PRELOAD=/x;$(reboot)", helper=True)
+    assert (step.folder / "image").read_text() == "./a\nLD_PRELOAD=/x;$(reboot)\n"
+
+
+STATE = """#!/usr/bin/python3 -I
+import json, os, signal
+def opened(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{{fd}}")
+    except OSError:
+        return None
+state = {{
+    "fds": {{fd: opened(fd) for fd in range(2000) if opened(fd)}},
+    "ids": [*os.getresuid(), *os.getresgid(), *os.getgroups()],
+    "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "hup": signal.getsignal(signal.SIGHUP) == signal.SIG_DFL,
+    "leads": os.getpgrp() == os.getpid(),
+    "umask": os.umask(0),
+    "cwd": os.getcwd(),
+}}
+with open("{out}", "w") as file:
+    json.dump(state, file)
+print("leave\tnone")
+"""
+
+
+@pytest.mark.parametrize("parent", ["leak=1", "closed=1"])
+def test_the_helper_is_root_alone_with_three_descriptors(step: Step, parent: str) -> None:
+    out = step.folder / "out"
+    step.helper.write_text(STATE.format(out=out))
+    assert step.run(parent).lines("verbose")[0].endswith("none")
+    state = json.loads(out.read_text())
+    fds = state.pop("fds")
+    assert set(fds) == {"0", "1", "2"}
+    assert fds["0"] == fds["2"] == "/dev/null"
+    assert fds["1"].startswith("pipe:")
+    assert state == {
+        "ids": [0] * 6,
+        "blocked": 0,
+        "hup": True,
+        "leads": True,
+        "umask": 0o022,
+        "cwd": "/",
+    }
+
+
+def test_the_path_stays_without_a_helper(step: Step) -> None:
+    step.helper.unlink()
+    assert "gave no answer" in step.run().logged
+    step.helper.touch(0o644)
+    assert "gave no answer" in step.run().logged
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exit 1",
+        "kill -9 $$",
+        "exec >&-",
+        "printf use",
+        "printf 'leave\\tnone'",
+        "echo rubbish",
+        "printf '\\0\\0\\n'",
+        "printf 'use\\t/a\\t/b\\n'",
+        "printf 'use\\ta\\tb\\t1\\t2\\t3\\t4\\t1\\n'",
+        "printf 'use\\t/%05000d\\t/b\\t1\\t2\\t3\\t4\\t1\\n' 0",
+        "printf 'use\\t/a\\t/%05000d\\t1\\t2\\t3\\t4\\t1\\n' 0",
+        "printf 'use\\t/a\\t/b\\t1\\t2\\t3\\tx\\t1\\n'",
+        "printf 'use\\t/a\\t/b\\t1\\t\\t3\\t4\\t1\\n'",
+        "printf 'use\\t/a\\t/b\\t1\\t2\\t3\\t4\\t1\\tmore\\n'",
+        "head -c 1048576 /dev/zero | tr '\\0' x",
+        "yes | head -c 1048576",
+        "head -c 16384 /dev/zero | tr '\\0' x; echo; printf 'leave\\tnone\\n'",
+    ],
+)
+def test_rubbish_leaves_the_path_as_it_is(step: Step, text: str) -> None:
+    step.script(text)
+    ran = step.run(f"task=cat {step.image}; echo $$")
+    assert "stays as it is" in ran.logged
+    assert ran.said == []
+    assert str(step.image) not in ran.mounts[0]
+
+
+def test_what_the_helper_says_reaches_the_user_at_once_and_within_bounds(step: Step) -> None:
+    step.answers(
+        "say\tforestage: 50 %s %n", then="yes 'say\tmore' | head -n 500; printf 'leave\\tx\\n'"
+    )
+    ran = step.run()
+    assert ran.said[0] == "forestage: 50 %s %n"
+    assert len(ran.said) == 100
+    assert ran.lines("verbose")[0].endswith("stays as it is: x")
+
+
+@pytest.mark.parametrize("before", ["", "exec >&-;", "yes 'say\tx' &"])
+def test_a_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> None:
+    step.script(f"sleep 1000 & echo $$ $! > {step.folder}/pids\n{before} wait")
+    ran = step.run("arg=timeout=1")
+    assert "took too long" in ran.logged or "no answer" in ran.logged
+    for pid in pids(step):
+        until_gone(pid)
+
+
+def test_a_helper_that_lingers_after_its_answer_is_ended(step: Step) -> None:
+    step.answers(step.use(), then=f"sleep 1000 & echo $$ $! > {step.folder}/pids; wait")
+    ran = step.run()
+    for pid in pids(step):
+        until_gone(pid)
+    assert str(step.image) in ran.mounts[0]
+
+
+def test_a_stager_with_a_session_of_its_own_lives_on(step: Step) -> None:
+    stager = f"setsid sh -c 'echo $$ > {step.folder}/pids; exec sleep 1000' > /dev/null &"
+    step.answers(then=f"{stager}\nwhile [ ! -s {step.folder}/pids ]; do :; done\n" + answer(step))
+    ran = step.run()
+    (stager_pid,) = pids(step)
+    os.kill(stager_pid, signal.SIGKILL)
+    assert str(step.image) in ran.mounts[0]
+
+
+def answer(step: Step) -> str:
+    return f"printf '%s\\n' '{step.use()}'"
+
+
+@pytest.mark.parametrize("uid", [0, UID])
+def test_a_signal_for_the_step_ends_the_wait(step: Step, uid: int) -> None:
+    step.script(f"echo $$ > {step.folder}/pids; exec sleep 1000")
+    assert "being signalled" in step.run(f"request={uid}").logged
+    until_gone(pids(step)[0])
+
+
+def test_another_user_cannot_end_it(step: Step) -> None:
+    step.script("exec sleep 1000")
+    assert "took too long" in step.run("request=999", "arg=timeout=6").logged
+
+
+def test_the_helper_works_in_the_nodes_namespace(step: Step) -> None:
+    # With SlurmdParameters=contain_spank the job's mount namespace is around user_init.
+    names = step.folder / "names"
+    step.answers(step.use(), then=f"readlink /proc/$$/ns/mnt >> {names}")
+    between = f"between=readlink /proc/self/ns/mnt >> {names}"
+    ran = step.run("contained=1", between)
+    helper, manager = names.read_text().splitlines()
+    assert helper == manager
+    assert str(step.image) in ran.mounts[0]
+
+
+def test_a_contained_wait_is_short_as_nobody_can_end_it(step: Step) -> None:
+    out = step.folder / "timeout"
+    step.answers("leave\tnone", then=f"printenv FORESTAGE_TIMEOUT > {out}")
+    step.run("contained=1")
+    assert out.read_text() == "50\n"

@@ -1,0 +1,82 @@
+"""A process of ours that outlives a job must not be held, killed or paid for with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage import child
+
+SPOTS = ("freezer", "memory", "unified", "")
+
+
+def fake(root: Path, lines: str) -> Path:
+    """A root directory with a /proc/self/cgroup and hierarchies of its own."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines)
+    for spot in SPOTS:
+        (root / "sys/fs/cgroup" / spot).mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def left(root: Path) -> set[str]:
+    """The hierarchies whose root was entered."""
+    return {spot for spot in SPOTS if (root / "sys/fs/cgroup" / spot / "cgroup.procs").exists()}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("4:freezer:/slurm/uid_1/job_7/step_0\n2:memory:/\n", {"freezer"}),
+        (
+            "4:freezer:/slurm/uid_1/job_7/step_0\n2:memory:/slurm/uid_1/job_7\n",
+            {"freezer", "memory"},
+        ),
+        ("0::/system.slice/slurmstepd.scope/job_7/step_0/slurm\n", {"", "unified"}),
+        ("0::/system.slice/slurmd.service\n", set()),
+        ("", set()),
+    ],
+)
+def test_only_a_jobs_cgroups_are_left(tmp_path: Path, lines: str, expected: set[str]) -> None:
+    root = fake(tmp_path, lines)
+    child.leave_job(root)
+    assert left(root) == expected
+
+
+def test_a_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
+    root = fake(tmp_path, "4:gone:/job_7\n2:memory:/job_7\n")
+    child.leave_job(root)
+    assert left(root) == {"memory"}
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A job's cgroup in a hierarchy of this machine."""
+    top = next((spot for spot in (Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup"))
+                if os.access(spot / "cgroup.procs", os.W_OK)), None)  # fmt: skip
+    if top is None:
+        pytest.skip("no cgroup hierarchy can be written here")
+    made = top / f"forestage-test-{os.getpid()}" / "job_7"
+    made.mkdir(parents=True)
+    yield made
+    made.rmdir()
+    made.parent.rmdir()
+
+
+def test_a_process_really_leaves_its_job(cgroup: Path) -> None:
+    gone, said = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            (cgroup / "cgroup.procs").write_text("0")
+            inside = (cgroup / "cgroup.procs").read_text().split() == [str(os.getpid())]
+            child.leave_job()
+            empty = (cgroup / "cgroup.procs").read_text() == ""
+            os.write(said, b"yes" if inside and empty else b"no")
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(gone, 10) == b"yes"

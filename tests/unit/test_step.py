@@ -1,0 +1,262 @@
+"""What a step is answered, and what its user reads: nothing that is not so or cannot help."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from forestage import request, step
+from forestage.cache import Cache
+from forestage.clock import Clock, Deadline
+from forestage.errors import Declined, Failed
+from forestage.events import Outcome
+from forestage.image import Image
+from forestage.job import Asked, Job, User
+from forestage.lease import Lease
+from forestage.node import Node
+from forestage.request import LOOK, Patience, Served
+from forestage.stage import Outlook
+from forestage.step import EVERY, Watch, answer, message, named
+
+Make = Callable[..., Image]
+PATH = "/lustre/a.sqsh"
+
+
+@pytest.fixture
+def configured(staging_node: Node) -> Callable[..., Node]:
+    def configuring(**keys: object) -> Node:
+        config = msgspec.structs.replace(staging_node.config, **keys)
+        return msgspec.structs.replace(staging_node, config=config)
+
+    return configuring
+
+
+@pytest.fixture
+def image_asked(asking: Job) -> Job:
+    return msgspec.structs.replace(asking, asked=(Asked(PATH, "option"),), step=0)
+
+
+def hit(**changes: object) -> Outcome:
+    outcome = Outcome("hit", asked=PATH, image=PATH, redirect="spank", wait=0.02)
+    return msgspec.structs.replace(outcome, **changes)
+
+
+@pytest.mark.parametrize(("messages", "tell"), [("none", "0"), ("problems", "1"), ("all", "1")])
+def test_the_entry_is_answered_with_the_very_file_it_stands_for(
+    configured: Callable[..., Node], make_image: Make, messages: str, tell: str
+) -> None:
+    node, wanted = configured(redirect="spank", user_messages=messages), make_image(size=7)
+    entry = str(node.cache.image(wanted.key))
+    fields = answer(node, Served(hit(), wanted))
+    assert fields == ("use", entry, PATH, "1", "7", "10", "20", tell)
+
+
+@pytest.mark.parametrize("laid", ["laid", "kept"])
+def test_a_task_that_may_not_see_the_nodes_redirect_gets_its_own(
+    configured: Callable[..., Node], make_image: Make, laid: str
+) -> None:
+    """job_container/tmpfs: the job's namespace has the mounts of the moment it was made."""
+    node = configured(redirect="bind")
+    assert answer(node, Served(hit(redirect=laid), make_image()))[0] == "use"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "redirect", "reason"),
+    [
+        (hit(redirect="none"), "none", "none"),
+        (hit(redirect="none"), "spank", "saves"),
+        (hit(redirect="none"), "bind", "saves"),
+        (Outcome("declined", reason="deadline"), "spank", "deadline"),
+        (Outcome("failed", reason="io"), "bind", "io"),
+    ],
+)
+def test_a_path_that_stays_as_it_is_has_its_reason(
+    configured: Callable[..., Node], make_image: Make, outcome: Outcome, redirect: str, reason: str
+) -> None:
+    node = configured(redirect=redirect)
+    assert answer(node, Served(outcome, make_image())) == ("leave", reason)
+
+
+@pytest.mark.parametrize("bad", ["\n", "\t", "\0", "\x1b", "\x7f"])
+@pytest.mark.parametrize("where", ["path", "cache"])
+def test_no_field_ends_the_line_or_begins_another_field(
+    configured: Callable[..., Node], make_image: Make, where: str, bad: str
+) -> None:
+    node, wanted = configured(redirect="spank"), make_image()
+    if where == "path":
+        wanted = make_image(path=f"/lustre/a{bad}use")
+    else:
+        node = msgspec.structs.replace(node, cache=Cache(node.cache.root / f"a{bad}b"))
+    assert answer(node, Served(hit(), wanted)) == ("leave", "bad-path")
+
+
+def test_no_image_is_no_event(configured: Callable[..., Node], asking: Job) -> None:
+    done = step.step(configured(), asking, "60", pytest.fail)
+    assert (done.outcomes, done.answer) == ([], ("leave", "no-image"))
+
+
+@pytest.mark.parametrize(
+    ("result", "reason", "told"),
+    [
+        *((result, reason, True)
+          for result, reason in (
+              ("declined", "no-room"), ("declined", "deadline"), ("declined", "source-hangs"),
+              ("declined", "changed"), ("declined", "stopped"), ("failed", "busy"),
+              ("failed", "copy"), ("failed", "cache-not-mounted"))),
+        *(("declined", reason, False)
+          for reason in ("registry", "outside-sources", "off", "disabled", "missing",
+                         "no-permission", "not-a-file", "empty", "too-large", "bad-path")),
+    ],
+)  # fmt: skip
+def test_a_user_reads_what_costs_him_time_and_not_what_pyxis_tells(
+    result: str, reason: str, told: bool
+) -> None:
+    outcome = hit(result=result, reason=reason, detail="this is why", redirect="")
+    expected = f"{PATH} is read from its original path: this is why" if told else ""
+    assert message(outcome, "problems") == message(outcome, "all") == expected
+    assert message(outcome, "none") == ""
+
+
+def test_success_is_told_to_who_wants_to_hear_all() -> None:
+    assert message(hit(), "all") == f"{PATH} is read from this node's copy (hit in 0.02s)"
+    assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
+
+
+def test_a_path_that_only_got_its_name_is_named_as_the_user_wrote_it() -> None:
+    outcome = Outcome("failed", asked="./a.sqsh", reason="io", detail="I/O error")
+    assert message(outcome, "problems").startswith("./a.sqsh is read from its original path")
+
+
+class Hands(Clock):
+    """A clock that goes where a test puts it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_who_waits_hears_something_every_half_minute_and_not_at_once(
+    staging_node: Node, make_image: Make
+) -> None:
+    clock = Hands()
+    heard: list[tuple[float, str]] = []
+    watch = Watch(clock, lambda text: heard.append((clock.now - 1000, text)))
+    outlook = Outlook(staging_node, make_image(), Deadline.after(999, clock), watch)
+    for _ in range(400):
+        clock.now += 0.25
+        assert not outlook.hopeless()
+    assert [when for when, _ in heard] == [EVERY, 2 * EVERY, 3 * EVERY]
+    assert {text for _, text in heard} == {outlook.progress()}
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> list[Patience]:
+    """What the step allows itself; nothing is staged."""
+    given: list[Patience] = []
+
+    def noting(node: Node, job: Job, asked: Asked, patience: Patience) -> Served:
+        given.append(patience)
+        return Served(Outcome("declined", reason="off" if job.hints.off else "missing"))
+
+    monkeypatch.setattr(request, "serve", noting)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("wait", "timeout", "copy", "end"),
+    [
+        (600.0, "900", 600, 600),
+        (600.0, "60", 55, 55),
+        # What may not wait for a copy may still look, and be a hit.
+        (0.0, "900", 0, LOOK),
+        (0.0, "10", 0, 5),
+    ],
+)
+def test_a_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companion(
+    configured: Callable[..., Node],
+    image_asked: Job,
+    patience: list[Patience],
+    wait: float,
+    timeout: str,
+    copy: float,
+    end: float,
+) -> None:
+    node = msgspec.structs.replace(configured(step_wait=wait), clock=Hands())
+    step.step(node, image_asked, timeout, pytest.fail)
+    (given,) = patience
+    assert (given.copy.end - 1000, given.end.end - 1000) == (copy, end)
+    assert given.in_vain == "keep", "another step of the job may wait for the same copy"
+
+
+@pytest.mark.parametrize(("messages", "watched"), [("none", False), ("problems", True)])
+def test_nobody_is_told_of_a_wait_where_the_admin_wants_silence(
+    configured: Callable[..., Node],
+    image_asked: Job,
+    patience: list[Patience],
+    messages: str,
+    watched: bool,
+) -> None:
+    step.step(configured(user_messages=messages), image_asked, "60", pytest.fail)
+    assert (patience[0].watch is not None) is watched
+
+
+@pytest.mark.parametrize("off", [True, False])
+def test_what_the_prolog_noted_holds_for_the_steps(
+    configured: Callable[..., Node], image_asked: Job, patience: list[Patience], off: bool
+) -> None:
+    node, job = configured(), image_asked
+    node.leases.write(Lease(job.id, job.user, 0.0, "/cache", off=off))
+    done = step.step(node, job, "60", pytest.fail)
+    assert done.answer == ("leave", "off" if off else "missing")
+
+
+def test_a_damaged_lease_is_our_failure_and_told(
+    configured: Callable[..., Node], image_asked: Job
+) -> None:
+    node, heard = configured(), list[str]()
+    node.leases.directory.mkdir(parents=True)
+    node.leases.file(image_asked.id).write_bytes(b"{")
+    done = step.step(node, image_asked, "60", heard.append)
+    assert done.answer == ("leave", "lease-damaged")
+    assert len(heard) == 1
+
+
+def test_where_staging_is_switched_off_a_step_looks_at_nothing(
+    configured: Callable[..., Node], image_asked: Job, patience: list[Patience]
+) -> None:
+    done = step.step(configured(enabled=False), image_asked, "60", pytest.fail)
+    assert done.answer == ("leave", "disabled")
+    assert patience == []
+
+
+def test_the_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own(
+    image_asked: Job,
+) -> None:
+    me = os.getuid()
+    job = msgspec.structs.replace(image_asked, user=User("", me, 7))
+    assert named(job).user == User(pwd.getpwuid(me).pw_name, me, 7)
+    stranger = msgspec.structs.replace(image_asked, user=User("", 4_000_000_000, 7))
+    assert named(stranger).user == User("", 4_000_000_000, 7)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Declined("registry", "no path"), ("declined", "registry")),
+        (Failed("cache-format", "newer"), ("failed", "cache-format")),
+        (OSError(5, "I/O error"), ("failed", "io")),
+    ],
+)
+def test_every_expected_error_is_an_outcome(error: Exception, said: tuple[str, str]) -> None:
+    def work() -> Served:
+        raise error
+
+    outcome = request.told(Asked(PATH, "option"), Hands(), work).outcome
+    assert (outcome.result, outcome.reason) == said
+    assert outcome.asked == PATH
