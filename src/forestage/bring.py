@@ -4,21 +4,26 @@ The caller is the stager and holds the key's lock; everything here may be killed
 the next stager of the key goes on from what the part says.
 """
 
+import contextlib
 import errno
 import os
 import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage import copy, digest, evict, image, lock, trace
+from forestage import copy, digest, evict, image, lock, log, trace
 from forestage.cache import Entry
 from forestage.chunks import Source
 from forestage.config import Config
-from forestage.errors import Declined, Failed
+from forestage.errors import Declined, Failed, PeerError
 from forestage.image import Image, Look
 from forestage.job import Job
 from forestage.node import Node
-from forestage.part import Owner, Part, boot_id
+from forestage.part import MAX_SHARED, Owner, Part, boot_id, chunk_count
+
+if TYPE_CHECKING:
+    from forestage.peers import Peers
 
 LOOK_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own looks
 
@@ -87,23 +92,51 @@ def ready(task: Task, owner: Owner, evicted: list[str]) -> tuple[Owner, Source]:
     node, part = task.node, task.part
     node.clock.sleep(settling(task.image, node.clock.wall()))
     source = open_source(task.looked, node.config)
-    _reserve(task, source, evicted)
-    trace.point("reserved")
     owner = msgspec.structs.replace(
         owner, phase="copying", began=node.clock.monotonic(), resumed=part.copied(owner)
     )
+    # Before the space is taken: from then on, a disk that others fill must not matter.
     part.write_owner(owner)
+    _reserve(task, source, evicted)
+    trace.point("reserved")
     return owner, source
 
 
-def fetch(task: Task, source: Source, stop: threading.Event) -> None:
-    """The bytes. Raises chunks.Stopped, chunks.Truncated, Failed, OSError."""
-    try:
-        copy.engine(task.node.config).copy(source, task.part, stop)
-    except Failed:
-        _check_unchanged(task)  # an engine may fail over a source that moves under it
-        raise
+def fetch(task: Task, source: Source, stop: threading.Event) -> int:
+    """The bytes; how many of them came from other nodes.
+
+    Raises chunks.Stopped, chunks.Truncated, Failed, OSError.
+    """
+    with contextlib.ExitStack() as undo:
+        lender = _peers(task)
+        if lender is not None:
+            undo.callback(lender.close)
+        try:
+            count = copy.engine(task.node.config).copy(source, task.part, stop, lender)
+        except Failed:
+            _check_unchanged(task)  # an engine may fail over a source that moves under it
+            raise
     trace.point("copied")
+    return count
+
+
+def _peers(task: Task) -> "Peers | None":
+    """The other nodes of the job, where they are to help; without them it is merely slower."""
+    node, job = task.node, task.job
+    if not node.config.peers.enabled:
+        return None
+    count = chunk_count(task.image.size, node.config.chunk_size)
+    if count > MAX_SHARED:
+        detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
+        log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
+        return None
+    from forestage.peers import Peers
+
+    try:
+        return Peers.of(node.config, job.node, job.nodelist, task.key, node.places)
+    except (PeerError, OSError) as error:
+        log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
+        return None
 
 
 def publish(task: Task) -> None:

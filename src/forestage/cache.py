@@ -163,9 +163,11 @@ class Cache:
         The image's bytes must be complete; they are made durable here, before the name is.
         """
         part = self.part_dir(entry.key)
+        (part / "spare").unlink(missing_ok=True)  # what is written next may need its room
         atomic.write(part / "entry.json", msgspec.json.encode(entry))
         atomic.write(part / "used", b"")
         (part / "owner.json").unlink(missing_ok=True)
+        (part / "peers").unlink(missing_ok=True)
         fd = os.open(part / "image", os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

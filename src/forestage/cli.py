@@ -5,58 +5,17 @@ it runs, so that `forestage --help` and completion stay quick.
 """
 
 import contextlib
-import os
-import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
 from forestage import exits
 from forestage.exits import Exit
+from forestage.world import Commands
+from forestage.world import World as World
 
 if TYPE_CHECKING:
-    from forestage.clock import Clock
     from forestage.entries import Item
-    from forestage.node import Node
-    from forestage.places import Places
-
-
-class World(NamedTuple):
-    """What the commands work on; tests pass places and a clock of their own as click's `obj`."""
-
-    places: "Places"
-    clock: "Clock"
-
-    @classmethod
-    def real(cls) -> "World":
-        from forestage import clock, places
-
-        return cls(places.Places(), clock.Clock())
-
-    def node(self) -> "Node":
-        """Raises ConfigError."""
-        from forestage import node, settings
-
-        return node.Node.of(settings.load(self.places.etc).config, self.places, self.clock)
-
-
-class Commands(click.Group):
-    """The boundary: expected errors become a line on stderr and an exit status, no traceback."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            result = super().invoke(ctx)
-            # Here, where it is caught: at exit the interpreter would only complain.
-            sys.stdout.flush()
-            return result
-        except BrokenPipeError:
-            # What is still buffered is nobody's any more.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(Exit.PIPE)
-        except KeyboardInterrupt:
-            ctx.exit(Exit.INTERRUPTED)
-        except exits.expected() as error:
-            _complain(ctx, error)
 
 
 def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -64,14 +23,6 @@ def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= 10):
         raise click.BadParameter(f"{value!r} is no job id: expected a number such as 4242")
     return int(value)
-
-
-def _complain(ctx: click.Context, error: Exception) -> NoReturn:
-    from forestage.screen import harmless
-
-    for line in exits.lines(error, os.geteuid() == 0):
-        click.echo(f"forestage: {harmless(line)}", err=True)
-    ctx.exit(exits.of(error))
 
 
 @click.group(
@@ -298,3 +249,18 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
 
     rows = settings.load(world.places.etc).rows(partition)
     screen.show([row._asdict() for row in rows], view.settings(rows), as_json)
+
+
+@main.command()
+@click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
+@click.pass_obj
+def peer(world: World, node: str | None) -> None:
+    """Serve chunks to the other nodes until it is ended.
+
+    Started by forestage-peer.service where `peers.enabled` is true.
+    """
+    import socket
+
+    from forestage import serve
+
+    serve.run(world.node(), node or socket.gethostname().partition(".")[0])

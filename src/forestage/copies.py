@@ -26,7 +26,7 @@ class Copy(msgspec.Struct, frozen=True):
     `job` asked first (0: no longer known). `age` is seconds since the copy began, or while it is
     queued since it was asked for; `left` seconds until it ends. `rate` and `left` are None as long
     as nothing tells them. `place` in the queue counts from 1; 0 is not queued. `waiting` are the
-    jobs that hold a lease on it.
+    jobs that hold a lease on it. Of the bytes, `from_peers` came from other nodes.
     """
 
     key: str
@@ -42,6 +42,7 @@ class Copy(msgspec.Struct, frozen=True):
     left: float | None
     place: int
     waiting: tuple[int, ...]
+    from_peers: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -62,6 +63,7 @@ class Found(msgspec.Struct, frozen=True):
     engine: str
     copied: int
     owner: Owner | None
+    from_peers: int = 0
 
 
 def gather(node: Node) -> tuple[Copy, ...]:
@@ -96,7 +98,9 @@ def _found(part: Part, boot: str) -> Found | None:
         copied = part.copied(owner)
         # Renamed meanwhile: then the map was looked for where it is no longer.
         gone = not part.directory.exists()
-        return None if gone else Found(key, owner.image.identity, owner.engine, copied, owner)
+        if gone:
+            return None
+        return Found(key, owner.image.identity, owner.engine, copied, owner, part.of_peers())
     try:
         entry = msgspec.json.decode((part.directory / "entry.json").read_bytes(), type=Entry)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -146,6 +150,7 @@ def _copy(found: Found, place: int, waiting: tuple[int, ...], now: float) -> Cop
         left=round((size - found.copied) / rate, 3) if rate else None,
         place=place,
         waiting=waiting,
+        from_peers=found.from_peers,
     )
 
 
@@ -214,7 +219,8 @@ def _who(one: Copy) -> str:
 def _told(one: Copy) -> str:
     amount = f"{format_size(one.copied)} of {format_size(one.size)}"
     left = f"{_left(one)} left" if _left(one) else ""
-    return "  ".join(filter(None, (f"{state(one):>4}", amount, _rate(one), left)))
+    peers = f"{format_size(one.from_peers)} from other nodes" if one.from_peers else ""
+    return "  ".join(filter(None, (f"{state(one):>4}", amount, _rate(one), left, peers)))
 
 
 def _rate(one: Copy) -> str:

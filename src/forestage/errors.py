@@ -61,6 +61,12 @@ class JobError(ForestageError):
     exit_code: ClassVar[int] = 2
 
 
+class PeerError(ForestageError):
+    """The peer service cannot run here, or this node cannot prove to others who it is."""
+
+    exit_code: ClassVar[int] = 6
+
+
 class Declined(ForestageError):
     """This image is not staged for this job, by a rule or by the user's own mistake.
 

@@ -10,8 +10,8 @@ import msgspec
 from forestage.job import Job, Via
 from forestage.units import printable
 
-Result = Literal["hit", "joined", "copied", "declined", "failed", "released"]
-Hook = Literal["prolog", "stager", "epilog"]
+Result = Literal["hit", "joined", "copied", "started", "declined", "failed", "released"]
+Hook = Literal["prolog", "step", "stager", "epilog"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
 
@@ -19,10 +19,10 @@ ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of one request. `reason` is one word; `detail` a sentence for people.
 
-    Bytes are those copied by this hook; `wait` is seconds spent on staging. Of a stager's own
-    outcome `copying` seconds went into the bytes, and `resumed` of them were here before. In the
-    Epilog `evicted`
-    are the keys that went and `released` counts redirects taken off.
+    `started`: the job's steps will wait for the copy. Bytes are those copied by this hook; `wait`
+    is seconds spent on staging. Of a stager's own outcome `copying` seconds went into the bytes,
+    `resumed` of them were here before and `from_peers` came from other nodes. In the Epilog
+    `evicted` are the keys that went and `released` counts redirects taken off.
     """
 
     result: Result
@@ -38,6 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     wait: float = 0.0
     copying: float = 0.0
     resumed: int = 0
+    from_peers: int = 0
     evicted: tuple[str, ...] = ()
     released: int = 0
 
@@ -55,6 +56,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     partition: str = ""
     total: float = 0.0
     problems: tuple[str, ...] = ()
+    step: int | None = None
 
 
 def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
@@ -68,6 +70,7 @@ def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
             "reason": outcome.reason,
             "redirect": outcome.redirect,
             "bytes": outcome.bytes,
+            "from_peers": outcome.from_peers,
             "wait": f"{outcome.wait:.3f}s" if outcome.wait else "",
             "released": outcome.released,
             "evicted": ",".join(outcome.evicted),
@@ -105,6 +108,7 @@ def record(
                 partition=job.partition,
                 total=round(total, 4),
                 problems=job.hints.problems if hook == "prolog" else (),
+                step=job.step,
             )
             for outcome in outcomes
         ],

@@ -19,6 +19,9 @@ from forestage.units import format_duration, format_rate, format_size
 
 STAGED = ("hit", "joined", "copied")
 
+# slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
+STEPS = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
+
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
 
@@ -33,7 +36,7 @@ class Run(msgspec.Struct, frozen=True):
     """One run of a hook, or the life of a stager: a requeued job has several.
 
     `time` is its end, `total` its seconds. `job` is another one where this job waited for the copy
-    that the other had started.
+    that the other had started. `step` is set where it was a step's.
     """
 
     time: float
@@ -45,6 +48,7 @@ class Run(msgspec.Struct, frozen=True):
     total: float
     problems: tuple[str, ...]
     told: tuple[Told, ...]
+    step: int | None = None
 
 
 class Story(msgspec.Struct, frozen=True):
@@ -102,7 +106,8 @@ def story(
 
 def _same_run(one: Event, other: Event) -> bool:
     # A hook writes its lines at once, each with the same duration to a tenth of a millisecond.
-    return (one.hook, one.total) == (other.hook, other.total) and other.time - one.time < 1
+    alike = (one.hook, one.step, one.total) == (other.hook, other.step, other.total)
+    return alike and other.time - one.time < 1
 
 
 def _awaited(missed: list[Event], copies: list[Event]) -> list[Event]:
@@ -139,6 +144,7 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
         total=first.total,
         problems=first.problems,
         told=told,
+        step=first.step if first.hook == "step" else None,
     )
 
 
@@ -150,6 +156,8 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     made_room = tuple(f"{text}, to make room" for text in _evicted(outcome, images))
     if event.hook == "stager" and outcome.result == "copied":
         return (_copied(outcome), *made_room)
+    if outcome.result == "started":
+        return ("started: the copy went on while the job began", _redirect(outcome))
     if outcome.result in STAGED:
         return (_staged(outcome), _redirect(outcome))
     meaning = REASONS.get(outcome.reason, "")
@@ -172,13 +180,16 @@ def _copied(outcome: Outcome) -> str:
     fetched = outcome.bytes - outcome.resumed
     rate = format_rate(fetched, outcome.copying or outcome.wait)
     took = format_duration(outcome.wait)
-    return f"copied {format_size(outcome.bytes)} in {took} ({rate}), and published"
+    share = f", {format_size(outcome.from_peers)} of it from other nodes"
+    peers = share if outcome.from_peers else ""
+    return f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}, and published"
 
 
 def _redirect(outcome: Outcome) -> str:
     return {
         "laid": "redirect laid: the path showed the local copy",
-        "kept": "redirect kept: the path showed the local copy already, for another job",
+        "kept": "redirect kept: the path showed the local copy already, for another job or step",
+        "spank": "redirect by the SPANK plugin: each step gets the local copy when it starts",
         "none": "no redirect: the job read the original path (`redirect: none`, or it saves its"
         " container there)",
     }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
@@ -189,16 +200,17 @@ def _consequence(event: Event) -> str:
         return "What it could not release is still there: see `forestage status`."
     if event.hook == "stager":
         return "Nothing was published; a job that waited for it kept its original path."
+    who = "step" if event.hook == "step" else "job"
     if event.outcome.reason == "deadline":
         return (
-            "The job kept its original path. The copy goes on, unless `on_deadline: abort` is set;"
-            " `forestage status` shows it while it does."
+            f"The {who} kept its original path. The copy goes on, unless `on_deadline: abort` is"
+            " set; `forestage status` shows it while it does."
         )
     if event.outcome.reason == "bad-hint":
         return "The job ran as if the hint were not there."
-    if event.outcome.result == "failed":
+    if event.outcome.result == "failed" and event.hook != "step":
         return "The job kept its original path, unless the admin's `on_error: drain` stopped it."
-    return "The job kept its original path."
+    return f"The {who} kept its original path."
 
 
 def _released(outcome: Outcome, images: dict[str, str]) -> tuple[str, ...]:
@@ -220,7 +232,8 @@ def pieces(found: Story, now: float) -> list[Piece]:
     for run in found.runs:
         took = f", {format_duration(run.total)}" if run.total else ""
         whose = f" of job {run.job}" if run.job != found.job else ""
-        head = f"{moment(run.time)}  {run.hook.capitalize()}{whose}{took}"
+        step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
+        head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
         told += [Line(""), Line(head, heading=True)]
         if run.hook != "epilog":  # it has read the same comment again
             told += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
@@ -260,8 +273,8 @@ def _now(found: Story, now: float) -> list[Piece]:
     if found.lease is None:
         hooks = [run for run in found.runs if run.hook != "stager"]
         last = hooks[-1] if hooks else None
-        staged = last and any(one.outcome.result in STAGED for one in last.told)
-        if last and last.hook == "prolog" and staged:
+        held = last and any(one.outcome.result in (*STAGED, "started") for one in last.told)
+        if last and last.hook in ("prolog", "step") and held:
             return [
                 Line(""),
                 Line("Now: no lease, and no Epilog is recorded; the node was restarted?"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from forestage.config import KEYS, PARTITION_KEYS, Config
+from forestage.config import GROUPS, KEYS, PARTITION_KEYS, Config, replaced, value_of
 from forestage.errors import ConfigError, Problem
 from forestage.units import exact_size, quote
 
@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     def for_partition(self, name: str | None) -> Config:
         """The settings for a job in this partition; None or an unknown one: the common ones."""
-        return msgspec.structs.replace(self.config, **self.partitions.get(name or "", {}))
+        return replaced(self.config, self.partitions.get(name or "", {}))
 
     def rows(self, partition: str | None = None) -> list[Row]:
         """Every key as it holds for `partition`; without one, every override follows."""
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
         rows = []
         for name, key in KEYS.items():
             origin = self.origins.get(dotted(partition, name), self.origins[name])
-            rows.append(Row(name, key.kind.show(getattr(config, name)), origin))
+            rows.append(Row(name, key.kind.show(value_of(config, name)), origin))
         if partition is None:
             for place, overrides in self.partitions.items():
                 for name, value in overrides.items():
@@ -78,7 +78,10 @@ def load(etc: Path, owner: int | None = 0) -> Settings:
     found = list(_read_all(etc, trusted))
     if problems := tuple(item for item in found if isinstance(item, Problem)):
         raise ConfigError(problems)
-    return _merge(item for item in found if isinstance(item, _Value))
+    merged = _merge(item for item in found if isinstance(item, _Value))
+    if problems := tuple(_contradictions(merged)):
+        raise ConfigError(problems)
+    return merged
 
 
 def _merge(values: Iterable[_Value]) -> Settings:
@@ -90,10 +93,22 @@ def _merge(values: Iterable[_Value]) -> Settings:
         target[key] = value
         origins[dotted(partition, key)] = where
     return Settings(
-        config=msgspec.structs.replace(Config(), **common),
+        config=replaced(Config(), common),
         partitions=MappingProxyType({k: MappingProxyType(v) for k, v in partitions.items()}),
         origins=MappingProxyType(origins),
     )
+
+
+def _contradictions(found: Settings) -> Iterator[Problem]:
+    """Keys that each are right and together are not. Pure."""
+    config = found.config
+    if config.peers.enabled and not (config.digest and config.engine == "chunks"):
+        # A peer's bytes are proven by the chunk's digest.
+        yield Problem(
+            found.origins["peers.enabled"],
+            "peers.enabled",
+            "needs `digest: true` and `engine: chunks`",
+        )
 
 
 def dotted(partition: str | None, key: str) -> str:
@@ -215,7 +230,7 @@ def _repeated(node: Any) -> Iterator[str]:
 
 
 def _check(where: str, above: tuple[str, ...], raw: object) -> Iterator[_Value | Problem]:
-    """Each value below `above`: (), ("partitions",) or ("partitions", name). Pure."""
+    """Each value below `above`: (), a group, ("partitions",) or ("partitions", name). Pure."""
     if raw is None:  # all below it is commented out
         return
     if not isinstance(raw, dict):
@@ -225,10 +240,14 @@ def _check(where: str, above: tuple[str, ...], raw: object) -> Iterator[_Value |
         if not isinstance(key, str) or not key.isprintable():
             # YAML 1.1 takes no, on, 1 and the like for something else than names.
             yield Problem(where, ".".join((*above, quote(key))), "expected a name in quotes")
-        elif above == ("partitions",) or (not above and key == "partitions"):
+        elif not above and key in KEYS and "." in key:
+            yield Problem(where, key, "expected as two lines, the second one indented")
+        elif above == ("partitions",) or (not above and key in ("partitions", *GROUPS)):
             yield from _check(where, (*above, key), value)
+        elif above[:1] == ("partitions",):
+            yield _setting(where, above[1], key, value)
         else:
-            yield _setting(where, above[1] if above else None, key, value)
+            yield _setting(where, None, ".".join((*above, key)), value)
 
 
 def _setting(where: str, partition: str | None, key: str, raw: object) -> _Value | Problem:
@@ -243,7 +262,7 @@ def _setting(where: str, partition: str | None, key: str, raw: object) -> _Value
 def _not_a_key(partition: str | None, key: str) -> str:
     from difflib import get_close_matches  # only a mistake pays for it
 
-    if key in KEYS:
+    if key in (*KEYS, *GROUPS):
         return "cannot differ between partitions: a node has one cache"
     known = (*KEYS, "partitions") if partition is None else PARTITION_KEYS
     near = get_close_matches(key, known, n=1)

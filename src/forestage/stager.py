@@ -44,12 +44,15 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Figures:
-    """What a copy will have taken: keys evicted for it, seconds for the bytes, bytes resumed."""
+    """What a copy will have taken: keys evicted for it, seconds for the bytes, and which of these
+    were here before or came from peers.
+    """
 
     def __init__(self) -> None:
         self.evicted: list[str] = []
         self.copying = 0.0
         self.resumed = 0
+        self.from_peers = 0
 
 
 def start(task: Task) -> socket.socket:
@@ -78,6 +81,7 @@ def _live(task: Task, theirs: socket.socket) -> None:
     try:
         os.setsid()
         os.chdir("/")  # nobody's directory is to be busy because of a copy
+        child.leave_job()
         task = task.taken()
         child.let_go({theirs.fileno(), task.looked.source})
         Path("/proc/self/comm").write_text(PROCESS_NAME)
@@ -148,7 +152,7 @@ def _copy(task: Task, stop: threading.Event, figures: Figures) -> None:
     owner, source = bring.ready(task, owner, figures.evicted)
     figures.resumed = owner.resumed
     with _spoken(task, owner):
-        bring.fetch(task, source, stop)
+        figures.from_peers = bring.fetch(task, source, stop)
     figures.copying = task.node.clock.monotonic() - owner.began
     bring.publish(task)
 
@@ -244,6 +248,7 @@ def _report(task: Task, figures: Figures, error: Declined | None, took: float) -
         wait=round(took, 4),
         copying=round(figures.copying, 4),
         resumed=figures.resumed,
+        from_peers=figures.from_peers,
         evicted=tuple(figures.evicted),
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)

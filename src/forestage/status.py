@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import copies, entries, evict, mounts, redirect
+from forestage import copies, counters, entries, evict, mounts, redirect
 from forestage.cache import Cache
 from forestage.copies import Copy
+from forestage.counters import Given
 from forestage.entries import Holder, Holdings, Item
 from forestage.errors import Failed
 from forestage.node import Node
@@ -36,7 +37,8 @@ class Counts(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """The node as it is now. `unusable` says why the cache is not used.
 
-    Then, and where the cache is not made yet, `disk` and `room` are None.
+    Then, and where the cache is not made yet, `disk` and `room` are None. `served` is what the peer
+    service of this node gave to others, if one runs or has run since boot.
     """
 
     cache: str
@@ -48,6 +50,7 @@ class Status(msgspec.Struct, frozen=True):
     room: evict.Room | None = None
     entries: Counts = Counts()
     copies: tuple[Copy, ...] = ()
+    served: Given | None = None
 
 
 def gather(node: Node) -> Status:
@@ -66,6 +69,7 @@ def gather(node: Node) -> Status:
         redirects=tuple(bind.path for bind in redirect.binds(node.cache)),
         leases=tuple(entries.holder(lease, paths) for lease in holdings.leases),
         problems=holdings.problems,
+        served=counters.read(node.places.peer),
     )
     if not made:
         return found
@@ -127,7 +131,16 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
             ("entries", _entries(status.entries)),
         ]
-    return [*facts, ("redirects", str(len(status.redirects)))]
+    facts.append(("redirects", str(len(status.redirects))))
+    if status.served:
+        given = status.served
+        facts.append(
+            (
+                "served",
+                f"{format_size(given.bytes)} in {count(given.chunks, 'chunk')} to other nodes",
+            )
+        )
+    return facts
 
 
 def _entries(found: Counts) -> str:

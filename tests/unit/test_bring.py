@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +12,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import bring, copy, digest, evict, image, reserve, stager
+from forestage import bring, copy, digest, events, evict, image, reserve, stager
 from forestage.bring import COARSE_TICK_NS, FINE_TICK_NS, Task
 from forestage.cache import Cache, Entry
 from forestage.chunks import Source
+from forestage.config import Peering
 from forestage.errors import Declined, Failed
+from forestage.from_peers import Lender
 from forestage.image import Look
 from forestage.job import Job
 from forestage.node import Node
-from forestage.part import Part, boot_id
+from forestage.part import MAX_SHARED, Part, boot_id
 from forestage.stager import Word
 
 Looking = Callable[[Path], Look]
@@ -60,11 +63,14 @@ class During:
     def reserve(self, source: Source, part: Part) -> None:
         self.real.reserve(source, part)
 
-    def copy(self, source: Source, part: Part, stop: threading.Event) -> None:
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+    ) -> int:
         self.calls += 1
         if self.copies:
-            self.real.copy(source, part, stop)
+            self.real.copy(source, part, stop, lender)
         self.then()
+        return 0
 
 
 def nothing_is_published(cache: Cache) -> bool:
@@ -455,3 +461,69 @@ def test_the_source_settles_before_it_is_opened_for_the_copy(
 def test_changed_is_never_our_failure(task: Task) -> None:
     assert not isinstance(bring.changed(task), Failed)
     assert isinstance(bring.changed(task), Declined)
+
+
+class Lending:
+    """Another node that has the whole image."""
+
+    nodes = ("n1", "n2")
+    me = "n1"
+    closed = False
+
+    def fetch(
+        self,
+        peer: str,
+        number: int,
+        start: int,
+        size: int,
+        buffer: memoryview,
+        give_up: float,
+        sink: Callable[[int, memoryview], None],
+        stop: Callable[[], bool],
+        wait: float | None = None,
+        knows: Callable[[int], None] = lambda has: None,
+    ) -> bytes:
+        knows((1 << 64) - 1)
+        buffer[:size] = CONTENT[start : start + size]
+        sink(start, buffer[:size])
+        return digest.of_chunk(CONTENT[start : start + size])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_came_from_other_nodes_is_on_record_and_nothing_of_it_stays(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lending = Lending()
+    monkeypatch.setattr(bring, "_peers", lambda task: lending)
+    assert serve(task) == Word("published")
+    (event,) = events.read(task.node.places.events)
+    assert event.outcome.from_peers == event.outcome.bytes == len(CONTENT)
+    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+    assert not (task.node.cache.entry_dir(task.key) / "peers").exists()
+    assert lending.closed
+
+
+def test_without_peers_nothing_of_theirs_is_loaded(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "forestage.peers", None)  # an import would fail
+    assert serve(task) == Word("published")
+
+
+@pytest.mark.parametrize(("count", "helped"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])
+def test_peers_are_not_asked_for_more_chunks_than_they_can_tell_of(
+    task: Task, monkeypatch: pytest.MonkeyPatch, count: int, helped: bool
+) -> None:
+    lending = Lending()
+    said: list[str] = []
+    monkeypatch.setattr("forestage.peers.Peers.of", lambda *_: lending)
+    monkeypatch.setattr(bring.log, "say", lambda line, by_slurm: said.append(line))
+    config = msgspec.structs.replace(task.node.config, chunk_size=1, peers=Peering(enabled=True))
+    identity = msgspec.structs.replace(task.image.identity, size=count)
+    image = msgspec.structs.replace(task.image, identity=identity)
+    looked = msgspec.structs.replace(task.looked, image=image)
+    node = msgspec.structs.replace(task.node, config=config)
+    found = bring._peers(Task(node, task.job, looked))
+    assert (found is lending, len(said)) == (helped, 0 if helped else 1)

@@ -15,13 +15,33 @@ from click.testing import CliRunner
 from commands import NOW, Site
 from forestage import asuser, exits, lock, mounts
 from forestage.cli import main
-from forestage.errors import ConfigError, Declined, Failed, ForestageError, JobError, Problem
+from forestage.errors import (
+    ConfigError,
+    Declined,
+    Failed,
+    ForestageError,
+    JobError,
+    PeerError,
+    Problem,
+)
 from forestage.events import Event, Outcome, append
 from forestage.exits import Exit, NotFound
 from forestage.lease import Use
 
 MAN = Path(__file__).resolve().parents[2] / "packaging/man/forestage.1"
-COMMANDS = ("status", "ls", "show", "explain", "path", "evict", "verify", "pin", "unpin", "config")
+COMMANDS = (
+    "status",
+    "ls",
+    "show",
+    "explain",
+    "path",
+    "evict",
+    "verify",
+    "pin",
+    "unpin",
+    "config",
+    "peer",
+)
 
 
 @pytest.fixture
@@ -93,6 +113,7 @@ def test_manual_page_names_every_command_and_option() -> None:
         (PermissionError(13, "Permission denied", "/x"), Exit.PERMISSION),
         (Failed("cache-not-mounted", "x"), Exit.CACHE),
         (Failed("lease-damaged", "x"), Exit.FAILED),
+        (PeerError("x"), Exit.FAILED),
         (OSError(5, "Input/output error", "/x"), Exit.FAILED),
         (lock.Busy("x"), Exit.FAILED),
         (asuser.TooSlow("x"), Exit.FAILED),

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from forestage import settings as module
-from forestage.config import KEYS, PARTITION_KEYS, Config, sample
+from forestage.config import KEYS, PARTITION_KEYS, Config, Peering, sample
 from forestage.errors import ConfigError, Problem
 from forestage.settings import DEFAULT, MAX_FILE_SIZE, Row, Settings, load
 from forestage.units import Amount
@@ -75,6 +75,7 @@ def test_no_file_and_no_directory_are_the_defaults(tmp_path: Path) -> None:
         ("min_free: 0", "min_free", Amount(size=0)),
         ("low_watermark: 0%", "low_watermark", Amount(share=0.0)),
         ("redirect: none", "redirect", "none"),
+        ("redirect: spank", "redirect", "spank"),
         ("engine: rsync", "engine", "rsync"),
         ("engine: chunks", "engine", "chunks"),
         ("threads: auto", "threads", None),
@@ -93,9 +94,16 @@ def test_no_file_and_no_directory_are_the_defaults(tmp_path: Path) -> None:
         ("deadline: auto", "deadline", None),
         ("deadline: 0", "deadline", 0.0),
         ("deadline: 2m", "deadline", 120.0),
+        ("prolog_wait: auto", "prolog_wait", None),
+        ("prolog_wait: 0", "prolog_wait", 0.0),
+        ("prolog_wait: 5s", "prolog_wait", 5.0),
+        ("step_wait: 0", "step_wait", 0.0),
+        ("step_wait: 20m", "step_wait", 1200.0),
         ("on_deadline: abort", "on_deadline", "abort"),
         ("max_stage_wait: 1h30m", "max_stage_wait", 5400.0),
         ("on_error: drain", "on_error", "drain"),
+        ("user_messages: none", "user_messages", "none"),
+        ("user_messages: all", "user_messages", "all"),
     ],
 )
 def test_every_key_is_read_as_its_type(
@@ -186,9 +194,12 @@ def test_nobody_changes_the_settings_of_another(tmp_path: Path) -> None:
         ("low_watermark: 5G", "low_watermark", "expected a share such as 80%, got '5G'"),
         ("low_watermark: 0.8", "low_watermark", "expected a share such as 80%, got 0.8"),
         ("low_watermark: 101%", "low_watermark", "expected a share such as 80%, got '101%'"),
-        ("redirect: spank", "redirect", "expected bind or none, got 'spank'"),
-        ("redirect: null", "redirect", "expected bind or none, got null"),
-        ("redirect: [bind]", "redirect", "expected bind or none, got a list"),
+        ("redirect: spunk", "redirect", "expected bind or spank or none, got 'spunk'"),
+        ("redirect: null", "redirect", "expected bind or spank or none, got null"),
+        ("redirect: [bind]", "redirect", "expected bind or spank or none, got a list"),
+        ("prolog_wait: no", "prolog_wait", "expected a duration such as 90s or 10m, got false"),
+        ("step_wait: auto", "step_wait", "expected a duration such as 90s or 10m, got 'auto'"),
+        ("user_messages: some", "user_messages", "expected none or problems or all, got 'some'"),
         ("engine: cp", "engine", "expected chunks or rsync, got 'cp'"),
         ("threads: 0", "threads", "expected a whole number from 1 to 64, got 0"),
         ("threads: 65", "threads", "expected a whole number from 1 to 64, got 65"),
@@ -477,7 +488,80 @@ def test_a_user_may_look_at_any_configuration(
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
 
 
+# --- keys within a key
+
+
+def test_a_group_of_keys_is_merged_key_by_key(tmp_path: Path) -> None:
+    write(tmp_path, "peers: {enabled: true, port: 1}")
+    write(
+        tmp_path,
+        "peers:\n  port: 80\n  addresses: {n1: 10.0.0.1, n2: '[::1]:5'}\n",
+        "conf.d/a.yaml",
+    )
+    found = load(tmp_path, owner=None)
+    assert found.config.peers == Peering(
+        enabled=True, port=80, addresses={"n1": "10.0.0.1", "n2": "[::1]:5"}
+    )
+    rows = {row.key: row for row in found.rows()}
+    assert rows["peers.enabled"] == ("peers.enabled", "true", str(tmp_path / MAIN))
+    assert rows["peers.port"] == ("peers.port", "80", str(tmp_path / "conf.d/a.yaml"))
+    assert rows["peers.addresses"].value == '{"n1":"10.0.0.1","n2":"[::1]:5"}'
+    assert rows["peers.uploads"].origin == DEFAULT
+
+
+@pytest.mark.parametrize("text", ["peers:", "peers: {}", "peers:\n  # enabled: true\n"])
+def test_a_group_that_says_nothing_leaves_the_defaults(tmp_path: Path, text: str) -> None:
+    assert read(tmp_path, text).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "what"),
+    [
+        ("peers: true", "peers", "expected keys and values"),
+        ("peers: {enabled: 1}", "peers.enabled", "expected true or false"),
+        ("peers: {enabeld: true}", "peers.enabeld", "did you mean peers.enabled?"),
+        ("peers.enabled: true", "peers.enabled", "expected as two lines"),
+        ("peers: {port: 0}", "peers.port", "expected a whole number from 1 to 65535"),
+        ("peers: {port: 65536}", "peers.port", "expected a whole number"),
+        ("peers: {uploads: 0}", "peers.uploads", "expected a whole number"),
+        ("peers: {downloads: 65}", "peers.downloads", "expected a whole number"),
+        ("peers: {listen: null}", "peers.listen", "expected an address, a name, an interface"),
+        ('peers: {listen: "a\\nb"}', "peers.listen", "expected an address, a name"),
+        ("peers: {address: n1}", "peers.address", "expected an address with {node} in it"),
+        ("peers: {address: '{node}:x'}", "peers.address", "expected a port"),
+        ("peers: {addresses: [n1]}", "peers.addresses", "expected nodes and their addresses"),
+        ("peers: {addresses: {n1: 5}}", "peers.addresses", "expected a node's name and its"),
+        ("peers: {addresses: {1: a}}", "peers.addresses", "expected a node's name and its"),
+        ("peers: {addresses: {n1: 'a:0', n2: ''}}", "peers.addresses", "; "),
+        ("peers: {key_file: key}", "peers.key_file", "expected an absolute"),
+        ("peers: {bandwidth: 0}", "peers.bandwidth", "expected a size above 0"),
+        ("partitions: {gpu: {peers: {enabled: true}}}", "partitions.gpu.peers", "cannot differ"),
+        ("peers: {peers: {enabled: true}}", "peers.peers", "unknown key"),
+        ("peers: {partitions: {}}", "peers.partitions", "unknown key"),
+        ("peers: {sources: [/a]}", "peers.sources", "unknown key"),
+    ],
+)
+def test_a_wrong_key_in_a_group_is_refused_by_its_full_name(
+    tmp_path: Path, text: str, key: str, what: str
+) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert problem.key == key
+    assert what in problem.what
+
+
 # --- nothing is written twice
+
+
+@pytest.mark.parametrize("other", ["digest: false", "engine: rsync"])
+def test_peers_without_what_proves_their_bytes_are_refused(tmp_path: Path, other: str) -> None:
+    file = tmp_path / "forestage.yaml"
+    file.write_text(f"{other}\n")
+    load(tmp_path, owner=None)
+    file.write_text(f"{other}\npeers:\n  enabled: true\n")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, owner=None)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == (str(file), "peers.enabled")
 
 
 def test_the_shipped_file_is_the_generated_one() -> None:
@@ -498,7 +582,10 @@ def test_the_sample_uncommented_is_the_defaults(tmp_path: Path) -> None:
 
 
 def test_every_key_of_the_struct_is_described() -> None:
-    assert tuple(KEYS) == Config.__struct_fields__
+    groups = {name.partition(".")[0]: None for name in KEYS}
+    assert tuple(groups) == Config.__struct_fields__
+    within = tuple(name.removeprefix("peers.") for name in KEYS if name.startswith("peers."))
+    assert within == Peering.__struct_fields__
     assert all(key.sentence.endswith(".") and len(key.sentence) < 90 for key in KEYS.values())
 
 

@@ -273,3 +273,20 @@ def test_a_copy_that_its_job_no_longer_waits_for_is_seen_and_told_to_its_end(nod
         r"Prolog.*declined \(deadline\).*Stager.*copied 6 MiB.*had stopped waiting", told, re.DOTALL
     )
     assert node.prolog(8, path).outcome.result == "hit"
+
+
+def test_watching_shows_what_comes_from_other_nodes() -> None:
+    one = copying(from_peers=30 * MIB)
+    (line,) = lines(Snapshot(NOW, (one,)))
+    assert "30 MiB from other nodes" in str(line)
+    assert "other nodes" not in str(lines(Snapshot(NOW, (copying(),))))
+
+
+def test_what_peers_gave_is_read_from_the_part(site: Site) -> None:
+    part = site.node.cache.part("k" * 32)
+    part.directory.mkdir(parents=True)
+    assert part.of_peers() == 0
+    part.note_peers(5 * MIB)
+    assert part.of_peers() == 5 * MIB
+    part.peers.write_text("")  # caught while it is written
+    assert part.of_peers() == 0

@@ -72,6 +72,15 @@ def test_the_canonical_line_of_an_epilog_and_of_nothing() -> None:
     assert summary(JOB, [], 0.0) == "user=alice total=0.000s"
 
 
+def test_a_step_is_recorded_by_its_number_and_a_hook_without_one(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    step = msgspec.structs.replace(JOB, step=3)
+    events.record(file, 1.0, "step", step, [Outcome("hit")], 0.1)
+    events.record(file, 1.0, "prolog", JOB, [Outcome("started")], 0.1)
+    assert [(one.hook, one.step) for one in read(file)] == [("step", 3), ("prolog", None)]
+    assert b"step" not in file.read_bytes().splitlines()[1]
+
+
 @given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))
 def test_no_text_of_a_user_breaks_the_line(
     asked: str, detail: str, problems: tuple[str, ...]

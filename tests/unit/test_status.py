@@ -12,6 +12,7 @@ from rich.console import Console
 from commands import CHUNK, NOW, Site
 from forestage import lock, status
 from forestage.copies import Copy
+from forestage.counters import Given
 from forestage.entries import Holder, Leased
 from forestage.evict import Room
 from forestage.lease import Use
@@ -47,6 +48,7 @@ FULL = Status(
             waiting=(4242, 4243),
         ),
     ),
+    served=Given(since=NOW - 9, bytes=3 * G, chunks=768),
 )
 
 
@@ -61,7 +63,14 @@ def test_all_of_it_fits_and_no_path_is_cut(width: int) -> None:
     draw(pieces(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    for word in ("12 (3 leased, 1 pinned, 1 superseded)", "39%", "2.5 GiB/s", "6s", "Problem"):
+    for word in (
+        "12 (3 leased, 1 pinned, 1 superseded)",
+        "39%",
+        "2.5 GiB/s",
+        "6s",
+        "Problem",
+        "3 GiB in 768 chunks",
+    ):
         assert word in out.getvalue()
 
 
@@ -98,3 +107,12 @@ def test_an_empty_node_is_in_order(
     done = site.run("status")
     assert done.exit_code == 0
     assert expected in done.stdout
+
+
+def test_what_the_peer_service_gave_is_told(site: Site) -> None:
+    assert "served" not in site.run("status").output
+    assert site.json("status")["served"] is None
+    site.places.peer.parent.mkdir(parents=True, exist_ok=True)
+    site.places.peer.write_text('{"since": 1, "bytes": 1048576, "chunks": 1}')
+    assert "1 MiB in 1 chunk to other nodes" in site.run("status").output
+    assert site.json("status")["served"]["bytes"] == 1048576

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import CHUNK, Site
-from forestage import compare, digest, lock, redirect, verify
+from forestage import buffers, chunks, compare, digest, lock, redirect, verify
 from forestage.cli import World, main
 from forestage.clock import Clock
 from forestage.compare import SourceFailed, first_difference
@@ -302,24 +301,36 @@ def test_a_thread_that_dies_is_not_taken_for_success(
 ) -> None:
     site.publish(source)
     monkeypatch.setattr("threading.excepthook", lambda args: None)
-    monkeypatch.setattr(digest, "of_chunk", lambda data: 1 / 0)
+    monkeypatch.setattr(digest.Running, "add", lambda *_: 1 / 0)
     assert site.run("verify", "--all").exit_code == Exit.FAILED
 
 
-def test_memory_is_bounded_by_threads_and_chunks(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_bounded_by_the_threads(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.publish(site.image("a.sqsh", os.urandom(20 * CHUNK)))
-    sizes = []
-    real = mmap.mmap
+    made = []
+    real = buffers.piece
 
-    def counted(fd: int, size: int) -> mmap.mmap:
-        sizes.append(size)
-        return real(fd, size)
+    def counted(chunk: int) -> memoryview:
+        made.append(chunk)
+        return real(chunk)
 
-    monkeypatch.setattr(mmap, "mmap", counted)
+    monkeypatch.setattr(buffers, "piece", counted)
     assert one(site)["result"] == "ok"
-    assert sizes == [CHUNK] * 3
+    assert made == [CHUNK] * 3
+
+
+def test_a_source_that_fails_condemns_no_copy(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = site.publish(source)
+
+    def failing(*_: Any) -> None:
+        raise chunks.Unreadable(OSError(errno.ESTALE, "Stale file handle"))
+
+    monkeypatch.setattr(chunks, "read_piece", failing)
+    found = one(site)
+    assert (found["result"], kept(site, key)) == ("ok", True)
+    assert "Stale file handle" in found["detail"]
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())

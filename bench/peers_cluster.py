@@ -1,0 +1,187 @@
+"""The tables behind bench/peers: one image to N nodes, directly and with the nodes' help.
+
+A cluster with a network of its own (tests/slurm/net.py): each node behind a link of `node-mbit`,
+a GlusterFS server behind one of `store-mbit`. Each measurement is a job over N nodes with an image
+that none of them has read a byte of. Seconds are from `sbatch` to the last node's published entry,
+so Slurm's own start is in them; bytes are those on the file server's link, and `read` those that
+the server itself has read. All nodes share this machine's processors: `busy` says how much of these
+was used, and near 100 % it is them that is measured, not the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "tests/slurm"))
+
+from cluster import Cluster, ClusterError  # noqa: E402
+from fleet import MIB, Fleet, networked  # noqa: E402
+from host import exit_on_sigterm  # noqa: E402
+from mishaps import MISHAPS, meet  # noqa: E402
+from peers_watch import SERVICE, STAGER, Load, Watch  # noqa: E402
+from spec import Net  # noqa: E402
+
+GIB = 1 << 30
+SETTLE = 2.0  # seconds between two measurements, for what the last one's job leaves to do
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One job. Bytes, seconds; `spread`: the last stager began so long after the first."""
+
+    seconds: float
+    spread: float
+    sent: int
+    read: int
+    from_peers: int
+    copied: int
+    busy: float
+    stagers: Load
+    services: Load
+
+
+Results = Mapping[int, tuple[Measured, Measured]]  # by nodes: directly, with peers
+
+
+def measure(fleet: Fleet, count: int, mib: int, peers: bool) -> Measured:
+    """A job on the first `count` nodes. Raises ClusterError where a copy is not right."""
+    nodes = fleet.cluster.nodes[:count]
+    fleet.configure(peers={"enabled": peers, "listen": "{node}"})
+    path = fleet.data(f"image-{count}-{'peers' if peers else 'direct'}", mib)
+    time.sleep(SETTLE)
+    sent, read, start = fleet.sent_by_store(), fleet.read_of_store(), time.time()
+    with Watch(_networks(fleet)) as watch:
+        job = fleet.start(path, nodes)
+        copies = fleet.await_copies(path, nodes, 900)
+    sent, read = fleet.sent_by_store() - sent, fleet.read_of_store() - read
+    fleet.wait_over(job)
+    if wrong := fleet.wrong(path, nodes):
+        raise ClusterError(f"{path} is not right on {wrong}\n{fleet.told(nodes)}")
+    fleet.source(path).unlink()
+    fleet.reset()
+    begun = [event.time - event.outcome.wait for event in copies.values()]
+    return Measured(
+        seconds=max(event.time for event in copies.values()) - start,
+        spread=max(begun) - min(begun),
+        sent=sent,
+        read=read,
+        from_peers=sum(event.outcome.from_peers for event in copies.values()),
+        copied=count * mib * MIB,
+        busy=watch.busy,
+        stagers=watch.load(STAGER),
+        services=watch.load(SERVICE),
+    )
+
+
+def _networks(fleet: Fleet) -> frozenset[int]:
+    own = (fleet.cluster.host_path("/proc/1/ns/net", node) for node in fleet.cluster.nodes)
+    return frozenset(os.stat(network).st_ino for network in own)
+
+
+def times(results: Results, size: int) -> Iterator[str]:
+    """How long, and how much the file server had to give."""
+    yield "| nodes | direct s | sent MiB | peers s | MiB | sent x | read x | speedup | spread s |"
+    yield "|--:" * 9 + "|"
+    for count, (direct, peers) in results.items():
+        yield (
+            f"| {count} | {direct.seconds:.1f} | {direct.sent / MIB:.0f} | {peers.seconds:.1f}"
+            f" | {peers.sent / MIB:.0f} | {peers.sent / size:.3f} | {peers.read / size:.3f}"
+            f" | {direct.seconds / peers.seconds:.2f} | {peers.spread:.1f} |"
+        )
+
+
+def costs(results: Results) -> Iterator[str]:
+    """What it takes of the nodes: CPU-seconds for each GiB, MiB of each process's own memory."""
+    yield "| nodes | served | direct | peers | service | direct | peers | direct | peers |"
+    yield "| | CPU-s/GiB | stager CPU-s/GiB | | MiB | stager MiB | | busy % | |"
+    yield "|--:" * 9 + "|"
+    for count, (direct, peers) in results.items():
+        served = peers.services.cpu * GIB / peers.from_peers if peers.from_peers else 0.0
+        cpu = [one.stagers.cpu * GIB / one.copied for one in (direct, peers)]
+        memory = [one.memory / MIB for one in (peers.services, direct.stagers, peers.stagers)]
+        busy = [100 * one.busy for one in (direct, peers)]
+        figures = [f"{one:.2f}" for one in (served, *cpu)]
+        figures += [f"{one:.0f}" for one in (*memory, *busy)]
+        yield f"| {count} | {' | '.join(figures)} |"
+
+
+def summary(results: Results, size: int) -> str:
+    least, most = min(results), max(results)
+    direct, peers = results[most]
+    return (
+        f"src_bytes={peers.sent / size:.3f}({most})"
+        f" t{most}_over_t{least}={peers.seconds / results[least][1].seconds:.2f}"
+        f" speedup{most}={direct.seconds / peers.seconds:.2f}"
+    )
+
+
+def hostile(fleet: Fleet, nodes: int, mib: int) -> Iterator[str]:
+    """How long the healthy nodes took when others had bad luck; all of theirs was right."""
+    yield "| bad luck | s | x undisturbed | read x | right |"
+    yield "|:--" + "|--:" * 4 + "|"
+    undisturbed = 0.0
+    for name in MISHAPS:
+        fleet.reset()
+        told = meet(fleet, name, fleet.cluster.nodes[:nodes], mib)
+        undisturbed = undisturbed or told.seconds
+        right = [one.result for one in told.outcomes.values()].count("copied") - len(told.wrong)
+        yield (
+            f"| {name} | {told.seconds:.1f} | {told.seconds / undisturbed:.2f}"
+            f" | {told.source:.3f} | {right} of {len(told.outcomes)} |"
+        )
+        fleet.cluster.wait_idle(60)
+
+
+def run(options: argparse.Namespace) -> Iterator[str]:
+    links = Net(node_mbit=options.node_mbit, store_mbit=options.store_mbit)
+    yield (
+        f"{options.mib} MiB, node links {links.node_mbit:g} Mbit/s, file server's"
+        f" {links.store_mbit:g} Mbit/s, {os.cpu_count()} processors for all of it\n"
+    )
+    results: dict[int, tuple[Measured, Measured]] = {}
+    with Cluster.up(networked(max(options.nodes), links)) as cluster:
+        fleet = Fleet(cluster, int(options.chunk_mib * MIB))
+        fleet.reset()
+        fleet.serve(cluster.nodes)
+        if options.hostile:
+            yield from hostile(fleet, max(options.nodes), options.mib)
+            return
+        for count in options.nodes:
+            direct, peers = (measure(fleet, count, options.mib, on) for on in (False, True))
+            results[count] = (direct, peers)
+    size = options.mib * MIB
+    yield from (*times(results, size), "", *costs(results), "", summary(results, size))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench/peers")
+    parser.add_argument("--nodes", default="1,2,4,8,16", type=_counts)
+    parser.add_argument("--mib", type=int, default=192)
+    parser.add_argument("--chunk-mib", type=float, default=1)
+    parser.add_argument("--node-mbit", type=float, default=Net.node_mbit)
+    parser.add_argument("--store-mbit", type=float, default=Net.store_mbit)
+    parser.add_argument("--hostile", action="store_true", help="what bad luck of a node costs")
+    options = parser.parse_args()
+    exit_on_sigterm()
+    try:
+        for line in run(options):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _counts(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

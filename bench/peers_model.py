@@ -1,0 +1,278 @@
+"""Simulated nodes that run forestage's own Supply: what would 10 000 nodes do?
+
+Links: each node sends and receives LINK bytes a second, whatever it has to send in the order of
+asking. The source gives SOURCE bytes a second, the same to each who reads. A dead node does not
+answer (1 s until that is noticed), a slow one has a tenth of the link, a late one starts after all
+others have begun.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from forestage import from_peers
+from forestage.asks import Ask, Why
+from forestage.shares import SOURCE
+from forestage.supply import Supply
+
+LATENCY = 0.0005  # seconds, of a question and its answer
+SILENCE = 1.0  # seconds until a dead node is taken for one
+POLL = 0.25  # seconds between two looks of an idle worker
+
+
+class Case(NamedTuple):
+    """Bytes, bytes a second, seconds; `dead` and `slow` are shares of all nodes."""
+
+    nodes: int
+    chunks: int
+    chunk: int
+    link: float
+    source: float
+    dead: float = 0.0
+    slow: float = 0.0
+    late: float = 0.0
+    late_by: float = 0.0
+    dies_at: float = 0.0
+    blind: int = 0  # nodes for which the source fails
+    threads: int = 4
+    downloads: int = 8
+
+
+class Found(NamedTuple):
+    """`read`: bytes out of the source; seconds from each healthy node's start to its last byte."""
+
+    read: float
+    median: float
+    late: float  # the 99.9th percentile
+    last: float
+    asks: int
+
+
+class Source:
+    """Everybody who reads gets the same share of it, up to a limit of one's own."""
+
+    def __init__(self, world: World, rate: float, limit: float) -> None:
+        self.world, self.rate, self.limit = world, rate, limit
+        self.flows: list[tuple[float, int, Callable[[], None]]] = []
+        self.given = 0.0  # bytes that each flow has got since the beginning
+        self.at = 0.0
+        self.turn = 0
+
+    def read(self, size: int, then: Callable[[], None]) -> None:
+        self._advance()
+        heapq.heappush(self.flows, (self.given + size, next(self.world.numbers), then))
+        self._plan()
+
+    def _advance(self) -> None:
+        if self.flows:
+            share = min(self.limit, self.rate / len(self.flows))
+            self.given += (self.world.now - self.at) * share
+        self.at = self.world.now
+
+    def _plan(self) -> None:
+        self.turn += 1
+        if self.flows:
+            share = min(self.limit, self.rate / len(self.flows))
+            after = max(0.0, self.flows[0][0] - self.given) / share
+            self.world.after(after, self._ends, self.turn)
+
+    def _ends(self, turn: int) -> None:
+        if turn != self.turn:
+            return  # another flow came or went meanwhile, and planned anew
+        self._advance()
+        while self.flows and self.flows[0][0] <= self.given + 1:
+            heapq.heappop(self.flows)[2]()
+        self._plan()
+
+
+class Node:
+    """A node with its workers. `free_*`: when its link has sent, or received, all it is to."""
+
+    def __init__(self, name: str, rate: float) -> None:
+        self.name, self.rate = name, rate
+        self.supply: Supply | None = None
+        self.dead = self.blind = False
+        self.begun = 0.0
+        self.ended: float | None = None
+        self.free_up = self.free_down = 0.0
+        self.readers = self.askers = 0  # idle workers
+        self.looks = False
+        self.waiting: dict[int, list[tuple[Node, Ask, float]]] = {}
+
+    def has(self, number: int) -> bool:
+        return self.supply is not None and not self.supply.missing >> number & 1
+
+
+class World:
+    """The clock, the nodes, and what happens next."""
+
+    def __init__(self, case: Case, seed: int = 1) -> None:
+        self.case = case
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self.numbers = iter(range(1 << 62))
+        self.read = 0
+        self.all = (1 << case.chunks) - 1
+        self.asks = 0
+        self.names = [f"n{number}" for number in range(case.nodes)]
+        self.policy = from_peers.policy(case.threads, case.downloads, case.nodes)
+        flows = min(self.policy.at_once, case.threads)
+        self.source = Source(self, case.source, case.link / flows)
+        self.nodes = {name: Node(name, case.link) for name in self.names}
+        self._people(random.Random(seed))
+
+    def _people(self, chance: random.Random) -> None:
+        case = self.case
+        drawn = list(self.nodes.values())
+        chance.shuffle(drawn)
+        for node in drawn[: round(case.dead * case.nodes)]:
+            self.after(case.dies_at, self._die, node)
+        for node in drawn[::-1][: round(case.slow * case.nodes)]:
+            node.rate = case.link / 10
+        for node in drawn[::-1][: case.blind]:
+            node.blind = True
+        late = set(self.names[: round(case.late * case.nodes)])
+        for node in drawn:
+            # Prologs do not begin in the same instant.
+            start = case.late_by if node.name in late else chance.random() * 0.02
+            self.after(start, self._start, node)
+
+    def after(self, seconds: float, call: Callable[..., None], *what: object) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), call, what))
+
+    def run(self) -> Found:
+        while self.events:
+            self.now, _, call, what = heapq.heappop(self.events)
+            call(*what)
+        healthy = [n for n in self.nodes.values() if not n.dead and n.rate == self.case.link]
+        lost = [n.name for n in healthy if n.ended is None]
+        if lost:
+            raise SystemExit(f"peers-model: {len(lost)} nodes never got all: {lost[:5]}")
+        took = sorted(n.ended - n.begun for n in healthy if n.ended is not None)
+        return Found(
+            read=self.read / (self.case.chunks * self.case.chunk),
+            median=took[len(took) // 2],
+            late=took[min(len(took) - 1, int(len(took) * 0.999))],
+            last=took[-1],
+            asks=self.asks,
+        )
+
+    def _die(self, node: Node) -> None:
+        node.dead = True
+
+    def _start(self, node: Node) -> None:
+        if node.dead:
+            return
+        node.begun = self.now
+        node.supply = Supply(
+            "key", self.names, node.name, range(self.case.chunks), self.case.chunk, self.policy
+        )
+        node.readers, node.askers = self.case.threads, self.case.downloads
+        if self.case.nodes == 1:
+            node.askers = 0
+        self._work(node)
+
+    def _work(self, node: Node) -> None:
+        """Gives every idle worker something to do."""
+        supply = node.supply
+        if node.dead or supply is None or node.ended is not None:
+            return
+        while node.askers and (ask := supply.next_of_peers(self.now)):
+            node.askers -= 1
+            self.asks += 1
+            self._ask(node, self.nodes[ask.peer], ask)
+        while node.readers and (ask := supply.next_of_source(self.now)):
+            node.readers -= 1
+            self._read(node, ask)
+        if (node.readers or node.askers) and not node.looks:
+            node.looks = True
+            self.after(POLL, self._look, node)
+
+    def _look(self, node: Node) -> None:
+        node.looks = False
+        self._work(node)
+
+    def _read(self, node: Node, ask: Ask) -> None:
+        size = self.case.chunk
+        if node.blind:
+            self.after(LATENCY, self._failed, node, ask, "source")
+            return
+        self.read += size
+        node.free_down = max(node.free_down, self.now) + size / node.rate
+        down = node.free_down
+        if node.rate < self.case.link:
+            self.after(max(LATENCY, down - self.now), self._got, node, ask)
+            return
+        self.source.read(
+            size, lambda: self.after(max(LATENCY, down - self.now), self._got, node, ask)
+        )
+
+    def _ask(self, node: Node, peer: Node, ask: Ask) -> None:
+        if peer.dead:
+            self.after(SILENCE, self._failed, node, ask, "silent")
+        elif peer.supply is None:
+            self.after(LATENCY, self._failed, node, ask, "absent")
+        elif peer.has(ask.number):
+            self._send(node, peer, ask)
+        else:
+            assert node.supply is not None
+            peer.waiting.setdefault(ask.number, []).append((node, ask, self.now))
+            patience = max(LATENCY, node.supply.wait(ask))
+            self.after(patience, self._waited, node, peer, ask, self.now)
+
+    def _waited(self, node: Node, peer: Node, ask: Ask, since: float) -> None:
+        waiting = peer.waiting.get(ask.number)
+        if waiting is not None and (node, ask, since) in waiting:
+            waiting.remove((node, ask, since))
+            self._tell(node, peer)
+            self._failed(node, ask, "silent" if peer.dead else "absent")
+
+    def _send(self, node: Node, peer: Node, ask: Ask) -> None:
+        size = self.case.chunk
+        assert node.supply is not None
+        peer.free_up = max(peer.free_up, self.now) + size / peer.rate
+        node.free_down = max(node.free_down, self.now) + size / node.rate
+        took = max(peer.free_up, node.free_down) - self.now + LATENCY
+        patience = node.supply.give_up(ask)
+        if took > patience:
+            self.after(patience, self._failed, node, ask, "slow")
+        else:
+            self.after(took, self._got, node, ask, peer)
+
+    def _got(self, node: Node, ask: Ask, peer: Node | None = None) -> None:
+        supply = node.supply
+        if node.dead or supply is None:
+            return
+        if peer is not None and peer.dead:
+            self.after(SILENCE, self._failed, node, ask, "silent")
+            return
+        self._back(node, ask)
+        if peer is not None:
+            self._tell(node, peer)
+        supply.got(ask, self.now)
+        for other, asked, _ in node.waiting.pop(ask.number, ()):
+            self._send(other, node, asked)
+        if supply.done and node.ended is None:
+            node.ended = self.now
+        self._work(node)
+
+    def _tell(self, node: Node, peer: Node) -> None:
+        """What a peer's answer says besides."""
+        if peer.supply is not None and node.supply is not None and not peer.dead:
+            node.supply.knows(peer.name, self.all & ~peer.supply.missing, self.now)
+
+    def _failed(self, node: Node, ask: Ask, why: Why) -> None:
+        if node.supply is None or node.dead:
+            return
+        self._back(node, ask)
+        node.supply.failed(ask, why, self.now)
+        self._work(node)
+
+    def _back(self, node: Node, ask: Ask) -> None:
+        if ask.peer == SOURCE:
+            node.readers += 1
+        else:
+            node.askers += 1

@@ -1,0 +1,602 @@
+"""A node's peer service, as a real process: it gives what it should, and nothing to strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import counters, credential, digest
+from forestage.credential import KeyFile
+from forestage.part import ENTRY_BYTES, MAX_SHARED, Part
+from forestage.peers import Failed
+from peering import (
+    CHUNK,
+    COUNT,
+    SERVE,
+    SIZE,
+    Client,
+    Node,
+    Stranger,
+    free_port,
+    image,
+    of_chunk,
+    span,
+    stager,
+)
+
+SHARED = KeyFile(b"k" * 64)
+OTHER_KEY = "0" * 32
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Node]:
+    made = Node(tmp_path_factory.mktemp("n1"), {"n1": f"127.0.0.1:{port}"})
+    made.publish()
+    made.start()
+    yield made
+    assert made.end() == 0
+    assert "Traceback" not in made.said.decode(), made.said.decode()
+
+
+@pytest.fixture
+def key() -> str:
+    return image().key
+
+
+@pytest.fixture
+def known(node: Node, port: int, key: str) -> Stranger:
+    """Root of the cluster, with a session, who may ask for anything."""
+    made = Stranger(port)
+    assert made.log_in(SHARED, key) == 200
+    return made
+
+
+@pytest.fixture
+def copying(node: Node) -> Iterator[Part]:
+    """A live copy under way, of which nothing is in."""
+    with stager() as pid:
+        yield node.part(seed=2, pid=pid)
+    node.cache.drop_part(image(2).key)
+
+
+# --- what it gives
+
+
+def test_every_chunk_of_an_entry_is_right_to_the_last_byte(node: Node, key: str) -> None:
+    client = Client(node, key)
+    assert [client.fetch(number) for number in range(COUNT)] == [
+        of_chunk(number) for number in range(COUNT)
+    ]
+    assert client.has == [(1 << COUNT) - 1] * COUNT
+
+
+def test_a_chunk_that_arrives_while_somebody_waits_is_given(node: Node, copying: Part) -> None:
+    client = Client(node, image(2).key)
+    found: list[bytes] = []
+    waiter = threading.Thread(target=lambda: found.append(client.fetch(2, wait=5.0)))
+    waiter.start()
+    time.sleep(0.2)
+    assert not found
+    node.bring(copying, 2, seed=2)
+    waiter.join()
+    assert found == [of_chunk(2, seed=2)]
+    assert client.has == [1 << 2]
+
+
+def test_a_chunk_that_never_arrives_is_absent_after_the_wait(node: Node, copying: Part) -> None:
+    node.bring(copying, 0, seed=2)
+    client = Client(node, image(2).key)
+    with pytest.raises(Failed) as caught:
+        client.fetch(1, wait=0.1)
+    assert (caught.value.why, client.has) == ("absent", [1])
+
+
+def test_what_a_dead_copy_has_is_given(node: Node, known: Stranger) -> None:
+    part = node.part(seed=3, pid=0)
+    known.log_in(SHARED, image(3).key)
+    assert known.chunk(image(3).key, 0) == 404
+    node.bring(part, 0, seed=3)
+    assert known.chunk(image(3).key, 0, wait="5") == 206
+
+
+def test_a_copy_that_is_published_while_somebody_waits_is_given(node: Node) -> None:
+    with stager() as pid:
+        part = node.part(seed=4, pid=pid)
+        client = Client(node, image(4).key)
+        found: list[bytes] = []
+        waiter = threading.Thread(target=lambda: found.append(client.fetch(3, wait=5.0)))
+        waiter.start()
+        time.sleep(0.1)
+        node.finish(part, seed=4)
+        waiter.join()
+    assert found == [of_chunk(3, seed=4)]
+
+
+def test_what_another_boot_left_is_not_given(node: Node, known: Stranger) -> None:
+    part = node.part(seed=5)
+    owner = part.owner()
+    assert owner is not None
+    part.write_owner(msgspec.structs.replace(owner, boot="another"))
+    node.bring(part, 0, seed=5)
+    known.log_in(SHARED, image(5).key)
+    assert known.chunk(image(5).key, 0) == 404
+
+
+def test_an_entry_without_digests_is_given_with_one_made_on_the_spot(node: Node) -> None:
+    key = node.publish(seed=6, digests=digest.UNKNOWN * COUNT)
+    assert Client(node, key).fetch(3) == of_chunk(3, seed=6)
+
+
+def test_an_entry_that_is_evicted_while_it_is_sent_is_sent_to_its_end(node: Node) -> None:
+    """The first piece has come; the rest, still to be sent, is no longer under any name."""
+    key = node.publish(seed=7)
+    client = Client(node, key)
+    pieces: list[bytes] = []
+
+    def sink(at: int, piece: memoryview) -> None:
+        if not pieces:
+            node.cache.retire(key)
+            node.cache.empty_evicted()
+        pieces.append(bytes(piece))
+
+    start, size = span(1)
+    client.peers.fetch("n1", 1, start, size, client.buffer, 20.0, sink, lambda: False)
+    assert b"".join(pieces) == of_chunk(1, seed=7)
+    with pytest.raises(Failed) as caught:
+        client.fetch(1)
+    assert caught.value.why == "absent"
+
+
+@pytest.mark.parametrize(("count", "told"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])
+def test_what_it_has_is_told_as_far_as_a_header_can(node: Node, count: int, told: bool) -> None:
+    """A longer one would be refused by the client, and the chunk with it."""
+    key = node.publish(seed=9)
+    file = node.cache.entry_dir(key) / "map"
+    file.write_bytes(file.read_bytes()[: COUNT * ENTRY_BYTES].ljust(count * ENTRY_BYTES, b"\1"))
+    client = Client(node, key)
+    assert client.fetch(0) == of_chunk(0, seed=9)
+    assert client.has == ([(1 << count) - 1] if told else [])
+
+
+# --- what it does not
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/v1",
+        "/v1/chunk",
+        "/v1/chunk/",
+        "/v1/chunk/../../etc/passwd",
+        "/v1/chunk/%2e%2e/0",
+        "/v1/chunk/{key}",
+        "/v1/chunk/{key}/",
+        "/v1/chunk/{key}/-1",
+        "/v1/chunk/{key}/00",
+        "/v1/chunk/{key}/1e0",
+        "/v1/chunk/{key}/%30",
+        "/v1/chunk/{key}/0/",
+        "/v1/chunk/{key}/0?x",
+        "/v1/chunk/{key}/../{key}/0",
+        "/v1/chunk/{key}/1234567890",
+        "/v1/chunk/{key}0/0",
+        "/v1/chunk/{upper}/0",
+        "/v1/chunk//etc/passwd/0",
+        "//v1/chunk/{key}/0",
+        "http://127.0.0.1/v1/chunk/{key}/0",
+    ],
+)
+def test_nothing_but_a_key_and_a_number_is_understood(known: Stranger, key: str, path: str) -> None:
+    asked = path.format(key=key, upper=key.upper().replace("0", "A"))
+    assert known.chunk(key, 0, path=asked) in (400, 404)
+    assert known.chunk(key, 0) == 206
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PROPFIND"])
+def test_other_methods_do_nothing(node: Node, port: int, key: str, method: str) -> None:
+    assert Stranger(port).ask(f"/v1/chunk/{key}/0", method)[0] == 404
+
+
+def test_without_a_session_nothing_is_given(node: Node, port: int, key: str) -> None:
+    assert Stranger(port).ask(f"/v1/chunk/{key}/0", Range="bytes=0-1048575")[0] == 401
+    assert Stranger(port).chunk(key, 0) == 401
+
+
+def test_a_strangers_question_does_not_tell_which_keys_there_are(
+    node: Node, port: int, key: str
+) -> None:
+    assert Stranger(port).chunk(key, 0) == Stranger(port).chunk(OTHER_KEY, 0)
+
+
+@pytest.mark.parametrize("guess", [b"", b"guessed"])
+def test_a_session_that_was_overheard_is_of_no_use_without_its_secret(
+    known: Stranger, port: int, key: str, guess: bytes
+) -> None:
+    thief = Stranger(port)
+    thief.session, thief.secret, thief.counter = known.session, guess, 1000
+    assert thief.chunk(key, 0) == 403
+
+
+def test_a_request_that_was_overheard_cannot_be_repeated(known: Stranger, key: str) -> None:
+    assert known.chunk(key, 0, counter=7) == 206
+    assert known.chunk(key, 0, counter=7) == 403
+    assert known.chunk(key, 0, counter=6) == 206, "threads do not ask in order"
+
+
+@pytest.mark.parametrize("counter", ["", "-1", "x", "1.0", "9" * 19, "١"])
+def test_a_counter_is_a_number(known: Stranger, key: str, counter: str) -> None:
+    said = counter.encode().decode("latin-1")
+    path = f"/v1/chunk/{key}/0"
+    assert known.ask(path, Forestage_Session=known.session, Forestage_Counter=said)[0] == 401
+
+
+def test_a_session_is_good_for_its_key_only(node: Node, known: Stranger) -> None:
+    other = node.publish(seed=8)
+    assert known.chunk(other, 0) == 403
+
+
+def test_an_unknown_key_is_not_found(known: Stranger) -> None:
+    known.log_in(SHARED, OTHER_KEY)
+    assert known.chunk(OTHER_KEY, 0) == 404
+
+
+@pytest.mark.parametrize("number", [COUNT, 999999999])
+def test_a_number_out_of_range_is_refused(known: Stranger, key: str, number: int) -> None:
+    assert known.chunk(key, number) == 416
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        "",
+        "bytes=0-",
+        "bytes=-5",
+        "bytes=0-0",
+        f"bytes=0-{CHUNK}",
+        f"bytes=0-{CHUNK - 1},5-6",
+        f"bytes=1-{CHUNK - 1}",
+        f"bytes={CHUNK}-{2 * CHUNK - 1}",
+        f"bytes=0-{SIZE - 1}",
+        f"chars=0-{CHUNK - 1}",
+    ],
+)
+def test_only_the_range_of_the_very_chunk_is_given(known: Stranger, key: str, within: str) -> None:
+    assert known.chunk(key, 0, within=within) == 416
+
+
+def test_a_node_that_cuts_otherwise_is_refused_before_it_waits(
+    copying: Part, known: Stranger
+) -> None:
+    known.log_in(SHARED, image(2).key)
+    assert known.chunk(image(2).key, 0, within="bytes=0-16777215", wait="5") == 416
+
+
+# --- credentials
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "MUNGE:AwQDAAA:", "\0", '{"protocol":"forestage-1"}', "[" * 4000, "é" * 9]
+)
+def test_what_is_no_credential_opens_nothing(node: Node, port: int, text: str) -> None:
+    assert Stranger(port).ask("/v1/session", "POST", text.encode())[0] in (403, 413)
+
+
+def test_a_credential_of_another_key_file_opens_nothing(node: Node, port: int, key: str) -> None:
+    assert Stranger(port).log_in(KeyFile(b"x" * 64), key) == 403
+
+
+def test_a_credential_opens_one_session_only(node: Node, port: int, key: str) -> None:
+    stranger = Stranger(port)
+    offer = SHARED.offer(key, stranger.challenge()).text.encode()
+    assert stranger.ask("/v1/session", "POST", offer)[0] == 200
+    assert stranger.ask("/v1/session", "POST", offer)[0] == 403
+
+
+def test_a_credential_for_a_challenge_of_ones_own_opens_nothing(
+    node: Node, port: int, key: str
+) -> None:
+    offer = SHARED.offer(key, "1.00.00").text.encode()
+    assert Stranger(port).ask("/v1/session", "POST", offer)[0] == 403
+
+
+# --- what it bears
+
+
+def test_a_huge_request_is_refused(node: Node, known: Stranger, key: str) -> None:
+    for headers in ({"X": "y" * 100_000}, {f"X{n}": "y" for n in range(1000)}):
+        port = int(node.addresses["n1"].rpartition(":")[2])
+        assert Stranger(port).ask("/v1/challenge", **headers)[0] == 400
+    assert Stranger(port).ask("/v1/session", "POST", b"x" * 100_000)[0] == 413
+    assert Stranger(port).ask(f"/v1/{'x' * 100_000}")[0] == 400
+    assert known.chunk(key, 0) == 206
+
+
+def test_a_body_that_is_promised_and_never_ends_holds_no_memory(
+    node: Node, port: int, known: Stranger, key: str
+) -> None:
+    """The service is still there for others, and has hardly grown."""
+    assert node.process is not None
+    before = resident(node.process.pid)
+    lines = []
+    for _ in range(20):
+        line = socket.create_connection(("127.0.0.1", port))
+        line.sendall(b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 4096\r\n\r\nxxx")
+        lines.append(line)
+    for _ in range(20):
+        line = socket.create_connection(("127.0.0.1", port))
+        line.sendall(b"POST /v1/x HTTP/1.1\r\nHost: n1\r\nContent-Length: 4000000000\r\n\r\n")
+        line.setblocking(False)
+        with contextlib.suppress(OSError):  # it was cut off, or is read no more
+            for _ in range(1000):
+                line.send(b"x" * 65536)
+        lines.append(line)
+    assert known.chunk(key, 0) == 206
+    assert resident(node.process.pid) - before < 32 << 20
+    for line in lines:
+        line.close()
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_strangers_who_say_nothing_do_not_keep_others_out(
+    node: Node, port: int, known: Stranger, key: str
+) -> None:
+    """More of them than there is room for: the oldest are cut off, those who are known are not."""
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+    assert known.chunk(key, 0) == 206
+    newcomer = Stranger(port)
+    assert newcomer.log_in(SHARED, key) == 200
+    assert newcomer.chunk(key, 1) == 206
+    idle[0].settimeout(60)
+    assert idle[0].recv(1) == b"", "the first of them was cut off"
+    for line in idle:
+        line.close()
+
+
+def test_no_more_uploads_at_once_than_set(node: Node, tmp_path: Path) -> None:
+    """One may be sent at once: while a client does not read, the next is told to go elsewhere."""
+    port = free_port()
+    alone = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
+    alone.configure(uploads=1)
+    key = alone.publish()
+    grow(alone, key)
+    alone.start()
+    slow, other = Stranger(port), Stranger(port)
+    slow.http.connect()
+    slow.http.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    for one in (slow, other):
+        assert one.log_in(SHARED, key) == 200
+    start_chunk(slow, key)
+    assert other.chunk(key, 0, within=BIG_SPAN, wait="0") == 503
+    slow.http.close()
+    assert other.chunk(key, 0, within=BIG_SPAN, wait="5") == 206
+    assert alone.end() == 0
+
+
+BIG = 64 << 20
+BIG_SPAN = f"bytes=0-{BIG - 1}"
+
+
+def grow(node: Node, key: str) -> None:
+    """Makes an entry's only chunk a large one."""
+    entry = node.cache.read(key)
+    assert entry is not None
+    identity = msgspec.structs.replace(entry.identity, size=BIG)
+    larger = msgspec.structs.replace(entry, identity=identity, chunk=BIG)
+    with node.cache.image(key).open("r+b") as file:
+        file.truncate(BIG)
+    (node.cache.entry_dir(key) / "map").write_bytes(digest.UNKNOWN)
+    (node.cache.entry_dir(key) / "entry.json").write_bytes(msgspec.json.encode(larger))
+
+
+def start_chunk(stranger: Stranger, key: str) -> None:
+    """Asks for the large chunk, and does not read beyond the answer's head."""
+    path = f"/v1/chunk/{key}/0"
+    seal = credential.of_request(stranger.secret, "GET", path, BIG_SPAN, 500)
+    stranger.http.request(
+        "GET",
+        path,
+        headers={
+            "Range": BIG_SPAN,
+            "Forestage-Session": stranger.session,
+            "Forestage-Counter": "500",
+            "Forestage-Seal": seal,
+        },
+    )
+    assert stranger.http.sock.recv(12) == b"HTTP/1.1 206"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET /v1/challenge HTTP/1.1\r\nHost: n1\r\nX: ",
+        b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 400\r\n\r\nx",
+        b"GET /v1/challenge HTTP/1.1\r\nHost: n1\r\n\r\n",
+    ],
+)
+def test_a_stranger_who_dribbles_is_cut_off(tmp_path: Path, said: bytes) -> None:
+    port = free_port()
+    node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
+    node.start("from forestage import connections; connections.STRANGER = 0.1\n")
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
+        line.sendall(said)
+        with contextlib.suppress(ConnectionError):
+            while line.recv(4096):
+                with contextlib.suppress(ConnectionError):
+                    line.sendall(b"x")
+    assert node.end() == 0
+    assert "Traceback" not in node.said.decode(), node.said.decode()
+
+
+def test_a_client_who_stops_reading_is_cut_off_and_its_place_is_free(tmp_path: Path) -> None:
+    port = free_port()
+    node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
+    node.configure(uploads=1)
+    key = node.publish()
+    grow(node, key)
+    node.start("from forestage import service; service.GRACE, service.SLOWEST = 0.3, 1 << 40\n")
+    slow, other = Stranger(port), Stranger(port)
+    slow.http.connect()
+    slow.http.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    for one in (slow, other):
+        assert one.log_in(SHARED, key) == 200
+    start_chunk(slow, key)
+    assert other.chunk(key, 0, within=BIG_SPAN, wait="5") == 206
+    assert node.end() == 0
+    assert "Traceback" not in node.said.decode(), node.said.decode()
+
+
+SLOW_DECODER = """
+import sys, time
+from pathlib import Path
+from forestage import credential, service
+service.DECODERS = 1
+real = credential.KeyFile.read
+def read(self, text):
+    print("decodes", file=sys.stderr, flush=True)
+    while not Path({go!r}).exists():
+        time.sleep(0.01)
+    return real(self, text)
+credential.KeyFile.read = read
+credential.check = lambda prover: None
+"""
+
+
+def test_credentials_of_those_who_have_gone_are_not_decoded(tmp_path: Path) -> None:
+    """Thousands of them would keep the cluster's own waiting."""
+    port = free_port()
+    node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
+    key = node.publish()
+    go = tmp_path / "go"
+    node.start(SLOW_DECODER.format(go=str(go)))
+    lines = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    for line in lines:
+        line.sendall(b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 1\r\n\r\nx")
+    node.until_said(b"decodes")
+    assert Stranger(port).challenge(), "so all of them are being answered"
+    for line in lines:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        line.close()
+    known = Stranger(port)
+    assert known.challenge(), "so it knows that they have gone"
+    go.touch()
+    assert known.log_in(SHARED, key) == 200
+    assert node.end() == 0
+    assert node.said.count(b"decodes\n") == 2, "the one it had begun with, and ours"
+    assert b"Traceback" not in node.said
+
+
+# --- its life
+
+
+def test_sigterm_ends_it_though_somebody_waits_and_its_counts_are_kept(tmp_path: Path) -> None:
+    port = free_port()
+    node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
+    key = node.publish()
+    node.start()
+    client = Client(node, key)
+    client.fetch(0)
+    client.fetch(3)
+    with stager() as pid:
+        node.part(seed=2, pid=pid)
+        waiting = Client(node, image(2).key)
+        whys: list[str] = []
+
+        def wait() -> None:
+            try:
+                waiting.fetch(0, wait=5.0)
+            except Failed as failed:
+                whys.append(failed.why)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.3)
+        assert node.end() == 0
+        thread.join()
+    assert whys in (["absent"], ["refused"])
+    given = counters.read(node.places.peer)
+    assert given is not None
+    assert (given.chunks, given.bytes) == (2, CHUNK + SIZE - 3 * CHUNK)
+    assert node.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
+    assert b"Traceback" not in node.said
+
+
+def test_a_client_goes_on_when_the_service_was_started_anew(tmp_path: Path) -> None:
+    node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{free_port()}"})
+    client = Client(node, node.publish())
+    node.start()
+    assert client.fetch(0) == of_chunk(0)
+    assert node.end() == 0
+    node.start()
+    assert client.fetch(1) == of_chunk(1)
+    node.kill()
+
+
+def ran(node: Node) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-Bc", SERVE, str(node.places.root), node.places.munge, node.name]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = ran(Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"}))
+    assert ended.returncode == 6
+    assert f"port {port} of 127.0.0.1 is taken by another program" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_where_peers_are_off_it_says_so(tmp_path: Path) -> None:
+    node = Node(tmp_path / "n1", {})
+    node.configure(enabled=False)
+    ended = ran(node)
+    assert (ended.returncode, ended.stderr) == (
+        3,
+        "forestage: peers.enabled: is false: set it on every node\n",
+    )
+
+
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    node = Node(tmp_path / "n1", {})
+    (node.places.etc / "peer.key").chmod(0o640)
+    ended = ran(node)
+    assert ended.returncode == 6
+    assert "is not root's with mode 0600" in ended.stderr
+
+
+def test_both_families_are_served_on_one_port(tmp_path: Path) -> None:
+    port = free_port()
+    node = Node(tmp_path / "n1", {"n1": f"[::1]:{port}", "n3": f"127.0.0.1:{port}"})
+    node.configure(listen="")
+    node.start()
+    client = Client(node, node.publish(), "n[1-3]")
+    assert client.fetch(0, peer="n1") == client.fetch(0, peer="n3") == of_chunk(0)
+    assert node.end() == 0
+
+
+def test_it_serves_on_the_interface_that_is_named(tmp_path: Path) -> None:
+    node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{free_port()}"})
+    node.configure(listen="lo")
+    node.start()
+    assert Client(node, node.publish()).fetch(0) == of_chunk(0)
+    assert node.end() == 0

@@ -1,0 +1,301 @@
+"""Peer services on loopback: real processes, each with a root and a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import json
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from forestage import credential, digest, lock, settings
+from forestage.cache import Cache, Entry
+from forestage.config import Config
+from forestage.credential import Prover
+from forestage.image import Access, Identity, Image
+from forestage.part import ENTRY_BYTES, Owner, Part, boot_id
+from forestage.peers import Peers
+from forestage.places import Places
+
+CHUNK = 1 << 20
+COUNT = 4
+SIZE = COUNT * CHUNK - 1000  # the last chunk is short
+
+SERVE = """
+import sys
+from pathlib import Path
+from forestage.cli import main
+from forestage.clock import Clock
+from forestage.places import Places
+from forestage.world import World
+root, munge, node = sys.argv[1:]
+main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
+"""
+
+LIVE = "import time, pathlib; pathlib.Path('/proc/self/comm').write_text('forestage-stage')\n"
+
+
+@functools.cache
+def content(seed: int = 1) -> bytes:
+    return b"".join(b"%07d\n" % (seed * 1_000_000 + n) for n in range(SIZE // 8))
+
+
+def image(seed: int = 1) -> Image:
+    return Image(Identity(f"/lustre/{seed}.sqsh", seed, SIZE, 10, 20), Access(0, 0, 0o644))
+
+
+def span(number: int) -> tuple[int, int]:
+    """Where a chunk begins, and how long it is."""
+    return number * CHUNK, min(CHUNK, SIZE - number * CHUNK)
+
+
+def of_chunk(number: int, seed: int = 1) -> bytes:
+    start, size = span(number)
+    return content(seed)[start : start + size]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Node:
+    """A node's files, and its service when it is started."""
+
+    def __init__(self, root: Path, addresses: dict[str, str], name: str = "n1") -> None:
+        self.name = name
+        self.places = Places(root)
+        self.addresses = addresses
+        self.cache = Cache(root / "nvme/forestage")
+        self.cache.prepare(require_mount=False)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.said = b""
+        key_file = self.places.etc / "peer.key"
+        key_file.parent.mkdir(parents=True)
+        key_file.write_bytes(b"k" * 64)
+        key_file.chmod(0o600)
+        self.configure()
+
+    def configure(self, munge: str = "", **keys: object) -> None:
+        """`munge`: the socket to use instead of the key file."""
+        self.places = Places(self.places.root, munge)
+        peers = {"enabled": True, "addresses": self.addresses, "listen": "127.0.0.1", **keys}
+        if not munge:
+            peers["key_file"] = str(self.places.etc / "peer.key")
+        document = {"cache": "/nvme/forestage", "peers": peers}
+        (self.places.etc / "forestage.yaml").write_text(json.dumps(document))
+
+    @property
+    def config(self) -> Config:
+        return settings.load(self.places.etc, owner=None).config
+
+    def start(self, before: str = "") -> None:
+        """`before`: Python that the process runs first."""
+        argv = [str(self.places.root), self.places.munge, self.name]
+        self.process = subprocess.Popen(
+            [sys.executable, "-Bc", before + SERVE, *argv], stderr=subprocess.PIPE, cwd="/"
+        )
+        self.said = b""
+        self.until_said(b"peer serves at")
+
+    def until_said(self, words: bytes) -> None:
+        """Waits for a line of the service's log."""
+        assert self.process is not None
+        assert self.process.stderr is not None
+        while words not in self.said:
+            assert select.select([self.process.stderr], [], [], 60)[0], self.said.decode()
+            more = os.read(self.process.stderr.fileno(), 65536)
+            assert more, f"ended: {self.said.decode()}"
+            self.said += more
+
+    def end(self) -> int:
+        """SIGTERM, and the exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        _, rest = self.process.communicate(timeout=60)
+        self.said += rest
+        return self.process.returncode
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+    def publish(self, seed: int = 1, digests: bytes | None = None) -> str:
+        """Makes an entry, as a stager leaves it."""
+        return self.finish(self.part(seed), seed, digests)
+
+    def finish(self, part: Part, seed: int = 1, digests: bytes | None = None) -> str:
+        """All of a copy comes in, and it is published."""
+        for number in range(COUNT):
+            self.bring(part, number, seed)
+        if digests is not None:
+            part.map.write_bytes(digests)
+        wanted = image(seed)
+        entry = Entry(wanted.key, wanted.identity, wanted.access, 1.0, "chunks", CHUNK)
+        with lock.held(self.cache.key_lock(wanted.key), 60.0):  # as a stager does
+            self.cache.publish(entry)
+        return wanted.key
+
+    def part(self, seed: int = 1, pid: int = 0, **facts: object) -> Part:
+        """A copy under way, of which nothing is in yet."""
+        wanted = image(seed)
+        part = self.cache.part(wanted.key)
+        known = {"chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
+        part.write_owner(Owner(pid, boot_id(), wanted, **known))  # type: ignore[arg-type]
+        part.image.write_bytes(b"\0" * SIZE)
+        part.map.write_bytes(bytes(ENTRY_BYTES * COUNT))
+        return part
+
+    def bring(self, part: Part, number: int, seed: int = 1, noted: bytes | None = None) -> None:
+        """A chunk comes in; `noted` is what the map says of it."""
+        start, _ = span(number)
+        data = of_chunk(number, seed)
+        with part.image.open("r+b") as file:
+            file.seek(start)
+            file.write(data)
+        with part.map.open("r+b") as file:
+            file.seek(number * ENTRY_BYTES)
+            file.write(digest.of_chunk(data) if noted is None else noted)
+
+
+@contextlib.contextmanager
+def stager() -> Iterator[int]:
+    """A process that looks like a live stager; its pid."""
+    with subprocess.Popen(
+        [sys.executable, "-Ic", LIVE + "print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+class Munged:
+    """A munged of the tests' own: its key, its socket, its end."""
+
+    def __init__(self, folder: Path, like: Path | None = None) -> None:
+        """`like`: the folder of another one, which has the same key."""
+        folder.mkdir(mode=0o755)
+        self.socket = folder / "socket"
+        key = folder / "key"
+        key.write_bytes((like / "key").read_bytes() if like else secrets.token_bytes(128))
+        key.chmod(0o600)
+        files = {name: folder / name for name in ("pid-file", "log-file", "seed-file")}
+        files |= {"key-file": key, "socket": self.socket}
+        options = [f"--{name}={path}" for name, path in files.items()]
+        self.process = subprocess.Popen(
+            ["munged", "--foreground", "--force", *options],
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={"PATH": "/usr/sbin:/usr/bin"},
+        )
+        while not self.socket.exists():
+            assert self.process.poll() is None, (folder / "log-file").read_text()
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+class Client:
+    """A copy on another node, which asks n1."""
+
+    def __init__(
+        self, node: Node, key: str, nodelist: str = "n[1-2]", munge: str | None = None
+    ) -> None:
+        places = node.places if munge is None else Places(node.places.root, munge)
+        made = Peers.of(node.config, "n2", nodelist, key, places)
+        assert made is not None
+        self.peers = made
+        self.buffer = memoryview(bytearray(1 << 18))
+        self.got: dict[int, bytes] = {}
+        self.has: list[int] = []
+
+    def fetch(
+        self, number: int, peer: str = "n1", give_up: float = 20.0, wait: float | None = None
+    ) -> bytes:
+        """The chunk's bytes. Raises peers.Failed."""
+        pieces: dict[int, bytes] = {}
+
+        def sink(at: int, piece: memoryview) -> None:
+            pieces[at] = bytes(piece)
+
+        start, size = span(number)
+        found = self.peers.fetch(
+            peer, number, start, size, self.buffer, give_up, sink, lambda: False, wait,
+            self.has.append,
+        )  # fmt: skip
+        data = b"".join(pieces[at] for at in sorted(pieces))
+        assert found == digest.of_chunk(data)
+        assert sorted(pieces) == list(range(start, start + size, len(self.buffer)))
+        return data
+
+
+class Stranger:
+    """Speaks HTTP to a service as it likes, with a session where it has got one."""
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.http = http.client.HTTPConnection(host, port, timeout=60)
+        self.session = ""
+        self.secret = b"guessed"
+        self.counter = 0
+
+    def ask(
+        self,
+        path: str,
+        method: str = "GET",
+        body: bytes | None = None,
+        **headers: str,
+    ) -> tuple[int, bytes]:
+        self.http.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
+        answer = self.http.getresponse()
+        return answer.status, answer.read()
+
+    def challenge(self) -> str:
+        return self.ask("/v1/challenge")[1].decode()
+
+    def log_in(self, prover: Prover, key: str) -> int:
+        """Gets a session as a client does; the status."""
+        offer = prover.offer(key, self.challenge())
+        status, body = self.ask("/v1/session", "POST", offer.text.encode())
+        if status == 200:
+            self.session, self.secret = json.loads(body)["session"], offer.secret
+        return status
+
+    def chunk(
+        self,
+        key: str,
+        number: int | str,
+        counter: int | None = None,
+        within: str | None = None,
+        path: str | None = None,
+        wait: str = "0",
+    ) -> int:
+        """Asks for a chunk, rightly but for what is given; the status."""
+        self.counter += 1
+        mine = self.counter if counter is None else counter
+        path = path or f"/v1/chunk/{key}/{number}"
+        if within is None:
+            start, size = span(int(number) if str(number).isdigit() else 0)
+            within = f"bytes={start}-{start + size - 1}"
+        seal = credential.of_request(self.secret, "GET", path, within, mine)
+        return self.ask(
+            path,
+            Range=within,
+            Forestage_Session=self.session,
+            Forestage_Counter=str(mine),
+            Forestage_Wait=wait,
+            Forestage_Seal=seal,
+        )[0]

@@ -1,0 +1,137 @@
+"""Nodes of one job help one another: over links of their own, whatever happens to some of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from cluster import Cluster
+from fleet import Fleet, networked
+from host import wait_until
+from mishaps import MISHAPS, meet
+from spec import Net
+
+NODES = 5
+MIB = 16
+# Some seconds a job, and little work for the processors that all nodes share.
+LINKS = Net(node_mbit=100, store_mbit=200)
+QUICK = ("killed-50", "vanished", "slow", "wrong-bytes", "older-version", "late")
+QUICK += ("source-fails", "port-taken", "no-munge")
+
+# Says who it is by this credential, and then asks for everything.
+STRANGER = """
+import http.client, json, sys
+node, key, credential = sys.argv[1:]
+def ask(method, path, body=None):
+    line = http.client.HTTPConnection(node, 7717, timeout=10)
+    line.request(method, path, body)
+    return line.getresponse().status
+seen = [ask("POST", "/v1/session", credential.encode())] if credential else []
+chunk = f"/v1/chunk/{key}/0"
+paths = [chunk, "/", "/v1/chunk/", "/v1/chunk/../../../../etc/passwd", "/v1/%2e%2e/etc/shadow"]
+print(json.dumps(seen + [ask("GET", path) for path in paths]))
+"""
+
+
+@pytest.fixture(scope="module")
+def net_cluster(machine: None) -> Iterator[Cluster]:
+    with Cluster.up(networked(NODES, LINKS)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def services(net_cluster: Cluster) -> Iterator[Fleet]:
+    fleet = Fleet(net_cluster)
+    fleet.configure()
+    fleet.serve(net_cluster.nodes)
+    yield fleet
+    fleet.end_services()
+
+
+@pytest.fixture
+def fleet(services: Fleet) -> Iterator[Fleet]:
+    services.reset()
+    yield services
+    services.cluster.wait_idle(30)
+    assert services.leftovers() == []
+
+
+def test_nodes_read_the_source_once_and_the_job_reads_nothing_of_it(fleet: Fleet) -> None:
+    nodes = fleet.cluster.nodes
+    path = fleet.data("once", MIB)
+    digest, size = fleet.sha256(path), MIB << 20
+    before = fleet.read_of_store()
+    job = fleet.start(path, nodes, f"srun sha256sum {path}")
+    outcomes = [event.outcome for event in fleet.await_copies(path, nodes).values()]
+    fleet.wait_over(job)
+    assert fleet.read_of_store() - before < 1.1 * size
+    assert fleet.wrong(path, nodes) == []
+    lines = fleet.cluster.read(f"/shared/alice/out-{job}").splitlines()
+    assert lines == [f"{digest}  {path}"] * NODES
+
+    assert [one.result for one in outcomes] == ["copied"] * NODES
+    got = sum(one.from_peers for one in outcomes)
+    assert got >= (NODES - 1.1) * size
+    assert "of it from other nodes" in fleet.command("explain", str(job))
+
+
+def test_without_peers_each_node_reads_it_all(fleet: Fleet) -> None:
+    """Else the other tests would prove nothing."""
+    fleet.configure(peers={"enabled": False})
+    nodes = fleet.cluster.nodes[:2]
+    path = fleet.data("direct", MIB)
+    before = fleet.read_of_store()
+    job = fleet.start(path, nodes)
+    fleet.await_copies(path, nodes)
+    assert fleet.read_of_store() - before >= 2 * MIB << 20
+    fleet.wait_over(job)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_healthy_node_has_it_to_the_last_byte(fleet: Fleet, name: str) -> None:
+    told = meet(fleet, name, fleet.cluster.nodes, MIB)
+    assert told.wrong == []
+    assert {one.result for one in told.outcomes.values()} == {"copied"}
+    assert told.source < 1 + MISHAPS[name].source
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in MISHAPS if name not in (*QUICK, "none")])
+def test_the_same_when_it_comes_earlier_or_later(fleet: Fleet, name: str) -> None:
+    test_every_healthy_node_has_it_to_the_last_byte(fleet, name)
+
+
+def test_a_service_whose_port_is_taken_says_so(fleet: Fleet) -> None:
+    done = fleet.cluster.run(
+        ["/usr/lib/forestage/bin/forestage", "peer"], user="root", node="n1", check=False
+    )
+    assert done.returncode not in (0, 1)
+    assert "port 7717 of n1 is taken by another program" in done.stderr
+
+
+def test_a_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
+    path = fleet.data("private", 1)
+    job = fleet.start(path, ["n1"])
+    fleet.await_copies(path, ["n1"])
+    fleet.wait_over(job)
+    (key,) = fleet.entries("n1")
+
+    def asks(credential: str) -> list[int]:
+        argv = ["python3", "-c", STRANGER, "n1", key, credential]
+        answer: list[int] = json.loads(fleet.cluster.run(argv, node="n2").stdout)
+        return answer
+
+    def made_by(user: str, *options: str) -> str:
+        return fleet.cluster.run(["munge", *options], user=user, node="n2", input=key).stdout
+
+    nothing = [401, 404, 404, 404, 404]
+    assert asks("") == nothing
+    assert asks(made_by("alice")) == [403, *nothing]
+    assert asks(made_by("alice", "--restrict-uid=0")) == [403, *nothing]
+    # Root's, but without an answer to a challenge of the service, as an old one would be.
+    old = json.dumps({"protocol": "forestage-1", "key": key, "challenge": "0", "secret": "00" * 32})
+    root = fleet.cluster.run(["munge"], user="root", node="n2", input=old).stdout
+    assert asks(root) == [403, *nothing]
+    # Told once a second, not for each.
+    wait_until(lambda: "refused=" in fleet.service_said("n1"), 10, lambda: "no word of it")

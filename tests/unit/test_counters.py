@@ -1,0 +1,63 @@
+"""What the service counts: it reaches the disk, and strangers do not reach the log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage.counters import Counters, read
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run/peer.json"
+
+
+def test_what_was_counted_can_be_read(file: Path) -> None:
+    counted = Counters(file, since=5.0)
+    counted.opened()
+    counted.served(100)
+    counted.served(23)
+    counted.refused("10.0.0.9", "no")
+    counted.flush()
+    found = read(file)
+    assert found is not None
+    assert (found.since, found.sessions, found.chunks, found.bytes) == (5.0, 1, 2, 123)
+    assert found.refused == 1
+
+
+def test_what_has_not_changed_is_not_written_again(file: Path) -> None:
+    counted = Counters(file, since=5.0)
+    counted.flush()
+    before = file.stat().st_ino
+    counted.flush()
+    assert file.stat().st_ino == before
+    counted.served(1)
+    counted.flush()
+    assert file.stat().st_ino != before
+
+
+def test_a_thousand_refusals_are_one_line(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    counted = Counters(file, since=5.0)
+    for number in range(1000):
+        counted.refused("10.0.0.9", f"line\nbreak {number}")
+    counted.flush()
+    counted.flush()
+    assert capfd.readouterr().err == (
+        "forestage: peer refused=1000 last: client=10.0.0.9 why='line\\\\nbreak 999'\n"
+    )
+
+
+def test_no_service_has_no_counts(file: Path) -> None:
+    assert read(file) is None
+    file.parent.mkdir()
+    file.write_text("{")
+    assert read(file) is None
+
+
+def test_others_cannot_write_the_counts(file: Path) -> None:
+    Counters(file, since=5.0).flush()
+    assert file.stat().st_mode & 0o022 == 0
+    assert os.listdir(file.parent) == ["peer.json"]

@@ -1,0 +1,285 @@
+"""The engine with peers: exactly the source's bytes, whatever peers do; the source read least."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage import chunks, digest, from_peers, reserve
+from forestage.chunks import Source, Tuning
+from forestage.part import Part, missing_chunks
+from forestage.refusal import Failed, Why
+from forestage.shares import Shares
+
+CHUNK = 4 * chunks.BLOCK
+TUNING = Tuning(threads=2, chunk=CHUNK)
+COUNT = 24
+SIZE = COUNT * CHUNK - 5
+
+Bytes = Callable[[int], bytes]
+
+
+class Fake:
+    """Other nodes: what each has, and how each behaves."""
+
+    def __init__(self, data: bytes, has: int) -> None:
+        self.nodes: tuple[str, ...] = ("a", "b", "c", "d")
+        self.me = "a"
+        self.data = data
+        self.has = has
+        self.bad: dict[str, Why] = {}
+        self.asked: list[tuple[str, int]] = []
+        self.before: Callable[[str, int], None] = lambda peer, number: None
+
+    def fetch(
+        self,
+        peer: str,
+        number: int,
+        start: int,
+        size: int,
+        buffer: memoryview,
+        give_up: float,
+        sink: Callable[[int, memoryview], None],
+        stop: Callable[[], bool],
+        wait: float | None = None,
+        knows: Callable[[int], None] = lambda has: None,
+    ) -> bytes:
+        self.asked.append((peer, number))
+        self.before(peer, number)
+        why = self.bad.get(peer)
+        if why in ("refused", "silent", "absent"):
+            raise Failed(why)
+        knows(self.has)
+        if not self.has >> number & 1:
+            raise Failed("absent")
+        running = digest.Running()
+        for at in range(start, start + size, len(buffer)):
+            piece = buffer[: min(len(buffer), start + size - at)]
+            piece[:] = self.data[at : at + len(piece)] if not why else b"\xee" * len(piece)
+            running.add(piece)
+            sink(at, piece)
+        if why:
+            raise Failed(why)
+        return running.digest()
+
+
+class Pair:
+    """A source that counts what is read of it, and the part it is copied to."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.data = os.urandom(SIZE)
+        (folder / "source").write_bytes(self.data)
+        self.fd = os.open(folder / "source", os.O_RDONLY)
+        self.source = Source(self.fd, None, SIZE)
+        self.part = Part(folder / "key")
+        self.part.directory.mkdir()
+        found = reserve.data_chunks(self.fd, SIZE, CHUNK)
+        reserve.reserve(self.part, SIZE, CHUNK, found)
+        self.read: list[int] = []
+        self.reading: Callable[[int], None] = lambda number: None
+        real = chunks.read_piece
+
+        def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+            self.read.append(start // CHUNK)
+            self.reading(start // CHUNK)
+            real(source, start, want, buffer)
+
+        monkeypatch.setattr(chunks, "read_piece", read_piece)
+
+    def copy(self, fake: Fake, stop: threading.Event | None = None) -> int:
+        stop = stop or threading.Event()
+        return from_peers.copy(self.source, self.part, TUNING, stop, fake, 3)
+
+    def check(self) -> None:
+        assert self.part.image.read_bytes() == self.data
+        each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
+        assert self.part.digests() == b"".join(digest.of_chunk(one) for one in each)
+        assert not self.part.peers.exists()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    made = Pair(tmp_path, monkeypatch)
+    yield made
+    os.close(made.fd)
+
+
+def everything() -> int:
+    return (1 << COUNT) - 1
+
+
+def share(me: str = "a") -> set[int]:
+    shares = Shares("key", ("a", "b", "c", "d"))
+    return {number for number in range(COUNT) if shares.reader(number) == me}
+
+
+def test_where_others_have_all_the_source_is_not_read(pair: Pair) -> None:
+    fake = Fake(pair.data, everything())
+    assert pair.copy(fake) == SIZE
+    pair.check()
+    assert not pair.read
+
+
+def test_the_own_share_is_read_and_the_rest_comes_from_others(pair: Pair) -> None:
+    mine = sum(1 << number for number in share())
+    fake = Fake(pair.data, everything() & ~mine)
+    from_others = pair.copy(fake)
+    pair.check()
+    assert sorted(pair.read) == sorted(share())
+    assert from_others == SIZE - sum(min(CHUNK, SIZE - number * CHUNK) for number in share())
+
+
+@pytest.mark.parametrize("why", ["refused", "silent", "wrong", "slow"])
+def test_whatever_one_peer_does_the_bytes_are_right(pair: Pair, why: Why) -> None:
+    fake = Fake(pair.data, everything())
+    fake.bad["c"] = why
+    pair.copy(fake)
+    pair.check()
+    if why in ("silent", "wrong"):
+        assert 1 <= sum(peer == "c" for peer, _ in fake.asked) <= 3, "once by each thread"
+
+
+@pytest.mark.parametrize("why", ["refused", "wrong"])
+def test_where_no_peer_is_of_use_all_is_read(pair: Pair, why: Why) -> None:
+    fake = Fake(pair.data, everything())
+    fake.bad = dict.fromkeys("bcd", why)
+    assert pair.copy(fake) == 0
+    pair.check()
+    assert sorted(pair.read) == list(range(COUNT))
+
+
+def test_a_source_that_fails_here_does_no_harm_where_others_have_all(pair: Pair) -> None:
+    def fail(number: int) -> None:
+        raise chunks.Unreadable(OSError(5, "broken"))
+
+    pair.reading = fail
+    mine = sum(1 << number for number in share())
+    fake = Fake(pair.data, everything() & ~mine)
+
+    def read_elsewhere(peer: str, number: int) -> None:
+        if pair.read:
+            fake.has = everything()
+
+    fake.before = read_elsewhere
+    assert pair.copy(fake) == SIZE
+    pair.check()
+
+
+def test_a_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
+    def cut(number: int) -> None:
+        raise chunks.Truncated
+
+    pair.reading = cut
+    with pytest.raises(chunks.Truncated):
+        pair.copy(Fake(pair.data, 0))
+
+
+def test_a_full_disk_ends_the_copy_and_no_peer_is_blamed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, start: int, data: memoryview) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(chunks, "_write_all", full)
+    with pytest.raises(OSError, match="full"):
+        pair.copy(Fake(pair.data, everything()))
+    assert pair.part.digests().strip(b"\0") == b""
+
+
+def test_a_copy_that_is_stopped_can_be_resumed(pair: Pair) -> None:
+    stop = threading.Event()
+    fake = Fake(pair.data, everything())
+
+    def later(peer: str, number: int) -> None:
+        if len(fake.asked) == 9:
+            stop.set()
+
+    fake.before = later
+    with pytest.raises(chunks.Stopped):
+        pair.copy(fake, stop)
+    left = missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    assert 0 < len(left) < COUNT
+    again = Fake(pair.data, everything())
+    pair.copy(again)
+    pair.check()
+    assert {number for _, number in again.asked} == set(left)
+
+
+def test_holes_are_asked_of_nobody(tmp_path: Path, pair: Pair) -> None:
+    os.truncate(tmp_path / "source", 0)
+    os.truncate(tmp_path / "source", SIZE)
+    pair.data = bytes(SIZE)
+    fake = Fake(pair.data, everything())
+    assert pair.copy(fake) == 0
+    pair.check()
+    assert (pair.read, fake.asked) == ([], [])
+
+
+def run_of(pair: Pair, fake: Fake) -> from_peers.Shared:
+    return from_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake, 3)
+
+
+def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None:
+    """The slow liar has begun to write when another ask brings the chunk; then it goes on."""
+    fake = Fake(pair.data, everything())
+    run = run_of(pair, fake)
+    begun, ended = threading.Event(), threading.Event()
+    number = min(set(range(COUNT)) - share())
+    liar, honest = from_peers.Ask(number, "b"), from_peers.Ask(number, "c")
+
+    def before(peer: str, number: int) -> None:
+        if peer == "b":
+            begun.set()
+            assert ended.wait(10)
+
+    fake.before = before
+    fake.bad["b"] = "wrong"
+    for ask in (liar, honest):
+        run.supply.asks[ask] = 0.0
+        run.guards.setdefault(number, threading.Lock())
+    thread = threading.Thread(target=run._bring, args=(liar, bytes_of(CHUNK), False))
+    thread.start()
+    assert begun.wait(10)
+    run._bring(honest, bytes_of(CHUNK), True)
+    ended.set()
+    thread.join()
+    run.close()
+    start = number * CHUNK
+    assert pair.part.image.read_bytes()[start : start + CHUNK] == pair.data[start : start + CHUNK]
+    assert number not in missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    assert run.from_peers == CHUNK
+
+
+def bytes_of(size: int) -> memoryview:
+    return from_peers.buffers.piece(size)
+
+
+def test_a_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
+    fake = Fake(pair.data, everything())
+    fake.bad["b"] = "wrong"
+    run = run_of(pair, fake)
+    ask = from_peers.Ask(3, "b")
+    run.supply.asks[ask] = 0.0
+    run.guards[3] = threading.Lock()
+    run._bring(ask, bytes_of(CHUNK), True)
+    run.close()
+    assert not any(pair.part.image.read_bytes())
+
+
+def test_how_much_came_from_peers_can_be_seen_meanwhile(pair: Pair) -> None:
+    fake = Fake(pair.data, everything())
+    seen: list[int] = []
+    fake.before = lambda peer, number: seen.append(pair.part.of_peers())
+    pair.copy(fake)
+    assert seen[0] == 0
+    assert 0 < max(seen) < SIZE
+    assert pair.part.of_peers() == 0
+
+
+@pytest.mark.parametrize(("nodes", "at_once"), [(1, 4), (4, 4), (8, 2), (16, 1), (9999, 1)])
+def test_many_nodes_read_one_chunk_at_a_time(nodes: int, at_once: int) -> None:
+    assert from_peers.policy(4, 8, nodes).at_once == at_once

@@ -1,0 +1,362 @@
+"""Who brings which chunk: each comes in the end, whoever fails, and the source is read once."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forestage.asks import Ask, Policy, Why
+from forestage.shares import SOURCE
+from forestage.supply import Supply
+
+MB = 1_000_000
+NODES = [f"n{number}" for number in range(4)]
+
+
+def supply(count: int = 12, nodes: list[str] = NODES, place: int = 0) -> Supply:
+    me = Supply("key", nodes, nodes[0], [], MB).shares.ring[place]
+    return Supply("key", nodes, me, range(count), MB)
+
+
+def others(one: Supply) -> list[str]:
+    return [node for node in one.shares.ring if node != one.me]
+
+
+def everything(count: int) -> int:
+    return (1 << count) - 1
+
+
+def all_of(ask: Callable[[float], Ask | None], now: float) -> list[Ask]:
+    found = []
+    while (one := ask(now)) is not None:
+        found.append(one)
+    return found
+
+
+def settle(one: Supply, now: float = 0.0) -> None:
+    """Has every peer say that it has begun, and has nothing yet."""
+    for ask in all_of(one.next_of_peers, now):
+        one.knows(ask.peer, 0, now)
+        one.failed(ask, "absent", now)
+
+
+def test_the_own_share_is_read_in_order_and_few_at_once() -> None:
+    one = supply()
+    settle(one)
+    assert all_of(one.next_of_source, 0.1) == [Ask(0, SOURCE), Ask(4, SOURCE)]
+    one.got(Ask(0, SOURCE), 0.2)
+    assert all_of(one.next_of_source, 0.2) == [Ask(8, SOURCE)]
+
+
+def test_nothing_is_read_before_others_could_say_that_they_have_it() -> None:
+    one = supply()
+    first = one.next_of_peers(0.0)
+    assert first is not None
+    assert one.next_of_source(0.1) is None
+    for peer in others(one):
+        one.knows(peer, everything(12), 0.1)
+    one.got(first, 0.1)
+    assert one.next_of_source(0.3) is None, "the own share too comes from others"
+    asked = {first.number}
+    while not one.done:
+        for ask in all_of(one.next_of_peers, 0.4):
+            asked.add(ask.number)
+            one.got(ask, 0.5)
+    assert asked == set(range(12))
+    assert (one.by_source, one.by_peers) == (0, 12)
+
+
+def test_who_does_not_answer_delays_the_reading_by_a_moment_only() -> None:
+    one = supply()
+    all_of(one.next_of_peers, 0.0)
+    assert one.next_of_source(0.0) is None
+    assert one.next_of_source(one.policy.probe) == Ask(0, SOURCE)
+
+
+def test_a_node_alone_reads_all_at_once() -> None:
+    one = Supply("key", ["n"], "n", range(3), MB, Policy(at_once=3))
+    assert [ask.number for ask in all_of(one.next_of_source, 0.0)] == [0, 1, 2]
+    assert one.next_of_peers(0.0) is None
+
+
+@pytest.mark.parametrize("why", ["silent", "wrong"])
+def test_a_peer_that_lied_or_hung_is_never_asked_again(why: Why) -> None:
+    one = supply()
+    bad = one.next_of_peers(0.0)
+    assert bad is not None
+    one.failed(bad, why, 1.0)
+    for now in (1.0, 10.0, 1000.0):
+        asked = all_of(one.next_of_peers, now)
+        assert bad.peer not in {ask.peer for ask in asked}
+        for ask in asked:
+            one.knows(ask.peer, 0, now)
+            one.failed(ask, "absent", now)
+
+
+@pytest.mark.parametrize("why", ["refused", "slow", "absent"])
+def test_a_peer_that_could_not_help_is_asked_again_later_and_less_often(why: Why) -> None:
+    one = supply(nodes=["a", "b"])
+    waits, now = [], 0.0
+    for _ in range(4):
+        begun = now
+        while (ask := one.next_of_peers(now)) is None:
+            now += 0.05
+        one.failed(ask, why, now)
+        waits.append(now - begun)
+    assert 0 == waits[0] < waits[1] < waits[2] < waits[3]
+
+
+def test_not_yet_is_no_reason_to_leave_a_peer_alone() -> None:
+    one = supply(nodes=["a", "b"])
+    ask = one.next_of_peers(0.0)
+    assert ask is not None
+    one.knows(ask.peer, 0, 0.1)
+    one.failed(ask, "absent", 0.1)
+    assert one.next_of_peers(0.1) is not None
+
+
+def test_a_peer_that_says_it_has_and_then_has_not_is_left_alone() -> None:
+    one = supply(nodes=["a", "b"])
+    ask = one.next_of_peers(0.0)
+    assert ask is not None
+    one.knows(ask.peer, everything(12), 0.1)
+    one.failed(ask, "absent", 0.1)
+    assert one.next_of_peers(0.1) is None
+
+
+def test_what_a_dead_node_should_have_read_its_stand_in_reads() -> None:
+    read: dict[str, set[int]] = {}
+    for place in range(1, 4):
+        one = supply(48, place=place)
+        dead = one.shares.ring[0]
+        now = 0.0
+        while now < 1.5:
+            for ask in all_of(one.next_of_peers, now):
+                one.failed(ask, "silent" if ask.peer == dead else "absent", now)
+                if ask.peer != dead:
+                    one.knows(ask.peer, 0, now)
+            for ask in all_of(one.next_of_source, now):
+                read.setdefault(one.me, set()).add(ask.number)
+                one.got(ask, now)
+            now += 0.1
+    shares = one.shares
+    for number in range(48):
+        readers = [node for node, numbers in read.items() if number in numbers]
+        expected = next(node for node in shares.order(number) if node != dead)
+        assert readers == [expected]
+
+
+def test_what_somebody_has_is_not_read_in_a_dead_nodes_stead() -> None:
+    one = supply(48, place=1)
+    dead, alive = one.shares.ring[0], one.shares.ring[2]
+    now = 0.0
+    while now < 2.0:
+        one.knows(alive, one.missing, now)
+        for ask in all_of(one.next_of_peers, now):
+            if ask.peer != alive:
+                one.failed(ask, "silent" if ask.peer == dead else "absent", now)
+        assert all(ask.number % 4 == 1 for ask in all_of(one.next_of_source, now))
+        now += 0.5
+
+
+def test_a_chunk_that_takes_long_is_asked_of_another_too_and_the_first_to_come_counts() -> None:
+    one = supply(2, nodes=["a", "b", "c"], place=2)
+    for peer in others(one):
+        one.knows(peer, 0b11, 0.0)
+    first, second = all_of(one.next_of_peers, 0.0)
+    assert {first.number, second.number} == {0, 1}
+    one.got(first, 0.1)
+    assert one.next_of_peers(0.1) is None
+    again = one.next_of_peers(1.0)
+    assert again is not None
+    assert again.number == second.number
+    assert again.peer != second.peer
+    assert one.twice(again)
+    assert one.twice(second)
+    assert one.next_of_peers(1.0) is None, "not a third time"
+    one.got(again, 1.1)
+    assert one.obsolete(second)
+    one.failed(second, "slow", 1.1)
+    assert one.done
+    assert one.by_peers == 2
+
+
+def test_a_chunk_asked_twice_and_failed_once_is_not_asked_a_third_time() -> None:
+    one = supply(2, nodes=["a", "b", "c"], place=2)
+    for peer in others(one):
+        one.knows(peer, 0b11, 0.0)
+    first, second = all_of(one.next_of_peers, 0.0)
+    one.got(first, 0.1)
+    again = one.next_of_peers(1.0)
+    assert again is not None
+    one.failed(second, "silent", 1.0)
+    assert one.next_of_peers(1.0) is None
+    one.failed(again, "silent", 1.0)
+    assert one.next_of_peers(1.0) is None, "both are out"
+    assert one.next_of_source(1.0) is not None
+
+
+def test_at_the_end_the_next_in_the_order_reads_what_its_reader_does_not_bring() -> None:
+    readers = []
+    for place in range(1, 4):
+        one = supply(1, place=place)
+        one.next_of_source(0.0)
+        one.knows(one.shares.ring[0], 0b1, 0.0)
+        (ask,) = all_of(one.next_of_peers, 0.0)
+        one._typical = 0.2
+        one._fresh = 1.5
+        readers += [one.me] * (one.next_of_source(1.5) is not None)
+        assert ask.peer == one.shares.ring[0]
+    assert readers == [one.shares.order(0)[1]]
+
+
+def test_where_nothing_comes_each_node_reads_something_else() -> None:
+    picks = []
+    for place in range(4):
+        one = supply(40, place=place)
+        settle(one)
+        for ask in iter(lambda: one.next_of_source(0.5), None):  # noqa: B023
+            one.got(ask, 0.5)
+        assert one.by_source == 10
+        for now in (1.0, 2.0, 2.4):
+            assert one.next_of_source(now) is None
+        found = all_of(one.next_of_source, 3.0)
+        assert len(found) == 1, "one at first: it may be a short pause"
+        picks.append(found[0].number)
+        one.got(found[0], 3.1)
+        assert len(all_of(one.next_of_source, 3.1)) == 2
+    assert len(set(picks)) == 4
+
+
+def test_where_nobody_answers_all_is_read_without_further_waiting() -> None:
+    one = supply(40)
+    now = 0.0
+    while not one.done:
+        for ask in all_of(one.next_of_peers, now):
+            one.failed(ask, "refused", now)
+        for ask in all_of(one.next_of_source, now):
+            one.got(ask, now)
+        now += 0.1
+    assert now == 0.1, "once round"
+    assert one.by_source == 40
+
+
+def many(count: int) -> Supply:
+    nodes = [f"n{number}" for number in range(count)]
+    return Supply("key", nodes, "n0", range(256), MB)
+
+
+def fail_as_far_as(one: Supply, count: int, now: float) -> list[str]:
+    """So many peers are refused, of those that are asked; who they are."""
+    asked = all_of(one.next_of_peers, now)
+    names = list(dict.fromkeys(ask.peer for ask in asked))[:count]
+    for ask in asked:
+        if ask.peer in names:
+            one.failed(ask, "refused", now)
+    return names
+
+
+@pytest.mark.parametrize(("refused", "alone"), [(7, False), (8, True)])
+def test_a_few_of_many_that_cannot_be_reached_stand_for_all(refused: int, alone: bool) -> None:
+    one = many(64)
+    assert len(fail_as_far_as(one, refused, 0.5)) == refused
+    read = {ask.number % 64 for ask in all_of(one.next_of_source, 0.5)}
+    assert (len(read) == 64) == alone
+
+
+@pytest.mark.parametrize("whys", [["absent"], ["refused", "absent"]])
+def test_a_service_that_runs_is_given_time_to_begin(whys: list[Why]) -> None:
+    one = supply(nodes=["a", "b"])
+    now = 0.0
+    for why in whys:
+        while (ask := one.next_of_peers(now)) is None:
+            now += 0.05
+        one.failed(ask, why, now)
+    one._begun = now
+    read = all_of(one.next_of_source, now + one.policy.grace - 0.1)
+    assert {ask.number % 2 for ask in read} == {one.shares.place[one.me]}
+
+
+def test_who_is_alone_no_more_stops_reading_what_others_should() -> None:
+    one = many(64)
+    out = {one.me, *fail_as_far_as(one, 8, 0.5)}
+    while True:  # until there is nothing left to read in the stead of these
+        ask = one.next_of_source(0.5)
+        assert ask is not None
+        if one.shares.ring[ask.number % 64] not in out:
+            break
+    one.knows(next(peer for peer in others(one) if peer not in out), 0, 0.6)
+    for now in (0.6, 0.5 + one.policy.grace + 0.1):
+        assert one.next_of_source(now) is None
+
+
+def test_where_the_source_fails_the_own_share_is_asked_of_peers() -> None:
+    one = supply()
+    settle(one)
+    ask = one.next_of_source(0.1)
+    assert ask is not None
+    one.failed(ask, "source", 0.2)
+    assert one.next_of_source(9.0) is None
+    for peer in others(one):
+        one.knows(peer, everything(12), 9.0)
+    while not one.done:
+        for ask in all_of(one.next_of_peers, 9.0):
+            one.got(ask, 9.1)
+    assert one.by_source == 0
+
+
+def test_without_source_and_peers_there_is_no_hope_after_a_while() -> None:
+    one = supply()
+    ask = one.next_of_source(0.0) or one.next_of_source(one.policy.probe + 0.1)
+    assert ask is not None
+    assert not one.hopeless(1e6), "the source may be slow"
+    one.failed(ask, "source", 0.7)
+    assert not one.hopeless(5.0)
+    assert one.hopeless(one.policy.longest)
+
+
+@given(st.integers(1, 5), st.sets(st.integers(0, 40), min_size=1), st.integers(0, 1 << 32))
+@settings(max_examples=100, deadline=None)
+def test_every_chunk_comes_whatever_fails_as_long_as_the_source_answers(
+    count: int, missing: set[int], seed: int
+) -> None:
+    """Peers do anything at any time; no chunk is lost, none is asked of one that is out."""
+    nodes = [f"n{number}" for number in range(count)]
+    one = Supply("key", nodes, "n0", missing, MB)
+    chance = random.Random(seed)
+    out: set[str] = set()
+    came: set[int] = set()
+    running: list[tuple[float, int, Ask]] = []
+    now, turn = 0.0, 0
+    while not one.done:
+        for choose, most in ((one.next_of_peers, 8), (one.next_of_source, 4)):
+            mine = sum((ask.peer == SOURCE) == (most == 4) for _, _, ask in running)
+            while mine < most and (ask := choose(now)) is not None:
+                assert ask.peer not in out
+                assert ask.number in missing
+                assert ask.number not in came
+                mine, turn = mine + 1, turn + 1
+                heapq.heappush(running, (now + chance.random() * one.give_up(ask), turn, ask))
+        if not running or chance.random() < 0.2:
+            now += 0.1
+            continue
+        now, _, ask = heapq.heappop(running)
+        now = max(now, 0.0)
+        if ask.peer == SOURCE or chance.random() < 0.5:
+            if ask.peer:
+                one.knows(ask.peer, chance.getrandbits(41), now)
+            came.add(ask.number)
+            one.got(ask, now)
+        else:
+            whys: list[Why] = ["absent", "refused", "silent", "wrong", "slow"]
+            why = chance.choice(whys)
+            out |= {ask.peer} if why in ("silent", "wrong") else set()
+            one.failed(ask, why, now)
+        assert now < 3600
+    assert came == missing
+    assert one.by_source + one.by_peers == len(missing)
