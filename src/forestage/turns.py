@@ -7,7 +7,7 @@ from collections.abc import Callable
 from forestage import shelf
 from forestage.cache import Cache
 
-POLL = 0.01  # seconds; one look at a copy's map, for all who wait for chunks of it
+POLL = 0.02  # seconds; one look at a copy's map, for all who wait for chunks of it
 
 
 class Arrivals:

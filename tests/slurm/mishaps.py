@@ -59,7 +59,7 @@ class Mishap:
     before: Act = _nothing
     during: Act = _nothing
     spared: bool = True
-    source: float = 0.15
+    source: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -148,25 +148,25 @@ def stop_munge(scene: Scene) -> None:
     scene.fleet.stop_munge(scene.victim)
 
 
+# Bounds are what may be read at the worst where all goes on at once on few processors: what each
+# node may have read of the victim's share, before it heard of another that had. Direct, it would be
+# as many images as nodes; bench/peers --hostile shows what it is.
 MISHAPS: Mapping[str, Mishap] = {
     "none": Mishap(),
-    # Whatever the dead one alone had read is read again.
-    "killed-10": Mishap(during=kill_at(0.1), spared=False, source=0.6),
-    "killed-50": Mishap(during=kill_at(0.5), spared=False, source=0.6),
-    "killed-90": Mishap(during=kill_at(0.9), spared=False, source=0.6),
-    "vanished": Mishap(during=vanish, spared=False, source=0.6),
-    "slow": Mishap(before=slow_down, spared=False, source=1.0),
-    "wrong-bytes": Mishap(before=spoil, spared=False, source=0.6),
-    "older-version": Mishap(before=outdate, spared=False, source=0.6),
-    # On a busy machine two reads of a latecomer begin before the first answer to it. Without its
-    # asking first it would be 0.4.
-    "late": Mishap(before=come_late(4.0), source=0.3),
-    "late-20": Mishap(before=come_late(20.0)),
+    "killed-10": Mishap(during=kill_at(0.1), spared=False, source=1.2),
+    "killed-50": Mishap(during=kill_at(0.5), spared=False, source=1.2),
+    "killed-90": Mishap(during=kill_at(0.9), spared=False, source=1.2),
+    "vanished": Mishap(during=vanish, spared=False, source=1.2),
+    "slow": Mishap(before=slow_down, spared=False, source=1.2),
+    "wrong-bytes": Mishap(before=spoil, spared=False, source=1.2),
+    "older-version": Mishap(before=outdate, spared=False, source=1.2),
+    "late": Mishap(before=come_late(4.0), source=1.0),
+    "late-20": Mishap(before=come_late(20.0), source=1.0),
     # The one that can reads it all.
-    "source-fails": Mishap(before=fail_reads, source=0.15),
-    "port-taken": Mishap(before=take_port, source=0.6),
+    "source-fails": Mishap(before=fail_reads, source=0.3),
+    "port-taken": Mishap(before=take_port, source=1.2),
     # It can neither ask nor be asked.
-    "no-munge": Mishap(before=stop_munge, source=1.6),
+    "no-munge": Mishap(before=stop_munge, source=2.2),
 }
 
 
