@@ -28,6 +28,7 @@ class Policy(msgspec.Struct, frozen=True):
     wait: float = 0.5  # with a peer that does not have the chunk yet
     news: float = 0.5  # after which a peer may well have more than it said
     absent: float = 0.2  # before a peer without this copy is asked again; doubles, as the next
+    hung: float = 10.0  # before one that sent no byte is, once; then it is left out
     refused: float = 2.0  # before one that could not be reached is
     tardy: float = 4.0  # times as long as is usual: a peer that others are to be preferred to
     patience: float = 2.0  # without any chunk, before the source is read out of turn

@@ -23,6 +23,7 @@ class Standing:
         self._out: dict[str, float] = {}  # not to be asked until then
         self._tardy: dict[str, float] = {}
         self._strikes: Counter[str] = Counter()
+        self._hung: set[str] = set()
         self._unreached: set[str] = set()
         self._answered = False
 
@@ -67,6 +68,21 @@ class Standing:
 
     def gave(self, peer: str) -> None:
         self._strikes.pop(peer, None)
+        self._hung.discard(peer)
+
+    def hung(self, peer: str, seconds: float, now: float) -> None:
+        """Leaves it alone, and the second time for good.
+
+        Not the first time: where processors are short, all of them may be silent in one moment, and
+        whoever left all out would read the whole image.
+        """
+        if self.resting(peer, now):
+            return  # several asks that failed together
+        if peer in self._hung:
+            self.drop(peer)
+        else:
+            self._hung.add(peer)
+            self.rest(peer, seconds, now)
 
     def drop(self, peer: str) -> None:
         """Leaves it out for the rest of this copy."""

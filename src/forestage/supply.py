@@ -126,8 +126,10 @@ class Supply:
             self._peers.answered(ask.peer)
         if why == "source":
             self._source_fails = True
-        elif why in ("silent", "wrong"):
+        elif why == "wrong":
             self._peers.drop(ask.peer)
+        elif why == "silent":
+            self._peers.hung(ask.peer, self.policy.hung, now)
         elif why == "refused":
             self._peers.rest(ask.peer, self.policy.refused, now)
         elif why == "slow":

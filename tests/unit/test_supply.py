@@ -84,18 +84,36 @@ def test_a_node_alone_reads_all_at_once() -> None:
     assert one.next_of_peers(0.0) is None
 
 
-@pytest.mark.parametrize("why", ["silent", "wrong"])
-def test_a_peer_that_lied_or_hung_is_never_asked_again(why: Why) -> None:
-    one = supply()
-    bad = one.next_of_peers(0.0)
-    assert bad is not None
-    one.failed(bad, why, 1.0)
-    for now in (1.0, 10.0, 1000.0):
+@pytest.mark.parametrize(("why", "times"), [("wrong", [1.0]), ("silent", [1.0, 30.0])])
+def test_a_peer_that_lied_or_hung_again_is_never_asked_again(why: Why, times: list[float]) -> None:
+    one = supply(nodes=["a", "b"])
+    for now in times:
+        bad = one.next_of_peers(now)
+        assert bad is not None
+        one.failed(bad, why, now)
+    for now in (times[-1], 100.0, 1000.0):
         asked = all_of(one.next_of_peers, now)
         assert bad.peer not in {ask.peer for ask in asked}
         for ask in asked:
             one.knows(ask.peer, 0, now)
             one.failed(ask, "absent", now)
+
+
+def test_moments_in_which_all_are_silent_leave_nobody_out_for_good() -> None:
+    """Else a busy machine would make each node read the whole image."""
+    one = supply(48)
+    for now in (0.0, 20.0):
+        asked = all_of(one.next_of_peers, now)
+        assert {ask.peer for ask in asked} == set(others(one))
+        for ask in asked:
+            one.failed(ask, "silent", now)
+        assert one.next_of_peers(now + 1.0) is None
+        for peer in others(one):
+            one.knows(peer, one.missing, now + 15.0)
+        for ask in [one.next_of_peers(now + 15.0) for _ in range(6)]:
+            assert ask is not None
+            one.got(ask, now + 15.0)
+    assert {ask.peer for ask in all_of(one.next_of_peers, 40.0)} == set(others(one))
 
 
 @pytest.mark.parametrize("why", ["refused", "slow", "absent"])
@@ -355,7 +373,7 @@ def test_every_chunk_comes_whatever_fails_as_long_as_the_source_answers(
         else:
             whys: list[Why] = ["absent", "refused", "silent", "wrong", "slow"]
             why = chance.choice(whys)
-            out |= {ask.peer} if why in ("silent", "wrong") else set()
+            out |= {ask.peer} if why == "wrong" else set()
             one.failed(ask, why, now)
         assert now < 3600
     assert came == missing
