@@ -1,0 +1,66 @@
+"""The pages that admins read say what this version does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from forestage.cli import main
+from forestage.config import KEYS
+
+REPO = Path(__file__).parents[2]
+PAGES = REPO / "packaging/man"
+DOCS = (REPO / "README.md", *sorted((REPO / "docs").glob("*.md")))
+
+
+def test_the_page_of_the_configuration_is_made_from_the_keys() -> None:
+    made = subprocess.run(
+        [sys.executable, PAGES / "configuration"], capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (PAGES / "forestage.yaml.5").read_text()
+    for name in KEYS:
+        assert f"\\fB{name}\\fR".replace("-", "\\-") in made.stdout
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.[0-9]")), ids=lambda page: page.name)
+def test_man_can_show_a_page(page: Path) -> None:
+    """A line of text that begins with a dot or a quote would be taken for a request."""
+    known = {"TH", "SH", "SS", "TP", "IP", "PP", "B", "I", "BR", "RB", "IR", "RI", "BI", "IB"}
+    known |= {"EX", "EE", "in", "br", "nf", "fi", "RS", "RE", '\\"'}
+    for line in page.read_text().splitlines():
+        if line.startswith("."):
+            assert line[1:].split(" ")[0] in known, line
+        assert not line.startswith("'"), line
+
+
+def commands(text: str) -> list[list[str]]:
+    """Calls of forestage: lines of code, without what two blanks part from them; inline code."""
+    lines = re.findall(r"^ {4}(?:# |\$ )?(forestage .*)$", text, re.MULTILINE)
+    lines += re.findall(r"`(forestage [^`]*)`", text)
+    return [shlex.split(re.split(r"  +|;|\||>", line)[0])[1:] for line in lines]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_a_command_in_the_documents_is_one_that_there_is(page: Path) -> None:
+    for words in commands(page.read_text()):
+        if not words or words[0] == "step" or not re.fullmatch(r"[a-z-]+", words[0]):
+            continue  # a sentence, or what the companion runs
+        context = click.Context(main)
+        command = main.get_command(context, words[0])
+        assert command is not None, words
+        options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        for word in words[1:]:
+            if word.startswith("-"):
+                assert word.partition("=")[0] in options | {"--help", "-h"}, words
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_a_link_in_the_documents_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", page.read_text()):
+        assert not target or "://" in target or (page.parent / target).exists(), target
