@@ -38,7 +38,7 @@ class _Answer(msgspec.Struct):
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     errno: int = 0
-    filename: str = ""
+    filename: bytes = b""  # it need not be text
 
 
 def become(user: User) -> None:
@@ -75,6 +75,22 @@ def reach(path: str, user: User) -> int:
             return os.open(path, flags)
 
 
+def real(path: str) -> str:
+    """Where a path leads, without links; the path itself where that cannot be said.
+
+    Not realpath(3): opening the root of a file system in this way asks its server nothing, so one
+    that hangs does not matter.
+    """
+    try:
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return path
+    try:
+        return os.readlink(f"/proc/self/fd/{handle}")
+    finally:
+        os.close(handle)
+
+
 def ask(
     work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
 ) -> tuple[T, socket.socket]:
@@ -100,7 +116,7 @@ def ask(
             raise Failed("helper", "the process that looks at the image died without an answer")
         got = msgspec.json.decode(data, type=_Answer)
         if got.errno:
-            raise OSError(got.errno, os.strerror(got.errno), got.filename)
+            raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
         value = msgspec.json.decode(got.value, type=answer)
         on_error.pop_all()
         return value, ours
@@ -139,13 +155,18 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
             value, fds = work()
             answer = _Answer(value=msgspec.Raw(msgspec.json.encode(value)))
         except OSError as error:
-            answer = _Answer(errno=error.errno or 0, filename=str(error.filename or ""))
+            answer = _Answer(errno=error.errno or 0, filename=_name(error))
         # One packet holds it all, however long; by default a socket takes 208 KiB at once.
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
         socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)
     finally:
         # Whatever went wrong: no answer tells the parent, and a traceback has nowhere to go.
         os._exit(0)
+
+
+def _name(error: OSError) -> bytes:
+    """The file that an error is about: open(2) by descriptor has a number, others none."""
+    return os.fsencode(error.filename if isinstance(error.filename, (str, bytes)) else "")
 
 
 def _peek(ours: socket.socket, timeout: float) -> bytes:

@@ -23,7 +23,12 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 def sync_directory(path: Path) -> None:
     """Makes renames and new names inside `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync(path, os.O_DIRECTORY)
+
+
+def sync(path: Path, flags: int = 0) -> None:
+    """Makes a file's bytes durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
     finally:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage import copy, digest, evict, image, lock, log, trace
+from forestage import copy, digest, evict, image, lock, log, opened, resume, trace
 from forestage.cache import Entry
 from forestage.chunks import Source
-from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
 from forestage.image import Image, Look
 from forestage.job import Job
@@ -24,13 +23,6 @@ from forestage.part import MAX_SHARED, Owner, Part, boot_id, chunk_count
 
 if TYPE_CHECKING:
     from forestage.peers import Peers
-
-LOOK_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own looks
-
-# A file server's clock may tick in seconds: a change within the same tick leaves the identity as it
-# is. So a copy starts only when the source's last change is a full tick old.
-COARSE_TICK_NS = 2_000_000_000
-FINE_TICK_NS = 20_000_000
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -55,11 +47,6 @@ class Task(msgspec.Struct, frozen=True):
     @property
     def part(self) -> Part:
         return self.node.cache.part(self.key)
-
-
-def changed(task: Task) -> Declined:
-    """Pure: the source is no longer the file that was asked for."""
-    return Declined("changed", f"{task.image.path} was changed while it was copied")
 
 
 def claim(task: Task) -> Owner:
@@ -90,8 +77,10 @@ def ready(task: Task, owner: Owner, evicted: list[str]) -> tuple[Owner, Source]:
     `evicted` grows by the keys that had to make room, also where this fails later.
     """
     node, part = task.node, task.part
-    node.clock.sleep(settling(task.image, node.clock.wall()))
-    source = open_source(task.looked, node.config)
+    node.clock.sleep(opened.settling(task.image, node.clock.wall()))
+    source = opened.open_source(task.looked, node.config)
+    if owner.engine == "chunks":
+        resume.believe(part, task.image.size, node.config)
     owner = msgspec.structs.replace(
         owner, phase="copying", began=node.clock.monotonic(), resumed=part.copied(owner)
     )
@@ -158,25 +147,6 @@ def publish(task: Task) -> None:
     trace.point("published")
 
 
-def settling(wanted: Image, now: float) -> float:
-    """Pure: seconds to wait until a further change of the source must show in its times."""
-    times = (wanted.identity.mtime_ns, wanted.identity.ctime_ns)
-    tick = FINE_TICK_NS if any(time % 1_000_000_000 for time in times) else COARSE_TICK_NS
-    age = int(now * 1_000_000_000) - max(times)
-    # A time in the future is another machine's clock; waiting for it could take for ever.
-    return (tick - age) / 1_000_000_000 if 0 <= age < tick else 0.0
-
-
-def open_source(looked: Look, config: Config) -> Source:
-    """The source as the engines want it: past the page cache as well, where that is a gain."""
-    # Major 0 is no block device: what a network file system does past its cache is its own affair.
-    local = os.major(os.fstat(looked.source).st_dev) != 0
-    direct = None
-    if config.direct == "on" or (config.direct == "auto" and local):
-        direct = image.open_direct(looked, LOOK_TIMEOUT)
-    return Source(looked.source, direct, looked.image.size)
-
-
 def _reserve(task: Task, source: Source, evicted: list[str]) -> None:
     """Makes room and takes it at once, so that no copy fails half-way for want of space."""
     node, engine = task.node, copy.engine(task.node.config)
@@ -196,17 +166,17 @@ def _reserve(task: Task, source: Source, evicted: list[str]) -> None:
 def _check_unchanged(task: Task) -> None:
     """Both the open file and what the path now leads to must be as before. Raises Declined."""
     wanted, node = task.image, task.node
-    if image.identify(task.looked.source, wanted.path) != wanted.identity:
-        raise changed(task)
+    opened.must_be_same(task.looked)
     try:
         seen, line = image.glance(
-            wanted.path, task.job.user, node.config.sources, [node.cache.real], LOOK_TIMEOUT
+            wanted.path, task.job.user, node.config.sources, [node.cache.real], opened.LOOK_TIMEOUT
         )
     except OSError:
-        raise changed(task) from None
+        raise opened.changed(wanted.path) from None
     line.close()
     if seen.image != wanted:
-        raise changed(task)
+        found = seen.image and opened.difference(wanted.identity, seen.image.identity)
+        raise opened.changed(wanted.path, found or "")
 
 
 def _mirror(task: Task) -> None:

@@ -1,9 +1,9 @@
 """Is it here? The layout on the node's disk, look-up, and publishing a finished copy.
 
     <root>/CACHEDIR.TAG  format
-    <root>/entries/<key>/{image, map, entry.json, used, pinned}  used: its mtime is the last use
-    <root>/parts/<key>/{image, map, owner.json}                  a copy under way, see part.py
-    <root>/evicted/<key>.<n>                                     retired, soon deleted
+    <root>/entries/<key>/{image, map, entry.json, boot, used, pinned}  used: mtime is the last use
+    <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
+    <root>/evicted/<key>.<n>                     retired, soon deleted
     <root>/locks/{<key>.lock, space.lock}
 
 A published entry is read without a lock: it appears by one rename and leaves by one.
@@ -13,14 +13,15 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import msgspec
 
-from forestage import atomic, mounts
+from forestage import atomic, mounts, records
 from forestage.errors import Failed
 from forestage.image import Access, Identity, Image
-from forestage.part import Part
+from forestage.part import Part, boot_id
 
 FORMAT = "1\n"
 
@@ -106,20 +107,32 @@ class Cache:
                 f"{self.root} is not a directory of root's with mode 0700",
                 "remove it, or set `cache:` to another path",
             )
-        found = _text(self.root / "format")
-        if found == FORMAT:
-            return
-        if found is not None:
-            raise Failed(
-                "cache-format",
-                f"{self.root} has format {found.strip()!r}, this forestage writes {FORMAT.strip()}",
-                "empty it, or install the release that wrote it",
-            )
+        self._must_be_out_of_reach()
+        found = self._format()
         for directory in (self.entries, self.parts, self.evicted, self.locks):
             directory.mkdir(mode=0o700, exist_ok=True)
+        if found:
+            return
         atomic.write(self.root / "CACHEDIR.TAG", _CACHEDIR_TAG.encode())
         # Last: whoever reads it finds the directories above.
         atomic.write(self.root / "format", FORMAT.encode())
+
+    def _format(self) -> bool:
+        """Whether the cache is made. Raises Failed where it is not one of this release's."""
+        file = self.root / "format"
+        try:
+            found = records.read(file)
+        except FileNotFoundError:
+            return False
+        except records.Damaged as damaged:
+            raise Failed("cache-format", str(damaged), "empty the cache") from None
+        if found != FORMAT.encode():
+            raise Failed(
+                "cache-format",
+                f"{self.root} has format {_short(found)}, this forestage writes {FORMAT.strip()}",
+                "empty it, or install the release that wrote it",
+            )
+        return True
 
     def find(self, image: Image) -> Entry | None:
         """The published entry with exactly this image's bytes and access rights, if it is here."""
@@ -131,12 +144,13 @@ class Cache:
     def read(self, key: str) -> Entry | None:
         """The record of a published entry; None where there is none, or it is damaged."""
         try:
-            data = (self.entry_dir(key) / "entry.json").read_bytes()
-            size = self.image(key).stat().st_size
-            entry = msgspec.json.decode(data, type=Entry)
-        except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
+            entry = records.load(self.entry_dir(key) / "entry.json", Entry)
+            facts = os.lstat(self.image(key))
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
             return None
-        return entry if entry.key == key and entry.identity.size == size else None
+        # A directory has a size too, and a link may lead to a file of another user's.
+        whole = stat.S_ISREG(facts.st_mode) and facts.st_size == entry.identity.size
+        return entry if whole and entry.key == key else None
 
     def stored(self) -> list[Stored]:
         """Everything below entries/, damaged ones too, in no order."""
@@ -149,6 +163,9 @@ class Cache:
         return found
 
     def _stored(self, directory: Path) -> Stored:
+        facts = os.lstat(directory)
+        if not stat.S_ISDIR(facts.st_mode):
+            return Stored(directory.name, facts.st_blocks * 512, 0.0, pinned=False, entry=None)
         return Stored(
             key=directory.name,
             bytes=tree_bytes(directory),
@@ -168,11 +185,10 @@ class Cache:
         atomic.write(part / "used", b"")
         (part / "owner.json").unlink(missing_ok=True)
         (part / "peers").unlink(missing_ok=True)
-        fd = os.open(part / "image", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        (part / "boot").write_text(boot_id())
+        atomic.sync(part / "image")
+        with contextlib.suppress(FileNotFoundError):
+            atomic.sync(part / "map")
         atomic.sync_directory(part)
         # A damaged entry of the same key would be in the way of the rename.
         self.retire(entry.key)
@@ -181,7 +197,7 @@ class Cache:
 
     def touch(self, key: str, now: float) -> None:
         """Notes a use at `now` (seconds since the epoch)."""
-        os.utime(self.entry_dir(key) / "used", (now, now))
+        os.utime(self.entry_dir(key) / "used", (now, now), follow_symlinks=False)
 
     def retire(self, key: str) -> None:
         """Takes an entry out of sight by one rename; `empty_evicted` deletes it later.
@@ -192,8 +208,8 @@ class Cache:
 
     def empty_evicted(self) -> None:
         """Deletes what was retired, also what a crash left. Two at once do no harm."""
-        for directory in self.evicted.iterdir():
-            shutil.rmtree(directory, ignore_errors=True)
+        for retired in self.evicted.iterdir():
+            _delete(retired)
 
     def drop_part(self, key: str) -> None:
         """Deletes a part. The caller holds the key's lock.
@@ -202,7 +218,7 @@ class Cache:
         """
         gone = self._out_of_sight(self.part_dir(key))
         if gone is not None:
-            shutil.rmtree(gone, ignore_errors=True)
+            _delete(gone)
 
     def _out_of_sight(self, directory: Path) -> Path | None:
         """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
@@ -213,11 +229,26 @@ class Cache:
             except FileNotFoundError:
                 return None
             except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    continue  # an earlier one of this key is still being deleted
+                # An earlier one of this key is still being deleted. The latter two: what has that
+                # name there, or here, is no directory.
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+                    continue
                 raise
             return target
         raise Failed("evicted-stays", f"{self.evicted} cannot be emptied", "delete what it holds")
+
+    def _must_be_out_of_reach(self) -> None:
+        """Raises Failed where somebody else could put another directory in the cache's place."""
+        for above in self.root.parents:
+            facts = above.stat()
+            # In a sticky directory, such as /tmp, nobody renames what is not his.
+            by_all = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
+            if by_all or facts.st_uid not in (0, os.geteuid()):
+                raise Failed(
+                    "cache-not-ours",
+                    f"{above} lets others rename what is in it, {self.root} too",
+                    f"give it to root, `chmod o-w {above}`, or set `cache:` to another path",
+                )
 
     def must_be_mounted(self) -> None:
         """Raises Failed where the cache lies, or would lie, on the root file system."""
@@ -231,23 +262,35 @@ class Cache:
 
 
 def tree_bytes(directory: Path) -> int:
-    """Bytes on disk, as du(1) counts them, of a directory of plain files and itself."""
-    total = directory.stat().st_blocks
-    with os.scandir(directory) as files:
-        for file in files:
-            total += file.stat(follow_symlinks=False).st_blocks
+    """Bytes on disk, as du(1) counts them, of a directory of plain files and itself.
+
+    Something else by that name, which somebody has put there, counts as well: it can be evicted.
+    """
+    facts = os.lstat(directory)
+    total = facts.st_blocks
+    if stat.S_ISDIR(facts.st_mode):
+        with os.scandir(directory) as files:
+            for file in files:
+                total += file.stat(follow_symlinks=False).st_blocks
     return total * 512
+
+
+def _delete(retired: Path) -> None:
+    """Deletes what it can; the next hook tries again."""
+    if retired.is_dir() and not retired.is_symlink():
+        shutil.rmtree(retired, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            retired.unlink()
 
 
 def _mtime(path: Path, otherwise: Path) -> float:
     try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return otherwise.stat().st_mtime
+        return os.lstat(path).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return os.lstat(otherwise).st_mtime
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
+def _short(text: bytes) -> str:
+    """A file's words for a log line; there may be a gigabyte of them."""
+    return repr(text[:40].decode(errors="replace").strip())

@@ -78,11 +78,11 @@ def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> N
         run.close()
 
 
-def digests(image: Path, size: int, tuning: Tuning) -> bytes:
-    """The map that a copy of ours should have. Raises Unreadable, Truncated."""
+def digests(image: Path, size: int, tuning: Tuning, numbers: Sequence[int] | None = None) -> bytes:
+    """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
     fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     source = Source(fd, None, size)
-    count = chunk_count(size, tuning.chunk)
+    wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
     own = threading.local()
 
     def take(number: int) -> bytes:
@@ -96,9 +96,9 @@ def digests(image: Path, size: int, tuning: Tuning) -> bytes:
 
     try:
         if not tuning.digest:
-            return digest.UNKNOWN * count
+            return digest.UNKNOWN * len(wanted)
         with ThreadPoolExecutor(tuning.threads) as pool:
-            return b"".join(pool.map(take, range(count)))
+            return b"".join(pool.map(take, wanted))
     finally:
         os.close(fd)
 
@@ -214,12 +214,9 @@ class Run:
                     self.source.buffered, self.image, size - done, start + done, start + done
                 )
             except OSError as error:
-                # EIO is for the reading path, which tries again.
-                if error.errno == errno.EIO:
-                    return False
-                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                self.in_kernel = False
+                # Whatever it is, the reading path tries again, and tells if it is a fault: file
+                # systems refuse this call with EXDEV, EOPNOTSUPP, EPERM, ENOENT (CIFS) and others.
+                self.in_kernel = error.errno == errno.EIO
                 return False
             if count == 0:  # the end of the file; some file systems say so for want of the call
                 return False
@@ -261,6 +258,7 @@ def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview)
         if count == 0:
             raise Truncated
         done += count
+        tries = 0
     with contextlib.suppress(OSError):
         os.posix_fadvise(source.buffered, start, len(want), os.POSIX_FADV_DONTNEED)
 

@@ -68,6 +68,7 @@ class Rsync:
     def copy(
         self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
     ) -> int:
+        _must_open(source.buffered)
         begun = part.image.stat().st_size > 0
         argv = [
             "rsync",
@@ -93,6 +94,14 @@ class Rsync:
         found = chunks.digests(part.image, source.size, self.tuning)
         with reserve.opened(part.map) as fd:  # not truncated: its space stays its own
             os.pwrite(fd, found, 0)
+
+
+def _must_open(fd: int) -> None:
+    """Raises Unreadable where root may not open the source: that is no fault of rsync's."""
+    try:
+        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise chunks.Unreadable(error) from None
 
 
 def engine(config: Config) -> Engine:

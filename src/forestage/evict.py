@@ -202,13 +202,19 @@ def _retire(cache: Cache, made: Plan) -> None:
         cache.retire(key)
 
 
-def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> None:
-    """Deletes unwanted parts whose stager has died: nobody holds their key's lock."""
+def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
+    """Deletes unwanted parts whose stager has died: nobody holds their key's lock.
+
+    Gives their keys.
+    """
+    dropped = []
     for part in [Part(directory) for directory in cache.parts.iterdir()]:
         if not unwanted(part):
             continue
         with contextlib.suppress(lock.Busy), lock.held(cache.key_lock(part.directory.name), 0):
             cache.drop_part(part.directory.name)
+            dropped.append(part.directory.name)
+    return tuple(dropped)
 
 
 def _bytes_if_there(directory: Path) -> int:

@@ -149,10 +149,12 @@ def glance(
             trace.point("looking")
             try:
                 with asuser.acting(user):
-                    return _see(path, tuple(map(os.path.realpath, sources)), caches)
+                    return _see(path, tuple(sources), caches)
             except _Covered as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
                 # host's table stays. A descriptor from before is of the old namespace.
+                if covered.handle is None:
+                    continue
                 if is_private:
                     mounts.umount(f"/proc/self/fd/{covered.handle}")
                 else:
@@ -211,35 +213,23 @@ def is_below(path: str, directories: Iterable[str]) -> bool:
 
 def identify(fd: int, path: str) -> Identity:
     """The identity of an open file that is known to lie at the resolved `path`."""
-    facts = os.fstat(fd)
+    return identity(os.fstat(fd), path)
+
+
+def identity(facts: os.stat_result, path: str) -> Identity:
+    """Pure: the identity of a file of which stat(2) says this."""
     return Identity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-
-
-def open_direct(looked: Look, timeout: float) -> int | None:
-    """The source once more, past the page cache; None where its file system cannot do that.
-
-    As the user again: root may be squashed on the shared file system. Raises asuser.TooSlow.
-    """
-
-    def work() -> asuser.Found[None]:
-        asuser.become(looked.user)
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-        return None, [os.open(f"/proc/self/fd/{looked.source}", flags)]
-
-    try:
-        return asuser.call(work, type(None), timeout, keep=(looked.source,))[1][0]
-    except OSError:
-        return None
 
 
 def resolve(path: str, user: User, timeout: float) -> str:
     """Where a path leads for this user, also if its last part does not exist. Raises TooSlow."""
 
-    def work() -> asuser.Found[str]:
+    def work() -> asuser.Found[bytes]:
         asuser.become(user)
-        return os.path.realpath(path), []
+        # As bytes: a name need not be text, and JSON takes no other.
+        return os.fsencode(os.path.realpath(path)), []
 
-    return asuser.call(work, str, timeout)[0]
+    return os.fsdecode(asuser.call(work, bytes, timeout)[0])
 
 
 def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
@@ -248,9 +238,9 @@ def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
 
 
 class _Covered(Exception):
-    """A redirect lies over the path: this would be a look at our own copy."""
+    """A redirect lies over the path: this would be a look at our own copy. None: it lay there."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int | None) -> None:
         super().__init__()
         self.handle = handle
 
@@ -262,10 +252,14 @@ def _see(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> asuser.F
         raise _Covered(handle)
     mode = os.fstat(handle).st_mode
     resolved = os.readlink(f"/proc/self/fd/{handle}")
+    if resolved == "/" and not stat.S_ISDIR(mode):
+        # A redirect, taken off since it was opened: so reads the path of a file without its mount.
+        raise _Covered(None)
     try:
         resolved.encode()
     except UnicodeEncodeError:
         return Seen("", sources, mode), []
+    sources = _resolved(sources, resolved)
     seen = Seen(resolved, sources, mode)
     if not (stat.S_ISREG(mode) and is_below(resolved, sources)):
         return seen, []
@@ -275,8 +269,14 @@ def _see(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> asuser.F
     if facts.st_nlink == 0:
         return seen, []
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), read_acl(source))
-    image = Image(identify(source, resolved), access)
+    image = Image(identity(facts, resolved), access)
     return Seen(resolved, sources, mode, image), [source]
+
+
+def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
+    """The sources without links: one above the resolved `path` has none, others may hang."""
+    named = tuple(source for source in sources if is_below(path, (source,)))
+    return named or tuple(map(asuser.real, sources))
 
 
 def read_acl(fd: int) -> bytes:

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from forestage.errors import JobError
-from forestage.units import parse_duration, printable
+from forestage.units import parse_duration, printable, quote
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -142,6 +142,7 @@ def _decoded(part: str) -> str:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name, "")
-    if not (value.isascii() and value.isdigit()):
-        raise JobError(f"{name} is {value!r}, expected a number", "is this run by slurmd?")
+    # Python takes no more than 4300 digits for a number, the kernel and Slurm far less.
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
+        raise JobError(f"{name} is {quote(value)}, expected a number", "is this run by slurmd?")
     return int(value)

@@ -5,11 +5,13 @@ under, so that no entry goes between the look at it and its lease.
 """
 
 import contextlib
+import os
+import shutil
 from pathlib import Path
 
 import msgspec
 
-from forestage import atomic
+from forestage import atomic, records
 from forestage.errors import Failed
 from forestage.job import User
 
@@ -24,7 +26,8 @@ class Use(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
-    `off`: the job said stage=off, which its steps could not see otherwise.
+    `off`: the job said stage=off, which its steps could not see otherwise. `node` is this node as
+    Slurm calls it, "" where the hook was not told.
     """
 
     job: int
@@ -33,6 +36,7 @@ class Lease(msgspec.Struct, frozen=True):
     cache: str
     uses: tuple[Use, ...] = ()
     off: bool = False
+    node: str = ""
 
     def with_use(self, use: Use) -> "Lease":
         """The same lease with one use more; a redirect replaces the plain use of the same entry."""
@@ -46,6 +50,13 @@ class Lease(msgspec.Struct, frozen=True):
     def switched_off(self) -> "Lease":
         """The same lease of a job that wants to be left alone."""
         return msgspec.structs.replace(self, off=True)
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """One state of a lease's file: no two have the same, whatever the clock does."""
+
+    inode: int
+    ctime_ns: int
 
 
 class Leases:
@@ -95,17 +106,43 @@ class Leases:
         else:
             self.drop(lease.job)
 
+    def confirm(self, job: int) -> None:
+        """Says that a hook goes on with the lease as it is. Under the space lock."""
+        os.utime(self.file(job))
+
+    def mark(self, job: int) -> Mark | None:
+        """What changes whenever a hook has to do with the lease; None where there is none."""
+        try:
+            facts = os.lstat(self.file(job))
+        except FileNotFoundError:
+            return None
+        return Mark(facts.st_ino, facts.st_ctime_ns)
+
+    def jobs(self) -> tuple[int, ...]:
+        """The jobs that have a lease, damaged ones too, in order."""
+        # glob() of a directory that is not there is empty.
+        names = (file.stem for file in self.directory.glob("*.json"))
+        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+
+    def drop_unfinished(self) -> None:
+        """Deletes what hooks left that were killed while they wrote. Under the space lock."""
+        for file in self.directory.glob(".*.json.*"):  # as atomic.py names them
+            file.unlink(missing_ok=True)
+
     def drop(self, job: int) -> None:
         """Ends a job's lease. Under the space lock."""
-        with contextlib.suppress(FileNotFoundError):
-            self.file(job).unlink()
+        file = self.file(job)
+        try:
+            file.unlink(missing_ok=True)
+        except IsADirectoryError:
+            shutil.rmtree(file)
 
 
 def _decode(file: Path) -> Lease | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Lease)
+        return records.load(file, Lease)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        # Damage is no licence to evict. The job's own Epilog removes the file without reading it.
-        raise Failed("lease-damaged", f"{file}: {error}", "remove it if the job is gone") from None
+    except records.Damaged as damaged:
+        # No licence to evict. The job's own Epilog removes what is there without reading it.
+        raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None

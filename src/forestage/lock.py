@@ -72,7 +72,8 @@ def is_free(path: Path) -> bool:
     patience. Reading suffices: the peer service has the cache read-only.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Something else may have the lock's name: a FIFO must not hold up who looks.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:

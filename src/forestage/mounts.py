@@ -85,14 +85,16 @@ def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
     ]
 
 
-def take_off(bind: Mount, fd: int) -> None:
+def take_off(bind: Mount, fd: int) -> bool:
     """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 
     Job owners may rename and link around their files, so the path was opened first, and must have
     led to the mount that was meant.
     """
-    if mount_id(fd) == bind.id:
-        umount(f"/proc/self/fd/{fd}")
+    if mount_id(fd) != bind.id:
+        return False
+    umount(f"/proc/self/fd/{fd}")
+    return True
 
 
 def mount_id(fd: int) -> int:

@@ -12,18 +12,21 @@ disk and the bytes not: that is why a part is good for the boot it was written i
 """
 
 import contextlib
+import functools
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from forestage import atomic
+from forestage import atomic, records
 from forestage.image import Image
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
 MAX_SHARED = 131072  # chunks: more of them are not told in a header (32 KiB), nor asked of peers
 Phase = Literal["queued", "copying"]
+Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -35,7 +38,7 @@ class Owner(msgspec.Struct, frozen=True):
     pid: int
     boot: str
     image: Image
-    chunk: int
+    chunk: Positive
     engine: str
     job: int
     since: float
@@ -67,8 +70,8 @@ class Part:
     def owner(self) -> Owner | None:
         """Who copies, or copied; None where nothing can be read."""
         try:
-            return msgspec.json.decode(self.record.read_bytes(), type=Owner)
-        except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
+            return records.load(self.record, Owner)
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
             return None
 
     def write_owner(self, owner: Owner) -> None:
@@ -76,10 +79,10 @@ class Part:
         atomic.write(self.record, msgspec.json.encode(owner))
 
     def digests(self) -> bytes:
-        """The whole map; empty where there is none yet."""
+        """The whole map; empty where there is none yet, or something else has its name."""
         try:
-            return self.map.read_bytes()
-        except FileNotFoundError:
+            return records.read(self.map)
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
             return b""
 
     def copied(self, owner: Owner) -> int:
@@ -99,23 +102,23 @@ class Part:
     def of_peers(self) -> int:
         """Bytes that peers gave to the stager that runs now."""
         try:
-            return int(self.peers.read_text() or "0")
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return int(records.read(self.peers) or b"0")
+        except (FileNotFoundError, NotADirectoryError, records.Damaged, ValueError):
             return 0
 
     def stood_still(self, now: float) -> float:
         """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch."""
         times = [0.0]
         for file in (self.map, self.image, self.record):
-            with contextlib.suppress(FileNotFoundError):
-                times.append(file.stat().st_mtime)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                times.append(os.lstat(file).st_mtime)
         return now - max(times)
 
     def allocated(self) -> int:
         """Bytes of disk that the image's file has."""
         try:
-            return self.image.stat().st_blocks * 512
-        except FileNotFoundError:
+            return os.lstat(self.image).st_blocks * 512
+        except (FileNotFoundError, NotADirectoryError):
             return 0
 
     def resumable_in(self, boot: str) -> bool:
@@ -127,15 +130,20 @@ class Part:
         """Whether what is here is the beginning of just this copy, written in this boot."""
         before = self.owner()
         # rsync's file grows; a file of chunks has its full length from the start.
-        whole = owner.engine == "rsync" or _size(self.image) == owner.image.size
         return (
             before is not None
-            and whole
+            and self._is_plain()
+            and (owner.engine == "rsync" or _size(self.image) == owner.image.size)
             and (
                 (before.boot, before.image, before.chunk, before.engine, before.digest)
                 == (owner.boot, owner.image, owner.chunk, owner.engine, owner.digest)
             )
         )
+
+    def _is_plain(self) -> bool:
+        """Whether all that is here are files: a directory by the map's name is never written."""
+        with os.scandir(self.directory) as files:
+            return all(file.is_file(follow_symlinks=False) for file in files)
 
 
 def chunk_count(size: int, chunk: int) -> int:
@@ -159,6 +167,7 @@ def done_bytes(digests: bytes, chunk: int, size: int) -> int:
     return size - sum(min(chunk, size - number * chunk) for number in missing)
 
 
+@functools.cache  # the peer service asks for each chunk
 def boot_id() -> str:
     """Names this boot of the machine (proc(5), random/boot_id)."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -166,6 +175,6 @@ def boot_id() -> str:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
-    except FileNotFoundError:
+        return os.lstat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
         return 0

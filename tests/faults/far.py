@@ -1,28 +1,53 @@
-"""A shared file system of our own that can be slow, stop answering, and die; see farfs.c."""
+"""A shared file system of our own that can be slow, odd, stop answering, and die; see farfs.c."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 
+from forestage import mounts
+from forestage.job import User
 from node import ALICE, Node, until
+
+ROOT = User("root", 0, 0)
+OPTIONS = "allow_other,default_permissions"
 
 
 class Far:
-    """Lies in the node's `sources` beside the healthy one. In a private mount namespace only."""
+    """Lies in the node's `sources` beside the healthy one. In a private mount namespace only.
 
-    def __init__(self, program: Path, node: Node, control: Path) -> None:
+    A user other than root mounts it as anybody may who has a program of his own.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        node: Node,
+        control: Path,
+        name: str = "far",
+        user: User = ROOT,
+        options: str = OPTIONS,
+    ) -> None:
         self.node = node
-        self.folder = node.server / ".far"
-        self.folder.mkdir()
-        self.point = node.shared / "far"
-        self.point.mkdir()
+        self.folder = node.server / f".{name}"
+        self.point = node.shared / name
+        for made in (self.folder, self.point):
+            made.mkdir()
+            os.chown(made, user.uid, user.gid)
         self._control = control
-        argv = [program, self.folder, control, self.point]
-        self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
-        until(lambda: os.path.ismount(self.point), "farfs to mount")
+        self._calls = control.with_name(f"{control.name}.calls")
+        for file in (self._control, self._calls):
+            file.touch(mode=0o666)
+            file.chmod(0o666)
+        argv: list[str | Path] = [program, self.folder, control, self.point, options]
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, user=user.uid, group=user.gid, extra_groups=[]
+        )
+        # Not ismount(): root need not be let in.
+        until(lambda: str(self.point) in {one.point for one in mounts.current()}, "farfs to mount")
 
     def put(self, name: str, data: bytes) -> Path:
         """Puts a file there; gives its path on the node."""
@@ -31,12 +56,20 @@ class Far:
         os.chown(file, ALICE.uid, ALICE.gid)
         return self.point / name
 
-    def reads_wait(self, milliseconds: int) -> None:
-        """How long each read takes from now on; -1 is for ever, while all else is answered."""
+    def told(self, **words: int) -> None:
+        """How it behaves from now on, in the words of farfs.c; what is not named is as usual."""
         # Written beside and renamed: a reader must not find it empty.
         new = self._control.with_suffix(".new")
-        new.write_text(str(milliseconds))
+        new.write_text("".join(f"{word} {number}\n" for word, number in words.items()))
         new.replace(self._control)
+
+    def reads_wait(self, milliseconds: int) -> None:
+        """How long each read takes from now on; -1 is for ever, while all else is answered."""
+        self.told(reads=milliseconds)
+
+    def calls(self) -> Counter[str]:
+        """How often it was called so far, by the name of the call."""
+        return Counter(self._calls.read_text().split())
 
     def hang(self) -> None:
         """Nothing is answered any more."""
@@ -44,7 +77,7 @@ class Far:
 
     def answer(self) -> None:
         """As if nothing had been."""
-        self.reads_wait(0)
+        self.told()
         os.kill(self._process.pid, signal.SIGCONT)
 
     def die(self) -> None:

@@ -1,8 +1,9 @@
-/* A shared file system for tests: shows a folder, and answers as slowly as it is told.
+/* A shared file system for tests: shows a folder, as slowly and as oddly as it is told.
  *
- *     farfs FOLDER CONTROL MOUNTPOINT
+ *     farfs FOLDER CONTROL MOUNTPOINT OPTIONS
  *
- * CONTROL is a file with the milliseconds that each read waits; -1 waits until it says otherwise.
+ * CONTROL is a file with words and numbers, read anew at each call; see `told` below for the words.
+ * CONTROL.calls gets the name of each call. OPTIONS are those of mount(8).
  * To stop answering at all, stop the process. To be gone, kill it. */
 
 #define _GNU_SOURCE /* O_PATH */
@@ -11,32 +12,66 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <fuse.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 static int folder; /* all paths are relative to it */
+static int calls;  /* the file of names */
 static const char *control;
+
+/* What CONTROL says of a word; 0 where it says nothing.
+ *     reads N    each read waits N ms; -1 waits until it says otherwise
+ *     delay N    each call waits N ms
+ *     stalls N   the first of each 8 reads waits N ms
+ *     short N    a read gives N bytes at most
+ *     eintr N    of N reads, one says that it was interrupted
+ *     seconds 1  times have no fractions
+ *     inodes 1   each look finds another inode number
+ *     longer N   each file says that it is N bytes longer than it is
+ *     squash 1   to open and to look, root is nobody: what others may not, root may not
+ *     squash 2   and root reads nothing, from open files neither */
+static int told(const char *wanted)
+{
+    char word[32];
+    int number, found = 0;
+    FILE *file = fopen(control, "r");
+    while (file && !found && fscanf(file, "%31s %d", word, &number) == 2)
+        if (!strcmp(word, wanted))
+            found = number;
+    if (file)
+        fclose(file);
+    return found;
+}
 
 static const char *below(const char *path)
 {
     return path[1] ? path + 1 : ".";
 }
 
-static void wait_as_told(void)
+static void begin(const char *name)
 {
-    int told = 0, waited = 0;
-    do {
-        FILE *file = fopen(control, "r");
-        if (!file || fscanf(file, "%d", &told) != 1)
-            told = 0;
-        if (file)
-            fclose(file);
-        if (told >= 0 && waited >= told)
-            return;
-        usleep(5000);
-        waited += 5;
-    } while (1);
+    dprintf(calls, "%s\n", name);
+    usleep(told("delay") * 1000);
+}
+
+/* Whether root, being nobody, gets through the folders above and has these rights itself. */
+static int squashed(const char *path, mode_t rights)
+{
+    struct stat facts;
+    char above[4096];
+    if (fuse_get_context()->uid != 0 || !told("squash"))
+        return 0;
+    for (const char *at = path; (at = strchr(at + 1, '/'));) {
+        snprintf(above, sizeof above, "%.*s", (int)(at - path), path);
+        if (fstatat(folder, below(above), &facts, 0) || !(facts.st_mode & 1))
+            return -EACCES;
+    }
+    if (rights && (fstatat(folder, below(path), &facts, 0) || !(facts.st_mode & rights)))
+        return -EACCES;
+    return 0;
 }
 
 static void *far_init(struct fuse_conn_info *conn, struct fuse_config *config)
@@ -50,14 +85,26 @@ static void *far_init(struct fuse_conn_info *conn, struct fuse_config *config)
 
 static int far_getattr(const char *path, struct stat *facts, struct fuse_file_info *info)
 {
-    (void)info;
-    return fstatat(folder, below(path), facts, AT_SYMLINK_NOFOLLOW) ? -errno : 0;
+    static atomic_int looks;
+    begin("getattr");
+    /* Of a file that somebody has opened, as over NFS: no folder is in the way. */
+    int error = info && told("squash") == 1 ? 0 : squashed(path, 0);
+    if (error || fstatat(folder, below(path), facts, AT_SYMLINK_NOFOLLOW))
+        return error ? error : -errno;
+    if (told("seconds"))
+        facts->st_mtim.tv_nsec = facts->st_ctim.tv_nsec = 0;
+    if (told("inodes"))
+        facts->st_ino += 1000 * ++looks;
+    if (S_ISREG(facts->st_mode))
+        facts->st_size += told("longer");
+    return 0;
 }
 
 static int far_readdir(const char *path, void *out, fuse_fill_dir_t fill, off_t offset,
                        struct fuse_file_info *info, enum fuse_readdir_flags flags)
 {
     (void)offset, (void)info, (void)flags;
+    begin("readdir");
     int fd = openat(folder, below(path), O_RDONLY | O_DIRECTORY);
     DIR *open = fd < 0 ? NULL : fdopendir(fd);
     if (!open)
@@ -70,17 +117,42 @@ static int far_readdir(const char *path, void *out, fuse_fill_dir_t fill, off_t 
 
 static int far_open(const char *path, struct fuse_file_info *info)
 {
+    begin("open");
+    int error = squashed(path, 4);
+    if (error)
+        return error;
     int fd = openat(folder, below(path), O_RDONLY);
     info->fh = fd;
+    /* Else the kernel takes what is short for the end, or makes it longer by zeros. */
+    info->direct_io = told("short") || told("eintr") || told("longer");
     return fd < 0 ? -errno : 0;
+}
+
+static void wait_as_told(void)
+{
+    static atomic_int reads;
+    int waited = 0, wait = 0;
+    if (reads++ % 8 == 0)
+        usleep(told("stalls") * 1000);
+    while ((wait = told("reads")) < 0 || waited < wait) {
+        usleep(5000);
+        waited += 5;
+    }
 }
 
 static int far_read(const char *path, char *out, size_t size, off_t offset,
                     struct fuse_file_info *info)
 {
+    static atomic_int reads;
     (void)path;
+    begin("read");
     wait_as_told();
-    ssize_t count = pread(info->fh, out, size, offset);
+    int most = told("short"), each = told("eintr");
+    if (told("squash") == 2 && fuse_get_context()->uid == 0)
+        return -EACCES;
+    if (each && ++reads % each == 0)
+        return -EINTR;
+    ssize_t count = pread(info->fh, out, most && size > (size_t)most ? (size_t)most : size, offset);
     return count < 0 ? -errno : count;
 }
 
@@ -88,6 +160,7 @@ static int far_flush(const char *path, struct fuse_file_info *info)
 {
     /* close(2) asks the server, as on Lustre. */
     (void)path, (void)info;
+    begin("flush");
     return 0;
 }
 
@@ -108,13 +181,19 @@ int main(int argc, char **argv)
         .flush = far_flush,
         .release = far_release,
     };
-    if (argc != 4 || (folder = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
-        fprintf(stderr, "usage: farfs FOLDER CONTROL MOUNTPOINT\n");
+    char names[4096];
+    if (argc != 5 || (folder = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
+        fprintf(stderr, "usage: farfs FOLDER CONTROL MOUNTPOINT OPTIONS\n");
         return 2;
     }
     control = argv[2];
-    char *options[] = {argv[0], "-oallow_other,default_permissions"};
-    struct fuse_args args = FUSE_ARGS_INIT(2, options);
+    snprintf(names, sizeof names, "%s.calls", control);
+    if ((calls = open(names, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644)) < 0) {
+        perror(names);
+        return 1;
+    }
+    char *options[] = {argv[0], "-o", argv[4]};
+    struct fuse_args args = FUSE_ARGS_INIT(3, options);
     struct fuse *fuse = fuse_new(&args, &operations, sizeof operations, NULL);
     struct fuse_loop_config *loop = fuse_loop_cfg_create();
     /* As many threads as reads may wait, so that waiting reads keep nothing else waiting. */

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from forestage.clock import Clock
 from forestage.part import PROCESS_NAME, missing_chunks
 from node import Node, Ran, until
 
@@ -94,6 +95,18 @@ class Gate:
         self._file.touch()
 
 
+class Until(Clock):
+    """The real clock until something has happened; from then on every deadline is over."""
+
+    DAYS = 10 * 86400.0  # longer than any that slurm.conf may ask for
+
+    def __init__(self, happened: Callable[[], object]) -> None:
+        self._happened = happened
+
+    def monotonic(self) -> float:
+        return super().monotonic() + (self.DAYS if self._happened() else 0.0)
+
+
 class Beside:
     """A hook that runs beside the test, in a process group of its own as under slurmd."""
 
@@ -106,7 +119,7 @@ class Beside:
         os.setpgid(0, 0)
         self._answers.put(run())
 
-    def ran(self, within: float = 30) -> Ran:
+    def ran(self, within: float = 60) -> Ran:
         """How it ended; one that hangs ends the test."""
         self._process.join(within)
         assert self._process.exitcode is not None, "the hook hangs"

@@ -6,7 +6,18 @@ import time
 from pathlib import Path
 
 import pytest
-from fault import CHUNKS, Beside, Gate, Points, image, kill_stager, missing, served, untouched
+from fault import (
+    CHUNKS,
+    Beside,
+    Gate,
+    Points,
+    Until,
+    image,
+    kill_stager,
+    missing,
+    served,
+    untouched,
+)
 
 from forestage.part import Owner, Part
 from node import ALICE, BOB, Node, until
@@ -34,10 +45,10 @@ def test_a_prolog_killed_while_it_waits_costs_nothing_but_its_own_wait(
 
 
 def test_at_the_deadline_the_copy_goes_on(node: Node, points: Points, gate: Gate) -> None:
-    node.configure(deadline="300ms", on_error="drain")
+    node.configure(on_error="drain")
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", gate, nth=None)
-    ran = node.prolog(1, path)
+    ran = node.prolog(1, path, clock=Until(lambda: points.count("chunk")))
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
     assert untouched(node, path, 1)
     gate.open()
@@ -47,13 +58,15 @@ def test_at_the_deadline_the_copy_goes_on(node: Node, points: Points, gate: Gate
 
 
 def test_on_deadline_abort_stops_the_copy_and_the_next_job_resumes_it(
-    node: Node, points: Points
+    node: Node, points: Points, gate: Gate
 ) -> None:
-    node.configure(deadline="300ms", on_deadline="abort", bandwidth="1M", threads=1)
+    node.configure(on_deadline="abort", threads=1)
     path = node.put("alice/image.sqsh", image())
     key = node.identity(path).key
-    ran = node.prolog(1, path)
+    points.at("chunk", gate, nth=3)
+    ran = node.prolog(1, path, clock=Until(lambda: points.count("chunk") >= 3))
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
+    gate.open()
     until(lambda: node.is_idle(key), "the stager's end")
     assert untouched(node, path, 1)
     assert node.entries() == set()
@@ -72,7 +85,7 @@ def test_on_deadline_abort_stops_the_copy_and_the_next_job_resumes_it(
 def test_on_deadline_abort_leaves_a_copy_alone_that_another_job_waits_for(
     node: Node, points: Points, gate: Gate
 ) -> None:
-    node.configure(deadline="300ms", on_deadline="abort")
+    node.configure(deadline="2s", on_deadline="abort")
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", gate, nth=None)
     patient = Beside(lambda: node.prolog(1, path, comment="stage-wait=5m"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import bring, copy, digest, events, evict, image, reserve, stager
-from forestage.bring import COARSE_TICK_NS, FINE_TICK_NS, Task
+from forestage import bring, copy, digest, events, evict, image, opened, reserve, stager
+from forestage.bring import Task
 from forestage.cache import Cache, Entry
 from forestage.chunks import Source
 from forestage.config import Peering
@@ -88,7 +89,7 @@ def test_an_entry_has_the_bytes_their_map_and_their_digest(task: Task) -> None:
     assert entry is not None
     assert cache.image(task.key).read_bytes() == CONTENT
     folder = cache.entry_dir(task.key)
-    assert sorted(os.listdir(folder)) == ["entry.json", "image", "map", "used"]
+    assert sorted(os.listdir(folder)) == ["boot", "entry.json", "image", "map", "used"]
     sums = (folder / "map").read_bytes()
     assert digest.split(sums) == [
         digest.of_chunk(CONTENT[at : at + CHUNK]) for at in range(0, len(CONTENT), CHUNK)
@@ -240,7 +241,7 @@ def test_the_open_file_is_looked_at_as_well_as_the_path(
 ) -> None:
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
     seen = image.Seen(task.image.path, task.node.config.sources, 0, task.image)
-    monkeypatch.setattr(image, "look", lambda *_: (seen, None))
+    monkeypatch.setattr(image, "glance", lambda *_: (seen, socket.socket()))
     bring._check_unchanged(task)
     change(source)
     with pytest.raises(Declined) as caught:
@@ -274,7 +275,8 @@ def claimed(task: Task, **changes: object) -> Part:
     task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
     reserve.reserve(task.part, len(CONTENT), CHUNK, set(range(3)))
     task.part.image.write_bytes(b"y" * len(CONTENT))
-    task.part.map.write_bytes(bytes(16) + b"\1" * 32)
+    whole, last = digest.of_chunk(b"y" * CHUNK), digest.of_chunk(b"y" * (len(CONTENT) - 2 * CHUNK))
+    task.part.map.write_bytes(digest.MISSING + whole + last)
     return task.part
 
 
@@ -388,27 +390,6 @@ def test_what_is_reserved_already_is_not_asked_for_again(
     assert asked == [len(CONTENT), 0]
 
 
-@pytest.mark.parametrize(
-    ("direct", "device", "opened"),
-    [
-        ("auto", 254, True),
-        # Major 0 is no disk of this node: a network file system, or a tmpfs.
-        ("auto", 0, False),
-        ("on", 0, True),
-        ("on", 254, True),
-        ("off", 254, False),
-    ],
-)
-def test_the_sources_page_cache_is_passed_where_that_is_a_gain(
-    task: Task, monkeypatch: pytest.MonkeyPatch, direct: str, device: int, opened: bool
-) -> None:
-    monkeypatch.setattr(os, "major", lambda _: device)
-    monkeypatch.setattr(image, "open_direct", lambda *_: 99)
-    config = msgspec.structs.replace(task.node.config, direct=direct)
-    found = bring.open_source(task.looked, config)
-    assert found == Source(task.looked.source, 99 if opened else None, len(CONTENT))
-
-
 def test_an_older_entry_of_the_key_is_replaced(
     task: Task, publish: Callable[[image.Image], Entry]
 ) -> None:
@@ -418,49 +399,16 @@ def test_an_older_entry_of_the_key_is_replaced(
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
-NOW = 1_700_000_000.0
-NOW_NS = 1_700_000_000 * SECOND
-
-
-@pytest.mark.parametrize(
-    ("mtime_ns", "ctime_ns", "seconds"),
-    [
-        # Full seconds only: the server's clock may tick in seconds.
-        (NOW_NS, NOW_NS, COARSE_TICK_NS / SECOND),
-        (NOW_NS - SECOND, NOW_NS - SECOND, 1.0),
-        (NOW_NS - 2 * SECOND, NOW_NS - 2 * SECOND, 0.0),
-        (0, NOW_NS - SECOND, 1.0),
-        # Fractions: a fine clock.
-        (NOW_NS - 5_000_000, NOW_NS - 5_000_000, (FINE_TICK_NS - 5_000_000) / SECOND),
-        (NOW_NS - FINE_TICK_NS - 1, 0, 0.0),
-        # Another machine's clock is ahead, or ours was set back by an hour.
-        (NOW_NS + 3600 * SECOND, NOW_NS, 0.0),
-        (NOW_NS, NOW_NS + 1, 0.0),
-    ],
-)
-def test_a_copy_starts_only_when_a_later_change_would_show(
-    task: Task, mtime_ns: int, ctime_ns: int, seconds: float
-) -> None:
-    identity = msgspec.structs.replace(task.image.identity, mtime_ns=mtime_ns, ctime_ns=ctime_ns)
-    wanted = msgspec.structs.replace(task.image, identity=identity)
-    assert bring.settling(wanted, NOW) == pytest.approx(seconds)
-
-
 def test_the_source_settles_before_it_is_opened_for_the_copy(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[object] = []
-    monkeypatch.setattr(bring, "settling", lambda wanted, now: 1.5)
+    monkeypatch.setattr(opened, "settling", lambda wanted, now: 1.5)
     monkeypatch.setattr(task.node.clock, "sleep", done.append)
-    monkeypatch.setattr(bring, "open_source", lambda *_: done.append("open"))
+    monkeypatch.setattr(opened, "open_source", lambda *_: done.append("open"))
     monkeypatch.setattr(bring, "_reserve", lambda *_: done.append("reserve"))
     bring.ready(task, bring.claim(task), [])
     assert done == [1.5, "open", "reserve"]
-
-
-def test_changed_is_never_our_failure(task: Task) -> None:
-    assert not isinstance(bring.changed(task), Failed)
-    assert isinstance(bring.changed(task), Declined)
 
 
 class Lending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import threading
 import time
@@ -302,6 +303,24 @@ def test_an_io_error_that_passes_is_tried_again(
     assert len(naps) == READ_TRIES - 1
 
 
+def test_io_errors_now_and_then_are_tried_again_as_long_as_bytes_come(
+    pair: Pair, monkeypatch: Patch, naps: list[float]
+) -> None:
+    data = pair.random(CHUNK)
+    pair.reserve()
+    reads = itertools.count()
+
+    def now_and_then(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if next(reads) % 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, [buffers[0][:BLOCK]], start, flags)
+
+    reading(monkeypatch, now_and_then)
+    pair.copy(QUIET)
+    assert pair.copied == data
+    assert len(naps) >= READ_TRIES
+
+
 def test_an_io_error_that_stays_is_raised_and_the_chunk_is_not_in(
     pair: Pair, monkeypatch: Patch, naps: list[float]
 ) -> None:
@@ -403,7 +422,12 @@ def test_a_copy_in_the_kernel_that_stops_short_goes_on(pair: Pair, monkeypatch: 
     assert pair.copied == data
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+REFUSALS = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+# Of a sandbox, of CIFS, of a server that squashes root, of a swap file: so cp(1) has met them.
+REFUSALS += (errno.EPERM, errno.ENOENT, errno.EACCES, errno.ETXTBSY)
+
+
+@pytest.mark.parametrize("number", REFUSALS)
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_where_the_kernel_cannot_copy_the_bytes_are_read_and_it_is_not_asked_again(
     pair: Pair, monkeypatch: Patch, number: int, after: int
@@ -422,13 +446,16 @@ def test_where_the_kernel_cannot_copy_the_bytes_are_read_and_it_is_not_asked_aga
     assert pair.part.digests() == digest.UNKNOWN * 5
 
 
-def test_an_error_of_the_kernels_copy_is_an_error(pair: Pair, monkeypatch: Patch) -> None:
+def test_an_error_of_the_kernels_copy_that_writing_has_too_is_an_error(
+    pair: Pair, monkeypatch: Patch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     pair.random(CHUNK)
     pair.reserve()
     in_kernel(monkeypatch, full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space left"):
         pair.copy(NO_DIGEST)
     assert pair.part.digests() == bytes(16)

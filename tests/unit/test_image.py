@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import signal
 import stat
@@ -21,7 +20,6 @@ from forestage.image import (
     Access,
     Identity,
     Image,
-    Look,
     Seen,
     declined_by,
     is_below,
@@ -266,41 +264,6 @@ def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) ->
     _, source = image.look(str(shared / "a"), nobody, [str(shared)], [], 10)
     assert source is not None
     os.close(source)
-
-
-def test_a_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
-    shared: Path, look: Callable[[Path], Look]
-) -> None:
-    (shared / "a").write_bytes(b"12345")
-    looked = look(shared / "a")
-    (shared / "a").rename(shared / "old")
-    (shared / "a").write_bytes(b"other")
-    direct = image.open_direct(looked, 10)
-    assert direct is not None
-    assert os.path.sameopenfile(direct, looked.source)
-    flags = fcntl.fcntl(direct, fcntl.F_GETFL)
-    assert flags & os.O_DIRECT
-    assert flags & os.O_ACCMODE == os.O_RDONLY
-    os.close(direct)
-    looked.close()
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ESTALE])
-def test_a_source_that_cannot_be_read_past_the_cache_is_read_through_it(
-    shared: Path, look: Callable[[Path], Look], monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    (shared / "a").write_bytes(b"12345")
-    looked = look(shared / "a")
-    opens = os.open
-
-    def refusing(path: str, flags: int, *mode: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(number, os.strerror(number))
-        return opens(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refusing)
-    assert image.open_direct(looked, 10) is None
-    looked.close()
 
 
 def test_a_look_at_a_file_system_that_hangs_comes_back(

@@ -126,3 +126,29 @@ def test_any_path_survives_the_file(path: str) -> None:
 
 def test_a_lease_file_is_named_after_its_job(tmp_path: Path) -> None:
     assert Leases(tmp_path).file(7) == tmp_path / "7.json"
+
+
+def test_a_lease_that_a_hook_goes_on_with_has_another_mark(leases: Leases) -> None:
+    """By that a sweep knows that its question to Slurm is out of date."""
+    assert leases.mark(1) is None
+    leases.write(lease(1))
+    written = leases.mark(1)
+    assert leases.mark(1) == written
+    leases.write(lease(1))
+    again = leases.mark(1)
+    assert again != written
+    for _ in range(1000):  # the kernel's clock ticks in milliseconds
+        leases.confirm(1)
+        if leases.mark(1) != again:
+            return
+    pytest.fail("it was not confirmed")
+
+
+def test_the_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> None:
+    assert leases.jobs() == ()
+    for job in (12, 3):
+        leases.write(lease(job))
+    leases.file(3).write_bytes(b"{")
+    for name in (".4.json.x7z", "x.json", "5.txt", "²2.json"):
+        (leases.directory / name).touch()
+    assert leases.jobs() == (3, 12)

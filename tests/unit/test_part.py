@@ -139,6 +139,7 @@ def test_a_copy_never_goes_on_with_another_files_beginning(
         other = Image(make_image().identity, Access(0, 0, 0o600))
     else:
         other = make_image(**{field: "/lustre/b" if field == "path" else 9})
+    part.image.write_bytes(bytes(other.size))
     assert not part.resumable(owner(other))
 
 

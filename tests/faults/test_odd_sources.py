@@ -1,0 +1,298 @@
+"""Root-squashed and odd file systems: the right bytes with their rights, or the original path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from far import Far
+from fault import CHUNKS, Beside, Points, image, served
+
+from forestage import mounts, opened, redirect, stager
+from node import ALICE, BOB, Later, Node, Ran, read_as, until
+
+CLOSED = "closed/image.sqsh"  # none but its owner gets there
+
+
+def beside(run: Callable[[], Ran]) -> Ran:
+    """Runs a hook in a process of its own: one that hangs must not take the test along."""
+    return Beside(run).ran()
+
+
+def put(far: Far, data: bytes | None = None) -> Path:
+    """An image that nobody but alice may reach or read."""
+    folder = far.folder / Path(CLOSED).parent
+    folder.mkdir(mode=0o700)
+    os.chown(folder, ALICE.uid, ALICE.gid)
+    path = far.put(CLOSED, image() if data is None else data)
+    (far.folder / CLOSED).chmod(0o640)
+    return path
+
+
+def is_alices(path: Path, data: bytes) -> bool:
+    """Whether she has the bytes and the rights that she gave it, and nobody else anything."""
+    argv = ["stat", "--format=%u %g %a", str(path)]
+    told = subprocess.run(argv, user=ALICE.uid, capture_output=True, text=True, check=True).stdout
+    return (
+        told.split() == [str(ALICE.uid), str(ALICE.gid), "640"]
+        and read_as(ALICE, path) == data
+        and read_as(BOB, path) is None
+    )
+
+
+def redirected(node: Node) -> list[str]:
+    """Where the node shows an entry, none of a copy being left. Root may not look at the path."""
+    assert node.parts() == []
+    assert set(node.binds().values()) == node.entries()
+    return list(node.binds())
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ({"short": 5000}, {}),
+        pytest.param({"short": 5000}, {"direct": "on"}, marks=pytest.mark.long),
+        ({"short": 5000}, {"digest": False}),
+        ({"eintr": 2}, {}),
+        ({"squash": 1}, {}),
+        pytest.param({"squash": 1}, {"direct": "on"}, marks=pytest.mark.long),
+        ({"squash": 1, "short": 60_000, "eintr": 3}, {"digest": False}),
+        pytest.param({"stalls": 5000}, {}, marks=pytest.mark.long),
+        ({"seconds": 1}, {}),
+    ],
+    ids=str,
+)
+def test_an_odd_source_is_copied_to_the_last_byte_with_its_rights(
+    node: Node,
+    far: Far,
+    monkeypatch: pytest.MonkeyPatch,
+    words: dict[str, int],
+    keys: dict[str, object],
+) -> None:
+    monkeypatch.setattr(opened, "COARSE_TICK_NS", 1)  # that it is waited for is shown below
+    node.configure(on_error="drain", **keys)
+    path = put(far)
+    far.told(**words)
+    ran = beside(lambda: node.prolog(1, path))
+    assert (ran.code, *ran.said) == (0, "copied", "")
+    assert redirected(node) == [str(path)]
+    assert is_alices(path, image())
+    assert beside(lambda: node.epilog(1)).code == 0
+    assert node.binds() == {}
+    assert is_alices(path, image())
+    assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "keys", "reason", "told"),
+    [
+        ({"inodes": 1}, {}, "changed", "only its inode number is another"),
+        ({"longer": 5000}, {}, "changed", "ends before its size says so"),
+        ({"squash": 2}, {}, "source-error", "Permission denied"),
+        # rsync opens the source anew, as root.
+        ({"squash": 1}, {"engine": "rsync"}, "source-error", "Permission denied"),
+        ({"eintr": 1}, {"deadline": "300ms"}, "deadline", "are here"),
+        ({"delay": 100}, {"deadline": "300ms"}, "source-hangs", "does not answer"),
+    ],
+    ids=str,
+)
+def test_a_source_that_cannot_be_copied_is_left_alone_and_it_is_said_why(
+    node: Node, far: Far, words: dict[str, int], keys: dict[str, object], reason: str, told: str
+) -> None:
+    node.configure(on_error="drain", **keys)
+    path = put(far)
+    far.told(**words)
+    ran = beside(lambda: node.prolog(1, path))
+    assert (ran.code, *ran.said) == (0, "declined", reason)
+    assert told in ran.outcome.detail
+    assert node.lease(1) is None
+    assert beside(lambda: node.epilog(1)).code == 0
+    assert node.entries() == set()
+    assert node.parts() == [] or reason == "deadline"
+    far.answer()
+    assert node.binds() == {}
+    assert is_alices(path, image())
+
+
+def test_what_has_a_new_inode_number_at_each_look_is_not_read_in_vain(node: Node, far: Far) -> None:
+    path = put(far)
+    far.told(inodes=1)
+    assert node.prolog(1, path).said == ("declined", "changed")
+    assert far.calls()["read"] == 0
+
+
+MOMENTS: list[tuple[str, dict[str, object]]] = [
+    *((point, {}) for point in ("claimed", "reserved", "copied", "checked")),
+    *((point, {"engine": "rsync"}) for point in ("reserved", "copied")),
+]
+
+
+@pytest.mark.parametrize(("point", "keys"), MOMENTS, ids=str)
+def test_a_source_that_dies_at_any_moment_is_no_fault_of_the_node(
+    node: Node, far: Far, points: Points, point: str, keys: dict[str, object]
+) -> None:
+    node.configure(on_error="drain", **keys)
+    path = put(far)
+    points.at(point, far.die)
+    ran = beside(lambda: node.prolog(1, path))
+    assert (ran.code, *ran.said) == (0, "declined", "source-error")
+    assert f"{path} cannot be" in ran.outcome.detail
+    assert beside(lambda: node.epilog(1)).code == 0
+    assert node.binds() == {}
+    assert node.lease(1) is None
+
+
+def test_a_users_own_file_system_that_lets_no_root_in_is_left_alone(
+    node: Node, farfs: Path
+) -> None:
+    node.configure(on_error="drain")
+    program = node.places.root / "farfs"  # where alice can start it
+    shutil.copy(farfs, program)
+    device = node.places.root / "fuse"  # she may open this one
+    os.mknod(device, 0o600 | stat.S_IFCHR, os.stat("/dev/fuse").st_rdev)
+    device.chmod(0o666)
+    mounts.mount(str(device), "/dev/fuse", mounts.MS_BIND)
+    own = Far(program, node, node.places.root / "control", "own", ALICE, "default_permissions")
+    try:
+        path = own.put("image.sqsh", image())
+        ran = beside(lambda: node.prolog(1, path))
+        assert (ran.code, *ran.said) == (0, "declined", "no-permission")
+        assert read_as(ALICE, path) == image()
+        assert beside(lambda: node.epilog(1)).code == 0
+        assert (node.binds(), node.lease(1), node.entries(), node.parts()) == ({}, None, set(), [])
+    finally:
+        own.end()
+
+
+def test_one_dead_source_of_several_is_in_no_other_jobs_way(node: Node, far: Far) -> None:
+    path, elsewhere = node.put("alice/image.sqsh"), node.put("bob/image.sqsh")
+    (node.server / "link").symlink_to(node.shared / "alice")
+    sources = [str(far.point), str(node.shared / "link")]
+    node.configure(sources=sources, deadline="20s", on_error="drain")
+    far.hang()
+    ran = beside(lambda: node.prolog(1, path))
+    assert (ran.code, *ran.said) == (0, "copied", "")
+    ran = beside(lambda: node.prolog(2, elsewhere))
+    assert (ran.code, *ran.said) == (0, "declined", "outside-sources")
+    node.configure(sources=[str(far.point), str(node.shared / "alice")], deadline="20s")
+    assert beside(lambda: node.prolog(3, path)).said == ("hit", "")
+
+
+# The node's clock is right, or behind the file server's, or ahead of it.
+CLOCKS = [-5.0, *(pytest.param(ahead, marks=pytest.mark.long) for ahead in (0.0, 5.0))]
+
+
+@pytest.mark.parametrize("ahead", CLOCKS)
+def test_a_change_within_one_tick_of_the_servers_clock_is_not_missed(
+    node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    # A full tick of this server is one second, and half of it would not do.
+    monkeypatch.setattr(opened, "COARSE_TICK_NS", 1_050_000_000)
+    far.told(seconds=1)
+    until(lambda: time.time() % 1 < 0.2, "a second to begin")
+    path = put(far)
+
+    def rewrite() -> None:
+        with (far.folder / CLOSED).open("r+b") as file:
+            file.write(image(2))
+
+    points.at("copied", rewrite)
+    assert node.prolog(1, path, clock=Later(ahead)).said == ("copied", "")
+    assert points.count("copied") == 2
+    assert served(node, path, image(2))
+
+
+def asked_for(far: Far, work: Callable[[], object]) -> int:
+    """How often the file server was called meanwhile, for other things than bytes."""
+    before = far.calls()
+    work()
+    return sum((far.calls() - before).values()) - (far.calls() - before)["read"]
+
+
+def test_a_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: Far) -> None:
+    """Each call may take a second. Walking to the file is four of them, two for each folder."""
+    node.configure(sources=[str(far.point), "/mnt/other"])
+    path = put(far)
+    assert asked_for(far, lambda: node.prolog(0, "/etc/passwd")) == 0
+    assert asked_for(far, lambda: node.prolog(1, path)) <= 42
+    assert asked_for(far, lambda: node.prolog(2, path)) <= 26
+    assert asked_for(far, lambda: node.epilog(2)) == 0
+    assert asked_for(far, lambda: node.epilog(1)) <= 4
+    assert asked_for(far, lambda: node.prolog(3, path)) <= 16
+
+
+@pytest.mark.long
+def test_a_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(node: Node, far: Far) -> None:
+    node.configure(deadline="12s", on_error="drain")
+    path = put(far)
+    far.told(delay=1000)
+    ran = beside(lambda: node.prolog(1, path))
+    assert (ran.code, ran.outcome.result) == (0, "declined")
+    assert ran.outcome.wait < 20
+    assert node.lease(1) is None
+    until(node.entries, "the copy to go on and publish")
+    far.answer()
+    assert node.prolog(2, path).said == ("hit", "")
+    assert is_alices(path, image())
+
+
+def test_a_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
+    node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager, "HANGS", 0.5)
+    node.configure(max_copies=1, threads=1, deadline="500ms")
+    path, other = put(far), node.put("alice/image.sqsh")
+    points.at("chunk", lambda: far.reads_wait(-1), nth=2)
+    assert beside(lambda: node.prolog(1, path)).said == ("declined", "deadline")
+    (part,) = node.parts()
+    owner = part.owner()
+    assert owner is not None
+    # It gives its place away, though it lives.
+    node.configure(max_copies=1, threads=1)
+    assert beside(lambda: node.prolog(2, other)).said == ("copied", "")
+    assert not node.is_idle(part.directory.name)
+    # It may die only when the server answers, and then it does.
+    os.kill(owner.pid, signal.SIGKILL)
+    far.answer()
+    until(lambda: node.is_idle(part.directory.name), "the killed stager's end")
+    points.calm()
+    before = points.count("chunk")
+    assert beside(lambda: node.prolog(3, path)).said == ("copied", "")
+    assert points.count("chunk") - before == CHUNKS - 2
+    assert served(node, path, image())
+    assert is_alices(path, image())
+
+
+@pytest.mark.parametrize("harm", [Far.die, Far.hang], ids=["dead", "hangs"])
+def test_a_redirect_on_a_dead_source_keeps_no_other_from_going(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Far], None]
+) -> None:
+    monkeypatch.setattr(redirect, "TAKE_OFF_TIMEOUT", 0.5)
+    node.configure(on_error="drain")
+    before, after = node.put("alice/before.sqsh"), node.put("alice/after.sqsh")
+    paths = [before, far.put("one.sqsh", image()), far.put("two.sqsh", image(2)), after]
+    for job, path in enumerate(paths, 1):
+        assert node.prolog(job, path).said == ("copied", "")
+    for job in (1, 2, 3):
+        node.leases.drop(job)  # as if their Epilogs had been killed
+    harm(far)
+
+    ran = beside(lambda: node.epilog(4))
+
+    assert (ran.code, ran.outcome.result, ran.outcome.released) == (0, "released", 2)
+    assert ran.outcome.reason == "redirect"
+    assert f"still redirected: {paths[2]} (" in ran.outcome.detail
+    assert set(node.binds()) == {str(path) for path in paths[1:3]}
+    # The next Epilog of any job does the rest, once the file system answers or was unmounted.
+    assert node.prolog(5, before).said == ("hit", "")
+    far.end()
+    mounts.umount(str(far.point))
+    assert beside(lambda: node.epilog(5)).said == ("released", "")
+    assert node.binds() == {}

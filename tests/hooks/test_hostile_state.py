@@ -1,0 +1,380 @@
+"""Whatever lies under the name of a file of ours: at most a miss, and nobody else's loss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from forestage import counters, events, image, reserve
+from forestage.cache import Cache, Entry
+from forestage.clock import Clock
+from forestage.hooks import Hook
+from forestage.image import Image
+from forestage.part import Owner, boot_id
+from node import ALICE, BOB, Node, content, read_as
+
+CHUNK = 1 << 20
+PATIENCE = 60  # seconds; a FIFO would hold a hook up for ever
+
+Damage = Callable[[Path, Path], None]
+
+
+def _gone(path: Path, victim: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _replaced(make: Damage) -> Damage:
+    def damage(path: Path, victim: Path) -> None:
+        _gone(path, victim)
+        make(path, victim)
+
+    damage.__name__ = make.__name__
+    return damage
+
+
+def _written(name: str, data: bytes) -> Damage:
+    def damage(path: Path, victim: Path) -> None:
+        path.write_bytes(data)
+
+    damage.__name__ = name
+    return _replaced(damage)
+
+
+@_replaced
+def _huge(path: Path, victim: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@_replaced
+def _directory(path: Path, victim: Path) -> None:
+    path.mkdir()
+
+
+@_replaced
+def _full_directory(path: Path, victim: Path) -> None:
+    (path / "image").mkdir(parents=True)
+    (path / "owner.json").write_text("{")
+
+
+@_replaced
+def _link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+@_replaced
+def _link_to_a_directory(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.parent)
+
+
+@_replaced
+def _dangling_link(path: Path, victim: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@_replaced
+def _link_loop(path: Path, victim: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@_replaced
+def _fifo(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+@_replaced
+def _socket(path: Path, victim: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+DAMAGES: list[Damage] = [
+    _gone,
+    _written("_empty", b""),
+    _written("_cut", b'{"job": 1, "user": {"na'),
+    _written("_binary", b"\xff\xfe\0" * 100),
+    _written("_other_json", b"[]"),
+    _written("_newer", b'{"version": 7, "key": {"sha512": "x"}, "job": {"id": 7}}'),
+    _written("_deep", b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+    _written("_nonsense", b'{"job": -1e400, "pid": 0, "chunk": 0}'),
+    _huge,
+    _directory,
+    _full_directory,
+    _link,
+    _link_to_a_directory,
+    _dangling_link,
+    _link_loop,
+    _fifo,
+    _socket,
+]
+
+FEW = {"_cut", "_full_directory", "_link", "_fifo"}
+
+
+def each(damages: list[Damage]) -> pytest.MarkDecorator:
+    """All of them, though only a few in `./test` without `--all`."""
+    marked = [
+        pytest.param(
+            damage,
+            id=damage.__name__[1:],
+            marks=[] if damage.__name__ in FEW else [pytest.mark.long],
+        )
+        for damage in damages
+    ]
+    return pytest.mark.parametrize("damage", marked)
+
+
+IN_ENTRY = ("entry.json", "image", "map", "used", "")  # the last is the entry itself
+IN_PART = ("owner.json", "image", "map", "spare", "peers", "")
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"a hook hangs at {frame}")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(PATIENCE)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def put(node: Node, name: str) -> Image:
+    """An image on the shared file system, as a look sees it."""
+    path = node.put(f"alice/{name}", content(sum(name.encode())))
+    seen, source = image.look(str(path), ALICE, [str(node.shared)], [], 10.0)
+    assert source is not None
+    os.close(source)
+    return image.judge(seen, None)
+
+
+def publish(node: Node, name: str) -> Image:
+    """The same with a copy in the cache."""
+    wanted = put(node, name)
+    part = begin(node, wanted)
+    shutil.copyfile(wanted.path, part / "image")
+    os.chown(part / "image", ALICE.uid, ALICE.gid)
+    (part / "image").chmod(wanted.access.mode)
+    node.cache.publish(
+        Entry(wanted.key, wanted.identity, wanted.access, created=1.0, engine="chunks", chunk=CHUNK)
+    )
+    return wanted
+
+
+def begin(node: Node, wanted: Image) -> Path:
+    """A part of it that could be resumed: its owner has died just now."""
+    part = node.cache.part(wanted.key)
+    part.write_owner(Owner(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
+    reserve.reserve(part, wanted.size, CHUNK, {0})
+    part.note_peers(5)
+    return part.directory
+
+
+@pytest.fixture
+def victim(node: Node) -> Iterator[Path]:
+    """Bob's own file, to which links lead; nothing we do may change or show it."""
+    victim = node.server / node.put("bob/secret", content(77), BOB, 0o600).relative_to(node.shared)
+    before = victim.stat()
+    yield victim
+    after = victim.stat()
+    assert victim.read_bytes() == content(77)
+    for fact in ("st_uid", "st_gid", "st_mode", "st_mtime_ns", "st_ctime_ns", "st_nlink"):
+        assert getattr(after, fact) == getattr(before, fact), fact
+
+
+def shows(node: Node, wanted: Image) -> bool:
+    return Path(wanted.path).read_bytes() == content(sum(Path(wanted.path).name.encode()))
+
+
+@each(DAMAGES)
+def test_a_damaged_cache_costs_a_miss_and_no_other_entry(
+    node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One entry, or one part, for each of its files; all of them damaged in the same way."""
+    node.configure(on_error="drain")
+    node.cache.prepare(require_mount=True)
+    well = publish(node, "well")
+    entries = [publish(node, f"entry-{file}") for file in IN_ENTRY]
+    parts = [put(node, f"part-{file}") for file in IN_PART]
+    for wanted in parts:
+        begin(node, wanted)
+    for wanted, file in zip(entries, IN_ENTRY, strict=True):
+        damage(node.cache.entry_dir(wanted.key) / file, victim)
+    for wanted, file in zip(parts, IN_PART, strict=True):
+        damage(node.cache.part_dir(wanted.key) / file, victim)
+    for directory in (node.cache.entries, node.cache.parts, node.cache.evicted):
+        damage(directory / "stray", victim)
+        damage(directory / f"{well.key}.0", victim)
+
+    asked = [well, *entries, *parts]
+    ran = node.prolog(1, comment="stage=" + ",".join(wanted.path for wanted in asked))
+
+    # Neither job nor node pay for it.
+    assert ran.code == 0
+    assert ran.outcomes[0].result == "hit"
+    assert {outcome.result for outcome in ran.outcomes} <= {"hit", "copied"}, ran.outcomes
+    assert all(shows(node, wanted) for wanted in asked)
+    assert all(read_as(ALICE, Path(wanted.path)) is not None for wanted in asked[-2:])
+    epilog = node.epilog(1)
+    assert (epilog.code, *epilog.said) == (0, "released", "")
+    assert node.binds() == {}
+    # The next job finds all of it healed.
+    again = node.prolog(2, comment="stage=" + ",".join(wanted.path for wanted in asked))
+    assert {outcome.result for outcome in again.outcomes} == {"hit"}
+    node.epilog(2)
+    assert list(node.cache.evicted.iterdir()) == []
+    assert all(line.isprintable() for line in capfd.readouterr().err.splitlines())
+
+
+@each(DAMAGES)
+def test_what_lies_in_the_cache_by_a_wrong_name_is_evicted_first(
+    node: Node, victim: Path, damage: Damage
+) -> None:
+    node.cache.prepare(require_mount=True)
+    well = publish(node, "well")
+    damage(node.cache.entries / "stray", victim)
+    damage(node.cache.entry_dir(publish(node, "spoilt").key) / "entry.json", victim)
+    # As much as `well` takes, and what the journal of a directory may: the rest has to go.
+    node.configure(max_size=well.size * 3 // 2, low_watermark="100%")
+    held = node.prolog(1, well.path)
+    assert held.said == ("hit", "")
+    node.epilog(1)
+    assert node.entries() == {well.key}
+
+
+@each(DAMAGES[1:])
+def test_a_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
+    node: Node, victim: Path, damage: Damage
+) -> None:
+    held, other = put(node, "held"), put(node, "other")
+    assert node.prolog(1, held.path).code == 0
+    damage(node.leases.file(1), victim)
+
+    ran = node.prolog(2, other.path)
+    assert (ran.code, *ran.said) == (0, "copied", "")
+    assert shows(node, other)
+    # It may protect anything; the reason and what to do are told.
+    epilog = node.epilog(2)
+    assert epilog.code == 0
+    assert node.lease(2) is None
+    assert other.path not in node.binds()
+    assert held.key in node.entries()
+    node.configure(max_size=1)
+    told = node.epilog(2).outcome
+    assert (told.result, told.reason) == ("failed", "lease-damaged")
+    assert str(node.leases.file(1)) in told.detail
+    assert "remove it if the job is gone" in told.detail
+    assert held.key in node.entries()
+    # Its own job takes it away, unread.
+    node.configure()
+    own = node.epilog(1)
+    assert (own.code, *own.said) == (0, "released", "")
+    assert not os.path.lexists(node.leases.file(1))
+    assert node.binds() == {}
+
+
+@each(DAMAGES[1:])
+def test_a_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original(
+    node: Node, victim: Path, damage: Damage
+) -> None:
+    wanted = put(node, "image")
+    node.prolog(1, wanted.path)
+    damage(node.leases.file(1), victim)
+    ran = node.prolog(1, wanted.path)
+    assert (ran.code, *ran.said) == (0, "failed", "lease-damaged")
+    assert shows(node, wanted)
+    assert node.epilog(1).code == 0
+    assert node.prolog(1, wanted.path).said == ("hit", "")
+
+
+@each(DAMAGES[1:])
+def test_a_cache_whose_format_cannot_be_read_is_left_alone(
+    node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node.cache.prepare(require_mount=True)
+    well = publish(node, "well")
+    damage(node.cache.root / "format", victim)
+    ran = node.prolog(1, well.path)
+    assert (ran.code, *ran.said) == (0, "failed", "cache-format")
+    assert str(node.cache.root) in ran.outcome.detail
+    assert len(capfd.readouterr().err) < 1000
+    assert node.entries() == {well.key}
+    assert shows(node, well)
+    assert (node.epilog(1).code, node.binds()) == (0, {})
+
+
+@pytest.mark.parametrize("name", ["entries", "parts", "evicted", "locks"])
+def test_a_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str) -> None:
+    node.cache.prepare(require_mount=True)
+    wanted = publish(node, "image")
+    shutil.rmtree(node.cache.root / name)
+    ran = node.prolog(1, wanted.path)
+    assert ran.said == (("copied" if name == "entries" else "hit"), "")
+    assert node.epilog(1).said == ("released", "")
+
+
+@each(DAMAGES[1:])
+def test_what_only_people_read_is_in_no_jobs_way(node: Node, victim: Path, damage: Damage) -> None:
+    """Events, CACHEDIR.TAG, peer.json, and what a killed hook left where redirects are made."""
+    node.cache.prepare(require_mount=True)
+    node.places.redirects.mkdir(parents=True)
+    node.places.events.parent.mkdir(parents=True)
+    for spoilt in (
+        node.cache.root / "CACHEDIR.TAG",
+        node.places.peer,
+        node.places.redirects / "leftover",
+    ):
+        damage(spoilt, victim)
+    wanted = put(node, "image")
+    assert node.prolog(1, wanted.path).said == ("copied", "")
+    assert node.epilog(1).said == ("released", "")
+    assert node.binds() == {}
+    assert counters.read(node.places.peer) is None
+    damage(node.places.events, victim)
+    # Without `Node`, which would read the events.
+    prolog = Hook("prolog", node.environ(2, wanted.path), time.monotonic())
+    assert prolog.run(node.places, Clock()) == 0
+    assert node.shows_entry(Path(wanted.path), wanted.key)
+    assert Hook("epilog", node.environ(2), time.monotonic()).run(node.places, Clock()) == 0
+    assert node.binds() == {}
+
+
+def test_a_line_of_brackets_hides_no_event(node: Node) -> None:
+    wanted = put(node, "image")
+    node.prolog(1, wanted.path)
+    with node.places.events.open("ab") as file:
+        file.write(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n" + b"[" * 9000)
+    node.epilog(1)
+    assert [event.hook for event in events.read(node.places.events)][-1] == "epilog"
+
+
+@pytest.mark.parametrize("who", ["theirs", "ours"])
+def test_a_cache_below_a_directory_that_others_can_change_is_not_used(node: Node, who: str) -> None:
+    """Whoever renames the cache away can have root write into a directory of his own."""
+    scratch = node.nvme / "scratch"
+    scratch.mkdir()
+    if who == "theirs":
+        os.chown(scratch, BOB.uid, BOB.gid)
+    else:
+        scratch.chmod(0o777)
+    node.configure(cache="/mnt/nvme/scratch/forestage")
+    node.cache = Cache(scratch / "forestage")
+    wanted = put(node, "image")
+    ran = node.prolog(1, wanted.path)
+    assert (ran.code, *ran.said) == (0, "failed", "cache-not-ours")
+    assert str(scratch) in ran.outcome.detail
+    scratch.chmod(0o1777)
+    os.chown(scratch, 0, 0)
+    assert node.prolog(1, wanted.path).said == ("copied", "")

@@ -1,0 +1,362 @@
+"""What a job's owner may try: names, links, renames, ACLs, namespaces. He never gets more than his.
+
+Kept elsewhere: odd requests and comments (test_refused.py, slurm/test_bad_input.py), rights and
+ACLs that change (test_rights.py), a change at a bad moment (test_race.py, faults/), a step's own
+tricks (slurm/test_step_hostile.py), other nodes (test_peer_hostile.py).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forestage import asuser, redirect, stage
+from forestage.job import User
+from forestage.lease import Lease, Leases, Use
+from node import ALICE, BOB, Node, content, read_as
+
+NAMES = [
+    "..hidden",
+    "a%2Fb",
+    "100%",
+    "a b",
+    "ünïcode",
+    "‮hsqs.a",  # from right to left
+    "image (deleted)",
+    "back\\slash",
+    '"quoted" key=forged',
+    "semi;colon",
+    "$(id)`id`",
+    "-rf",
+    "'",
+    "new\nline",
+    "\x1b[2Jescape",
+    "x" * 255,
+]
+
+
+def encoded(path: str) -> str:
+    return "".join(f"%{byte:02x}" for byte in os.fsencode(path))
+
+
+def test_any_name_of_a_file_is_staged_shown_and_released(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Through links, since a path with control characters is asked for by no job of ours."""
+    paths = [node.put(f"alice/{name}", content(n)) for n, name in enumerate(NAMES)]
+    for n, path in enumerate(paths):
+        (node.server / f"alice/{n}").symlink_to(path.name)
+    asked = ",".join(encoded(f"{node.shared}/alice/{n}") for n in range(len(NAMES)))
+
+    ran = node.prolog(1, comment=f"stage={asked}")
+
+    assert [(o.result, o.redirect) for o in ran.outcomes] == [("copied", "laid")] * len(NAMES)
+    assert [path.read_bytes() for path in paths] == [content(n) for n in range(len(NAMES))]
+    assert set(node.binds()) == set(map(str, paths))
+    assert node.epilog(1).outcome.released == len(NAMES)
+    assert node.binds() == {}
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
+    assert "key=forged" not in lines[0].replace('key=forged"', "")
+
+
+SAVES = ["\udcff", "a\nb", "x" * 300, "x" * 5000, "/" * 100_000, "../" * 3000, "%00", "/proc/1/mem"]
+
+
+@pytest.mark.parametrize("saves", SAVES, ids=range(len(SAVES)))
+def test_a_place_to_save_to_that_makes_no_sense_is_the_users_own_business(
+    node: Node, saves: str
+) -> None:
+    node.configure(on_error="drain")
+    ran = node.prolog(1, node.put("alice/image.sqsh"), saves=saves)
+    assert (ran.code, ran.outcome.result) == (0, "copied")
+    assert (node.epilog(1).code, node.binds()) == (0, {})
+
+
+@pytest.mark.parametrize("user", [ALICE, BOB])
+def test_an_acl_that_denies_is_mirrored_and_denies_the_copy_as_well(
+    node: Node, user: object
+) -> None:
+    path = node.put("alice/image.sqsh", mode=0o644)
+    source = node.server / "alice/image.sqsh"
+    subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:-", source], check=True)
+    assert node.prolog(1, path).outcome.result == "copied"
+    assert read_as(ALICE, path) == content()
+    assert read_as(BOB, path) is None
+    ran = node.prolog(2, path, user=user)  # type: ignore[arg-type]
+    expected = ("hit", "") if user is ALICE else ("declined", "no-permission")
+    assert (ran.code, *ran.said) == (0, *expected)
+    assert read_as(BOB, path) is None
+
+
+def test_a_hard_link_lends_no_rights_that_the_file_has_lost(node: Node) -> None:
+    path = node.put("alice/image.sqsh", mode=0o644)
+    node.put("bob/own.sqsh", content(2), BOB)
+    os.link(node.server / "alice/image.sqsh", node.server / "bob/link.sqsh")
+    link = node.shared / "bob/link.sqsh"
+    assert node.prolog(1, path).outcome.result == "copied"
+    assert node.prolog(2, link, user=BOB).outcome.result == "copied"
+    assert len(node.entries()) == 2
+    (node.server / "alice/image.sqsh").chmod(0o600)
+    for asked in (link, path):
+        assert node.prolog(3, asked, user=BOB).said == ("declined", "no-permission")
+        assert read_as(BOB, asked) is None
+    assert node.prolog(4, path).outcome.result == "copied"
+    assert read_as(BOB, path) is None
+    assert read_as(ALICE, path) == content()
+
+
+def test_a_path_that_the_user_may_no_longer_walk_is_not_redirected(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root could: so the target is opened as the user as well."""
+    path = node.put("alice/sub/image.sqsh")
+    lay = redirect.lay
+
+    def closed(*args: object) -> object:
+        os.chown(node.server / "alice/sub", BOB.uid, BOB.gid)
+        (node.server / "alice/sub").chmod(0o700)
+        return lay(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(redirect, "lay", closed)
+    assert node.prolog(1, path).said == ("declined", "no-permission")
+    assert node.binds() == {}
+
+
+def test_what_is_mounted_over_is_the_open_file_and_not_what_the_path_became(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Swapped in the last moment: after the file was opened and compared, before the mount."""
+    path = node.put("alice/sub/image.sqsh")
+    victim = node.put("bob/sub/image.sqsh", content(2), user=BOB)
+    write = Leases.write
+
+    def swapping(leases: Leases, lease: Lease) -> None:
+        write(leases, lease)
+        if any(use.path for use in lease.uses):
+            (node.server / "alice/sub").rename(node.server / "alice/old")
+            (node.server / "alice/sub").symlink_to(victim.parent)
+
+    monkeypatch.setattr(Leases, "write", swapping)
+    assert node.prolog(1, path).outcome.result == "copied"
+    assert victim.read_bytes() == content(2)
+    assert set(node.binds()) == {str(node.shared / "alice/old/image.sqsh")}
+    monkeypatch.undo()
+    node.epilog(1)
+    assert node.binds() == {}
+
+
+@pytest.mark.parametrize("put", ["nothing", "a file", "a link"])
+def test_a_redirect_that_is_moved_while_it_is_taken_off_is_followed(
+    node: Node, monkeypatch: pytest.MonkeyPatch, put: str
+) -> None:
+    """Whoever renames at the right moment would else keep it, and its old bytes, for later jobs."""
+    path = node.put("alice/sub/image.sqsh")
+    node.prolog(1, path)
+    reach = asuser.reach
+
+    def moved(point: str, user: User) -> int:
+        if point == str(path):
+            (node.server / "alice/sub").rename(node.server / "alice/away")
+            if put == "a file":
+                node.put("alice/sub/image.sqsh", content(2))
+            elif put == "a link":
+                (node.server / "alice/sub").symlink_to("sub")
+        return reach(point, user)
+
+    monkeypatch.setattr(asuser, "reach", moved)
+    assert node.epilog(1).said == ("released", "")
+    assert node.binds() == {}
+
+
+def test_a_copy_that_this_user_cannot_read_is_not_laid(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may grant what no mode shows; then the copy must not be in his way."""
+    path = node.put("alice/image.sqsh", mode=0o644)
+    staged = stage.stage
+
+    def closed(*args: object, **kwargs: object) -> object:
+        found = staged(*args, **kwargs)  # type: ignore[arg-type]
+        node.cache.image(found.entry.key).chmod(0o600)
+        return found
+
+    monkeypatch.setattr(stage, "stage", closed)
+    assert node.prolog(1, path, user=BOB).said == ("declined", "access")
+    assert node.binds() == {}
+    assert read_as(BOB, path) == content()
+
+
+TRICKS = """
+mount -o remount,bind,rw {image}
+umount {image}
+umount -l {image}
+mount --move {image} {other}
+chmod 777 {image}
+truncate -s 0 {image}
+sh -c 'echo x >>{image}'
+mount --bind {image} {other} && sh -c 'echo x >>{other}'
+setfacl -m u:4242:rw {image}
+"""
+
+
+def test_a_user_namespace_gives_no_power_over_a_redirect(node: Node) -> None:
+    """There a user is root, and may mount; but what the node has locked stays so."""
+    path = node.put("alice/image.sqsh")
+    other = node.put("alice/other.sqsh", content(2))
+    secret = node.put("bob/secret.sqsh", content(3), user=BOB, mode=0o600)
+    key = node.prolog(1, path).outcome.key
+    node.prolog(2, secret, user=BOB)
+    tricks = TRICKS.format(image=shlex.quote(str(path)), other=shlex.quote(str(other)))
+    script = f"{tricks}\ncat {secret} {node.cache.image(key)}; sha256sum < {path}; true"
+    ran = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        user=ALICE.uid,
+        group=ALICE.gid,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
+    )
+    if ran.returncode:
+        pytest.skip("no user namespaces here")
+    assert content(3)[:64] not in ran.stdout
+    assert node.cache.image(key).read_bytes() == content()
+    assert node.cache.image(key).stat().st_mode & 0o7777 == 0o644
+    assert node.shows_entry(path, key)
+    assert other.read_bytes() == content(2)
+    node.epilog(1)
+    node.epilog(2)
+    assert node.binds() == {}
+
+
+SWAPPER = """
+import os, random, sys
+folder, seed, *targets = sys.argv[1:]
+dice = random.Random(int(seed))
+os.chdir(folder)
+for n, target in enumerate(targets):
+    os.symlink(target, f"link-{n}")
+os.mkdir("d0"); os.mkdir("d1")
+open("d0/image", "wb").write(b"0" * 70000)
+os.symlink(targets[1], "d1/image")
+os.mkfifo("fifo")
+print("ready", flush=True)
+while True:
+    kind = dice.randrange(5)
+    try:
+        if os.path.lexists("new"):
+            os.unlink("new")
+        if kind == 0:
+            os.symlink(dice.choice(targets), "new")
+        elif kind == 1:
+            open("new", "wb").write(b"%d" % dice.randrange(10) * 70000)
+        elif kind == 2:
+            os.link("fifo", "new")
+        elif os.path.lexists("tmp"):
+            os.rename("tmp", "d0" if os.path.lexists("d1") else "d1")
+        else:
+            os.rename("d0", "tmp"); os.rename("d1", "d0"); os.rename("tmp", "d1")
+        os.path.lexists("new") and os.replace("new", "swapped")
+    except OSError:
+        pass  # a redirect is in the way just now
+"""
+
+
+def _swap_while(node: Node, seed: int, targets: list[Path], run: Callable[[], None]) -> None:
+    """Runs something while a process of Alice's swaps what lies in her folder, all the time."""
+    swapper = subprocess.Popen(
+        [sys.executable, "-ISc", SWAPPER, node.server / "alice", str(seed), *targets],
+        user=ALICE.uid,
+        group=ALICE.gid,
+        extra_groups=[],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert swapper.stdout is not None
+        assert swapper.stdout.readline() == b"ready\n"
+        run()
+        assert swapper.poll() is None, "the swapper has died"
+    finally:
+        swapper.send_signal(signal.SIGKILL)
+        swapper.wait()
+
+
+@pytest.mark.parametrize(("seed", "rounds"), [(1, 6), pytest.param(2, 400, marks=pytest.mark.long)])
+def test_paths_that_are_swapped_all_the_time_show_nobody_anything_new(
+    node: Node, seed: int, rounds: int
+) -> None:
+    node.configure(deadline="5s", on_error="drain")
+    own = node.put("alice/own.sqsh", content(1))
+    secret = node.put("bob/secret.sqsh", content(2), user=BOB, mode=0o600)
+    passwd = node.places.root / "passwd"
+    passwd.write_bytes(content(3))
+    passwd.chmod(0o600)
+    node.prolog(1, secret, user=BOB)  # it is in the cache, so that it could be shown
+    before = [file.stat() for file in (secret, passwd)]
+    dice = random.Random(seed)
+    asked = [node.shared / "alice/swapped", node.shared / "alice/d0/image", own]
+    codes: set[int] = set()
+
+    def hooks() -> None:
+        for job in range(10, 10 + rounds):
+            path = dice.choice(asked)
+            codes.add(node.prolog(job, path, comment=f"stage={asked[1]}").code)
+            for name in ("swapped", "d0/image", "d1/image"):
+                shown = _read_now(node.shared / "alice" / name)
+                assert shown is None or content(2)[:64] not in shown
+                assert shown is None or content(3)[:64] not in shown
+            # Redirects lie on files of hers or of Bob's, never outside the sources.
+            assert all(path.startswith(f"{node.shared}/") for path in node.binds())
+            codes.add(node.epilog(job).code)
+
+    _swap_while(node, seed, [own, secret, passwd, Path("nowhere")], hooks)
+
+    assert codes == {0}
+    assert set(node.binds()) == {str(secret)}
+    assert secret.read_bytes() == content(2)
+    for file, was in zip((secret, passwd), before, strict=True):
+        now = file.stat()
+        assert (now.st_uid, now.st_gid, now.st_mode) == (was.st_uid, was.st_gid, was.st_mode)
+    assert passwd.read_bytes() == content(3)
+    inodes = {secret.stat().st_ino, passwd.stat().st_ino, node.identity(secret).inode}
+    for stored in node.cache.stored():
+        assert stored.entry is not None
+        hers = stored.entry.identity.path.startswith(f"{node.shared}/alice/")
+        assert hers == (stored.entry.identity.inode not in inodes)
+        assert stored.entry.access.uid == (ALICE.uid if hers else BOB.uid)
+
+
+def _read_now(path: Path) -> bytes | None:
+    """What Alice reads there at this moment; nothing of a FIFO, nor of what just went."""
+    ran = subprocess.run(
+        ["dd", f"if={path}", "iflag=nonblock", "bs=256", "count=1", "status=none"],
+        user=ALICE.uid,
+        group=ALICE.gid,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
+    )
+    return ran.stdout if ran.returncode == 0 else None
+
+
+def test_a_job_cannot_fill_run_with_its_lease(node: Node) -> None:
+    """Step after step, each with another image."""
+    path = node.put("alice/a", content(1))
+    uses = tuple(Use(f"{n:032x}") for n in range(1000))
+    lease = Lease(7, ALICE, 0.0, str(node.cache.root), uses)
+    node.leases.write(lease)
+
+    ran = node.prolog(7, path)
+
+    assert (ran.code, ran.outcome.reason) == (0, "too-many")
+    assert node.leases.read(7) == lease
+    assert node.epilog(7).outcome.result == "released"

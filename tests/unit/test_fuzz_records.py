@@ -1,0 +1,225 @@
+"""Whatever bytes lie under a record's name: a value of its type, or damage, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from forestage import digest, records, resume
+from forestage.cache import Cache, Entry
+from forestage.config import Config
+from forestage.counters import Given
+from forestage.events import Event
+from forestage.image import Access, Identity, Image
+from forestage.job import User
+from forestage.lease import Lease, Use
+from forestage.part import Owner, Part, chunk_count, done_bytes
+
+IMAGE = Image(Identity("/lustre/a.sqsh", 1, 5, 10, 20), Access(0, 0, 0o644, b"acl"))
+RECORDS: list[msgspec.Struct] = [
+    Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks", 16, "d"),
+    Owner(7, "boot", IMAGE, 1 << 20, "chunks", 3, 5.0),
+    Lease(1, User("alice", 1, 1), 5.0, "/cache", (Use("k", "/a"),)),
+    Given(1.0, 2, 3),
+]
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+# A few for each change, many for `./test --all`.
+MORE = 30 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 1
+WAYS = ["bytes", "cut", "byte", "value", "key"]
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> tuple[type[msgspec.Struct], bytes]:
+    """A record with something wrong: bytes changed, the end cut off, or a value of any kind."""
+    record = draw(st.sampled_from(RECORDS))
+    data = msgspec.json.encode(record)
+    way = draw(st.sampled_from(WAYS))
+    at = draw(st.integers(0, len(data) - 1))
+    if way == "bytes":
+        data = draw(st.binary())
+    elif way == "cut":
+        data = data[:at]
+    elif way == "byte":
+        data = data[:at] + draw(st.binary(max_size=3)) + data[at + 1 :]
+    else:
+        fields = json.loads(data)
+        name = draw(st.sampled_from(sorted(fields)))
+        value = fields.pop(name) if way == "key" else draw(ANY)
+        fields[name + "2" if way == "key" else name] = value
+        data = json.dumps(fields).encode()
+    return type(record), data
+
+
+@given(spoilt())
+@example((Entry, b"[" * 100_000))
+@example((Lease, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
+@example((Owner, b'{"pid":' + b"9" * 5000 + b"}"))
+@example((Given, b'{"since":1e999}'))
+@hypothesis_settings(
+    max_examples=120 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_bytes_are_a_record_or_damage(
+    tmp_path: Path, found: tuple[type[msgspec.Struct], bytes]
+) -> None:
+    of, data = found
+    file = tmp_path / "record"
+    file.write_bytes(data)
+    try:
+        value = records.load(file, of)
+    except records.Damaged as damaged:
+        said = str(damaged)
+    else:
+        said = ""
+    if said:
+        assert str(file) in said
+        assert len(said) < 1000
+        return
+    assert type(value) is of
+    assert records.load(file, of) == value
+    if isinstance(value, Owner):
+        # What `status` and waiting hooks compute with it.
+        assert done_bytes(b"\1" * 32, value.chunk, 5) == 5
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_chunks_of_no_length_are_damage_and_no_division_by_zero(tmp_path: Path, chunk: int) -> None:
+    part = Part(tmp_path)
+    part.write_owner(msgspec.structs.replace(RECORDS[1], chunk=chunk))  # type: ignore[arg-type]
+    assert part.owner() is None
+
+
+@given(st.lists(st.one_of(st.binary(), spoilt().map(lambda found: found[1])), max_size=4))
+@hypothesis_settings(
+    max_examples=30 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_no_garbage_hides_a_later_event(tmp_path: Path, garbage: list[bytes]) -> None:
+    from forestage import events
+
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(b"\n".join(garbage))
+    event = Event(1.0, "prolog", 424242, events.Outcome("hit"))
+    events.append(file, [event])
+    assert [found for found in events.read(file) if found.job == 424242] == [event]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ELOOP])
+def test_a_block_that_cannot_be_read_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def failing(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(records.Damaged, match=os.strerror(number)):
+        records.read(tmp_path / "record")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    path.with_name("target").write_bytes(b"{}")
+    path.symlink_to("target")
+
+
+@pytest.mark.parametrize("make", [_fifo, _link, Path.mkdir])
+def test_what_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Also where reading it would give something: a FIFO that somebody writes to, a link."""
+    make(tmp_path / "record")
+    with pytest.raises(records.Damaged, match=r"not a regular file|symbolic links"):
+        records.read(tmp_path / "record")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_a_node_in_need_is_not_taken_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Damage is evicted first: a hook that ran out of descriptors must not evict anything."""
+
+    def failing(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        records.read(tmp_path / "record")
+
+
+def test_a_record_without_an_end_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LONGEST", 1000)
+    for size, damaged in ((1000, False), (1001, True)):
+        (tmp_path / "record").write_bytes(bytes(size))
+        if damaged:
+            with pytest.raises(records.Damaged, match="more than"):
+                records.read(tmp_path / "record")
+        else:
+            assert len(records.read(tmp_path / "record")) == size
+
+
+def test_an_image_that_is_none_is_no_entry(cache: Cache, publish: Callable[[Image], Entry]) -> None:
+    """A link has a size as well, and may lead anywhere."""
+    entry = publish(IMAGE)
+    image = cache.image(IMAGE.key)
+    image.rename(image.with_name("other"))
+    image.symlink_to("other")
+    assert image.lstat().st_size == IMAGE.size
+    assert cache.read(entry.key) is None
+
+
+CHUNK = 1 << 20
+SIZE = 2 * CHUNK + 5
+
+
+@given(
+    st.lists(
+        st.sampled_from(["missing", "right", "wrong", "unknown", "none"]), min_size=3, max_size=3
+    ),
+    st.booleans(),
+    st.binary(max_size=20),
+)
+@hypothesis_settings(
+    max_examples=15 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_resumed_copy_believes_only_what_the_bytes_prove(
+    tmp_path: Path, told: list[str], digests: bool, tail: bytes
+) -> None:
+    part = Part(tmp_path)
+    data = bytes(CHUNK) + b"y" * CHUNK + b"short"
+    part.image.write_bytes(data)
+    right = [digest.of_chunk(data[n * CHUNK : (n + 1) * CHUNK]) for n in range(3)]
+    words = {"missing": digest.MISSING, "wrong": b"w" * 16, "unknown": digest.UNKNOWN, "none": b""}
+    known = b"".join(words.get(word, one) for word, one in zip(told, right, strict=True))
+    part.map.write_bytes(known + tail)
+
+    struck = resume.believe(part, SIZE, Config(chunk_size=CHUNK, threads=2, digest=digests))
+
+    count = chunk_count(SIZE, CHUNK)
+    before = digest.split((known + tail)[: count * 16].ljust(count * 16, b"\0"))
+    after = digest.split(part.digests()[: count * 16].ljust(count * 16, b"\0"))
+    for number, (was, now) in enumerate(zip(before, after, strict=True)):
+        proven = was == (right[number] if digests else digest.UNKNOWN)
+        assert now == (was if proven else digest.MISSING)
+    assert struck == sum(was != now for was, now in zip(before, after, strict=True))
+
+
+def test_a_copy_that_is_too_short_is_believed_in_nothing(tmp_path: Path) -> None:
+    part = Part(tmp_path)
+    part.image.write_bytes(b"y" * CHUNK)
+    part.map.write_bytes(digest.of_chunk(b"y" * CHUNK) * 3)
+    assert resume.believe(part, SIZE, Config(chunk_size=CHUNK, threads=2)) == 3
+    assert set(part.digests()) == {0}

@@ -1,0 +1,239 @@
+"""What a user writes, or names his files: one line of the log, and read as it was meant."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from forestage import address, asuser, config, events, image, request, settings, stager
+from forestage.bring import Task
+from forestage.errors import ConfigError, Declined, JobError
+from forestage.events import Outcome
+from forestage.image import Image, Look
+from forestage.job import IMAGE_OPTION, SAVE_OPTION, Job, User, read_hints
+from forestage.node import Node
+from forestage.part import Owner
+from forestage.units import Amount, parse_duration, parse_share, parse_size
+
+# What the environment of a process can hold: any bytes but NUL, as Python decodes them.
+BYTES = st.binary(max_size=40).map(lambda raw: os.fsdecode(raw.replace(b"\0", b"")))
+# A few for each change, many for `./test --all`.
+MORE = 30 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 1
+PIECES = st.sampled_from(
+    ["/", ".", "..", "stage=", ",", "%00", "%ff", "%2f", "\n", " ", "=", '"', "\\", "‮",
+     "result=hit", "\x1b[2J", "stage-wait=", "1m", "\udcff", "é", "x" * 300]
+)  # fmt: skip
+TEXT = st.lists(PIECES | BYTES, max_size=8).map("".join)
+
+
+@given(TEXT, TEXT, TEXT, TEXT)
+@hypothesis_settings(max_examples=100 * MORE)
+def test_whatever_a_user_says_is_one_line_and_one_event(
+    comment: str, option: str, saves: str, work_dir: str
+) -> None:
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_UID": "1",
+        "SLURM_JOB_GID": "1",
+        "SLURM_JOB_USER": "alice",
+        "SLURM_JOB_COMMENT": comment,
+        "SLURM_JOB_WORK_DIR": work_dir,
+        IMAGE_OPTION: option,
+        SAVE_OPTION: saves,
+    }
+    job = Job.from_environ(environ)
+    outcomes = []
+    for asked in job.asked:
+        try:
+            path = image.wanted_path(asked, job.work_dir)
+        except Declined as declined:
+            outcomes.append(request.outcome_of(asked, declined))
+        else:
+            assert path.startswith("/")
+            assert not request.has_control(path)
+            assert len(os.fsencode(path)) < image.PATH_MAX
+            outcomes.append(Outcome("hit", asked=asked.path, image=path))
+    line = events.summary(job, outcomes, 1.0)
+    assert line.isprintable()
+    # Nobody forges a field: there are as many results as there are requests.
+    assert _fields(line).count("result") == len(outcomes)
+    msgspec.json.encode(outcomes)
+
+
+def _fields(line: str) -> list[str]:
+    """The names of a logfmt line's fields."""
+    names, rest = [], line
+    while rest:
+        name, _, rest = rest.partition("=")
+        names.append(name)
+        if rest.startswith('"'):
+            end = rest.index('"', 1) + 1
+            assert rest[end : end + 1] in ("", " ")
+            rest = rest[end + 1 :]
+        else:
+            rest = rest.partition(" ")[2]
+    return names
+
+
+@given(TEXT)
+@example("1" * 5000)
+@example("²")
+@example("-1")
+def test_a_number_of_slurms_is_a_number_or_an_error_of_its_own(text: str) -> None:
+    environ = {"SLURM_JOB_ID": text, "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1"}
+    try:
+        job = Job.from_environ(environ)
+    except JobError as error:
+        said = str(error)
+    else:
+        assert str(job.id) == (text.lstrip("0") or "0")
+        return
+    assert len(said) < 1000
+
+
+@given(TEXT)
+def test_a_hint_asks_for_nothing_that_is_not_in_it(comment: str) -> None:
+    """A path comes out as it was written, or percent-decoded; none out of thin air."""
+    from urllib.parse import unquote_to_bytes
+
+    whole = unquote_to_bytes(os.fsencode(comment))
+    for path in read_hints(comment).paths:
+        assert os.fsencode(path) in os.fsencode(comment) or os.fsencode(path) in whole
+
+
+@given(TEXT)
+@hypothesis_settings(
+    max_examples=15 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_an_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
+    """A child that died over a name would be our failure, which may drain the node."""
+
+    def work() -> asuser.Found[None]:
+        raise OSError(2, "No such file", name)
+
+    with pytest.raises(FileNotFoundError) as caught:
+        asuser.call(work, type(None), 10.0)
+    # As bytes: two pieces that are no text may be text together.
+    assert os.fsencode(caught.value.filename or "") == os.fsencode(name)
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\udc80b", "\n", "x" * 300])
+def test_where_any_name_leads_is_told(tmp_path: Path, me: User, name: str) -> None:
+    assert image.resolve(f"{tmp_path}/{name}", me, 10.0) == f"{tmp_path}/{name}"
+
+
+@pytest.mark.parametrize("name", ["a\nprolog job=1 result=hit", 'a" copied=1', "\x1b[2J"])
+def test_a_stagers_progress_is_one_line_whatever_the_file_is_called(
+    staging_node: Node, asking: Job, make_image: Callable[..., Image], me: User, name: str
+) -> None:
+    wanted = make_image(path=f"/lustre/{name}")
+    staging_node.cache.part(wanted.key).directory.mkdir()
+    owner = Owner(1, "boot", wanted, 1 << 20, "chunks", 7, 0.0)
+    line = stager.progress_line(Task(staging_node, asking, Look(wanted, me, -1)), owner)
+    assert line.isprintable()
+    assert _fields(line) == ["image", "key", "copied", "of", "rate"]
+
+
+VALUE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.dates()
+    | st.binary(max_size=5)
+    | TEXT
+    | st.from_regex(r"[0-9]{1,25}(\.[0-9]+)? ?([KMGT]i?B|[dhms]|ms|%)?", fullmatch=True)
+    | st.sampled_from(["/a", "/a/../b", "//", "auto", "bind", "{node}:7", "[::1]:7", "[::1", "n:"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(config.KEYS)), VALUE)
+@example("peers.addresses", {"n1": "\ud800"})
+@example("peers.addresses", {"\n": "n1"})
+@example("deadline", float("nan"))
+@example("chunk_size", 10**5000)
+@hypothesis_settings(max_examples=150 * MORE)
+def test_any_value_of_a_key_is_refused_in_words_or_shown_as_it_is_read(
+    name: str, raw: object
+) -> None:
+    kind = config.KEYS[name].kind
+    try:
+        value = kind.parse(raw)
+    except ValueError as error:
+        said = str(error)
+    else:
+        shown = kind.show(value)
+        assert shown.isprintable()
+        assert kind.parse(yaml.safe_load(shown)) == value
+        return
+    assert len(said) < 3000
+
+
+@given(st.text() | st.binary() | VALUE)
+@example("9" * 100_000)
+@example("1" + "0" * 30 + "PiB")
+def test_no_text_is_a_size_or_a_time_by_accident(raw: object) -> None:
+    for parse, limit in ((parse_size, 2**63), (parse_duration, 3650 * 86400 + 1), (parse_share, 2)):
+        try:
+            found = parse(raw)
+        except ValueError as error:
+            said = str(error)
+        else:
+            assert 0 <= found < limit
+            continue
+        assert len(said) < 1000
+    with contextlib.suppress(ValueError):
+        assert 0 <= Amount.parse(raw).of(1 << 50) <= 2**63
+
+
+@given(TEXT)
+@example("[::1]:" + "9" * 5000)
+@example("host:٣")
+def test_an_address_has_a_host_and_a_port_or_is_refused(text: str) -> None:
+    try:
+        found = address.parse(text, 7717)
+    except ValueError:
+        return
+    assert found.host
+    assert 0 < found.port < 65536
+
+
+DEEP = [
+    "{" * 5000,
+    "[" * 50_000,
+    "- " * 20_000,
+    "a: " * 3000,
+    "? " * 9000,
+    "sources: &a [*a]",
+    "a: &a [x]\nb: &b [*a,*a]\nc: [*b,*b]",
+    "!!python/object/apply:os.system [id]",
+    "sources: [" + "/a," * 5000 + "x]",
+    "deadline: " + "1" * 100_000,
+    "deadline: 0x" + "f" * 100_000,
+    '"\\ud800": 1',
+    "\ufeff\ufeffa",
+    "%YAML 9.9\n---\na: 1",
+    "--- a\n--- b",
+    "a: 2001-99-99",
+    "partitions: {? [a]: b}",
+]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=range(len(DEEP)))
+def test_a_hostile_document_ends_in_words_and_not_in_a_crash(tmp_path: Path, text: str) -> None:
+    (tmp_path / "forestage.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        settings.load(tmp_path, owner=None)
+    assert caught.value.problems
+    assert caught.value.one_line.isprintable()

@@ -1,0 +1,155 @@
+"""The source as the stager has it: no change goes unseen, no right of root's is needed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import opened
+from forestage.chunks import Source, Unreadable
+from forestage.config import Config
+from forestage.errors import Declined, Failed
+from forestage.image import Identity, Image, Look
+from forestage.opened import COARSE_TICK_NS, FINE_TICK_NS, SKEW_NS
+
+SECOND = 1_000_000_000
+NOW = 1_700_000_000
+FINE, COARSE = FINE_TICK_NS / SECOND, COARSE_TICK_NS / SECOND
+SKEW = SKEW_NS // SECOND
+
+
+@pytest.mark.parametrize(
+    ("mtime", "ctime", "seconds"),
+    [
+        # Full seconds: the server's clock may tick in seconds. However old the change seems, within
+        # what clocks may differ by, it may have been made just now.
+        (0, 0, COARSE),
+        (-1, -1, COARSE),
+        (-1000, -SKEW, COARSE),
+        (-1000, -SKEW - 2, 0.0),
+        # The server's clock is ahead, or ours was set back by an hour: no longer than that.
+        (0, 3600, COARSE),
+        (3600, -9000, COARSE),
+        # Fractions: a fine clock. Who sets mtime, to full seconds or not, changes nothing of that.
+        (0.005, 0.005, FINE),
+        (0, 0.005, FINE),
+        (0.005, 0, COARSE),
+        (-9000.5, -9000, 0.0),
+        (-9000.5, -9000.5, 0.0),
+    ],
+)
+def test_a_copy_starts_only_when_a_later_change_would_show(
+    make_image: Callable[..., Image], mtime: float, ctime: float, seconds: float
+) -> None:
+    times = {"mtime_ns": int((NOW + mtime) * SECOND), "ctime_ns": int((NOW + ctime) * SECOND)}
+    assert opened.settling(make_image(**times), float(NOW)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("direct", "device", "past"),
+    [
+        ("auto", 254, True),
+        # Major 0 is no disk of this node: a network file system, or a tmpfs.
+        ("auto", 0, False),
+        ("on", 0, True),
+        ("on", 254, True),
+        ("off", 254, False),
+    ],
+)
+def test_the_sources_page_cache_is_passed_where_that_is_a_gain(
+    shared: Path,
+    look: Callable[[Path], Look],
+    monkeypatch: pytest.MonkeyPatch,
+    direct: str,
+    device: int,
+    past: bool,
+) -> None:
+    (shared / "a").write_bytes(b"12345")
+    looked = look(shared / "a")
+    monkeypatch.setattr(os, "major", lambda _: device)
+    monkeypatch.setattr(opened, "open_direct", lambda *_: 99)
+    found = opened.open_source(looked, msgspec.structs.replace(Config(), direct=direct))
+    assert found == Source(looked.source, 99 if past else None, 5)
+    looked.close()
+
+
+def test_a_source_that_changed_since_the_look_is_not_read(
+    shared: Path, look: Callable[[Path], Look]
+) -> None:
+    (shared / "a").write_bytes(b"12345")
+    looked = look(shared / "a")
+    (shared / "a").write_bytes(b"123")
+    with pytest.raises(Declined) as caught:
+        opened.open_source(looked, Config())
+    assert caught.value.reason == "changed"
+    assert not isinstance(caught.value, Failed)
+    looked.close()
+
+
+def test_a_source_that_gives_an_error_is_no_fault_of_the_node(
+    shared: Path, look: Callable[[Path], Look], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared / "a").write_bytes(b"12345")
+    looked = look(shared / "a")
+
+    real = os.fstat
+
+    def gone(fd: int) -> os.stat_result:
+        if fd == looked.source:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return real(fd)
+
+    monkeypatch.setattr(os, "fstat", gone)
+    with pytest.raises(Unreadable) as caught:
+        opened.must_be_same(looked)
+    assert caught.value.error.errno == errno.ENOTCONN
+    looked.close()
+
+
+def test_what_makes_a_file_seem_changed_each_time_is_said() -> None:
+    was = Identity("/a", 1, 2, 3, 4)
+    assert "inode number" in opened.difference(was, msgspec.structs.replace(was, inode=9))
+    for field in ("size", "mtime_ns", "ctime_ns"):
+        other = msgspec.structs.replace(was, inode=9, **{field: 9})
+        assert opened.difference(was, other) == ""
+
+
+def test_a_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
+    shared: Path, look: Callable[[Path], Look]
+) -> None:
+    (shared / "a").write_bytes(b"12345")
+    looked = look(shared / "a")
+    (shared / "a").rename(shared / "old")
+    (shared / "a").write_bytes(b"other")
+    direct = opened.open_direct(looked, 10)
+    assert direct is not None
+    assert os.path.sameopenfile(direct, looked.source)
+    flags = fcntl.fcntl(direct, fcntl.F_GETFL)
+    assert flags & os.O_DIRECT
+    assert flags & os.O_ACCMODE == os.O_RDONLY
+    os.close(direct)
+    looked.close()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ESTALE])
+def test_a_source_that_cannot_be_read_past_the_cache_is_read_through_it(
+    shared: Path, look: Callable[[Path], Look], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    (shared / "a").write_bytes(b"12345")
+    looked = look(shared / "a")
+    opens = os.open
+
+    def refusing(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        return opens(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert opened.open_direct(looked, 10) is None
+    looked.close()
