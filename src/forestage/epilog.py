@@ -3,6 +3,8 @@
 import contextlib
 from pathlib import Path
 
+import msgspec
+
 from forestage import evict, lock, redirect
 from forestage.cache import Cache
 from forestage.clock import Clock
@@ -10,10 +12,11 @@ from forestage.config import Config
 from forestage.deadline import Limits
 from forestage.errors import Failed
 from forestage.events import Outcome
-from forestage.job import Job
+from forestage.job import Job, User
 from forestage.lease import Lease, Leases
 from forestage.node import Node
 from forestage.places import Places
+from forestage.units import printable
 
 
 def epilog(
@@ -41,9 +44,11 @@ def epilog(
         if config is not None:
             node = Node.of(config, places, clock)
             cache = cache or node.cache
-        released = _release(cache, leases, lease, places, clock, job, patience) if cache else 0
+        done = Outcome(result="released")
+        if cache:
+            done = _release(cache, leases, lease, places, clock, job, patience)
         if cache and lease and config and config.on_deadline == "abort":
-            _abort(cache, leases, lease)
+            abort(cache, leases, lease)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except Failed as failed:
@@ -55,7 +60,7 @@ def epilog(
         return [_failed(Failed("busy", str(busy)))]
     except OSError as error:
         return [_failed(Failed("io", str(error)))]
-    return [Outcome(result="released", released=released, evicted=evicted)]
+    return [msgspec.structs.replace(done, evicted=evicted)]
 
 
 def _failed(failed: Failed) -> Outcome:
@@ -70,18 +75,33 @@ def _release(
     clock: Clock,
     job: Job,
     patience: float,
-) -> int:
-    """The lease, then every redirect that no other lease mentions; gives their number."""
+) -> Outcome:
     with lock.held_if_writable(cache.space_lock, patience):
         if lease is not None:
             with contextlib.suppress(OSError):  # only a note for evict
                 _note_use(cache, lease, clock.wall())
-        leases.drop(job.id)
-        # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
-        return redirect.clear(cache, leases, places, job.user, lease)
+        try:
+            count = let_go(cache, leases, lease, places, job.id, job.user)
+        except redirect.Stays as stays:
+            # A dead file server is no fault of the node. It shows nothing, redirect or not.
+            detail = printable(str(stays))
+            return Outcome("released", released=stays.off, reason=stays.reason, detail=detail)
+    return Outcome("released", released=count)
 
 
-def _abort(cache: Cache, leases: Leases, ended: Lease) -> None:
+def let_go(
+    cache: Cache, leases: Leases, lease: Lease | None, places: Places, job: int, user: User
+) -> int:
+    """The lease, then every redirect that no other lease mentions; gives their number.
+
+    Under the space lock. `lease` is None where it is damaged. Raises OSError, Failed.
+    """
+    leases.drop(job)
+    # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
+    return redirect.clear(cache, leases, places, user, lease)
+
+
+def abort(cache: Cache, leases: Leases, ended: Lease) -> None:
     """Stops copies that only this job wanted; a step that is killed cannot do it."""
     from forestage import stage  # few Epilogs need it
 

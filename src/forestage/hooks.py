@@ -107,34 +107,36 @@ class Hook:
         return DRAIN if failed and self.drains else 0
 
     def _prolog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
-        from forestage import deadline, prolog
+        from forestage import deadline, prolog, request, switch
         from forestage.errors import ConfigError
         from forestage.node import Node
 
         if not (job.asked or job.hints.off):
             return prolog.misread(job)
+        off = switch.by_file(places)
         try:
             config = self._config(job, places)
         except ConfigError as error:
-            return _misconfigured(job, error)
-        return prolog.prolog(
-            Node.of(config, places, clock), job, deadline.read(self.environ.get("SLURM_CONF", ""))
-        )
+            # Which may be why somebody has switched it off.
+            return request.disabled(job, off) if off else _misconfigured(job, error)
+        limits = deadline.read(self.environ.get("SLURM_CONF", ""))
+        return prolog.prolog(Node.of(config, places, clock), job, limits, off)
 
     def _step(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
-        from forestage import child, step
+        from forestage import child, request, step, switch
         from forestage.errors import ConfigError
         from forestage.node import Node
 
+        off = switch.by_file(places)
         # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
         child.leave_job()
         try:
             config = self._config(job, places)
         except ConfigError as error:
-            self.answer("leave", "config")
-            return _misconfigured(job, error)
+            self.answer("leave", "disabled" if off else "config")
+            return request.disabled(job, off) if off else _misconfigured(job, error)
         timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
-        done = step.step(Node.of(config, places, clock), job, timeout, _speak)
+        done = step.step(Node.of(config, places, clock), job, timeout, _speak, off)
         # At once: the log can wait, the step does not.
         self.answer(*done.answer)
         return done.outcomes

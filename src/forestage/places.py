@@ -25,6 +25,26 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "leases"
 
     @property
+    def prolog(self) -> Path:
+        """What Prolog= names. The packages make it when they are installed, and leave it there
+        when they are removed: a Prolog that is missing drains its node."""
+        return self.root / "usr/libexec/forestage/prolog"
+
+    @property
+    def epilog(self) -> Path:
+        return self.root / "usr/libexec/forestage/epilog"
+
+    @property
+    def companion(self) -> Path:
+        """The SPANK plugin, where it is built."""
+        return self.root / "usr/lib/forestage/spank/forestage.so"
+
+    @property
+    def disabled(self) -> Path:
+        """While it is there, no job is served; see switch.py."""
+        return self.run / "disabled"
+
+    @property
     def redirects(self) -> Path:
         """Where a redirect is made read-only before it is laid over a job's path."""
         return self.run / "redirects"
@@ -37,3 +57,8 @@ class Places(msgspec.Struct, frozen=True):
     @property
     def events(self) -> Path:
         return self.root / "var/log/forestage/events.jsonl"
+
+    @property
+    def tally(self) -> Path:
+        """What was counted of the events, and how far; beside them, to go where they go."""
+        return self.root / "var/log/forestage/tally.json"

@@ -3,7 +3,6 @@
 from forestage import deadline, lock, request
 from forestage.clock import Deadline
 from forestage.deadline import Limits
-from forestage.errors import Declined
 from forestage.events import Outcome
 from forestage.job import Asked, Job
 from forestage.lease import Lease
@@ -20,14 +19,17 @@ def misread(job: Job) -> list[Outcome]:
     return [Outcome(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(node: Node, job: Job, limits: Limits) -> list[Outcome]:
-    """Stages all that the job asks for. Never raises for a request: each gets its outcome."""
+def prolog(node: Node, job: Job, limits: Limits, off: str = "") -> list[Outcome]:
+    """Stages all that the job asks for. Never raises for a request: each gets its outcome.
+
+    `off`: why the admin has switched staging off on this node; "" if not.
+    """
     config = node.config
-    if not config.enabled:
-        disabled = Declined("disabled", "`enabled: false`")
-        return [request.outcome_of(asked, disabled) for asked in job.asked]
     seconds = deadline.patience(limits, config.deadline, job.hints.wait, config.max_stage_wait)
     end = Deadline.after(seconds, node.clock)
+    if off or not config.enabled:
+        why = off or "`enabled: false`"
+        return [request.refuse(node, job, asked, why, end).outcome for asked in job.asked]
     copy = end
     if config.prolog_wait is not None:
         copy = Deadline.after(min(config.prolog_wait, seconds), node.clock)
@@ -45,6 +47,8 @@ def _note_off(node: Node, job: Job, end: Deadline) -> Served:
     """Notes stage=off for the job's steps, which see no comment."""
     with lock.held_if_writable(node.cache.space_lock, end.left()):
         since = node.clock.wall()
-        held = node.leases.read(job.id) or Lease(job.id, job.user, since, str(node.cache.root))
+        held = node.leases.read(job.id) or Lease(
+            job.id, job.user, since, str(node.cache.root), node=job.node
+        )
         node.leases.put(held.switched_off())
     return Served(Outcome(result="declined", via="hint", reason="off", detail="stage=off"))

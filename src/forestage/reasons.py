@@ -8,6 +8,7 @@ REASONS = {
     "not-a-file": "Only regular files are staged.",
     "outside-sources": "The admin has not named this directory in `sources:`.",
     "empty": "There is nothing to copy.",
+    "too-many": "The job holds as many images on this node as one job may.",
     "too-large": "The image is above the admin's `max_image_size:`.",
     "source-error": "The shared file system gave an error.",
     "source-hangs": "The shared file system did not answer in time.",
@@ -34,6 +35,7 @@ REASONS = {
     "program": "A program that forestage needs is not installed.",
     "helper": "A process of forestage's own died.",
     "acl": "The cache's file system cannot keep the file's access rights.",
-    "redirect": "The local copy could not be laid over the path, or be taken off it.",
+    "redirect": "The local copy could not be laid over the path, or be taken off it. Of an Epilog:"
+    " the file server does not answer; a later Epilog takes it off.",
     "io": "The node had an I/O error.",
 }

@@ -5,13 +5,14 @@ Laying one is right only over the very file that was staged, so that is checked 
 """
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from forestage import asuser, image, lock, mounts
+from forestage import asuser, image, lock, mounts, switch
 from forestage.cache import Cache
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
@@ -21,6 +22,8 @@ from forestage.lease import Lease, Leases, Use
 from forestage.places import Places
 
 TAKE_OFF_TIMEOUT = 5.0  # seconds; walking to a path on a dead file system may take for ever
+CHASES = 20  # tries to reach a redirect whose path is being renamed
+MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
 
 Step = Literal["keep", "lay", "take-off"]
 Laid = Literal["kept", "laid"]
@@ -72,24 +75,69 @@ def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
     return [bind for bind in bound if bind.path in paths and bind.key != key]
 
 
+class Stays(Failed):
+    """Redirects whose sources are dead: `off` others have gone. The next Epilog tries again."""
+
+    def __init__(self, stuck: list[str], off: int) -> None:
+        super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
+        self.off = off
+
+
 def take_off(taken: list[Bind], user: User) -> None:
     """Takes binds off their paths, newest first; `user` gets where a squashed root does not.
 
-    Raises OSError, Failed where a path hangs.
+    One whose source hangs or is dead keeps no other from going. Raises OSError, and Stays at last.
     """
-    if not taken:
-        return
+    stuck: list[str] = []
+    left = taken[::-1]
+    while left:
+        try:
+            unreached = _taken_off(left, user)
+        except asuser.TooSlow:
+            there = {mount.id for mount in mounts.current()}
+            left = [bind for bind in left if bind.mount.id in there]
+            # The first of them, and those beside it would hang as well, each for as long.
+            hung = [bind for bind in left if bind.mount.parent == left[0].mount.parent]
+            stuck += [f"{bind.path} (hangs)" for bind in hung]
+            left = [bind for bind in left if bind not in hung]
+        else:
+            stuck += [f"{left[n].path} ({os.strerror(number)})" for n, number in unreached]
+            break
+    if stuck:
+        raise Stays(stuck, len(taken) - len(stuck))
 
-    def work() -> asuser.Found[None]:
-        for bind in reversed(taken):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone already
-                mounts.take_off(bind.mount, asuser.reach(bind.path, user))
-        return None, []
 
-    try:
-        asuser.call(work, type(None), TAKE_OFF_TIMEOUT)
-    except asuser.TooSlow:
-        raise Failed("redirect", f"{taken[-1].path} hangs; its redirect is still there") from None
+def _taken_off(binds: list[Bind], user: User) -> list[tuple[int, int]]:
+    """Those that could not be reached, each with its errno. Raises OSError, asuser.TooSlow."""
+
+    def work() -> asuser.Found[list[tuple[int, int]]]:
+        unreached = []
+        for n, bind in enumerate(binds):
+            try:
+                _follow(bind, user)
+            except OSError as error:
+                unreached.append((n, error.errno or 0))
+        return unreached, []
+
+    return asuser.call(work, list[tuple[int, int]], TAKE_OFF_TIMEOUT)[0]
+
+
+def _follow(bind: Bind, user: User) -> None:
+    """Takes off one bind. A user may rename the folders above it all the time: it goes along."""
+    point, failed = bind.path, OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    for _ in range(CHASES):
+        try:
+            if mounts.take_off(bind.mount, asuser.reach(point, user)):
+                return
+        except OSError as error:  # of a path that may lead nowhere by now
+            failed = error
+        found = [mount.point for mount in mounts.current() if mount.id == bind.mount.id]
+        if not found:  # gone already
+            return
+        if found[-1] == point and failed.errno not in (errno.EBUSY, *MOVED):
+            break
+        point = found[-1]
+    raise failed
 
 
 def lay(
@@ -115,11 +163,16 @@ def lay(
                 if step == "take-off":
                     take_off(stale(bound, frozenset({wanted.path}), wanted.key), lease.user)
                     continue
+                # `unredirect` switches staging off and then takes this lock: none is laid after it.
+                if step == "lay" and (off := switch.by_file(places)):
+                    raise Declined("disabled", off)
                 if step == "lay" and identity != wanted.identity:
                     raise Declined("changed", f"{wanted.path} was changed or replaced just now")
                 # Lease first: an Epilog that runs next takes off what no lease mentions.
                 # Read again: another step of the job may have taken something meanwhile.
-                lease = (leases.read(lease.job) or lease).with_use(Use(wanted.key, wanted.path))
+                # If it is gone, its Epilog has run: what it held besides may be evicted.
+                lease = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
+                lease = lease.with_use(Use(wanted.key, wanted.path))
                 leases.write(lease)
                 if step == "lay":
                     _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
@@ -137,10 +190,11 @@ def clear(cache: Cache, leases: Leases, places: Places, user: User, ended: Lease
     needed = leases.redirected()
     taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
     taken = list({bind.mount.id: bind for bind in taken}.values())
-    take_off(taken, user)
     if places.redirects.exists():
         for leftover in places.redirects.iterdir():
-            leftover.unlink()
+            with contextlib.suppress(IsADirectoryError):  # not ours, and in nobody's way
+                leftover.unlink()
+    take_off(taken, user)
     return len(taken)
 
 

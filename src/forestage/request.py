@@ -21,6 +21,7 @@ from forestage.units import printable
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing hangs on it
 LOOK = 15.0  # seconds at most for one look: that is no copy, a file server that takes longer hangs
 TRIES = 2  # looks at a source that changes while it is copied, before the original path is left
+MAX_USES = 1000  # of one job, some 200 bytes each: a job must not fill /run
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -77,9 +78,35 @@ def outcome_of(asked: Asked, declined: Declined) -> Outcome:
     )
 
 
+def refuse(node: Node, job: Job, asked: Asked, why: str, end: Deadline) -> Served:
+    """Nothing is staged, as the admin has switched that off.
+
+    But a redirect of another job's must not show this one an older file than lies there: where the
+    node has any, the path is looked at, and what is stale is taken off.
+    """
+
+    def work() -> Served:
+        if redirect.binds(node.cache):
+            try:
+                _look(node, job, image.wanted_path(asked, job.work_dir), end).close()
+            except Failed:
+                raise
+            except Declined:
+                pass  # he reads, or does not read, the original
+        raise Declined("disabled", why)
+
+    return told(asked, node.clock, work)
+
+
+def disabled(job: Job, why: str) -> list[Outcome]:
+    """Pure: the outcomes where the configuration is broken as well."""
+    return [outcome_of(asked, Declined("disabled", why)) for asked in job.asked]
+
+
 def _serve(node: Node, job: Job, asked: Asked, patience: Patience) -> Served:
     path = image.wanted_path(asked, job.work_dir)
     node.cache.prepare(node.config.require_mount)
+    how = ""
     for _ in range(TRIES):
         looked = _look(node, job, path, patience.end)
         try:
@@ -88,6 +115,7 @@ def _serve(node: Node, job: Job, asked: Asked, patience: Patience) -> Served:
             result, laid = _stage(node, job, looked, patience)
         except Declined as declined:
             if declined.reason == "changed":
+                how = str(declined)
                 continue  # what lies there now may stay
             return _about(outcome_of(asked, declined), looked)
         finally:
@@ -100,7 +128,7 @@ def _serve(node: Node, job: Job, asked: Asked, patience: Patience) -> Served:
             bytes=looked.image.size if result == "copied" else 0,
         )
         return _about(outcome, looked)
-    raise Declined("changed", f"{path} kept changing while it was staged")
+    raise Declined("changed", f"{TRIES} times, {how}")
 
 
 def has_control(text: str) -> bool:
@@ -145,9 +173,15 @@ def _take_lease(node: Node, job: Job, looked: Look, end: Deadline) -> tuple[Leas
     now = node.clock.wall()
     key = looked.image.key
     with lock.held(node.cache.space_lock, end.left()):
-        before = node.leases.read(job.id) or Lease(job.id, job.user, now, str(node.cache.root))
+        before = node.leases.read(job.id) or Lease(
+            job.id, job.user, now, str(node.cache.root), node=job.node
+        )
         if any(use.key == key for use in before.uses):
+            # A requeued job's, perhaps, which a sweep takes for that of the job as it was.
+            node.leases.confirm(job.id)
             return before, False
+        if len(before.uses) >= MAX_USES:
+            raise Declined("too-many", f"the job holds {MAX_USES} images of this node already")
         lease = before.with_use(Use(key))
         node.leases.write(lease)
     return lease, True

@@ -5,7 +5,9 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -35,11 +37,16 @@ class Ran(msgspec.Struct, frozen=True):
 
 
 def run(
-    argv: Sequence[str], pass_fds: Sequence[int] = (), stop: threading.Event | None = None
+    argv: Sequence[str],
+    pass_fds: Sequence[int] = (),
+    stop: threading.Event | None = None,
+    timeout: float | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Ran:
-    """Runs a program to its end, or kills it and its process group once `stop` is set.
+    """Runs a program to its end, or kills it and its process group.
 
-    Raises Failed where the program is missing.
+    It is killed once `stop` is set, or after `timeout` seconds. `variables` are added to its
+    environment. Raises Failed where the program is missing.
     """
     if shutil.which(argv[0], path=PATH) is None:
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
@@ -49,7 +56,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, **variables},
             cwd="/",
             pass_fds=tuple(pass_fds),
             # A group of its own, so that its helpers go with it when it is killed.
@@ -57,18 +64,20 @@ def run(
         )
     except FileNotFoundError:
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
-    out, err = _finish(process, stop)
+    end = None if timeout is None else time.monotonic() + timeout
+    out, err = _finish(process, stop, end)
     return Ran(
         tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )
 
 
 def _finish(
-    process: "subprocess.Popen[bytes]", stop: threading.Event | None
+    process: "subprocess.Popen[bytes]", stop: threading.Event | None, end: float | None
 ) -> tuple[bytes, bytes]:
     while True:
         try:
             return process.communicate(timeout=STOP_POLL)
         except subprocess.TimeoutExpired:
-            if stop is not None and stop.is_set():
+            late = end is not None and time.monotonic() >= end
+            if late or (stop is not None and stop.is_set()):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -11,7 +11,6 @@ import msgspec
 
 from forestage import deadline, request
 from forestage.clock import Clock, Deadline
-from forestage.errors import Declined
 from forestage.events import Outcome
 from forestage.job import Job
 from forestage.kinds import UserMessages
@@ -35,17 +34,20 @@ class Done(msgspec.Struct, frozen=True):
     answer: tuple[str, ...]
 
 
-def step(node: Node, job: Job, timeout: str, say: Say) -> Done:
-    """Stages the step's image. `timeout` is the companion's own limit, `say` tells the user."""
+def step(node: Node, job: Job, timeout: str, say: Say, off: str = "") -> Done:
+    """Stages the step's image. `timeout` is the companion's own limit, `say` tells the user.
+
+    `off`: why the admin has switched staging off on this node; "" if not.
+    """
     if not job.asked:
         return Done([], ("leave", "no-image"))
     config, clock = node.config, node.clock
     asked = job.asked[0]  # pyxis' option has one; a step sees no comment
-    if not config.enabled:
-        disabled = Declined("disabled", "`enabled: false`")
-        return _done(node, Served(request.outcome_of(asked, disabled)))
     copy = Deadline.after(deadline.step_patience(config.step_wait, timeout), clock)
     seconds = deadline.step_patience(max(config.step_wait, request.LOOK), timeout)
+    if off or not config.enabled:
+        end = Deadline.after(seconds, clock)
+        return _done(node, request.refuse(node, job, asked, off or "`enabled: false`", end))
     watch = Watch(clock, say) if config.user_messages != "none" else None
     patience = Patience(Deadline.after(seconds, clock), copy, "keep", watch)
 

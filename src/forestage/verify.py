@@ -61,16 +61,20 @@ class Verified(msgspec.Struct, frozen=True):
         return sum(1 for one in self.verdicts if one.result == "bad")
 
 
-def verify(node: Node, items: Iterable[Item], dry_run: bool, tell: Tell) -> Verified:
+def verify(
+    node: Node, items: Iterable[Item], dry_run: bool, tell: Tell, no_source: str = ""
+) -> Verified:
     """Verifies these, one after the other; whichever is bad is never served again.
 
-    `tell` is called with what is being done. Raises PermissionError for users who may not look.
+    `no_source` says why the sources are left alone: then only the digests count. `tell` is called
+    with what is being done. Raises PermissionError for users who may not look.
     """
     wanted = tuple(items)
     found = []
     for number, item in enumerate(wanted, start=1):
         what = item.path or item.key
-        found.append(_one(node, item, dry_run, _counting(tell, number, len(wanted), what)))
+        done = _counting(tell, number, len(wanted), what)
+        found.append(_one(node, item, dry_run, done, no_source))
     return Verified(dry_run, tuple(found))
 
 
@@ -80,7 +84,7 @@ def _counting(tell: Tell, number: int, of: int, what: str) -> compare.Done:
     )
 
 
-def _one(node: Node, item: Item, dry_run: bool, done: compare.Done) -> Verdict:
+def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: str) -> Verdict:
     verdict = Verdict(
         key=item.key,
         path=item.path,
@@ -100,7 +104,7 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done) -> Verdict:
             detail = "its record cannot be read, or is not of this image"
             verdict = msgspec.structs.replace(verdict, result="bad", detail=detail)
         else:
-            verdict = _judged(node, item.entry, verdict, fd, done)
+            verdict = _judged(node, item.entry, verdict, fd, done, no_source)
         # Still open, so that no other file can have this one's inode number.
         if verdict.result == "bad" and not dry_run:
             stays = _take_out_of_service(node, item, fd)
@@ -111,7 +115,9 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done) -> Verdict:
             os.close(fd)
 
 
-def _judged(node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done) -> Verdict:
+def _judged(
+    node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, no_source: str
+) -> Verdict:
     wrong = wrongs(entry, fd)
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
@@ -121,6 +127,8 @@ def _judged(node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.D
     def against(expected: Expected) -> Compared:
         return compare.compare(fd, entry.identity.size, chunk, threads, expected, done)
 
+    if no_source:
+        return _by_digests(node, entry, verdict, against, no_source)
     looked = source.unchanged(node.cache, entry, source.owner(entry.access))
     if isinstance(looked, source.Source):
         return _by_digests(node, entry, verdict, against, _told(looked))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from forestage import evict, redirect, stage
+from forestage import evict, image, mounts, redirect, stage
 from forestage.cache import Cache, Entry
 from forestage.image import Image
 from node import ALICE, BOB, Node, Ran, content
@@ -208,3 +208,25 @@ def test_a_mount_that_covers_another_ones_is_not_mistaken_for_ours(node: Node) -
     assert ran.outcome.result == "copied"
     node.epilog(1)
     assert path.read_bytes() == content(5)
+
+
+def test_a_redirect_that_goes_while_the_next_job_looks_costs_that_job_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look has opened the copy, and then the mount table no longer tells that it is one."""
+    path = node.put("alice/image.sqsh")
+    node.prolog(1, path)
+    real = image._ours
+
+    def after_its_end(caches: Sequence[str]) -> list[mounts.Mount]:
+        if node.binds():  # in the look's own process, which acts as the user just now
+            user = os.geteuid()
+            os.seteuid(0)
+            mounts.umount(str(path))
+            os.seteuid(user)
+        return real(caches)
+
+    monkeypatch.setattr(image, "_ours", after_its_end)
+    ran = node.prolog(2, path)
+    assert (*ran.said, ran.outcome.redirect) == ("hit", "", "laid")
+    assert node.shows_entry(path, ran.outcome.key)

@@ -151,6 +151,67 @@ def test_enabled_false_does_nothing_at_all(node: Node) -> None:
     assert not node.cache.root.exists()
 
 
+def test_the_file_switches_all_off_at_the_next_hook_and_says_why(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    assert node.prolog(7, path).said == ("copied", "")
+    node.places.disabled.write_text("INC-42: look \x1b[31minto it\nand more\n")
+    ran = node.prolog(8, path)
+    assert (ran.code, *ran.said) == (0, "declined", "disabled")
+    why = f"{node.places.disabled}: INC-42: look \\x1b[31minto it"
+    assert ran.outcome.detail == why
+    assert node.lease(8) is None
+    assert node.shows_entry(path, node.identity(path).key), "the running job keeps what it has"
+    assert node.epilog(7).said == ("released", "")
+    assert node.shows_source(path)
+    node.places.disabled.unlink()
+    assert node.prolog(9, path).said == ("hit", "")
+
+
+@pytest.mark.parametrize("how", ["file", "configuration"])
+def test_a_job_that_is_not_served_reads_no_older_bytes_of_a_running_ones(
+    node: Node, how: str
+) -> None:
+    path = node.put("alice/image.sqsh", content(1))
+    assert node.prolog(7, path).said == ("copied", "")
+    node.put("alice/image.sqsh", content(2))
+    assert path.read_bytes() == content(1)
+    if how == "file":
+        node.places.disabled.touch()
+    else:
+        node.configure(enabled=False)
+    ran = node.prolog(8, path)
+    assert (ran.code, *ran.said) == (0, "declined", "disabled")
+    assert path.read_bytes() == content(2)
+    assert node.epilog(7).code == 0
+
+
+@pytest.mark.parametrize("kind", ["empty", "binary", "directory", "fifo", "link", "huge"])
+def test_whatever_the_file_is_it_switches_off_and_holds_nobody_up(node: Node, kind: str) -> None:
+    path, file = node.put("alice/image.sqsh"), node.places.disabled
+    file.parent.mkdir(parents=True)
+    {
+        "empty": file.touch,
+        "binary": lambda: file.write_bytes(b"\xff\0\n"),
+        "directory": file.mkdir,
+        "fifo": lambda: os.mkfifo(file),
+        "link": lambda: file.symlink_to("/nowhere"),
+        "huge": lambda: file.write_bytes(b"x" * 1_000_000),
+    }[kind]()
+    ran = node.prolog(7, path)
+    assert (ran.code, *ran.said) == (0, "declined", "disabled")
+    assert len(ran.outcome.detail) < 1000
+    assert not node.cache.root.exists()
+
+
+def test_the_file_works_where_the_configuration_is_broken(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.write_config("on_error: drain\nenabled: [")
+    node.places.disabled.parent.mkdir(parents=True)
+    node.places.disabled.touch()
+    ran = node.prolog(7, path)
+    assert (ran.code, *ran.said) == (0, "declined", "disabled")
+
+
 def test_a_partition_can_be_left_alone(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.configure(partitions={"batch": {"enabled": False}})

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from forestage import hooks, redirect
+from forestage import hooks, redirect, trace
 from forestage.clock import Clock
 from forestage.events import read
 from forestage.hooks import DRAIN, IMAGE_OPTION, Hook, _main
@@ -114,6 +115,22 @@ def slow(node: Node) -> Iterator[Node]:
         if owner := part.owner():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(owner.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def gate(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[], None]]:
+    """No stager of a Prolog copies a byte before the test calls it."""
+    opened = tmp_path / "opened"
+
+    def wait(name: str) -> None:
+        if name == "reserved":
+            until(opened.exists, "the test to let a copy begin")
+
+    monkeypatch.setattr(trace, "listener", wait)
+    yield opened.touch
+    opened.touch()
 
 
 def used(node: Node, path: Path, tell: str = "1") -> list[str]:
@@ -238,42 +255,50 @@ def test_the_user_who_wants_to_hear_all_hears_of_success(node: Node) -> None:
 # --- the Prolog of such a job
 
 
-def test_the_prolog_starts_the_copy_and_the_step_waits_for_it(slow: Node) -> None:
-    slow.configure(redirect="spank", prolog_wait=0, bandwidth="1M", threads=1, on_error="drain")
-    path = slow.put("alice/image.sqsh", content(size=2 * MIB))
-    key = slow.identity(path).key
-    ran = slow.prolog(7, path)
+def test_the_prolog_starts_the_copy_and_the_step_waits_for_it(
+    node: Node, gate: Callable[[], None]
+) -> None:
+    node.configure(redirect="spank", prolog_wait=0, on_error="drain")
+    path = node.put("alice/image.sqsh")
+    key = node.identity(path).key
+    ran = node.prolog(7, path)
     assert (ran.code, *ran.said, ran.outcome.redirect) == (0, "started", "", "spank")
-    assert (slow.entries(), keys(slow, 7), slow.binds()) == (set(), {key}, {})
-    assert ask(slow, 7, path) == used(slow, path)
-    assert [outcome.result for outcome in slow.outcomes("stager")] == ["copied"]
-    assert slow.outcomes("step")[0].result == "joined"
-    ran = slow.prolog(8, path)
+    assert (node.entries(), keys(node, 7), node.binds()) == (set(), {key}, {})
+    helper = Helper(node, environ(node, 7, path))
+    assert helper.process.stdout is not None
+    assert not select.select([helper.process.stdout], [], [], 0.5)[0], "it does not wait"
+    gate()
+    assert helper.answer() == used(node, path)
+    assert [outcome.result for outcome in node.outcomes("stager")] == ["copied"]
+    ran = node.prolog(8, path)
     assert (ran.outcome.result, ran.outcome.redirect) == ("hit", "spank")
 
 
 @pytest.mark.parametrize("on_deadline", ["continue", "abort"])
 def test_a_copy_handed_over_is_not_stopped_by_a_prolog_that_waited_long_enough(
-    slow: Node, on_deadline: str
+    node: Node, gate: Callable[[], None], on_deadline: str
 ) -> None:
-    how = {"prolog_wait": "100ms", "on_deadline": on_deadline}
-    slow.configure(redirect="spank", bandwidth="1M", threads=1, **how)
-    path = slow.put("alice/image.sqsh", content(size=3 * MIB))
-    assert slow.prolog(7, path).outcome.result == "started"
-    assert slow.prolog(8, path).outcome.result == "started"
-    until(slow.entries, "the copy to go on")
-    assert keys(slow, 7) == keys(slow, 8) == slow.entries()
+    node.configure(redirect="spank", prolog_wait="100ms", on_deadline=on_deadline)
+    path = node.put("alice/image.sqsh")
+    assert node.prolog(7, path).outcome.result == "started"
+    assert node.prolog(8, path).outcome.result == "started"
+    gate()
+    until(node.entries, "the copy to go on")
+    assert keys(node, 7) == keys(node, 8) == node.entries()
 
 
-def test_a_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(slow: Node) -> None:
-    slow.configure(prolog_wait=0, bandwidth="1M", threads=1, on_error="drain")
-    path = slow.put("alice/image.sqsh", content(size=2 * MIB))
-    ran = slow.prolog(7, path)
+def test_a_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(
+    node: Node, gate: Callable[[], None]
+) -> None:
+    node.configure(prolog_wait=0, on_error="drain")
+    path = node.put("alice/image.sqsh")
+    ran = node.prolog(7, path)
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
-    assert slow.lease(7) is None
-    until(slow.entries, "the copy to go on for the next job")
-    assert slow.shows_source(path)
-    assert slow.prolog(8, path).outcome.redirect == "laid"
+    assert node.lease(7) is None
+    gate()
+    until(node.entries, "the copy to go on for the next job")
+    assert node.shows_source(path)
+    assert node.prolog(8, path).outcome.redirect == "laid"
 
 
 @pytest.mark.parametrize("with_image", [True, False])
@@ -325,11 +350,11 @@ def test_steps_for_the_same_image_share_one_copy(slow: Node) -> None:
 
 
 def test_a_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) -> None:
-    slow.configure(redirect="spank", bandwidth="1M", threads=1, step_wait="200ms")
-    path = slow.put("alice/image.sqsh", content(size=2 * MIB))
+    slow.configure(redirect="spank", bandwidth="1M", threads=1, step_wait="1s")
+    path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     said, last = Helper(slow, environ(slow, 7, path)).lines()
     assert said[0] == "say"
-    assert "of 2 MiB of /mnt/shared/alice/image.sqsh are here" in said[1]
+    assert "of 3 MiB of /mnt/shared/alice/image.sqsh are here" in said[1]
     assert last == ["leave", "deadline"]
     until(slow.entries, "the copy to go on for the job's next step")
     assert keys(slow, 7) == slow.entries()
@@ -358,7 +383,7 @@ def test_an_epilog_stops_no_copy_that_another_job_waits_for(slow: Node) -> None:
     slow.configure(redirect="spank", bandwidth="1M", threads=1, on_deadline="abort")
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     helpers = [Helper(slow, environ(slow, job, path)) for job in (7, 8)]
-    until(lambda: keys(slow, 7) & keys(slow, 8) and slow.parts(), "both to wait")
+    until(lambda: keys(slow, 7) & keys(slow, 8), "both to wait")
     helpers[0].kill()
     slow.epilog(7)
     assert helpers[1].answer() == used(slow, path)
@@ -443,3 +468,17 @@ def test_typed_by_hand_it_says_whose_command_it_is(words: list[str]) -> None:
     )
     assert (ran.returncode, ran.stdout) == (hooks.USAGE, "")
     assert ran.stderr.startswith("forestage: `step` is what forestage's SPANK plugin runs")
+
+
+def test_a_node_that_is_switched_off_answers_at_once_and_the_next_step_is_served_again(
+    spank: Node,
+) -> None:
+    path = spank.put("alice/image.sqsh")
+    spank.places.disabled.parent.mkdir(parents=True)
+    spank.places.disabled.write_text("why not")
+    assert ask(spank, 7, path) == ["leave", "disabled"]
+    (outcome,) = spank.outcomes("step", 7)
+    assert outcome.detail == f"{spank.places.disabled}: why not"
+    assert spank.lease(7) is None
+    spank.places.disabled.unlink()
+    assert ask(spank, 7, path)[0] == "use"

@@ -184,7 +184,7 @@ def test_a_copy_under_way_elsewhere_is_waited_for_no_longer_than_the_deadline(
     node: Node,
 ) -> None:
     # Longer than the stager of the hook waits for the lock before it says that it is busy.
-    node.configure(deadline="1s", on_error="drain")
+    node.configure(deadline="2s", on_error="drain")
     path = node.put("alice/image.sqsh")
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.key_lock(node.identity(path).key), 0):
@@ -192,6 +192,7 @@ def test_a_copy_under_way_elsewhere_is_waited_for_no_longer_than_the_deadline(
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
     assert node.shows_source(path)
     assert node.entries() == set()
+    node.configure()
     assert node.prolog(8, path).outcome.result == "copied"
 
 
@@ -218,7 +219,7 @@ def test_space_that_is_locked_for_ever_is_our_failure_and_not_the_jobs(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
-    node.configure(deadline="200ms")
+    node.configure(deadline="2s")
     path = node.put("alice/image.sqsh")
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.space_lock, 0):

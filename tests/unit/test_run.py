@@ -98,3 +98,15 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_program_that_takes_too_long_goes_with_its_children() -> None:
+    ran = run.run(["sh", "-c", "sleep 600 & sleep 600"], timeout=0.1)
+    assert ran.code == -9
+    assert run.run(["sh", "-c", "echo done"], timeout=60.0).out == "done\n"
+
+
+def test_a_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = run.run(["sh", "-c", "echo $SLURM_CONF $PATH"], variables={"SLURM_CONF": "/a b"})
+    assert ran.out == f"/a b {run.PATH}\n"
+    assert "SLURM_CONF" not in run.ENVIRONMENT

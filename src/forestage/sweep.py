@@ -1,0 +1,289 @@
+"""What did a crash leave behind? Leases, redirects and parts whose job or stager is gone.
+
+Run by a timer, or by hand; never by a hook. It does what the Epilog would have done, by the
+Epilog's own code and under the hooks' locks, each held for as long as a hook holds it: so it may
+run at any moment beside hooks and other sweeps. It goes on after a failure, and tells of it in the
+end.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from forestage import entries, epilog, evict, evictions, lock, proof, redirect, source
+from forestage.cache import Cache
+from forestage.errors import Failed, SlurmError
+from forestage.events import Event, Outcome, append
+from forestage.job import User
+from forestage.lease import Lease, Leases, Mark
+from forestage.node import Node
+from forestage.part import Part, boot_id
+from forestage.slurm import Slurm, why_over
+from forestage.verify import Tell, Verdict
+
+ABANDONED = 24 * 3600.0  # seconds; what nobody has resumed in so long only takes room
+ROOT = User("root", 0, 0)
+TROUBLE = (OSError, Failed, lock.Busy)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """A lease of a job that is over here, as it was before Slurm said so; None: it is damaged."""
+
+    job: int
+    mark: Mark
+    lease: Lease | None
+    why: str
+
+
+class Released(msgspec.Struct, frozen=True):
+    """A lease that was released, or would be, and how many redirects went with it.
+
+    `user` and `node` are "" where the lease is damaged.
+    """
+
+    job: int
+    user: str
+    node: str
+    why: str
+    redirects: int = 0
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """What one sweep did, or would do. `redirects` no lease asked for; `parts`, `evicted`: keys.
+
+    `kept` leases stay. `doubt` says why none was released. `unproven` are the entries that a dry
+    run would read.
+    """
+
+    dry_run: bool
+    released: tuple[Released, ...] = ()
+    kept: int = 0
+    redirects: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
+    verified: tuple[Verdict, ...] = ()
+    unproven: tuple[str, ...] = ()
+    doubt: str = ""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def bad(self) -> int:
+        return sum(1 for one in self.verified if one.result == "bad")
+
+
+def sweep(node: Node, slurm: Slurm, dry_run: bool, tell: Tell) -> Swept:
+    """Cleans up after crashes; as root. `tell` is called with what is being done.
+
+    Raises PermissionError for users who may not look.
+    """
+    start = node.clock.monotonic()
+    run = _Run(node, dry_run)
+    made = run.tried(entries.is_made, node)
+    found, doubt = _asked(node.leases, slurm)
+    released = tuple(run.each(found))
+    redirects = run.tried(run.strays, found) or ()
+    parts = (run.tried(run.dead_parts, found) or ()) if made else ()
+    evicted = (run.tried(run.evicted, found) or ()) if made else ()
+    unproven = (run.tried(proof.due, node) or ()) if made else ()
+    verified = () if dry_run else tuple(run.proofs(unproven, tell))
+    done = Swept(
+        dry_run=dry_run,
+        released=released,
+        kept=len(node.leases.jobs()) - (len(released) if dry_run else 0),
+        redirects=redirects,
+        parts=parts,
+        evicted=evicted,
+        verified=verified,
+        unproven=tuple(item.key for item in unproven) if dry_run else (),
+        doubt=doubt,
+        problems=tuple(run.problems),
+    )
+    if not dry_run:
+        run.tried(lambda swept: _record(node, swept, start), done)
+    return msgspec.structs.replace(done, problems=tuple(run.problems))
+
+
+def _asked(leases: Leases, slurm: Slurm) -> tuple[tuple[Gone, ...], str]:
+    """The leases to release; or none, and why nobody knows."""
+    try:
+        return gone(leases, slurm), ""
+    except SlurmError as error:
+        return (), str(error)
+
+
+def gone(leases: Leases, slurm: Slurm) -> tuple[Gone, ...]:
+    """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
+    # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
+    marks = {job: leases.mark(job) for job in leases.jobs()}
+    at_work = slurm.at_work() if marks else frozenset()
+    found = []
+    for job, mark in marks.items():
+        if mark is None or job in at_work:
+            continue
+        lease = _read(leases, job)
+        why = why_over(slurm.job(job), lease.node if lease else "")
+        if why:
+            found.append(Gone(job, mark, lease, why))
+    # Another cluster's Slurm knows none of our jobs.
+    for node in sorted({one.lease.node for one in found if one.lease and one.lease.node}):
+        if not slurm.knows_node(node):
+            raise SlurmError(
+                f"the Slurm that was asked has no node {node}", "is SLURM_CONF the one of slurmd?"
+            )
+    return tuple(found)
+
+
+def _read(leases: Leases, job: int) -> Lease | None:
+    try:
+        return leases.read(job)
+    except Failed:
+        return None
+
+
+class _Run:
+    """One sweep at work; `problems` grow on the way."""
+
+    def __init__(self, node: Node, dry_run: bool) -> None:
+        self.node = node
+        self.dry_run = dry_run
+        self.problems: list[str] = []
+
+    def tried(self, work: Callable[[T], R], subject: T) -> R | None:
+        """What `work` gives; None, and a problem noted, where it fails in an expected way."""
+        try:
+            return work(subject)
+        except TROUBLE as error:
+            if isinstance(error, PermissionError) and os.geteuid() != 0:
+                raise
+            self.problems.append(str(error))
+            return None
+
+    def each(self, found: tuple[Gone, ...]) -> Iterator[Released]:
+        """Releases them one by one, so that no hook waits for more than one of them."""
+        for one in found:
+            released = self.tried(self.release, one)
+            if released is not None:
+                yield released
+
+    def release(self, one: Gone) -> Released | None:
+        """What the Epilog would have done. None where a hook has had to do with it since."""
+        node, leases = self.node, self.node.leases
+        released = Released(one.job, "", "", one.why)
+        cache, user = node.cache, ROOT
+        if one.lease:
+            cache, user = Cache(Path(one.lease.cache)), one.lease.user
+            released = Released(one.job, user.name, one.lease.node, one.why)
+        if self.dry_run:
+            return released
+        with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
+            if leases.mark(one.job) != one.mark:
+                return None
+            try:
+                count = epilog.let_go(cache, leases, one.lease, node.places, one.job, user)
+            except (OSError, Failed) as error:  # the lease is gone, its redirect is a stray now
+                self.problems.append(str(error))
+                count = error.off if isinstance(error, redirect.Stays) else 0
+        if one.lease and node.config.on_deadline == "abort":
+            epilog.abort(cache, leases, one.lease)
+        return msgspec.structs.replace(released, redirects=count)
+
+    def strays(self, found: tuple[Gone, ...]) -> tuple[str, ...]:
+        """The paths of redirects that no lease asks for. They come off."""
+        node = self.node
+        if self.dry_run:
+            needed = {use.path for lease in self._staying(found) for use in lease.uses}
+            bound = redirect.binds(node.cache)
+            return tuple(bind.path for bind in redirect.unneeded(bound, frozenset(needed)))
+        with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
+            node.leases.drop_unfinished()
+            stray = redirect.unneeded(redirect.binds(node.cache), node.leases.redirected())
+            owned: dict[User, list[redirect.Bind]] = {}
+            for bind in stray:
+                owned.setdefault(_owner(node.cache, bind), []).append(bind)
+            stuck = [self._stuck(binds, owner) for owner, binds in owned.items()]
+            if not any(stuck):  # else it would wait for the same paths
+                redirect.clear(node.cache, node.leases, node.places, ROOT, None)
+            there = {bind.mount.id for bind in redirect.binds(node.cache)}
+        return tuple(bind.path for bind in stray if bind.mount.id not in there)
+
+    def _stuck(self, binds: list[redirect.Bind], owner: User) -> bool:
+        """Takes redirects off; whether some could not be reached, which is a problem."""
+        try:
+            redirect.take_off(binds, owner)
+        except (OSError, Failed) as error:
+            self.problems.append(str(error))
+            return True
+        return False
+
+    def dead_parts(self, found: tuple[Gone, ...]) -> tuple[str, ...]:
+        """The keys of parts that nobody will go on with. They are deleted."""
+        node = self.node
+        staying = self._staying(found)
+        wanted = {use.key for lease in staying for use in lease.uses}
+        boot, now = boot_id(), node.clock.wall()
+
+        def unwanted(part: Part) -> bool:
+            abandoned = part.stood_still(now) > ABANDONED and part.directory.name not in wanted
+            return abandoned or not part.resumable_in(boot)
+
+        if not self.dry_run:
+            return evict.drop_dead_parts(node.cache, unwanted)
+        return tuple(
+            directory.name
+            for directory in node.cache.parts.iterdir()
+            if unwanted(Part(directory)) and lock.is_free(node.cache.key_lock(directory.name))
+        )
+
+    def evicted(self, found: tuple[Gone, ...]) -> tuple[str, ...]:
+        """The keys that go, down to the low watermark, as the Epilog does it."""
+        node = self.node
+        if not self.dry_run:
+            return evict.tidy(node.cache, node.leases, node.config)
+        leased = frozenset(use.key for lease in self._staying(found) for use in lease.uses)
+        room = evictions.measured(node)
+        stored = node.cache.stored()
+        return evict.plan(stored, leased, room, evict.room_at_rest(room)).victims
+
+    def proofs(self, items: tuple[entries.Item, ...], tell: Tell) -> Iterator[Verdict]:
+        """Reads what an earlier boot has written; what is bad is evicted, what is right noted."""
+        for item in items:
+            verdict = self.tried(lambda one: proof.prove(self.node, one, tell), item)
+            if verdict is not None:
+                yield verdict
+
+    def _staying(self, found: tuple[Gone, ...]) -> list[Lease]:
+        """The leases that nobody releases. Raises Failed for a damaged one that stays."""
+        over = {one.job for one in found}
+        leases = self.node.leases
+        staying = (leases.read(job) for job in leases.jobs() if job not in over)
+        return [lease for lease in staying if lease is not None]
+
+
+def _owner(cache: Cache, bind: redirect.Bind) -> User:
+    """Who can reach a redirect's path, where root is squashed."""
+    entry = cache.read(bind.key) if bind.key else None
+    return source.owner(entry.access) if entry else ROOT
+
+
+def _record(node: Node, done: Swept, start: float) -> None:
+    """An event for each lease, and one for what belonged to no job, whose number is 0."""
+    now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
+
+    def event(one: Released, outcome: Outcome) -> Event:
+        return Event(now, "sweep", one.job, outcome, one.user, node=one.node, total=total)
+
+    found = [
+        event(one, Outcome("released", released=one.redirects, detail=one.why))
+        for one in done.released
+    ]
+    bad = tuple(one.key for one in done.verified if one.evicted)
+    if done.redirects or done.evicted or bad:
+        rest = Outcome("released", released=len(done.redirects), evicted=(*done.evicted, *bad))
+        found.append(event(Released(0, "", "", ""), rest))
+    append(node.places.events, found)

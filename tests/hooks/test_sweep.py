@@ -1,0 +1,182 @@
+"""The sweep with real redirects, and beside hooks: it takes the dead, and nothing that lives."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import random
+from pathlib import Path
+
+import pytest
+
+from forestage import lock, sweep
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.lease import Use
+from forestage.node import Node as Here
+from forestage.slurm import Slurm, Told
+from forestage.sweep import Swept
+from node import BOB, Node, content, until
+
+_fork = multiprocessing.get_context("fork")
+
+
+class Running(Slurm):
+    """Knows those jobs that have a file here; as Slurm, from before the Prolog to after the Epilog.
+
+    No step runs on this machine, so everything hangs on the answers.
+    """
+
+    def at_work(self) -> frozenset[int]:
+        return frozenset()
+
+    def knows_node(self, node: str) -> bool:
+        return node == "n1"
+
+    def job(self, job: int) -> Told | None:
+        return Told("RUNNING", "n1") if (self.proc / str(job)).exists() else None
+
+
+@pytest.fixture
+def running(node: Node) -> Running:
+    folder = node.places.root / "running"
+    folder.mkdir(parents=True)
+    return Running("", "", folder)
+
+
+def here(node: Node) -> Here:
+    config = Config(cache="/mnt/nvme/forestage")
+    return Here.of(config, node.places, Clock())
+
+
+def swept(node: Node, slurm: Slurm) -> Swept:
+    done = sweep.sweep(here(node), slurm, False, lambda text: None)
+    assert (done.doubt, done.problems) == ("", ())
+    return done
+
+
+def test_a_jobs_redirect_goes_with_its_lease_and_the_path_shows_its_source(
+    node: Node, running: Running
+) -> None:
+    path, other = node.put("alice/a.sqsh"), node.put("bob/b.sqsh", content(2), BOB)
+    node.prolog(7, path)
+    node.prolog(8, other, user=BOB)
+    (running.proc / "8").touch()
+    done = swept(node, running)
+    assert [(one.job, one.redirects) for one in done.released] == [(7, 1)]
+    assert node.shows_source(path)
+    assert node.shows_entry(other, node.identity(other).key)
+    assert node.binds() == {str(other): node.identity(other).key}
+
+
+def test_a_redirect_that_another_job_needs_stays(node: Node, running: Running) -> None:
+    path = node.put("alice/a.sqsh")
+    node.prolog(7, path)
+    node.prolog(8, path)
+    (running.proc / "8").touch()
+    assert [one.redirects for one in swept(node, running).released] == [0]
+    assert node.shows_entry(path, node.identity(path).key)
+
+
+def test_a_redirect_that_a_killed_hook_left_comes_off(node: Node, running: Running) -> None:
+    path = node.put("alice/a.sqsh")
+    node.prolog(7, path)
+    node.leases.drop(7)
+    assert swept(node, running).redirects == (str(path),)
+    assert node.binds() == {}
+    assert node.shows_source(path)
+
+
+def test_the_epilog_after_the_sweep_does_no_harm(node: Node, running: Running) -> None:
+    path = node.put("alice/a.sqsh")
+    node.prolog(7, path)
+    swept(node, running)
+    assert node.epilog(7).code == 0
+    assert node.prolog(7, path).said == ("hit", "")
+
+
+@pytest.mark.parametrize("redirect", ["bind", "spank", "none"])
+def test_a_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
+    node: Node, running: Running, redirect: str
+) -> None:
+    """The lease of its former run is there still, and its Prolog goes on with that."""
+    path = node.put("alice/a.sqsh")
+    node.configure(redirect=redirect)
+    node.prolog(7, path)
+
+    class Slow(Running):
+        def job(self, job: int) -> Told | None:
+            told = super().job(job)
+            before = node.leases.mark(7)
+            # The kernel's clock ticks in milliseconds, and a real Slurm takes some.
+            until(lambda: node.prolog(7, path) and node.leases.mark(7) != before, "a tick")
+            return told
+
+    assert swept(node, Slow("", "", running.proc)).released == ()
+    lease = node.lease(7)
+    assert lease is not None
+    assert [use.key for use in lease.uses] == [node.identity(path).key]
+
+
+def _sweep_until(node: Node, slurm: Slurm, stop: Path) -> None:
+    while not stop.exists():
+        with contextlib.suppress(lock.Busy):
+            swept(node, slurm)
+
+
+ROUNDS = 20
+
+
+@pytest.mark.parametrize("seed", [2])
+def test_sweeps_beside_hooks_never_take_what_a_running_job_has(
+    node: Node, running: Running, seed: int
+) -> None:
+    dice = random.Random(seed)
+    paths = [node.put(f"alice/{name}.sqsh", content(number)) for number, name in enumerate("ab")]
+    keys = {path: node.identity(path).key for path in paths}
+    stop = node.places.root / "stop"
+    sweepers = [_fork.Process(target=_sweep_until, args=(node, running, stop)) for _ in range(2)]
+    for sweeper in sweepers:
+        sweeper.start()
+    has: dict[int, Path] = {}
+    for _ in range(ROUNDS):
+        job = dice.randrange(1, 5)
+        flag = running.proc / str(job)
+        if job not in has:  # perhaps with the lease of its former run
+            flag.touch()
+            has[job] = dice.choice(paths)
+            ran = node.prolog(job, has[job])
+            assert ran.code == 0
+            assert ran.outcome.result in ("hit", "copied"), ran
+        elif dice.random() < 0.5:
+            assert node.epilog(job).said == ("released", "")
+            flag.unlink()
+            del has[job]
+        else:  # its Epilog never runs
+            flag.unlink()
+            del has[job]
+        for other, path in has.items():
+            lease = node.lease(other)
+            assert lease is not None, other
+            assert Use(keys[path], str(path)) in lease.uses
+            assert node.shows_entry(path, keys[path])
+    stop.touch()
+    for sweeper in sweepers:
+        sweeper.join(60)
+        assert sweeper.exitcode == 0
+    for flag in running.proc.iterdir():
+        flag.unlink()
+    swept(node, running)
+    assert (node.leases.jobs(), node.binds(), node.parts()) == ((), {}, [])
+    assert all(node.shows_source(path) for path in paths)
+
+
+def test_a_lease_says_which_node_it_is_of(node: Node) -> None:
+    """Slurm's name for it, by which a job that was requeued to another one is told."""
+    path = node.put("alice/a.sqsh")
+    node.prolog(7, path)
+    node.prolog(8, path, comment="stage=off")
+    for job in (7, 8):
+        lease = node.lease(job)
+        assert lease is not None
+        assert lease.node == "n1"

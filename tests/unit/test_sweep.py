@@ -1,0 +1,546 @@
+"""The sweep: what may go after a crash, and above all what may not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from commands import CHUNK, NOW, Site
+from forestage import events, lock, proof, source, sweep, verify
+from forestage import redirect as redirects
+from forestage.cli import main
+from forestage.errors import Failed, SlurmError
+from forestage.exits import Exit
+from forestage.job import User
+from forestage.lease import Lease, Use
+from forestage.part import boot_id
+from forestage.redirect import Bind
+from forestage.slurm import Slurm, Told
+from forestage.sweep import Swept
+
+ALICE = User("alice", 1000, 1000)
+ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
+
+
+class Asked(Slurm):
+    """A Slurm that knows these jobs, and what happens while it thinks."""
+
+    jobs: dict[int, Told | None]
+    working: frozenset[int]
+    nodes: tuple[str, ...]
+    questions: list[int]
+    meanwhile: Callable[[], None]
+
+    def job(self, job: int) -> Told | None:
+        self.questions.append(job)
+        self.meanwhile()
+        if job not in self.jobs:
+            raise SlurmError("Unable to contact slurm controller")
+        return self.jobs[job]
+
+    def knows_node(self, node: str) -> bool:
+        return node in self.nodes
+
+    def at_work(self) -> frozenset[int]:
+        return self.working
+
+
+def slurm(
+    jobs: dict[int, Told | None] | None = None,
+    working: Iterable[int] = (),
+    nodes: tuple[str, ...] = ("n1",),
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Asked:
+    asked = Asked("")
+    asked.jobs, asked.working, asked.nodes = jobs or {}, frozenset(working), nodes
+    asked.questions, asked.meanwhile = [], meanwhile
+    return asked
+
+
+def swept(site: Site, asked: Slurm | None = None, dry_run: bool = False) -> Swept:
+    return sweep.sweep(site.node, asked or slurm(), dry_run, lambda text: None)
+
+
+def hold(site: Site, job: int, *uses: Use, node: str = "n1") -> Lease:
+    lease = Lease(job, ALICE, NOW - 90, str(site.node.cache.root), uses, node=node)
+    site.node.leases.write(lease)
+    return lease
+
+
+def jobs(site: Site) -> tuple[int, ...]:
+    return site.node.leases.jobs()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
+    """What the kernel's table shows; who takes a redirect off takes it out of here."""
+    table: list[Bind] = []
+
+    def take_off(taken: list[Bind], user: User) -> None:
+        for bind in taken:
+            table.remove(bind)
+
+    monkeypatch.setattr(redirects, "binds", lambda cache: list(table))
+    monkeypatch.setattr(redirects, "take_off", take_off)
+    return table
+
+
+def bind(path: str, key: str = "k" * 32, number: int = 1) -> Bind:
+    from forestage.mounts import Mount
+
+    return Bind(Mount(number, 0, "0:1", f"/entries/{key}/image", path), key)
+
+
+# --- leases
+
+
+def test_the_lease_of_a_forgotten_job_goes_and_that_of_a_running_one_stays(site: Site) -> None:
+    hold(site, 7)
+    hold(site, 8)
+    done = swept(site, slurm({7: None, 8: Told("RUNNING", "n1")}))
+    assert [one.job for one in done.released] == [7]
+    assert (done.kept, done.doubt, done.problems) == (1, "", ())
+    assert jobs(site) == (8,)
+
+
+def test_one_answer_in_doubt_leaves_every_lease(site: Site) -> None:
+    """Of a slurmctld that answers only some questions, no answer counts."""
+    for job in (7, 8, 9):
+        hold(site, job)
+    done = swept(site, slurm({7: None, 9: None}))
+    assert (done.released, done.kept) == ((), 3)
+    assert "Unable to contact" in done.doubt
+    assert jobs(site) == (7, 8, 9)
+
+
+def test_another_clusters_slurm_releases_nothing(site: Site) -> None:
+    """It knows none of our jobs."""
+    hold(site, 7)
+    done = swept(site, slurm({7: None}, nodes=("x1", "x2")))
+    assert "has no node n1" in done.doubt
+    assert jobs(site) == (7,)
+
+
+def test_a_job_with_a_step_on_this_node_is_not_even_asked_about(site: Site) -> None:
+    """slurmctld may have given the node up, and the job's processes run on."""
+    hold(site, 7)
+    asked = slurm({7: Told("NODE_FAIL", "n1")}, working=[7])
+    assert swept(site, asked).released == ()
+    assert asked.questions == []
+    assert jobs(site) == (7,)
+
+
+def test_without_leases_slurm_is_left_in_peace(site: Site) -> None:
+    asked = slurm()
+    assert swept(site, asked) == Swept(False)
+    assert asked.questions == []
+
+
+@pytest.mark.parametrize("touch", ["again", "confirm", "new"])
+def test_a_lease_that_a_hook_takes_while_slurm_answers_stays(site: Site, touch: str) -> None:
+    """The job of this number was requeued, and begins here at this very moment."""
+    lease = hold(site, 7)
+
+    def meanwhile() -> None:
+        leases = site.node.leases
+        if touch == "again":
+            leases.write(lease)
+        elif touch == "confirm":
+            before = leases.mark(7)
+            while leases.mark(7) == before:  # the kernel's clock ticks in milliseconds
+                leases.confirm(7)
+        else:
+            leases.write(msgspec.structs.replace(lease, job=8))
+
+    released = swept(site, slurm({7: None, 8: None}, meanwhile=meanwhile)).released
+    assert [one.job for one in released] == ([7] if touch == "new" else [])
+    assert jobs(site) == ((8,) if touch == "new" else (7,))
+
+
+def test_a_job_that_was_requeued_to_other_nodes_holds_nothing_here(site: Site) -> None:
+    hold(site, 7, node="n1")
+    hold(site, 8, node="")
+    told = Told("RUNNING", "n[2-3]")
+    done = swept(site, slurm({7: told, 8: told}))
+    assert [one.job for one in done.released] == [7]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\0"])
+def test_a_damaged_lease_goes_with_its_job_and_not_before(site: Site, damage: bytes) -> None:
+    for job in (7, 8):
+        hold(site, job)
+        site.node.leases.file(job).write_bytes(damage)
+    site.node.cache.prepare(False)
+    done = swept(site, slurm({7: None, 8: Told("RUNNING", "n1")}))
+    assert [one.job for one in done.released] == [7]
+    assert jobs(site) == (8,)
+    assert done.problems, "it protects everything, and nobody can tell what it was"
+
+
+def test_a_lease_of_a_cache_that_is_gone_goes_and_no_cache_is_made(site: Site) -> None:
+    gone = site.places.root / "gone/forestage"
+    site.node.leases.write(Lease(7, ALICE, 0.0, str(gone), (Use("0a", "/a"),)))
+    done = swept(site, slurm({7: None}))
+    assert ([one.job for one in done.released], done.problems) == ([7], ())
+    assert not gone.parent.exists()
+    assert not site.node.cache.root.exists()
+
+
+def test_the_file_of_a_killed_hook_goes_and_is_no_lease(site: Site) -> None:
+    hold(site, 7)
+    site.node.cache.prepare(False)
+    directory = site.node.leases.directory
+    (directory / ".8.json.x7z").write_bytes(b"{")
+    swept(site, slurm({7: Told("RUNNING", "n1")}))
+    assert [file.name for file in directory.iterdir()] == ["7.json"]
+
+
+def test_a_lease_that_cannot_be_released_now_is_told_and_the_others_go(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(site, 7)
+    other = site.places.root / "other"
+    (other / "locks").mkdir(parents=True)
+    site.node.leases.write(Lease(8, ALICE, 0.0, str(other)))
+    monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
+    with lock.held(other / "locks/space.lock", 0):
+        done = swept(site, slurm({7: None, 8: None}))
+    assert [one.job for one in done.released] == [7]
+    assert "space.lock is held" in done.problems[0]
+    assert jobs(site) == (8,)
+
+
+# --- redirects
+
+
+def test_redirects_go_with_their_lease_unless_another_job_needs_them(
+    site: Site, bound: list[Bind]
+) -> None:
+    hold(site, 7, Use("k", "/lustre/a"), Use("l", "/lustre/b"))
+    hold(site, 8, Use("l", "/lustre/b"))
+    bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
+    done = swept(site, slurm({7: None, 8: Told("RUNNING", "n1")}))
+    assert [(one.job, one.redirects) for one in done.released] == [(7, 1)]
+    assert [one.path for one in bound] == ["/lustre/b"]
+
+
+def test_a_redirect_that_no_lease_asks_for_goes_also_while_slurm_is_silent(
+    site: Site, bound: list[Bind]
+) -> None:
+    hold(site, 7, Use("l", "/lustre/b"))
+    bound += [bind("/lustre/stray"), bind("/lustre/b", number=2)]
+    done = swept(site, slurm())
+    assert done.redirects == ("/lustre/stray",)
+    assert [one.path for one in bound] == ["/lustre/b"]
+
+
+def test_a_stray_redirect_is_reached_as_its_entrys_owner(
+    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch, as_root: None
+) -> None:
+    """Where root is squashed, nobody else may be able to walk there."""
+    image = site.image("a.sqsh")
+    os.chown(image, 4242, 4242)
+    bound.append(bind(str(image), site.publish(image)))
+    asked: list[int] = []
+
+    def take_off(taken: list[Bind], user: User) -> None:
+        for one in taken:
+            asked.append(user.uid)
+            bound.remove(one)
+
+    monkeypatch.setattr(redirects, "take_off", take_off)
+    assert swept(site).redirects == (str(image),)
+    assert asked == [4242]
+
+
+def test_a_path_that_hangs_costs_its_job_no_lease_and_the_rest_no_sweep(
+    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(site, 7, Use("k", "/lustre/a"))
+    hold(site, 8, Use("k", "/lustre/a"))
+    bound.append(bind("/lustre/a"))
+
+    def hangs(taken: list[Bind], user: User) -> None:
+        if taken:
+            raise Failed("redirect", f"{taken[0].path} hangs; its redirect is still there")
+
+    monkeypatch.setattr(redirects, "take_off", hangs)
+    done = swept(site, slurm({7: None, 8: None}))
+    assert [one.job for one in done.released] == [7, 8]
+    assert jobs(site) == ()
+    assert any("hangs" in problem for problem in done.problems)
+
+
+# --- parts
+
+
+def part(site: Site, name: str, boot: str = "", age: float = 0.0) -> str:
+    """A part whose stager is dead, last written `age` seconds ago."""
+    made, owner = site.part(site.image(name, name.encode() * CHUNK))
+    if boot:
+        made.write_owner(msgspec.structs.replace(owner, boot=boot))
+    for file in made.directory.iterdir():
+        os.utime(file, (NOW - age, NOW - age))
+    return owner.image.key
+
+
+def test_parts_of_an_earlier_boot_and_abandoned_ones_go_and_no_other(site: Site) -> None:
+    old = part(site, "a", boot=ANOTHER_BOOT)
+    abandoned = part(site, "b", age=sweep.ABANDONED + 60)
+    resumable = part(site, "c", age=sweep.ABANDONED - 60)
+    wanted = part(site, "d", age=sweep.ABANDONED + 60)
+    hold(site, 7, Use(wanted))
+    done = swept(site, slurm({7: Told("RUNNING", "n1")}))
+    assert set(done.parts) == {old, abandoned}
+    assert {path.name for path in site.node.cache.parts.iterdir()} == {resumable, wanted}
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_part_whose_stager_lives_stays_however_old_it_looks(site: Site, dry_run: bool) -> None:
+    key = part(site, "a", boot=ANOTHER_BOOT, age=2 * sweep.ABANDONED)
+    with lock.held(site.node.cache.key_lock(key), 0):
+        assert swept(site, dry_run=dry_run).parts == ()
+    assert site.node.cache.part_dir(key).exists()
+
+
+# --- what an earlier boot wrote
+
+
+def from_earlier_boot(site: Site, name: str = "a.sqsh", digests: bool = True) -> str:
+    key: str = site.publish(site.image(name, b"squashfs" * CHUNK), digests=digests)
+    (site.node.cache.entry_dir(key) / "boot").write_text(ANOTHER_BOOT)
+    return key
+
+
+def spoil(site: Site, key: str) -> None:
+    with site.node.cache.image(key).open("r+b") as file:
+        file.seek(CHUNK + 5)
+        file.write(b"\0")
+
+
+def test_an_entry_of_this_boot_is_not_read(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh", b"squashfs" * CHUNK))
+    assert (site.node.cache.entry_dir(key) / "boot").read_text() == boot_id()
+    spoil(site, key)
+    assert swept(site).verified == ()
+
+
+def test_an_entry_that_lost_bytes_in_a_crash_is_evicted_though_it_be_leased(site: Site) -> None:
+    bad, good = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
+    spoil(site, bad)
+    hold(site, 7, Use(bad))
+    done = swept(site, slurm({7: Told("RUNNING", "n1")}))
+    assert {one.key: one.result for one in done.verified} == {bad: "bad", good: "ok"}
+    assert site.keys() == {good}
+
+
+def test_an_entry_without_the_note_of_its_boot_is_read(site: Site) -> None:
+    """The crash may have taken the note as well."""
+    key = from_earlier_boot(site)
+    (site.node.cache.entry_dir(key) / "boot").unlink()
+    assert [one.result for one in swept(site).verified] == ["ok"]
+
+
+def test_what_was_right_once_is_not_read_again(site: Site) -> None:
+    key = from_earlier_boot(site)
+    assert [one.result for one in swept(site).verified] == ["ok"]
+    assert (site.node.cache.entry_dir(key) / "boot").read_bytes() == proof.PROVEN
+    spoil(site, key)  # what happens from now on is for `forestage verify`
+    assert swept(site).verified == ()
+
+
+def test_no_source_is_read_for_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand nodes may have restarted at once."""
+    key = from_earlier_boot(site)
+    monkeypatch.setattr(source, "unchanged", pytest.fail)
+    monkeypatch.setattr(source, "of", pytest.fail)
+    spoil(site, key)
+    (verdict,) = swept(site).verified
+    assert (verdict.result, verdict.against) == ("bad", "digests")
+
+
+def test_without_digests_an_entry_stays_and_is_not_called_right(site: Site) -> None:
+    key = from_earlier_boot(site, digests=False)
+    (verdict,) = swept(site).verified
+    assert verdict.result == "unverifiable"
+    assert site.keys() == {key}
+    assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
+
+
+def test_a_copy_made_anew_meanwhile_is_not_called_proven(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note lies beside the bytes that were read, not beside whatever has their name."""
+    key = from_earlier_boot(site)
+    real = verify.verify
+
+    def slowly(*arguments: object, **more: object) -> verify.Verified:
+        found = real(*arguments, **more)  # type: ignore[arg-type]
+        directory = site.node.cache.entry_dir(key)
+        directory.rename(site.places.root / "old")
+        shutil.copytree(site.places.root / "old", directory)
+        return found
+
+    monkeypatch.setattr(verify, "verify", slowly)
+    assert [one.result for one in swept(site).verified] == ["ok"]
+    assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
+    assert (site.places.root / "old/boot").read_bytes() == proof.PROVEN
+
+
+# --- room
+
+
+def test_it_evicts_down_to_the_watermark_what_no_job_needs_any_more(site: Site) -> None:
+    key, other = site.publish(site.image("a.sqsh")), site.publish(site.image("b.sqsh"))
+    hold(site, 7, Use(key))
+    hold(site, 8, Use(other))
+    site.configure("low_watermark: 0%\n")
+    asked = slurm({7: None, 8: Told("RUNNING", "n1")})
+    assert swept(site, asked, dry_run=True).evicted == (key,)
+    assert swept(site, asked).evicted == (key,)
+    assert site.keys() == {other}
+
+
+# --- a dry run
+
+
+def everything(site: Site) -> dict[str, bytes]:
+    root = site.places.root
+    return {
+        str(path): (path.read_bytes() if path.is_file() else b"") + str(path.stat().st_ino).encode()
+        for path in sorted(root.rglob("*"))
+        if path.suffix != ".lock"
+    }
+
+
+def test_a_dry_run_tells_all_and_changes_nothing(site: Site, bound: list[Bind]) -> None:
+    key = from_earlier_boot(site)
+    spoil(site, key)
+    old = part(site, "a", boot=ANOTHER_BOOT)
+    hold(site, 7, Use("k", "/lustre/a"))
+    hold(site, 8)
+    (site.node.leases.directory / ".9.json.x").write_bytes(b"")
+    bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
+    before = everything(site)
+    done = swept(site, slurm({7: None, 8: Told("PENDING", "")}), dry_run=True)
+    assert [one.job for one in done.released] == [7]
+    assert (done.kept, set(done.redirects)) == (1, {"/lustre/a", "/lustre/b"})
+    assert (done.parts, done.unproven) == ((old,), (key,))
+    assert everything(site) == before
+    assert len(bound) == 2
+
+
+# --- what is on record
+
+
+def test_a_released_lease_is_on_record_and_explained(site: Site) -> None:
+    hold(site, 7)
+    swept(site, slurm({7: Told("NODE_FAIL", "n1")}))
+    (event,) = events.read(site.places.events)
+    assert (event.hook, event.job, event.user, event.node) == ("sweep", 7, "alice", "n1")
+    assert event.outcome.result == "released"
+    told = site.run("explain", "7").stdout
+    assert "Sweep" in told
+    assert "released the job's lease: the job is NODE_FAIL" in told
+
+
+def test_what_belonged_to_no_job_is_on_record_as_job_0(site: Site, bound: list[Bind]) -> None:
+    key = from_earlier_boot(site)
+    spoil(site, key)
+    bound.append(bind("/lustre/stray"))
+    swept(site)
+    (event,) = events.read(site.places.events)
+    assert (event.job, event.outcome.released, event.outcome.evicted) == (0, 1, (key,))
+
+
+def test_a_sweep_that_finds_nothing_leaves_no_event(site: Site) -> None:
+    site.publish(site.image("a.sqsh"))
+    swept(site)
+    assert not site.places.events.exists()
+
+
+# --- the command
+
+
+@pytest.fixture
+def squeue(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a squeue and a scontrol before all others; the first does what is said."""
+    folder = site.places.root / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(Slurm, "at_work", lambda self: frozenset())
+
+    def put(script: str) -> None:
+        for name, text in (("squeue", script), ("scontrol", "echo 'NodeName=n1 '")):
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    return put
+
+
+UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+def test_the_command_says_what_it_did(site: Site, squeue: Callable[[str], None]) -> None:
+    squeue(UNKNOWN)
+    hold(site, 7)
+    done = site.run("sweep", "--dry-run")
+    assert (done.exit_code, jobs(site)) == (Exit.OK, (7,))
+    assert "job 7 of alice: lease would be released (Slurm does not know" in done.stdout
+    assert "1 lease would be released, 0 kept." in done.stdout
+    done = site.run("sweep")
+    assert (done.exit_code, jobs(site)) == (Exit.OK, ())
+    assert "1 lease released, 0 kept." in done.stdout
+    assert json.loads(site.run("sweep", "--json").stdout)["released"] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 1", Exit.SLURM), ("echo '7|RUNNING|n1'", Exit.OK)]
+)
+def test_the_exit_status_tells_whether_slurm_answered(
+    site: Site, squeue: Callable[[str], None], script: str, code: Exit
+) -> None:
+    squeue(script)
+    hold(site, 7)
+    assert site.run("sweep").exit_code == code
+    assert jobs(site) == (7,)
+
+
+def test_the_exit_status_tells_of_bad_bytes_before_all_else(
+    site: Site, squeue: Callable[[str], None]
+) -> None:
+    squeue("exit 1")
+    hold(site, 7)
+    spoil(site, from_earlier_boot(site))
+    done = site.run("sweep")
+    assert done.exit_code == Exit.BAD
+    assert "evicted" in done.stdout
+    assert "Slurm cannot tell" in done.stdout
+
+
+def test_a_problem_of_the_node_has_its_exit_status(
+    site: Site, squeue: Callable[[str], None]
+) -> None:
+    squeue(UNKNOWN)
+    site.node.cache.prepare(False)
+    site.node.cache.root.chmod(0o755)
+    hold(site, 7)
+    done = site.run("sweep")
+    assert done.exit_code == Exit.FAILED
+    assert "Problem: " in done.stdout
+    assert jobs(site) == (), "a lease goes also where the cache must not be used"
+
+
+def test_sweep_is_a_command_with_a_dry_run() -> None:
+    assert {option for one in main.commands["sweep"].params for option in one.opts} >= {"--dry-run"}
