@@ -1,0 +1,171 @@
+"""Hooks and stagers without processes: each child that forestage forks is a thread here.
+
+A thread has ids and a mount namespace of its own if it asks the kernel itself, so the kernel, the
+mounts and the users' rights stay real, and a whole job takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from msgspec.structs import replace
+
+from forestage import asuser, lock, log, mounts, stager, trace
+from forestage.bring import Task
+from forestage.job import User
+from forestage.stager import Word
+
+T = TypeVar("T")
+
+# glibc's functions change the ids of all threads; these calls change those of the caller.
+SETGROUPS, SETRESUID, SETRESGID = {
+    "x86_64": (116, 117, 119),
+    "aarch64": (159, 147, 149),
+}[platform.machine()]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Killed(BaseException):
+    """SIGKILL, as near as a thread can come to it: what holds is let go, nothing else is done."""
+
+
+@dataclass
+class Mishap:
+    """At the `nth` passing of a trace point, `deed` happens: it may raise Killed."""
+
+    point: str
+    nth: int
+    deed: Callable[[], None]
+
+    def __call__(self, name: str) -> None:
+        if name == self.point:
+            self.nth -= 1
+            if self.nth == 0:
+                trace.listener = None  # what it does itself passes points as well
+                self.deed()
+
+
+@contextlib.contextmanager
+def expecting(mishap: Mishap | None) -> Iterator[None]:
+    trace.listener = mishap
+    try:
+        yield
+    finally:
+        trace.listener = None
+
+
+def without_processes(patch: pytest.MonkeyPatch) -> None:
+    """From now on nothing is forked."""
+    patch.setattr(asuser, "become", _become)
+    patch.setattr(asuser, "acting", _acting)
+    patch.setattr(asuser, "ask", _ask)
+    patch.setattr(stager, "start", _start)
+    patch.setattr(mounts, "current", _current)
+    patch.setattr(log, "say", lambda line, by_slurm: None)
+    patch.setattr(os, "fsync", os.fstat)  # nobody pulls the plug here
+
+
+def _become(user: User) -> None:
+    groups = os.getgrouplist(user.name, user.gid) if user.name else [user.gid]
+    _sys(SETGROUPS, len(groups), (ctypes.c_uint32 * len(groups))(*groups))
+    _effective(user.uid, user.gid)
+
+
+@contextlib.contextmanager
+def _acting(user: User) -> Iterator[None]:
+    _become(user)
+    try:
+        yield
+    finally:
+        _effective(0, 0)
+
+
+def _effective(uid: int, gid: int) -> None:
+    if uid == 0:
+        _sys(SETRESUID, -1, uid, -1)
+    _sys(SETRESGID, -1, gid, -1)
+    if uid != 0:
+        _sys(SETRESUID, -1, uid, -1)
+
+
+def _sys(number: int, *arguments: object) -> None:
+    if _libc.syscall(number, *arguments) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _ask(
+    work: Callable[[], asuser.Found[T]],
+    answer: type[T],
+    timeout: float,
+    keep: tuple[int, ...] = (),
+) -> tuple[T, socket.socket]:
+    found: list[asuser.Found[T]] = []
+    failed: list[BaseException] = []
+
+    def live() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # handed on
+            failed.append(error)
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as undo, theirs, _all_closed():
+        undo.callback(ours.close)
+        thread = threading.Thread(target=live)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+        value, fds = found[0]
+        socket.send_fds(theirs, [b"answer"], fds)
+        undo.pop_all()
+    return value, ours
+
+
+@contextlib.contextmanager
+def _all_closed() -> Iterator[None]:
+    """As the end of a process closes whatever it has opened."""
+    before = _open_now()
+    try:
+        yield
+    finally:
+        for fd in _open_now() - before:
+            os.close(fd)
+
+
+def _open_now() -> set[int]:
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    # Without the one that listed them.
+    return {fd for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}
+
+
+def _start(task: Task) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, contextlib.suppress(Killed), _all_closed():
+        looked = task.looked
+        if looked.line is not None:  # the hook keeps its own, as after a fork
+            looked = replace(looked, line=looked.line.dup())
+        task = replace(task, looked=looked.taken())
+        try:
+            with lock.held(task.node.cache.key_lock(task.key), 0):
+                stager._tell(theirs, Word("started"))
+                stager._tell(theirs, stager._serve(task, threading.Event()))
+        except lock.Busy:
+            stager._tell(theirs, Word("busy"))
+    return ours
+
+
+def _current() -> list[mounts.Mount]:
+    # "self" is the main thread.
+    return mounts.listed(os.fsdecode(Path("/proc/thread-self/mountinfo").read_bytes()))

@@ -1,0 +1,224 @@
+"""A node and its shared file system, and all that can happen to both from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from model import MISSING, Seen, Source, Version
+
+from forestage import evict, mounts, redirect, settings
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.image import identify
+from forestage.node import Node as Here
+from node import Node
+
+NAMES = ("one", "two", "three")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def beside(work: Callable[[], None]) -> None:
+    """Does it in a mount namespace of its own, where none of our redirects is in the way.
+
+    As another node would. A thread has one as well as a process, and is cheaper.
+    """
+    failures: list[BaseException] = []
+
+    def live() -> None:
+        try:
+            mounts.private_namespace()
+            work()
+        except BaseException as error:  # handed on
+            failures.append(error)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+class Lab:
+    """`sources` are below the node's shared file system; everything is wiped by `reset`."""
+
+    def __init__(self, node: Node, tmp_path: Path, **config: object) -> None:
+        self.node = node
+        self.base = config
+        self.sources: dict[str, Source] = {}
+        self.tally: Counter[str] = Counter()  # what was done, for whoever wants to know
+        self._boot = tmp_path / "boot_id"
+        self._boot.write_text(f"{uuid.uuid4()}\n")
+        # The kernel's own file is covered, so that a reboot is one for every process.
+        mounts.mount(str(self._boot), str(BOOT_ID), mounts.MS_BIND)
+        self.reset()
+
+    def reset(self) -> None:
+        """As on the first day."""
+        self._take_all_off()
+        self.unfill()
+        places = self.node.places
+        for folder in (self.node.server, self.node.nvme, places.run, places.events.parent):
+            for path in folder.glob("*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.sources = {name: Source(self.node.shared / name) for name in NAMES}
+        self.config_keys: dict[str, object] = {}
+        self.configure()
+
+    def configure(self, **keys: object) -> None:
+        """These keys from now on, beside those of before."""
+        self.config_keys |= keys
+        self.node.configure(**(self.base | self.config_keys))
+
+    @property
+    def config(self) -> Config:
+        return settings.load(self.node.places.etc).config
+
+    def here(self, clock: Clock) -> Here:
+        """The node as commands see it."""
+        return Here.of(self.config, self.node.places, clock)
+
+    # Sources
+
+    def on_server(self, source: Source) -> Path:
+        return self.node.server / source.path.name
+
+    def change(self, name: str, to: Seen, in_place: bool) -> None:
+        """Another node changes the source; the model learns of it."""
+        source = self.sources[name]
+        self.write(source, to, in_place)
+        source.versions.append(to)
+
+    def write(self, source: Source, to: Seen, in_place: bool) -> None:
+        """Only the files: for changes of which the model learns later."""
+        file = self.on_server(source)
+        before = file.stat() if file.exists() else None
+
+        def work() -> None:
+            for bind in redirect.binds(self.node.cache):
+                with contextlib.suppress(OSError):
+                    mounts.umount(bind.path)
+            if to is MISSING:
+                file.unlink(missing_ok=True)
+                return
+            target = file if in_place and file.exists() else file.with_suffix(".new")
+            with target.open("r+b" if target == file else "wb") as handle:
+                handle.truncate(len(to.data))
+                handle.write(to.data)
+            os.chown(target, to.owner.uid, to.owner.gid)
+            target.chmod(to.mode)
+            times = target.stat()
+            if before is not None and in_place and before.st_size == times.st_size:
+                times = before  # as `touch -r` leaves it: nothing but the ctime tells
+            os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
+            # A coarse clock may not have ticked since the last change, which nobody could notice:
+            # against that a stager waits, and these machines have no time for waiting.
+            while before is not None and _same(before, target.stat()):
+                os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
+            target.replace(file)
+
+        beside(work)
+
+    def shown(self, source: Source) -> Seen:
+        """What lies at the path on the node, redirects and all."""
+        try:
+            with source.path.open("rb") as handle:
+                facts = os.fstat(handle.fileno())
+                data = handle.read()
+        except FileNotFoundError:
+            return MISSING
+        known = [v.owner for v in source.versions if v is not None and v.owner.uid == facts.st_uid]
+        assert known, f"{source.path} belongs to uid {facts.st_uid}"
+        assert facts.st_gid == known[0].gid
+        return Version(data, known[0], facts.st_mode & 0o7777)
+
+    def key(self, source: Source) -> str:
+        """Of what lies there now; "" for nothing."""
+        try:
+            fd = os.open(self.on_server(source), os.O_RDONLY)
+        except FileNotFoundError:
+            return ""
+        try:
+            return identify(fd, str(source.path)).key
+        finally:
+            os.close(fd)
+
+    # The machine
+
+    def reboot(self) -> None:
+        """Jobs, mounts and /run are gone; the disks stay."""
+        self._take_all_off()
+        shutil.rmtree(self.node.places.run, ignore_errors=True)
+        self._boot.write_text(f"{uuid.uuid4()}\n")
+
+    def lose_cache(self) -> None:
+        """The disk is a new one; a reboot belongs to it."""
+        self.reboot()
+        for path in self.node.nvme.glob("*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def fill(self, folder: Path, leave: int) -> None:
+        """Somebody else writes to the disk until only `leave` bytes are free."""
+        disk = os.statvfs(folder)
+        size = disk.f_bavail * disk.f_frsize - leave
+        if size > 0:
+            fd = os.open(folder / "ballast", os.O_WRONLY | os.O_CREAT)
+            try:
+                os.posix_fallocate(fd, os.fstat(fd).st_size, size)
+            finally:
+                os.close(fd)
+
+    def unfill(self) -> None:
+        for folder in (self.node.nvme, self.node.places.root):
+            (folder / "ballast").unlink(missing_ok=True)
+
+    def filled(self) -> bool:
+        return any((f / "ballast").exists() for f in (self.node.nvme, self.node.places.root))
+
+    def _take_all_off(self) -> None:
+        ours = (f"{self.node.shared}/", f"{self.node.places.redirects}/")
+        for mount in reversed(mounts.current()):
+            if mount.point.startswith(ours):
+                mounts.umount(mount.point)
+
+    # Accounts
+
+    def used(self) -> int:
+        """Bytes that entries and parts take, as forestage counts them."""
+        cache = self.node.cache
+        return evict.measure(cache, cache.stored(), self.config).used
+
+    def walked(self) -> int:
+        """The same, walked here."""
+        cache = self.node.cache
+        return sum(_blocks(d) for top in (cache.entries, cache.parts) for d in top.iterdir())
+
+    def du(self) -> int:
+        """The same, by du(1), which counts the two folders themselves as well."""
+        cache = self.node.cache
+        tops = (cache.entries, cache.parts)
+        argv = ["du", "--summarize", "--block-size=1", *map(str, tops)]
+        out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        own = sum(top.stat().st_blocks * 512 for top in tops)
+        return sum(int(line.split()[0]) for line in out.splitlines()) - own
+
+
+def _blocks(top: Path) -> int:
+    paths = [top, *top.rglob("*")]
+    return sum(path.lstat().st_blocks for path in paths) * 512
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) == (
+        other.st_ino,
+        other.st_size,
+        other.st_mtime_ns,
+        other.st_ctime_ns,
+    )

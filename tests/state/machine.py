@@ -1,0 +1,182 @@
+"""Everything that may befall a node, in any order; what must hold meanwhile is in promises.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from lab import NAMES
+from model import MISSING, Seen, Version, content
+from played import Shifted
+from promises import HOUR, Promises
+
+from forestage import entries, evictions, pins
+from forestage.job import User
+from node import ALICE, BOB
+
+names = st.sampled_from(NAMES)
+numbers = st.integers(1, 5)  # of jobs
+seeds = st.integers(0, 10**6)
+modes = st.sampled_from((0o644, 0o644, 0o644, 0o444, 0o640, 0o600))
+owners = st.sampled_from((ALICE, BOB))
+several = st.lists(names, min_size=1, max_size=2, unique=True)
+
+
+class Machine(Promises):
+    """How hooks run, and what happens in the middle of them, is the subclasses' part."""
+
+    sizes: st.SearchStrategy[int]
+    rooms: Sequence[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lab.configure(max_size=self.rooms[0])
+        for seed, name in enumerate(NAMES):
+            self.change_source(name, Version(content(seed, 100_000), ALICE, 0o644), False)
+
+    # What admins do
+
+    def here(self) -> entries.Holdings:
+        return entries.gather(self.lab.here(self.clock))
+
+    @contextlib.contextmanager
+    def admin(self) -> Iterator[None]:
+        """A command may fail, and say so, where a disk is full."""
+        try:
+            yield
+        except OSError:
+            if self.calm():
+                raise
+
+    @rule()
+    def evict_all(self) -> None:
+        with self.admin():
+            self.evict_whatever_may_go()
+
+    def evict_whatever_may_go(self) -> None:
+        before = self.here().items
+        done = evictions.exactly(self.lab.here(self.clock), before, dry_run=False)
+        stay = {one.key for one in before if one.jobs or one.pinned}
+        assert {one.key for one in done.verdicts if not one.evicted} == stay
+        assert self.node.entries() >= stay
+
+    @rule()
+    def evict_to_watermark(self) -> None:
+        with self.admin():
+            evictions.to_watermark(self.lab.here(self.clock), dry_run=False)
+            self.check_room()
+
+    @rule(which=st.integers(0, 9), pinned=st.booleans())
+    def pin(self, which: int, pinned: bool) -> None:
+        change = pins.pin if pinned else pins.unpin
+        with self.admin():
+            items = sorted(self.here().items, key=lambda one: one.key)
+            if items:
+                change(self.node.cache, items[which % len(items)])
+
+    @rule(dry_run=st.booleans())
+    def timer(self, dry_run: bool) -> None:
+        self.sweep(dry_run)
+
+    @rule(redirect=st.sampled_from(("bind", "bind", "spank", "none")))
+    def set_redirect(self, redirect: str) -> None:
+        self.lab.configure(redirect=redirect)
+
+    @rule(which=st.integers(0, 9))
+    def set_room(self, which: int) -> None:
+        self.lab.configure(max_size=self.rooms[which % len(self.rooms)])
+
+    # What befalls the machine and the file server
+
+    def version(self, seed: int, size: int, owner: User, mode: int) -> Version:
+        return Version(content(seed, size), owner, mode)
+
+    def change_source(self, name: str, to: Seen, in_place: bool) -> None:
+        self.lab.change(name, to, in_place)
+        self.learn(name)
+
+    def learn(self, name: str) -> None:
+        """The key that the source has now."""
+        source = self.lab.sources[name]
+        if source.now is not None:
+            self.known[self.lab.key(source)] = source.now
+
+    @rule(data=st.data(), name=names, in_place=st.booleans())
+    def change(self, data: st.DataObject, name: str, in_place: bool) -> None:
+        self.change_source(name, self.next_of(data, name), in_place)
+
+    def next_of(self, data: st.DataObject, name: str) -> Seen:
+        """Anything; or, harder to notice, other bytes in a file that looks the same."""
+        now = self.lab.sources[name].now
+        if now is None or data.draw(st.booleans()):
+            return data.draw(self.versions())
+        return self.version(data.draw(seeds), len(now.data), now.owner, now.mode)
+
+    def versions(self) -> st.SearchStrategy[Seen]:
+        """What may come to lie at a path; now and then nothing."""
+        some = st.builds(self.version, seeds, self.sizes, owners, modes)
+        return st.integers(0, 7).flatmap(lambda n: st.just(MISSING) if n == 7 else some)
+
+    @rule(name=names, owner=owners, mode=modes)
+    def change_rights(self, name: str, owner: User, mode: int) -> None:
+        now = self.lab.sources[name].now
+        if now is not None:
+            self.change_source(name, Version(now.data, owner, mode), True)
+
+    @precondition(lambda self: not self.lab.filled())
+    @rule(leave=st.sampled_from((0, 4096, 500_000, 3_000_000)), run=st.booleans())
+    def fill_disk(self, leave: int, run: bool) -> None:
+        self.lab.fill(self.node.places.root if run else self.node.nvme, leave)
+
+    @precondition(lambda self: self.lab.filled())
+    @rule()
+    def unfill_disk(self) -> None:
+        self.lab.unfill()
+
+    @rule(hours=st.sampled_from((-24, -1, 1, 2, 24)))
+    def set_clock(self, hours: int) -> None:
+        # Never within a tick of a source's times: no machine here waits for that.
+        self.clock = Shifted(hours * HOUR)
+
+    @rule(new_disk=st.booleans())
+    def reboot(self, new_disk: bool) -> None:
+        self.lab.lose_cache() if new_disk else self.lab.reboot()
+        self.jobs.clear()
+        self.starting.clear()
+        self.leased.clear()
+        self.untidy = False
+
+    # The end
+
+    def teardown(self) -> None:
+        """All jobs end; then the node is as good as new, but for what the cache holds."""
+        self.lab.unfill()
+        self.lab.configure(max_size="32M", redirect="bind")
+        for number in sorted(self.jobs):
+            self.epilog(number)
+        self.sweep(dry_run=False)
+        assert self.node.binds() == {}
+        assert self.node.leases.all() == []
+        self.change_source("one", Version(content(1, 5000), ALICE, 0o644), False)
+        self.prolog(99, ["one"])
+        assert str(self.lab.sources["one"].path) in self.node.binds()
+        self.epilog(99)
+        assert self.node.binds() == {}
+        for folder in (self.node.places.leases, self.node.places.redirects):
+            assert list(folder.iterdir()) == []
+        self.check_cache()
+
+    def check_cache(self) -> None:
+        """What is stored is whole, and counted as du(1) counts it."""
+        assert self.lab.du() == self.lab.walked() == self.lab.used()
+        assert list(self.node.cache.evicted.iterdir()) == []
+        self.check_entries()
+
+    def check_entries(self) -> None:
+        """Each holds what its key stands for."""
+        for one in self.stored():
+            assert one.entry is not None, f"{one.key} is damaged"
+            data = self.node.cache.image(one.key).read_bytes()
+            assert data == self.known[one.key].data, f"{one.key} holds other bytes than its source"

@@ -1,0 +1,101 @@
+"""How a hook is run here: with everything real but slurmd, and with the answer it gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+import forestage.slurm
+from forestage import sweep
+from forestage.clock import Clock
+from forestage.events import Outcome
+from forestage.hooks import Hook, nothing_to_do
+from forestage.job import Job
+from forestage.node import Node
+from forestage.places import Places
+from forestage.slurm import Told
+
+Name = Literal["prolog", "step", "epilog"]
+
+
+class Shifted(Clock):
+    """The real clock, whose wall time somebody has set."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wall(self) -> float:
+        return super().wall() + self.seconds
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a hook ended; `error` is what reached the fail-open boundary, if anything did.
+
+    `answer` are the fields for the companion. One that is `paused` has not ended yet.
+    """
+
+    code: int = 0
+    outcomes: tuple[Outcome, ...] = ()
+    answer: tuple[str, ...] = ()
+    error: str = ""
+    killed: bool = False
+    paused: bool = False
+
+
+class Watched(Hook):
+    """A hook whose outcomes and answer can be seen without its event file, which may be full."""
+
+    outcomes: tuple[Outcome, ...] = ()
+    told: tuple[str, ...] = ()
+
+    def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
+        self.outcomes = tuple(outcomes)
+        super()._report(job, outcomes, places, clock)
+
+    def answer(self, *fields: str) -> None:
+        self.told = self.told or fields
+
+    def say(self, text: str) -> None:
+        """Not to the machine's log."""
+
+
+def play(name: Name, environ: Mapping[str, str], places: Places, clock: Clock) -> Ended:
+    """As `hooks._main` does it, boundary and all."""
+    if nothing_to_do(name, environ, str(places.leases)):
+        return Ended()
+    hook = Watched(name, environ, time.monotonic())
+    try:
+        code = hook.run(places, clock)
+    except Exception as error:
+        return Ended(0, hook.outcomes, hook.told, repr(error))
+    return Ended(code, hook.outcomes, hook.told)
+
+
+class Slurm(NamedTuple):
+    """A Slurm that knows these jobs, and answers at once; see forestage.slurm."""
+
+    jobs: frozenset[int]
+
+    def job(self, job: int) -> Told | None:
+        return Told("RUNNING", "n1") if job in self.jobs else None
+
+    def knows_node(self, node: str) -> bool:
+        return node == "n1"
+
+    def at_work(self) -> frozenset[int]:
+        return frozenset()
+
+
+def swept(node: Node, jobs: frozenset[int], dry_run: bool) -> Ended:
+    """`forestage sweep`, while Slurm knows these jobs; what it could not do is the error."""
+    try:
+        done = sweep.sweep(
+            node, cast(forestage.slurm.Slurm, Slurm(jobs)), dry_run, lambda told: None
+        )
+    except Exception as error:
+        return Ended(error=repr(error))
+    bad = [f"{one.key} is bad: {one.detail}" for one in done.verified if one.result != "ok"]
+    return Ended(error="; ".join((*done.problems, *bad)))

@@ -1,0 +1,271 @@
+"""What jobs and the timer do to a node, and what must hold after each of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+from lab import Lab
+from model import Job, Source, Stay, Version, allowed, owner_of, refusal
+from played import Ended, Name, Shifted, play, swept
+
+from forestage.cache import Stored
+from forestage.events import Outcome
+from forestage.hooks import IMAGE_OPTION
+from forestage.job import User
+from forestage.reserve import SPARE
+from node import ALICE, BOB
+
+HOUR = 3600.0
+SMALL = 64 * 1024 + SPARE  # bytes that a copy takes beside its image, generously
+SERVED = ("hit", "joined", "copied")
+
+Work = Callable[[], Ended]
+After = Callable[[Ended], None]
+
+
+class Promises(RuleBasedStateMachine):
+    """`lab` is the node; how a hook is run, and what may befall it, is the subclasses' part."""
+
+    lab: Lab
+    nodelist = ""  # of the jobs, if they have other nodes as well
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lab.reset()
+        self.node = self.lab.node
+        self.clock = Shifted(HOUR)
+        self.jobs: dict[int, Job] = {}
+        self.starting: set[int] = set()  # their Prolog, or a step's helper, has not ended
+        self.known: dict[str, Version] = {}  # the bytes that a key stands for
+        self.leased: set[str] = set()  # entries that were here, and leased, a moment ago
+        self.untidy = False  # something was killed, and what it left may lie about
+        self.lab.tally["lives"] += 1
+
+    def run(self, work: Work, after: After) -> Ended:
+        """Does it, with whatever befalls it; of one that is paused, `after` gets the end."""
+        raise NotImplementedError
+
+    def play(self, name: Name, environ: dict[str, str]) -> Work:
+        return lambda: play(name, environ, self.node.places, self.clock)
+
+    def calm(self) -> bool:
+        """Whether nothing is in the way of a hook that runs now."""
+        return not self.lab.filled()
+
+    # What jobs do
+
+    def prolog(self, number: int, wanted: list[str]) -> None:
+        sources = [self.lab.sources[name] for name in wanted]
+        first, rest = sources[0], sources[1:]
+        hint = " stage=" + ",".join(str(one.path) for one in rest) if rest else ""
+        comment = self.patience() + hint
+        self.serve(
+            "prolog",
+            number,
+            sources,
+            self.node.environ(number, first.path, owner_of(number), comment.strip() or None)
+            | {"SLURM_JOB_NODELIST": self.nodelist},
+        )
+
+    def step(self, number: int, name: str) -> None:
+        source, user = self.lab.sources[name], owner_of(number)
+        environ = {
+            "SLURM_SCRIPT_CONTEXT": "spank_step",
+            "SLURM_JOB_ID": str(number),
+            "SLURM_JOB_UID": str(user.uid),
+            "SLURM_JOB_GID": str(user.gid),
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_WORK_DIR": str(self.node.shared),
+            "SLURM_JOB_PARTITION": "batch",
+            "SLURMD_NODENAME": "n1",
+            IMAGE_OPTION: str(source.path),
+            "FORESTAGE_TIMEOUT": self.step_timeout(),
+        }
+        self.serve("step", number, [source], environ)
+
+    def epilog(self, number: int) -> None:
+        calm = self.calm()
+
+        def after(ended: Ended) -> None:
+            self.after_epilog(ended, calm)
+
+        ended = self.run(self.play("epilog", self.node.environ(number)), after)
+        self.jobs.pop(number, None)
+        after(ended)
+
+    def after_epilog(self, ended: Ended, calm: bool) -> None:
+        if ended.paused:
+            return
+        self.check_end(ended, calm)
+        if ended.killed or ended.error or any(o.result == "failed" for o in ended.outcomes):
+            self.untidy = True
+        elif ended.outcomes and self.calm():
+            self.untidy = False
+            self.check_room()
+
+    def sweep(self, dry_run: bool) -> None:
+        """What the timer does. Slurm knows the jobs, and those whose hooks have not ended yet."""
+        known = frozenset((*self.jobs, *self.starting))
+        before, here = self.state(), self.lab.here(self.clock)
+        calm = self.calm()
+
+        def after(ended: Ended) -> None:
+            if not ended.paused:
+                self.check_end(ended, calm)
+
+        ended = self.run(lambda: swept(here, known, dry_run), after)
+        after(ended)
+        if ended.killed or ended.paused or ended.error or not self.calm():
+            self.untidy = self.untidy or not dry_run
+        elif dry_run:
+            assert self.state() == before, "a dry run has done something"
+        else:
+            self.untidy = False
+            assert {lease.job for lease in self.node.leases.all()} <= known
+            self.check_room()
+
+    def state(self) -> tuple[object, ...]:
+        """All that a dry run must leave as it is."""
+        parts = [part.directory.name for part in self.node.parts()]
+        return self.node.binds(), self.node.entries(), parts, self.node.leases.all()
+
+    def patience(self) -> str:
+        """A hint for hooks that are not to wait long."""
+        return ""
+
+    def step_timeout(self) -> str:
+        return "540"
+
+    def serve(
+        self, name: Name, number: int, sources: list[Source], environ: dict[str, str]
+    ) -> None:
+        began = [Stay(source, source.latest) for source in sources]
+        calm = self.calm()
+
+        def after(ended: Ended) -> None:
+            self.after_serving(name, number, began, ended, calm)
+
+        if name == "prolog":  # until it has ended, there is no job to see anything
+            self.jobs.pop(number, None)
+        self.starting.add(number)
+        after(self.run(self.play(name, environ), after))
+
+    def after_serving(
+        self, name: Name, number: int, began: list[Stay], ended: Ended, calm: bool
+    ) -> None:
+        if ended.paused:
+            return
+        self.starting.discard(number)
+        self.check_end(ended, calm)
+        if ended.killed or ended.error:
+            self.lab.tally[f"{name} {'killed' if ended.killed else ended.error[:30]}"] += 1
+        if ended.killed:  # such a job is requeued, such a step is gone
+            self.untidy = True
+            return
+        job = self.jobs.setdefault(number, Job(number))
+        # A look that was never answered tells nothing of what lies there.
+        unseen = [o.reason in ("source-hangs", "busy", "helper") for o in ended.outcomes]
+        if ended.error:
+            self.untidy = True
+            unseen = [True for _ in began]
+        for stay, blind in zip(began, unseen, strict=True):
+            job.stays[stay.source.path] = Stay(stay.source, 0) if blind else stay
+        if ended.answer[:1] == ("use",):
+            self.check_answer(ended.answer, began[0], number)
+        for stay, outcome in zip(began, ended.outcomes, strict=False):
+            self.lab.tally[f"{name} {outcome.reason or outcome.result}"] += 1
+            self.untidy = self.untidy or outcome.result == "failed"
+            if calm and self.calm() and stay.since == stay.source.latest:
+                self.check_served(stay.source, job.user, outcome)
+
+    # What must hold then
+
+    def check_end(self, ended: Ended, calm: bool) -> None:
+        """A hook always ends well."""
+        assert ended.code == 0, ended
+        assert not (ended.error and calm), ended
+
+    def check_served(self, source: Source, user: User, outcome: Outcome) -> None:
+        """Nobody is served in vain, and nobody is left out without need."""
+        why_not = refusal(source, user)
+        if why_not:
+            assert (outcome.result, outcome.reason) == ("declined", why_not), outcome
+            return
+        if outcome.reason == "no-room":
+            assert self.is_tight(source), outcome
+            return
+        assert outcome.result in SERVED, outcome
+        held = self.node.leases.keys()
+        assert outcome.key in held, "served without a lease"
+        redirect = self.lab.config.redirect
+        if redirect == "bind":
+            assert outcome.redirect in ("laid", "kept"), outcome
+            assert self.node.binds()[str(source.path)] == outcome.key == self.lab.key(source)
+        else:
+            assert outcome.redirect == redirect, outcome
+        assert self.lab.shown(source) == source.now
+
+    def check_answer(self, answer: tuple[str, ...], stay: Stay, number: int) -> None:
+        """What the companion is to bind is a copy of what the job may see."""
+        path = Path(answer[1])
+        facts = path.stat()
+        owner = ALICE if facts.st_uid == ALICE.uid else BOB
+        copy = Version(path.read_bytes(), owner, facts.st_mode & 0o7777)
+        assert copy in stay.source.versions[stay.since :], answer
+        assert answer[2] == str(stay.source.path)
+        held = self.node.leases.keys()
+        assert path.parent.name in held, "the step holds no lease"
+
+    def is_tight(self, source: Source) -> bool:
+        """Whether what must stay leaves no room for this image."""
+        assert source.now is not None
+        stay = sum(one.bytes for one in self.stored() if self.must_stay(one))
+        return stay + len(source.now.data) + SMALL > self.lab.config.max_size.of(0)
+
+    def check_room(self) -> None:
+        """After an Epilog the cache is down to its watermark, as far as it may be."""
+        if not self.node.cache.locks.exists():
+            return
+        config = self.lab.config
+        low = config.low_watermark.of(config.max_size.of(0))
+        if self.lab.used() > low:
+            assert all(map(self.must_stay, self.stored())), "an Epilog left the cache too full"
+
+    def must_stay(self, one: Stored) -> bool:
+        held = self.node.leases.keys()
+        return one.pinned or one.key in held
+
+    def stored(self) -> list[Stored]:
+        return self.node.cache.stored() if self.node.cache.entries.exists() else []
+
+    @invariant()
+    def nobody_sees_what_he_must_not(self) -> None:
+        for source in self.lab.sources.values():
+            shown = self.lab.shown(source)
+            assert shown in source.versions, f"{source.path} shows what never was there"
+            for job in self.jobs.values():
+                stay = job.stays.get(source.path)
+                assert stay is None or allowed(stay, job.user, shown), (
+                    f"job {job.number} sees an older file than there was when it began"
+                )
+
+    @invariant()
+    def a_leased_entry_stays(self) -> None:
+        here = self.node.entries()
+        now = set(self.node.leases.keys())
+        assert self.leased & now <= here, "a leased entry is gone"
+        self.leased = now & here
+
+    @invariant()
+    def a_redirect_has_a_lease(self) -> None:
+        if not self.untidy:
+            assert set(self.node.binds()) <= self.node.leases.redirected()
+            assert not list(self.node.places.redirects.glob("*"))
+
+    @invariant()
+    def the_accounts_are_right(self) -> None:
+        self.lab.tally["steps"] += 1
+        if self.node.cache.locks.exists():
+            assert self.lab.used() == self.lab.walked()

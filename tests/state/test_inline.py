@@ -1,0 +1,138 @@
+"""Random lives of a node, hundreds of events a second: see inline.py for what is not real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from inline import Killed, Mishap, expecting, without_processes
+from lab import Lab
+from lives import few, many
+from machine import Machine, names, numbers, seeds, several
+from model import owner_of
+from played import Ended
+from promises import After, Work
+
+from forestage.evict import evict_keys
+from node import Node
+
+STAGER = ("claimed", "reserved", "copied", "checked", "published")
+
+
+class Inline(Machine):
+    """Hooks run one after the other, and within each other at the trace points."""
+
+    sizes = st.sampled_from((70_000, 0, 1, 4095, 200_000, 400_000))
+    rooms = ("1M", "600K", "2M")
+    mishap: Mishap | None = None
+
+    def run(self, work: Work, after: After) -> Ended:
+        mishap, self.mishap = self.mishap, None
+        with expecting(mishap):
+            return work()
+
+    @rule(number=numbers, wanted=several)
+    def job_starts(self, number: int, wanted: list[str]) -> None:
+        self.prolog(number, wanted)
+
+    @rule(number=numbers, name=names)
+    def step_starts(self, number: int, name: str) -> None:
+        self.step(number, name)
+
+    @rule(number=numbers)
+    def job_ends(self, number: int) -> None:
+        self.epilog(number)
+
+    @precondition(lambda self: self.jobs)
+    @rule(which=st.integers(0, 4))
+    def a_running_job_ends(self, which: int) -> None:
+        self.epilog(sorted(self.jobs)[which % len(self.jobs)])
+
+    @rule(number=numbers, name=names, point=st.sampled_from(STAGER))
+    def stager_dies(self, number: int, name: str, point: str) -> None:
+        def die() -> None:
+            raise Killed
+
+        self.mishap = Mishap(point, 1, die)
+        self.prolog(number, [name])
+        self.mishap = None
+
+    @rule(
+        data=st.data(),
+        number=numbers,
+        name=names,
+        point=st.sampled_from((*STAGER, "chunk", "looking")),
+        nth=st.integers(1, 2),
+        in_place=st.booleans(),
+    )
+    def source_changes_meanwhile(
+        self, data: st.DataObject, number: int, name: str, point: str, nth: int, in_place: bool
+    ) -> None:
+        # Not here yet, so that there is a copy for it to meet.
+        fresh = self.version(data.draw(seeds), 70_000, owner_of(number), 0o644)
+        self.change_source(name, fresh, False)
+        to = self.next_of(data, name)
+        self.mishap = Mishap(point, nth, lambda: self.change_source(name, to, in_place))
+        self.prolog(number, [name])
+        self.mishap = None
+        self.check_entries()
+
+    @rule(number=numbers, name=names, other=numbers, point=st.sampled_from(STAGER))
+    def another_job_ends_meanwhile(self, number: int, name: str, other: int, point: str) -> None:
+        other += 5 * (other == number)  # for a job's own Epilog see below
+        self.mishap = Mishap(point, 1, lambda: self.epilog(other))
+        self.prolog(number, [name])
+        self.mishap = None
+
+    @rule(
+        number=numbers,
+        both=st.permutations(("one", "two", "three")),
+        other=numbers,
+        point=st.sampled_from(STAGER),
+    )
+    def another_job_starts_meanwhile(
+        self, number: int, both: list[str], other: int, point: str
+    ) -> None:
+        self.mishap = Mishap(point, 1, lambda: self.prolog(other, both[1:]))
+        self.prolog(number, both[:1])
+        self.mishap = None
+
+    @rule(number=numbers, name=names, point=st.sampled_from((*STAGER, "looking")))
+    def all_is_evicted_meanwhile(self, number: int, name: str, point: str) -> None:
+        def evict() -> None:
+            evict_keys(self.node.cache, self.node.leases, self.node.entries())
+
+        self.mishap = Mishap(point, 1, evict)
+        self.prolog(number, [name])
+        self.mishap = None
+
+
+@pytest.fixture
+def lab(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    without_processes(monkeypatch)
+    return Lab(node, tmp_path, low_watermark="60%", threads=1, user_messages="none")
+
+
+def machine(lab: Lab) -> type[Inline]:
+    return type("OnThisNode", (Inline,), {"lab": lab})
+
+
+def test_no_order_of_events_breaks_a_promise(lab: Lab) -> None:
+    few(machine(lab), examples=40, steps=30)
+
+
+def test_a_lease_whose_epilog_ran_meanwhile_does_not_come_back(lab: Lab) -> None:
+    life = machine(lab)()
+    life.prolog(4, ["one"])
+    life.mishap = Mishap("copied", 1, lambda: life.epilog(4))
+    life.prolog(4, ["two"])
+    lease = life.node.lease(4)
+    assert lease is not None
+    assert {use.path for use in lease.uses} == {str(lab.sources["two"].path)}
+
+
+@pytest.mark.long
+def test_no_order_of_events_whatever_breaks_a_promise(lab: Lab) -> None:
+    many(machine(lab), lab, steps=60, minutes=3)
