@@ -16,6 +16,8 @@ LAST_WORDS = 5.0
 
 MAX_INCLUDES = 64
 _DEFAULTS = {"messagetimeout": 10.0, "batchstarttimeout": 10.0}  # slurm.conf(5), seconds
+# Each sets Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 shows it for two of them.
+_ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
 _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for so long
 
 
@@ -42,12 +44,17 @@ def limits(conf: dict[str, str]) -> Limits:
     both = _seconds(conf, "prologepilogtimeout")
     timeouts = [_seconds(conf, name) or both for name in ("prologtimeout", "epilogtimeout")]
     drains, epilog = (_below(timeout) if timeout else None for timeout in timeouts)
-    flags = {flag.strip().lower() for flag in conf.get("prologflags", "").split(",")}
     launch = _cred_expire(conf)
-    if not {"alloc", "deferbatch"} <= flags:
+    if not {"alloc", "deferbatch"} <= prolog_flags(conf):
         launch = min(launch, sum(_seconds(conf, name) or 0.0 for name in _DEFAULTS))
     hurts = _below(launch)
     return Limits(drains, hurts if drains is None else min(hurts, drains), epilog)
+
+
+def prolog_flags(conf: dict[str, str]) -> set[str]:
+    """Pure: PrologFlags in lower case, those included that others imply."""
+    flags = {flag.strip().lower() for flag in conf.get("prologflags", "").split(",")}
+    return flags | {"alloc"} if flags & _ALLOCATING else flags
 
 
 def patience(
@@ -71,15 +78,24 @@ def step_patience(configured: float, timeout: str) -> float:
 
 def read(conf: str) -> Limits:
     """The limits that the file `conf` (slurmd's $SLURM_CONF) sets; UNKNOWN if it is unreadable."""
-    settings: dict[str, str] = {}
     try:
-        for line in _lines(Path(conf), [MAX_INCLUDES]):
-            name, equals, value = line.partition("=")
-            if equals:
-                settings[name.strip().lower()] = value.strip().strip('"')
-    except (OSError, UnicodeDecodeError, ValueError):
+        found = dict(settings(Path(conf)))
+    except (OSError, ValueError):
         return UNKNOWN
-    return limits(settings) if settings else UNKNOWN
+    return limits(found) if found else UNKNOWN
+
+
+def settings(conf: Path) -> list[tuple[str, str]]:
+    """Every setting of slurm.conf and what it includes, names in lower case, in their order.
+
+    Raises OSError, and ValueError where it is no text or its includes never end.
+    """
+    found = []
+    for line in _lines(conf, [MAX_INCLUDES]):
+        name, equals, value = line.partition("=")
+        if equals:
+            found.append((name.strip().lower(), value.strip().strip('"')))
+    return found
 
 
 def _lines(conf: Path, left: list[int]) -> Iterator[str]:

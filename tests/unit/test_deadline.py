@@ -53,6 +53,11 @@ def conf(text: str) -> dict[str, str]:
         ("PrologFlags=deferbatch , ALLOC,Contain", Limits(None, 90.0)),
         ("PrologFlags=Alloc", Limits(None, 15.0)),
         ("PrologFlags=NoDeferBatch,Alloc", Limits(None, 15.0)),
+        # These imply Alloc, DeferBatch does not (`scontrol show config`, Slurm 22.05).
+        ("PrologFlags=Contain,DeferBatch", Limits(None, 90.0)),
+        ("PrologFlags=DeferBatch,NoHold", Limits(None, 90.0)),
+        ("PrologFlags=X11", Limits(None, 15.0)),
+        ("PrologFlags=DeferBatch", Limits(None, 15.0)),
         (f"{BOTH}\nPrologEpilogTimeout=600", Limits(450.0, 90.0, 450.0)),
         (f"{BOTH}\nPrologEpilogTimeout=60", Limits(45.0, 45.0, 45.0)),
         (f"{BOTH}\nAuthInfo=cred_expire=60", Limits(None, 45.0)),

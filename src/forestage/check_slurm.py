@@ -1,0 +1,227 @@
+"""Does slurm.conf leave a Prolog the time that a copy takes? For `check`.
+
+What each setting does was tried on a cluster or read in slurm.conf(5); see deadline.py.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from forestage import deadline
+from forestage.files import Files
+from forestage.finding import Finding
+from forestage.settings import Settings, dotted
+from forestage.units import format_duration
+
+# Where packages keep it, and where slurmd puts what it got from slurmctld.
+USUAL = (
+    "/etc/slurm/slurm.conf",
+    "/run/slurm/conf/slurm.conf",
+    "/var/spool/slurmd/conf-cache/slurm.conf",
+    "/etc/slurm-llnl/slurm.conf",
+    "/opt/slurm/etc/slurm.conf",
+    "/usr/local/etc/slurm.conf",
+)
+_TIMEOUTS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
+
+
+class Conf(msgspec.Struct, frozen=True):
+    """slurm.conf: where it lies, and its settings, names in lower case. Of `lines`, some repeat."""
+
+    path: str
+    lines: tuple[tuple[str, str], ...]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return dict(self.lines)
+
+    def every(self, name: str) -> tuple[str, ...]:
+        return tuple(value for key, value in self.lines if key == name and value)
+
+    def flags(self, name: str) -> list[str]:
+        return [flag.strip() for flag in self.settings.get(name, "").split(",") if flag.strip()]
+
+    def has(self, name: str, flag: str) -> bool:
+        return flag.lower() in (one.lower() for one in self.flags(name))
+
+
+def gather(files: Files, named: str) -> Conf | None:
+    """The file that is `named` ($SLURM_CONF), else the usual one; None if it cannot be read."""
+    for path in filter(None, (named, *USUAL)):
+        try:
+            return Conf(path, tuple(deadline.settings(files.at(path))))
+        except FileNotFoundError:
+            if path == named:
+                return None
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
+    """Pure."""
+    if conf is None:
+        yield Finding(
+            "slurm-conf",
+            "unknown",
+            "slurm.conf cannot be read",
+            "Without it a job waits 15 s for a copy at most, and nothing of Slurm can be checked",
+            "SLURM_CONF=/where/it/is/slurm.conf forestage check",
+        )
+        return
+    yield from _flags(conf)
+    yield from _timeouts(conf)
+    yield from _deadlines(conf, settings)
+    yield from _containers(conf, settings)
+
+
+def launch_limit(conf: dict[str, str]) -> float:
+    """Pure: seconds after which a step of the job may be lost, whatever would end the Prolog."""
+    return deadline.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
+
+
+def _flags(conf: Conf) -> Iterator[Finding]:
+    flags = deadline.prolog_flags(conf.settings)
+    line = _prolog_flags(conf)
+    waits = format_duration(launch_limit(conf.settings))
+    if "alloc" not in flags:
+        yield Finding(
+            "prolog-alloc",
+            "warning",
+            "PrologFlags has no Alloc: the Prolog runs at a job's first step only",
+            "Every srun whose Prolog takes longer than 20 s (MessageTimeout + BatchStartTimeout)"
+            f" dies; so jobs wait {waits} for a copy at most, then read the shared file system",
+            line,
+        )
+    elif "deferbatch" not in flags:
+        yield Finding(
+            "prolog-deferbatch",
+            "warning",
+            "PrologFlags has no DeferBatch",
+            "A batch job starts when its first node is ready, and loses its first srun where"
+            f" another node's Prolog takes 20 s longer; so jobs wait {waits} for a copy at most",
+            line,
+        )
+    if "serial" in flags:
+        yield Finding(
+            "prolog-serial",
+            "warning",
+            "PrologFlags has Serial: all Prologs and Epilogs of a node wait for each other",
+            "While one job waits for a copy, for minutes perhaps, no other starts or ends on the"
+            " node",
+            _prolog_flags(conf, but="serial"),
+        )
+    if "runinjob" in flags:
+        yield Finding(
+            "prolog-run-in-job",
+            "warning",
+            "PrologFlags has RunInJob: the Prolog runs in the job's own container",
+            "The memory that a copy passes through is charged to the job; under"
+            " job_container/tmpfs the redirects of the Prolog are hidden from the job",
+            _prolog_flags(conf, but="runinjob"),
+        )
+
+
+def _prolog_flags(conf: Conf, but: str = "") -> str:
+    """The line with the flags that forestage wants, the others kept."""
+    flags = [flag for flag in conf.flags("prologflags") if flag.lower() != but]
+    has = deadline.prolog_flags({"prologflags": ",".join(flags)})
+    flags += [flag for flag in ("Alloc", "DeferBatch") if flag.lower() not in has]
+    return f"{conf.path}: PrologFlags={','.join(flags)}"
+
+
+def _timeouts(conf: Conf) -> Iterator[Finding]:
+    limits = deadline.limits(conf.settings)
+    if limits.drains is not None and limits.drains < deadline.SAFE:
+        name = "PrologTimeout" if "prologtimeout" in conf.settings else "PrologEpilogTimeout"
+        yield Finding(
+            "prolog-timeout",
+            "warning",
+            f"{name} is so short that a job waits {format_duration(limits.drains)} for a copy at"
+            " most",
+            "Slurm kills a Prolog there and drains the node; what takes longer to copy is read from"
+            " the shared file system at its first start",
+            f"{conf.path}: {name}=600",
+        )
+    usual = launch_limit({"prologflags": "Alloc,DeferBatch"})
+    allowed = launch_limit({**conf.settings, "prologflags": "Alloc,DeferBatch"})
+    if allowed < usual:
+        yield Finding(
+            "cred-expire",
+            "warning",
+            f"cred_expire in AuthInfo is so short that a job waits {format_duration(allowed)} for a"
+            f" copy at most, and not {format_duration(usual)}",
+            "A job whose credential expires during its Prolog cannot start its steps",
+            f"{conf.path}: AuthInfo={_authinfo(conf)}",
+        )
+
+
+def _authinfo(conf: Conf) -> str:
+    others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
+    return ",".join([*others, "cred_expire=600"])
+
+
+def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
+    limits, launch = deadline.limits(conf.settings), launch_limit(conf.settings)
+    for name in (None, *settings.partitions):
+        config = settings.for_partition(name)
+        if config.deadline is None or (name and "deadline" not in settings.partitions[name]):
+            continue
+        waits = deadline.patience(limits, config.deadline, None, 0.0)
+        if config.prolog_wait is not None:
+            waits = min(waits, config.prolog_wait)
+        key = dotted(name, "deadline")
+        where = settings.origins.get(key, "")
+        told = format_duration(config.deadline)
+        if waits > launch:
+            yield Finding(
+                "deadline-too-long",
+                "critical",
+                f"{key}: {told} is longer than this slurm.conf allows a Prolog to take,"
+                f" {format_duration(launch)}",
+                "Sruns of jobs that wait longer for a copy die",
+                f"{where}: {key}: auto (or {conf.path}: {_longer(conf, config.deadline)})",
+            )
+        elif limits.drains is not None and config.deadline > limits.drains:
+            yield Finding(
+                "deadline-cut",
+                "warning",
+                f"{key}: {told} is cut to {format_duration(limits.drains)}, below Slurm's timeout"
+                " for a Prolog",
+                "Slurm would kill the Prolog and drain the node",
+                f"{conf.path}: PrologEpilogTimeout={config.deadline * 4 / 3 + 5:.0f}",
+            )
+
+
+def _longer(conf: Conf, seconds: float) -> str:
+    """What would let a Prolog take so long."""
+    if {"alloc", "deferbatch"} <= deadline.prolog_flags(conf.settings):
+        return f"AuthInfo=cred_expire={seconds * 4 / 3 + 5:.0f}"
+    return "PrologFlags=Alloc,DeferBatch"
+
+
+def _containers(conf: Conf, settings: Settings) -> Iterator[Finding]:
+    if conf.has("slurmdparameters", "contain_spank"):
+        yield Finding(
+            "contain-spank",
+            "warning",
+            "SlurmdParameters has contain_spank",
+            "The companion cannot see there that a step was cancelled, so steps wait 50 s for a"
+            f" copy at most, and not {format_duration(settings.config.step_wait)}",
+            f"{conf.path}: SlurmdParameters without contain_spank",
+        )
+
+
+def hidden_below(files: Files, conf: Conf | None) -> tuple[str, ...]:
+    """Directories that job_container/tmpfs covers for jobs: its Dirs and its own BasePath."""
+    if conf is None or "tmpfs" not in conf.settings.get("jobcontainertype", ""):
+        return ()
+    text = files.text(str(Path(conf.path).with_name("job_container.conf"))) or ""
+    found = ["/tmp", "/dev/shm"]  # noqa: S108 - its default
+    for line in text.splitlines():
+        for word in line.partition("#")[0].split():
+            name, _, value = word.partition("=")
+            if name.lower() in ("basepath", "dirs") and value.lower() != "none":
+                found += value.split(",")
+    return tuple(found)

@@ -1,0 +1,114 @@
+"""Are the sources mounted, and can a job's user read them? For `check`."""
+
+import errno
+import os
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from forestage import asuser
+from forestage import files as tree
+from forestage.errors import Failed
+from forestage.files import Files, Filesystem
+from forestage.finding import Finding
+from forestage.job import User
+
+TIMEOUT = 5.0  # seconds; a file server that takes longer makes jobs wait as well
+
+State = Literal["readable", "missing", "denied", "hangs", "broken"]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A directory of `sources:`, as `user` finds it; `detail` is the system's word for trouble."""
+
+    path: str
+    state: State
+    user: str
+    under: Filesystem | None = None
+    detail: str = ""
+
+
+def gather(files: Files, sources: tuple[str, ...], user: User) -> tuple[Source, ...]:
+    """Enters each source as the user, in a process of its own that may hang."""
+    found = []
+    for path in sources:
+        state, detail = _entered(files, path, user)
+        # Only now, when an automounter has had its chance.
+        fits = state in ("readable", "denied")
+        under = tree.under(files.filesystems(), files.real(path)) if fits else None
+        found.append(Source(path, state, user.name or str(user.uid), under, detail))
+    return tuple(found)
+
+
+def _entered(files: Files, path: str, user: User) -> tuple[State, str]:
+    place = str(files.at(path))
+
+    def work() -> asuser.Found[str]:
+        if os.geteuid() == 0:
+            asuser.become(user)
+        os.stat(f"{place}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
+        return "", []
+
+    try:
+        asuser.call(work, str, TIMEOUT)
+    except asuser.TooSlow:
+        return "hangs", f"no answer within {TIMEOUT:.0f} s"
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing", ""
+    except PermissionError:
+        return "denied", ""
+    except (OSError, Failed) as error:
+        word = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
+        return "broken", f"{word} {error}".strip()
+    return "readable", ""
+
+
+def findings(sources: tuple[Source, ...], origin: str) -> Iterator[Finding]:
+    """Pure. `origin` is the file that sets `sources:`."""
+    if not sources:
+        yield Finding(
+            "no-sources",
+            "critical",
+            "no sources are configured",
+            "No image is ever staged",
+            f"{origin}: sources: [/path/of/the/shared/file/system]",
+        )
+    for one in sources:
+        yield from _source(one, origin)
+
+
+def _source(one: Source, origin: str) -> Iterator[Finding]:
+    if one.state == "missing":
+        yield Finding(
+            "source-missing",
+            "critical",
+            f"the source {one.path} is not there",
+            "No image below it is staged, and jobs that name one fail",
+            f"mount it (/etc/fstab), or {origin}: sources without {one.path}",
+        )
+    elif one.state in ("hangs", "broken"):
+        yield Finding(
+            "source-hangs",
+            "critical",
+            f"the source {one.path} does not answer: {one.detail}",
+            "Jobs that name an image below it wait for the file server",
+            f"look at its server and network; `dmesg`; umount -l {one.path} and mount it again",
+        )
+    elif one.state == "denied":
+        yield Finding(
+            "source-denied",
+            "warning",
+            f"{one.user} cannot enter the source {one.path}",
+            "What a job's user cannot open is not staged for him",
+            f"chmod o+x {one.path}, if all users of jobs should read images there",
+        )
+    elif one.under is not None and one.under.point == "/":
+        yield Finding(
+            "source-not-mounted",
+            "warning",
+            f"the source {one.path} lies on the root file system",
+            "The shared file system may not be mounted; if images really lie there, copies of them"
+            " save nothing",
+            f"mount it (/etc/fstab), or {origin}: sources without {one.path}",
+        )

@@ -1,0 +1,64 @@
+"""Which images, users and hooks does this node's event log tell of? For `check`."""
+
+import contextlib
+import pwd
+from collections.abc import Iterable
+
+import msgspec
+
+from forestage import events
+from forestage.events import Event
+from forestage.job import User
+from forestage.places import Places
+
+
+class Used(msgspec.Struct, frozen=True):
+    """An image: how often jobs asked for it, and its bytes."""
+
+    path: str
+    times: int
+    size: int
+
+
+class Uses(msgspec.Struct, frozen=True):
+    """`images`, most used first; the last job's `user` and uid; when each hook ran last."""
+
+    images: tuple[Used, ...] = ()
+    user: tuple[str, int] | None = None
+    hooks: dict[str, float] = {}
+
+
+def gather(places: Places) -> Uses:
+    """Reads the log; one that cannot be read tells of nothing."""
+    with contextlib.suppress(OSError):
+        return tally(events.read(places.events))
+    return Uses()
+
+
+def tally(log: Iterable[Event]) -> Uses:
+    """Pure: events in any order."""
+    times: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    hooks: dict[str, float] = {}
+    last: Event | None = None
+    for event in log:
+        hooks[event.hook] = max(event.time, hooks.get(event.hook, 0.0))
+        image = event.outcome.image
+        if event.hook not in ("prolog", "step") or not image:
+            continue
+        times[image] = times.get(image, 0) + 1
+        sizes[image] = event.outcome.size or event.outcome.bytes or sizes.get(image, 0)
+        if event.uid > 0 and (last is None or event.time >= last.time):
+            last = event
+    images = [Used(path, number, sizes[path]) for path, number in times.items()]
+    images.sort(key=lambda used: (-used.times, used.path))
+    return Uses(tuple(images), (last.user, last.uid) if last else None, hooks)
+
+
+def somebody(uses: Uses) -> User:
+    """For whom the shared file system must be readable: the last job's user, else `nobody`."""
+    name, uid = uses.user or ("nobody", 65534)
+    try:
+        return User(name, uid, pwd.getpwuid(uid).pw_gid)
+    except KeyError:
+        return User("", uid, uid)

@@ -1,0 +1,71 @@
+"""`forestage check` on a real node: silent where all is well, and right about Slurm's own files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from jobs import CLI, Site, hooked
+from spec import INSIDE_STATE, PYXIS_REPORT, ClusterSpec
+
+from forestage import elf
+from forestage.check_plugins import release
+
+STACK = "/etc/slurm/plugstack.conf"
+OURS = f"optional {INSIDE_STATE}/forestage.so\n"
+PYXIS = f"required {INSIDE_STATE}/pyxis.so report={PYXIS_REPORT}\n"
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    """With the companion, as docs/operations.md has it."""
+    spec = hooked(nodes=1)
+    files = {**spec.files, STACK: OURS + PYXIS}
+    return dataclasses.replace(spec, files=files, companion="")
+
+
+def checked(site: Site) -> tuple[int, list[str], str]:
+    """How `forestage check` ends, the ids of its findings, and what it says to people."""
+    words = site.cluster.run([CLI, "check"], user="root", node="n1", check=False)
+    again = site.cluster.run([CLI, "check", "--json"], user="root", node="n1", check=False)
+    assert again.returncode == words.returncode, words.stderr
+    found = json.loads(again.stdout)["findings"]
+    return words.returncode, [one["id"] for one in found], words.stdout
+
+
+def test_a_good_node_is_left_in_peace_before_and_after_its_first_job(site: Site) -> None:
+    assert checked(site) == (0, [], "forestage OK - nothing to change\n")
+    ran = site.srun(site.image("a"))
+    assert site.results(ran.job) == ["copied"]
+    assert checked(site) == (0, [], "forestage OK - nothing to change\n")
+
+
+def test_what_drains_nodes_is_found_before_it_does(site: Site) -> None:
+    was = site.cluster.read("/etc/slurm/slurm.conf")
+    try:
+        site.cluster.write("/etc/slurm/slurm.conf", f"{was}Prolog=/etc/slurm/prolog.d/*\n")
+        site.cluster.write(STACK, PYXIS + OURS.replace("optional", "required"))
+        code, found, said = checked(site)
+    finally:
+        site.cluster.write("/etc/slurm/slurm.conf", was)
+        site.cluster.write(STACK, OURS + PYXIS)
+    assert code == 2
+    assert found == ["hook-no-match", "companion-required", "plugstack-order"]
+    assert "drains the node at its next job" in said
+
+
+def test_the_release_that_a_plugin_was_built_for_is_read_from_it(site: Site) -> None:
+    """Else an upgrade of Slurm would not be noticed."""
+    told = site.cluster.run(["scontrol", "--version"], user="root").stdout.split()[-1]
+    file = site.cluster.host_path(str(INSIDE_STATE / "forestage.so"))
+    built = elf.parse(file.read_bytes())
+    own = elf.parse(next(Path("/usr/lib").glob("*/slurm-wlm/auth_munge.so")).read_bytes())
+    assert built is not None
+    assert own is not None
+    versions = built.word("plugin_version"), own.word("plugin_version")
+    assert versions[0] == versions[1]
+    assert release(versions[0] or 0) == told.rpartition(".")[0]
+    assert "slurm_spank_user_init" in built.symbols
+    assert "slurm_spank_job_prolog" not in built.symbols
