@@ -61,6 +61,15 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
         return parse(text, self.port)
 
 
+class Metering(msgspec.Struct, frozen=True, kw_only=True):
+    """`metrics:`, what Prometheus gets to know."""
+
+    textfile: Annotated[
+        str | None,
+        Key("Where node exporter's textfile collector reads; null writes none.", kinds.TEXTFILE),
+    ] = "/var/lib/prometheus/node-exporter/forestage.prom"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The settings one job is served with. Sizes are bytes, durations seconds."""
 
@@ -174,6 +183,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Key("What a step's user reads: none, problems, or all.", kinds.MESSAGES, PER_PARTITION),
     ] = "problems"
     peers: Peering = Peering()
+    metrics: Metering = Metering()
 
 
 def _keys(of: type[msgspec.Struct], above: str = "") -> Iterator[tuple[str, Key]]:
@@ -188,7 +198,13 @@ KEYS: Mapping[str, Key] = MappingProxyType(dict(_keys(Config)))
 """By their names in messages: `deadline`, `peers.port`."""
 
 GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
-"""Keys of the file that hold keys: `peers`."""
+"""Keys of the file that hold keys: `peers`, `metrics`."""
+
+_ABOUT = {
+    "peers": "Chunks from the other nodes of the job, so that they read the shared file system"
+    " once.",
+    "metrics": "What Prometheus gets to know: `forestage metrics`, run by a timer, writes it.",
+}
 
 PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
 
@@ -220,7 +236,7 @@ def sample() -> str:
         f"# {key.sentence}\n#{_line(name)}\n" for name, key in KEYS.items() if "." not in name
     )
     groups = "\n".join(
-        f"#{group}:\n"
+        f"# {_ABOUT[group]}\n#{group}:\n"
         + "".join(
             f"#  # {key.sentence}\n#  {_line(name)}\n"
             for name, key in KEYS.items()
@@ -234,7 +250,6 @@ def sample() -> str:
 # wins key by key. `forestage config` shows what holds, and which file says so.
 
 {keys}
-# Chunks from the other nodes of the job, so that they read the shared file system once.
 {groups}
 # What differs for the jobs of a partition. Possible here:
 # {", ".join(PARTITION_KEYS)}.

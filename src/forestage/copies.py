@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage import entries, lock
+from forestage import counters, entries, lock, records
 from forestage.cache import Entry
 from forestage.image import Identity
 from forestage.lease import Lease
@@ -26,7 +26,8 @@ class Copy(msgspec.Struct, frozen=True):
     `job` asked first (0: no longer known). `age` is seconds since the copy began, or while it is
     queued since it was asked for; `left` seconds until it ends. `rate` and `left` are None as long
     as nothing tells them. `place` in the queue counts from 1; 0 is not queued. `waiting` are the
-    jobs that hold a lease on it. Of the bytes, `from_peers` came from other nodes.
+    jobs that hold a lease on it. Of the bytes, `from_peers` came from other nodes; `served` went to
+    others, copies of the key before this one included.
     """
 
     key: str
@@ -43,6 +44,7 @@ class Copy(msgspec.Struct, frozen=True):
     place: int
     waiting: tuple[int, ...]
     from_peers: int = 0
+    served: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -64,18 +66,22 @@ class Found(msgspec.Struct, frozen=True):
     copied: int
     owner: Owner | None
     from_peers: int = 0
+    served: int = 0
 
 
 def gather(node: Node) -> tuple[Copy, ...]:
     """Every copy of this node. Raises PermissionError for users who may not look."""
     leases, _ = entries.live(node.leases)
     boot = boot_id()
+    given = counters.read(node.places.peer)
     found = []
     for directory in sorted(node.cache.parts.iterdir()):
         # Whoever copies holds the key's lock; other parts wait for somebody to resume them.
         if not lock.is_free(node.cache.key_lock(directory.name)):
-            found.append(_found(Part(directory), boot))
-    return under_way([one for one in found if one], leases, node.clock.monotonic())
+            one = _found(Part(directory), boot)
+            served = given.of(directory.name) if given else 0
+            found += [msgspec.structs.replace(one, served=served)] if one else []
+    return under_way(found, leases, node.clock.monotonic())
 
 
 def watch(node: Node, for_ever: bool) -> Iterator[Snapshot]:
@@ -102,8 +108,8 @@ def _found(part: Part, boot: str) -> Found | None:
             return None
         return Found(key, owner.image.identity, owner.engine, copied, owner, part.of_peers())
     try:
-        entry = msgspec.json.decode((part.directory / "entry.json").read_bytes(), type=Entry)
-    except (FileNotFoundError, msgspec.MsgspecError):
+        entry = records.load(part.directory / "entry.json", Entry)
+    except (FileNotFoundError, NotADirectoryError, records.Damaged):
         return None
     return Found(key, entry.identity, entry.engine, entry.identity.size, None)
 
@@ -151,6 +157,7 @@ def _copy(found: Found, place: int, waiting: tuple[int, ...], now: float) -> Cop
         place=place,
         waiting=waiting,
         from_peers=found.from_peers,
+        served=found.served,
     )
 
 
@@ -220,7 +227,8 @@ def _told(one: Copy) -> str:
     amount = f"{format_size(one.copied)} of {format_size(one.size)}"
     left = f"{_left(one)} left" if _left(one) else ""
     peers = f"{format_size(one.from_peers)} from other nodes" if one.from_peers else ""
-    return "  ".join(filter(None, (f"{state(one):>4}", amount, _rate(one), left, peers)))
+    served = f"{format_size(one.served)} to other nodes" if one.served else ""
+    return "  ".join(filter(None, (f"{state(one):>4}", amount, _rate(one), left, peers, served)))
 
 
 def _rate(one: Copy) -> str:

@@ -4,25 +4,35 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import atomic, log
+from forestage import atomic, log, records
 from forestage.units import printable
+
+KEYS = 64  # whose bytes are told one by one: those served last
 
 
 class Given(msgspec.Struct):
-    """peer.json: counts since the service began (`since`, seconds since the epoch)."""
+    """peer.json: counts since the service began (`since`, seconds since the epoch).
+
+    `keys` are the bytes of each key, for the last ones only.
+    """
 
     since: float
     bytes: int = 0
     chunks: int = 0
     sessions: int = 0
     refused: int = 0
+    keys: dict[str, int] = {}
+
+    def of(self, key: str) -> int:
+        """Bytes of one key that were given away, as far as that is known."""
+        return self.keys.get(key, 0)
 
 
 def read(file: Path) -> Given | None:
     """What the service of this node has written; None where none runs, or has run since boot."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Given)
-    except (FileNotFoundError, msgspec.MsgspecError):
+        return records.load(file, Given)
+    except (FileNotFoundError, NotADirectoryError, records.Damaged):
         return None
 
 
@@ -39,9 +49,13 @@ class Counters:
     def opened(self) -> None:
         self._given.sessions += 1
 
-    def served(self, size: int) -> None:
-        self._given.chunks += 1
-        self._given.bytes += size
+    def served(self, key: str, size: int) -> None:
+        given = self._given
+        given.chunks += 1
+        given.bytes += size
+        given.keys[key] = given.keys.pop(key, 0) + size
+        if len(given.keys) > KEYS:
+            del given.keys[next(iter(given.keys))]
 
     def refused(self, client: str, why: str) -> None:
         """Told with the next `flush`: strangers are not to fill the log."""

@@ -1,9 +1,10 @@
 """What happened: a JSON line for each image of each hook run, read by `forestage explain`."""
 
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 
@@ -11,9 +12,11 @@ from forestage.job import Job, Via
 from forestage.units import printable
 
 Result = Literal["hit", "joined", "copied", "started", "declined", "failed", "released"]
-Hook = Literal["prolog", "step", "stager", "epilog"]
+Hook = Literal["prolog", "step", "stager", "epilog", "sweep"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
+LONGEST = 1024 * 1024  # bytes of a line; 16 images with all that is told of them are below 64 KiB
+REMEMBERED = 4  # logs that `unread` knows: at most two are there at once
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -21,8 +24,9 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `started`: the job's steps will wait for the copy. Bytes are those copied by this hook; `wait`
     is seconds spent on staging. Of a stager's own outcome `copying` seconds went into the bytes,
-    `resumed` of them were here before and `from_peers` came from other nodes. In the Epilog
-    `evicted` are the keys that went and `released` counts redirects taken off.
+    `resumed` of them were here before and `from_peers` came from other nodes, to which `served`
+    bytes went meanwhile. In the Epilog `evicted` are the keys that went and `released` counts
+    redirects taken off.
     """
 
     result: Result
@@ -39,6 +43,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     copying: float = 0.0
     resumed: int = 0
     from_peers: int = 0
+    served: int = 0
     evicted: tuple[str, ...] = ()
     released: int = 0
 
@@ -71,17 +76,19 @@ def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
             "redirect": outcome.redirect,
             "bytes": outcome.bytes,
             "from_peers": outcome.from_peers,
+            "served": outcome.served,
             "wait": f"{outcome.wait:.3f}s" if outcome.wait else "",
             "released": outcome.released,
             "evicted": ",".join(outcome.evicted),
             "detail": outcome.detail,
         }
-        parts += [f"{name}={_value(value)}" for name, value in facts.items() if value]
-    parts += [f"problem={_value(problem)}" for problem in job.hints.problems]
+        parts += [f"{name}={field(value)}" for name, value in facts.items() if value]
+    parts += [f"problem={field(problem)}" for problem in job.hints.problems]
     return " ".join([*parts, f"total={total:.3f}s"])
 
 
-def _value(value: object) -> str:
+def field(value: object) -> str:
+    """Pure: a value of the log line, in quotes where it would not be one word."""
     text = printable(str(value))
     if not any(char in text for char in ' ="\\'):
         return text
@@ -122,7 +129,9 @@ def append(file: Path, events: Iterable[Event]) -> None:
         return
     file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     _rotate(file)
-    fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    # No link is followed, and a FIFO without a reader is an error and no wait.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(file, flags, 0o640)
     try:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
@@ -137,15 +146,69 @@ def read(file: Path) -> Iterator[Event]:
     """Every event that can be read, oldest first; a line cut short by a crash is passed over."""
     for path in (_older(file), file):
         try:
-            handle = path.open("rb")
+            handle = open(path, "rb", opener=_opener)  # noqa: SIM115 - closed below
         except FileNotFoundError:
             continue
         with handle:
-            for line in handle:
-                try:
-                    yield msgspec.json.decode(line, type=Event)
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    continue
+            yield from (event for event in each(handle) if event)
+
+
+def each(log: BinaryIO) -> Iterator[Event | None]:
+    """Every line of an open log, in its order; None for one that cannot be read."""
+    # A bounded piece at a time: what is no line of ours may be a terabyte without an end.
+    while line := log.readline(LONGEST):
+        yield _decoded(line)
+
+
+def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
+    """Every event that was not given before, oldest first; for one reader at a time.
+
+    `seen` says how far each log was read, and grows: bytes, by a hash of the log's first line. No
+    inode tells a log, as the next one may get it; no name does, as logs move on.
+    """
+    for path in (_older(file), file):
+        try:
+            handle = open(path, "rb", opener=_opener)  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            continue
+        with handle:
+            first = handle.readline(LONGEST)
+            if not _is_whole(first):
+                continue
+            name = _name(first)
+            # The tail may be lost in a crash: what comes in its place is new.
+            at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
+            handle.seek(at)
+            while _is_whole(line := handle.readline(LONGEST)):
+                at += len(line)
+                if event := _decoded(line):
+                    yield event
+            seen[name] = at
+    # A log that was moved between our two looks is found next time; older ones are gone for good.
+    for name in list(seen)[:-REMEMBERED]:
+        del seen[name]
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether nobody is writing it: the end of the line is there, or will never be."""
+    return line.endswith(b"\n") or len(line) == LONGEST
+
+
+def _name(line: bytes) -> str:
+    from hashlib import blake2b  # no hook needs it
+
+    return blake2b(line, digest_size=12).hexdigest()
+
+
+def _decoded(line: bytes) -> Event | None:
+    try:
+        return msgspec.json.decode(line, type=Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _opener(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _older(file: Path) -> Path:
@@ -154,8 +217,19 @@ def _older(file: Path) -> Path:
 
 def _rotate(file: Path) -> None:
     try:
-        if file.stat().st_size >= ROTATE_AT:
-            file.replace(_older(file))
+        if file.stat().st_size < ROTATE_AT:
+            return
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         # Not there yet, or another hook has just moved it.
         return
+    try:
+        # Two hooks may see the full log. The second would move the new one, of a line or two, over
+        # the full one, which is gone then.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), file.stat()):
+            file.replace(_older(file))
+    except (FileNotFoundError, BlockingIOError):
+        return
+    finally:
+        os.close(fd)

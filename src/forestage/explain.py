@@ -182,7 +182,9 @@ def _copied(outcome: Outcome) -> str:
     took = format_duration(outcome.wait)
     share = f", {format_size(outcome.from_peers)} of it from other nodes"
     peers = share if outcome.from_peers else ""
-    return f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}, and published"
+    gave = f", {format_size(outcome.served)} of it given to other nodes meanwhile"
+    served = gave if outcome.served else ""
+    return f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}{served}, and published"
 
 
 def _redirect(outcome: Outcome) -> str:
@@ -214,7 +216,8 @@ def _consequence(event: Event) -> str:
 
 
 def _released(outcome: Outcome, images: dict[str, str]) -> tuple[str, ...]:
-    told = ["released the job's lease"]
+    # Why, if a sweep did it; of an Epilog, what it could not take off.
+    told = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
     if outcome.released:
         told.append(f"took off {count(outcome.released, 'redirect')} that no job needed any more")
     return (*told, *_evicted(outcome, images))

@@ -93,6 +93,15 @@ def _file(raw: object) -> str | None:
     return None if raw is None else _directory(raw)
 
 
+def _textfile(raw: object) -> str | None:
+    path = _file(raw)
+    if path is not None and not path.endswith(".prom"):
+        raise ValueError(
+            f"expected a name with .prom at its end, as others are not read, got {path}"
+        )
+    return path
+
+
 def _address(raw: object) -> str:
     if not isinstance(raw, str) or not raw.isprintable() or "{node}" not in raw:
         raise ValueError(f"expected an address with {{node}} in it, got {quote(raw)}")
@@ -105,7 +114,8 @@ def _addresses(raw: object) -> Mapping[str, str]:
         raise ValueError(f"expected nodes and their addresses, got {quote(raw)}")
     wrong = []
     for node, where in raw.items():
-        if not (isinstance(node, str) and isinstance(where, str)):
+        texts = isinstance(node, str) and isinstance(where, str)
+        if not (texts and node.isprintable() and where.isprintable()):
             wrong.append(f"expected a node's name and its address in quotes, got {quote(where)}")
             continue
         try:
@@ -211,6 +221,7 @@ PORT = _whole(1, 65535)
 UPLOADS = _whole(1, 1024)
 DOWNLOADS = _whole(1, 64)
 FILE = Kind(_file, lambda path: "null" if path is None else str(path))
+TEXTFILE = Kind(_textfile, FILE.show)
 LISTEN = Kind(_listen, _quoted)
 ADDRESS = Kind(_address, _quoted)
 ADDRESSES = Kind(_addresses, lambda known: _quoted(dict(known)))

@@ -231,7 +231,7 @@ class Service:
             raise ConnectionResetError from None
         ask.session.chunks += 1
         ask.session.bytes += held.size
-        self.counters.served(held.size)
+        self.counters.served(ask.session.key, held.size)
         return response
 
     async def _bytes(

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage import asuser, bring, child, chunks, events, lock, log, trace
+from forestage import asuser, bring, child, chunks, counters, events, lock, log, opened, trace
 from forestage.bring import Task
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome
@@ -45,7 +45,7 @@ class Word(msgspec.Struct, frozen=True):
 
 class Figures:
     """What a copy will have taken: keys evicted for it, seconds for the bytes, and which of these
-    were here before or came from peers.
+    were here before, came from peers or went to them.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,7 @@ class Figures:
         self.copying = 0.0
         self.resumed = 0
         self.from_peers = 0
+        self.served = 0
 
 
 def start(task: Task) -> socket.socket:
@@ -130,7 +131,7 @@ def _tried(task: Task, stop: threading.Event, figures: Figures) -> Declined | No
     except Declined as declined:
         return declined
     except chunks.Truncated:
-        return bring.changed(task)
+        return opened.changed(path, "it ends before its size says so")
     except chunks.Unreadable as unreadable:
         return _of_source(task, unreadable.error)
     except chunks.Stopped:
@@ -151,16 +152,28 @@ def _copy(task: Task, stop: threading.Event, figures: Figures) -> None:
     _await_turn(task, owner, stop)
     owner, source = bring.ready(task, owner, figures.evicted)
     figures.resumed = owner.resumed
+    served = _served(task)
     with _spoken(task, owner):
         figures.from_peers = bring.fetch(task, source, stop)
+    figures.served = max(0, _served(task) - served)
     figures.copying = task.node.clock.monotonic() - owner.began
     bring.publish(task)
+
+
+def _served(task: Task) -> int:
+    """Bytes of this key that the node's peer service gave away; it writes them once a second."""
+    if not task.node.config.peers.enabled:
+        return 0
+    with contextlib.suppress(OSError):  # only a figure
+        given = counters.read(task.node.places.peer)
+        return given.of(task.key) if given else 0
+    return 0
 
 
 def _of_source(task: Task, error: OSError) -> Declined:
     """Pure: what an error of the shared file system means; it is no fault of the node."""
     if error.errno == errno.ESTALE:  # the file server has another file under this name
-        return bring.changed(task)
+        return opened.changed(task.image.path)
     return Declined("source-error", f"{task.image.path} cannot be read: {error}")
 
 
@@ -228,7 +241,7 @@ def progress_line(task: Task, owner: Owner) -> str:
     done = task.part.copied(owner)
     took = task.node.clock.monotonic() - owner.began
     return (
-        f"image={owner.image.path} key={owner.image.key}"
+        f"image={events.field(owner.image.path)} key={owner.image.key}"
         f" copied={done} of={owner.image.size}"
         f" rate={format_rate(done - owner.resumed, took).replace(' ', '')}"
     )
@@ -249,6 +262,7 @@ def _report(task: Task, figures: Figures, error: Declined | None, took: float) -
         copying=round(figures.copying, 4),
         resumed=figures.resumed,
         from_peers=figures.from_peers,
+        served=figures.served,
         evicted=tuple(figures.evicted),
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)

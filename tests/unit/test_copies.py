@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from commands import CHUNK, NOW, Site
-from forestage import copies, lock
+from forestage import copies, lock, trace
 from forestage.cache import Entry
 from forestage.cli import World, main
 from forestage.clock import Clock
@@ -220,6 +221,11 @@ SHELL = (
 )
 
 
+def read(terminal: int) -> bytes:
+    assert select.select([terminal], [], [], 60)[0], "no more is shown, and no end"
+    return os.read(terminal, 4096)
+
+
 def test_at_a_terminal_it_goes_on_until_interrupted_and_that_is_no_failure(
     site: Site, tmp_path: Path
 ) -> None:
@@ -239,11 +245,11 @@ def test_at_a_terminal_it_goes_on_until_interrupted_and_that_is_no_failure(
         os.close(terminal)
         shown = b""
         while b"waiting: 41" not in shown:
-            shown += os.read(controller, 4096)
+            shown += read(controller)
         process.send_signal(signal.SIGINT)
         while True:
             try:
-                shown += os.read(controller, 4096)
+                shown += read(controller)
             except OSError:  # EIO: the other end is closed
                 break
         assert process.wait(30) == 0
@@ -256,11 +262,25 @@ def test_at_a_terminal_it_goes_on_until_interrupted_and_that_is_no_failure(
 # --- a real stager
 
 
-def test_a_copy_that_its_job_no_longer_waits_for_is_seen_and_told_to_its_end(node: Node) -> None:
+def test_a_copy_that_its_job_no_longer_waits_for_is_seen_and_told_to_its_end(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+
+    class Watching(Clock):
+        def sleep(self, seconds: float) -> None:
+            seen.touch()
+            super().sleep(min(seconds, 0.1))
+
+    def wait(name: str) -> None:
+        if name == "chunk":
+            until(seen.exists, "somebody to look")
+
+    monkeypatch.setattr(trace, "listener", wait)
     path = node.put("a.sqsh", content(size=6 * MIB))
-    node.configure(deadline="300ms", bandwidth="4M", chunk_size="1M", threads=1)
+    node.configure(deadline="1s", threads=1)
     assert node.prolog(7, path).outcome.reason == "deadline"
-    world = World(node.places, Clock())
+    world = World(node.places, Watching())
     watched = CliRunner().invoke(main, ["status", "--watch", "--json"], obj=world).stdout
     shown = [json.loads(line)["copies"] for line in watched.splitlines()]
     (first,) = shown[0]
@@ -280,6 +300,11 @@ def test_watching_shows_what_comes_from_other_nodes() -> None:
     (line,) = lines(Snapshot(NOW, (one,)))
     assert "30 MiB from other nodes" in str(line)
     assert "other nodes" not in str(lines(Snapshot(NOW, (copying(),))))
+
+
+def test_watching_shows_what_goes_to_other_nodes() -> None:
+    (line,) = lines(Snapshot(NOW, (copying(served=70 * MIB),)))
+    assert "70 MiB to other nodes" in str(line)
 
 
 def test_what_peers_gave_is_read_from_the_part(site: Site) -> None:

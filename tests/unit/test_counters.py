@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.counters import Counters, read
+from forestage.counters import KEYS, Counters, read
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def file(tmp_path: Path) -> Path:
 def test_what_was_counted_can_be_read(file: Path) -> None:
     counted = Counters(file, since=5.0)
     counted.opened()
-    counted.served(100)
-    counted.served(23)
+    counted.served("a", 100)
+    counted.served("a", 23)
     counted.refused("10.0.0.9", "no")
     counted.flush()
     found = read(file)
@@ -34,9 +34,21 @@ def test_what_has_not_changed_is_not_written_again(file: Path) -> None:
     before = file.stat().st_ino
     counted.flush()
     assert file.stat().st_ino == before
-    counted.served(1)
+    counted.served("a", 1)
     counted.flush()
     assert file.stat().st_ino != before
+
+
+def test_each_keys_bytes_are_told_for_the_last_ones_only(file: Path) -> None:
+    counted = Counters(file, since=5.0)
+    for number in range(KEYS + 10):
+        counted.served("steady", 1)
+        counted.served(f"{number}", 2)
+    counted.flush()
+    found = read(file)
+    assert found is not None
+    assert len(found.keys) == KEYS
+    assert (found.of("steady"), found.of(f"{KEYS + 9}"), found.of("0")) == (KEYS + 10, 2, 0)
 
 
 def test_a_thousand_refusals_are_one_line(file: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -143,6 +144,25 @@ def test_the_file_does_not_grow_for_ever_and_the_older_half_is_read_first(
     assert file.stat().st_size < 400
     jobs = [one.job for one in read(file)]
     assert jobs == list(range(jobs[0], 20))
+
+
+def test_two_hooks_that_rotate_at_once_do_not_lose_the_full_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "events.jsonl"
+    append(file, [event(job) for job in range(20)])
+    flock = fcntl.flock
+
+    def meanwhile(fd: int, operation: int) -> None:
+        """Another hook saw the full log as well, and was faster."""
+        file.rename(tmp_path / "events.jsonl.1")
+        append(file, [event(20)])
+        flock(fd, operation)
+
+    monkeypatch.setattr(events, "ROTATE_AT", 200)
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    append(file, [event(21)])
+    assert [one.job for one in read(file)] == list(range(22))
 
 
 def test_each_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from forestage import asuser, bring, chunks, events, lock, log, stager
 from forestage.bring import Task
+from forestage.counters import Counters
 from forestage.errors import Declined, Failed
 from forestage.image import Image, Look
 from forestage.job import Job
@@ -115,6 +117,29 @@ def test_what_can_be_resumed_stays_and_nothing_else(
     monkeypatch.setattr(bring, "fetch", half)
     assert serve(task).state == "failed"
     assert task.part.directory.exists() is kept
+
+
+def test_a_copy_tells_what_was_given_away_meanwhile_and_not_what_was_before(
+    task: Task, monkeypatch: Patch, said: list[str]
+) -> None:
+    peers = msgspec.structs.replace(task.node.config.peers, enabled=True)
+    config = msgspec.structs.replace(task.node.config, peers=peers)
+    task = msgspec.structs.replace(task, node=msgspec.structs.replace(task.node, config=config))
+    given = Counters(task.node.places.peer, since=1.0)
+    given.served(task.key, 100)
+    given.served("another", 1000)
+    given.flush()
+    fetch = bring.fetch
+
+    def meanwhile(*arguments: Any) -> int:
+        given.served(task.key, 11)
+        given.flush()
+        return fetch(*arguments)
+
+    monkeypatch.setattr(bring, "fetch", meanwhile)
+    assert serve(task).state == "published"
+    (event,) = events.read(task.node.places.events)
+    assert event.outcome.served == 11
 
 
 def test_a_copy_has_its_own_event_and_line(task: Task, said: list[str]) -> None:

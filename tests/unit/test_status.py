@@ -116,3 +116,17 @@ def test_what_the_peer_service_gave_is_told(site: Site) -> None:
     site.places.peer.write_text('{"since": 1, "bytes": 1048576, "chunks": 1}')
     assert "1 MiB in 1 chunk to other nodes" in site.run("status").output
     assert site.json("status")["served"]["bytes"] == 1048576
+
+
+def test_it_says_plainly_that_staging_is_switched_off_and_how_to_switch_it_on(site: Site) -> None:
+    assert "switched off" not in site.run("status").output
+    site.configure("enabled: false\n")
+    done = site.run("status")
+    assert done.output.splitlines()[0].startswith("staging")
+    assert "switched off: `enabled: false` (set it to true to switch it on)" in done.output
+    site.configure("")
+    site.places.disabled.parent.mkdir(parents=True, exist_ok=True)
+    site.places.disabled.write_text("INC-42\n")
+    told = f"{site.places.disabled}: INC-42 (remove the file to switch it on)"
+    assert f"switched off: {told}" in site.run("status").output
+    assert site.json("status")["off"] == told

@@ -1,0 +1,292 @@
+"""How has this node been doing? Counters of the event log, and its state, for Prometheus.
+
+`forestage metrics`, run by a timer, writes them to a file that node exporter's textfile collector
+reads. No hook does: what a hook has to say is in the event log already. Label sets are bounded:
+results, reasons and hooks are ours, and no job, user or image is ever a label.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from forestage import atomic, events, lock, log, records, settings, switch
+from forestage import counters as peer_counts
+from forestage import status as standing
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.errors import ConfigError, MetricsError
+from forestage.node import Node
+from forestage.places import Places
+from forestage.reasons import REASONS
+from forestage.status import Status
+from forestage.tally import RATES, WAITS, Histogram, Tally
+
+PATIENCE = 10.0  # seconds for another `forestage metrics` to end
+READABLE = 0o644  # node exporter is a user of its own
+
+REQUESTS = ("hit", "joined", "copied", "started", "declined", "failed")
+ENDS = ("copied", "declined", "failed")
+HOOKS = ("prolog", "step")
+EVICTORS = ("stager", "epilog", "sweep")
+PHASES = ("queued", "copying", "publishing")
+OTHER = "other"
+"""For a reason that this release does not know: another one wrote the event."""
+
+
+class Record(msgspec.Struct):
+    """tally.json. What was counted and how far the logs were read is one file: all or nothing."""
+
+    tally: Tally = msgspec.field(default_factory=Tally)
+    seen: dict[str, int] = {}
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """All that there is to tell. `config` is None where it cannot be used.
+
+    `status` is None where the node could not be looked at.
+    """
+
+    tally: Tally
+    version: str
+    off: bool
+    config: Config | None = None
+    status: Status | None = None
+
+
+@contextlib.contextmanager
+def alone(places: Places) -> Iterator[None]:
+    """One run at a time, from the first look to the file's end; raises OSError, lock.Busy.
+
+    What another run has told already must not be put back: Prometheus takes a counter that falls
+    for one that has begun anew, and adds it up a second time.
+    """
+    places.tally.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    with lock.held(places.tally.with_suffix(".lock"), PATIENCE):
+        yield
+
+
+def count(places: Places) -> Tally:
+    """Counts the events that nobody has counted yet; as root, while `alone`. Raises OSError."""
+    record = _read(places.tally)
+    for event in events.unread(places.events, record.seen):
+        record.tally.add(event)
+    record.tally.add_given(peer_counts.read(places.peer))
+    atomic.write(places.tally, msgspec.json.encode(record))
+    return record.tally
+
+
+def _read(file: Path) -> Record:
+    try:
+        record = records.load(file, Record)
+    except FileNotFoundError:
+        return Record()
+    except records.Damaged as damaged:
+        # Prometheus takes counters that fall for new ones; no counters at all help nobody.
+        log.say(f"metrics begin anew: {damaged}", by_slurm=False)
+        return Record()
+    return Record(record.tally.mended(), record.seen)
+
+
+def gather(places: Places, node: Node | None, version: str) -> Facts:
+    """Counts, while `alone`, and looks at the node: None where its configuration cannot be used.
+
+    Raises PermissionError for users who may not look, OSError where the log cannot be read.
+    """
+    tally = count(places)
+    off = bool(switch.by_file(places)) or (node is not None and not node.config.enabled)
+    if node is None:
+        return Facts(tally, version, off)
+    status = None
+    # The cache's disk may be what is wrong; then the rest is wanted all the more.
+    with contextlib.suppress(OSError, lock.Busy):
+        status = standing.gather(node)
+    return Facts(tally, version, off, node.config, status)
+
+
+def publish(places: Places, clock: Clock, version: str) -> bytes:
+    """Writes the file that node exporter reads, where there is one; gives its text.
+
+    Raises as `gather` and `alone` do; ConfigError, though the file says so too; MetricsError where
+    nobody would read the file.
+    """
+    config, wrong = Config(), None
+    try:
+        config = settings.load(places.etc).config
+    except ConfigError as error:
+        wrong = error
+    node = None if wrong else Node.of(config, places, clock)
+    with alone(places):
+        written = text(gather(places, node, version))
+        try:
+            if config.metrics.textfile is not None:
+                _write(places.root / config.metrics.textfile.lstrip("/"), written)
+        finally:
+            if wrong:
+                raise wrong
+    return written
+
+
+def _write(file: Path, written: bytes) -> None:
+    try:
+        atomic.write(file, written, READABLE)
+    except FileNotFoundError:
+        raise MetricsError(
+            f"{file.parent} is not there", "install node exporter, or set metrics.textfile"
+        ) from None
+
+
+def text(facts: Facts) -> bytes:
+    """Pure: the text that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(facts))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def collect(self) -> Iterator[Metric]:
+        yield from state(self.facts)
+        if self.facts.status is not None:
+            yield from room(self.facts.status)
+        yield from counters(self.facts.tally)
+        yield from histograms(self.facts.tally)
+
+
+def state(facts: Facts) -> Iterator[Metric]:
+    """Pure: is it in order, and how is it set?"""
+    config = facts.config
+    told = {"version": facts.version}
+    if config is not None:
+        told |= {
+            "redirect": config.redirect,
+            "engine": config.engine,
+            "peers": "on" if config.peers.enabled else "off",
+        }
+    yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=told)
+    yield _gauge("config_valid", "Whether the configuration can be used.", config is not None)
+    yield _gauge("switched_off", "Whether no job is served, by the file or `enabled`.", facts.off)
+    usable = facts.status is not None and not facts.status.unusable
+    yield _gauge("cache_usable", "Whether the cache is mounted and may be used.", usable)
+
+
+def room(status: Status) -> Iterator[Metric]:
+    """Pure: the cache, its room, and who uses it now."""
+    if status.room is not None and status.disk is not None:
+        found = status.room
+        yield _gauge("cache_bytes", "What the cache takes, copies under way included.", found.used)
+        yield _gauge("cache_max_bytes", "The most it may take (max_size).", found.max_size)
+        yield _gauge("cache_low_watermark_bytes", "Where evicting at rest stops.", found.low)
+        yield _gauge("disk_free_bytes", "Free on the cache's disk.", found.free)
+        yield _gauge("disk_min_free_bytes", "What stays free there (min_free).", found.min_free)
+        yield _gauge("disk_bytes", "The size of that disk.", status.disk.total)
+    numbers = msgspec.structs.asdict(status.entries)
+    yield _gauge("entries", "Entries in the cache.", numbers.pop("total"))
+    in_state = "Entries that are leased, pinned, superseded, damaged; one may be several."
+    yield _by(GaugeMetricFamily, "entries_in_state", in_state, "state", numbers)
+    yield _gauge("leases", "Jobs that hold a lease.", len(status.leases))
+    yield _gauge("leases_damaged", "Leases that cannot be read.", len(status.problems))
+    if status.leases:
+        oldest = min(one.since for one in status.leases)
+        yield _gauge("oldest_lease_timestamp_seconds", "When the oldest lease was taken.", oldest)
+    yield _gauge("redirects", "Paths that show their local copy.", len(status.redirects))
+    phases = dict.fromkeys(PHASES, 0)
+    for copy in status.copies:
+        phases[copy.phase] += 1
+    yield _by(GaugeMetricFamily, "copies_under_way", "Copies by phase.", "phase", phases)
+
+
+def counters(tally: Tally) -> Iterator[Metric]:
+    """Pure: what only grows. Every series is there at once, so that the first error is a growth."""
+    requests = CounterMetricFamily(
+        "forestage_requests", "Images that jobs and steps asked for.", labels=("hook", "result")
+    )
+    for hook in HOOKS:
+        for result, number in _filled(REQUESTS, tally.requests.get(hook, {})).items():
+            requests.add_metric((hook, result), number)
+    yield requests
+    declined, errors = _known(tally.declined), _known(tally.errors)
+    copied = _filled(("source", "peers"), tally.copied)
+    spared = _filled(("hit", "joined"), tally.spared) | {"peers": copied["peers"]}
+    for name, text, label, numbers in (
+        ("declined", "Requests not served, by a rule or the user's mistake.", "reason", declined),
+        ("errors", "Failures of the node's or forestage's own.", "reason", errors),
+        ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),
+        ("copied_bytes", "Bytes copied into the cache.", "from", copied),
+        ("spared_bytes", "Bytes not read from the shared file system.", "by", spared),
+        ("evictions", "Entries evicted, by the hook.", "hook", _filled(EVICTORS, tally.evicted)),
+    ):
+        yield _by(CounterMetricFamily, name, text, label, numbers)
+    given = tally.given
+    for name, text, number in (
+        ("swept_leases", "Leases released by the sweep: their Epilog never ran.", tally.swept),
+        ("peer_served_bytes", "Bytes given to other nodes.", given.bytes),
+        ("peer_served_chunks", "Chunks given to other nodes.", given.chunks),
+        ("peer_sessions", "Sessions that other nodes have opened.", given.sessions),
+        ("peer_refused", "Requests of peers that were refused.", given.refused),
+    ):
+        yield CounterMetricFamily(f"forestage_{name}", text, value=number)
+
+
+def histograms(tally: Tally) -> Iterator[Metric]:
+    """Pure: how long jobs waited, and how fast copies were."""
+    waits = HistogramMetricFamily(
+        "forestage_wait_seconds", "What staging one image took, of a hook.", labels=("hook",)
+    )
+    for hook in HOOKS:
+        one = tally.waits.get(hook) or Histogram.of(WAITS)
+        waits.add_metric((hook,), _buckets(one), one.sum)
+    yield waits
+    rates = HistogramMetricFamily(
+        "forestage_copy_rate_bytes_per_second", "The rates of whole copies.", labels=()
+    )
+    one = tally.rates if tally.rates.bounds else Histogram.of(RATES)
+    rates.add_metric((), _buckets(one), one.sum)
+    yield rates
+
+
+def _buckets(one: Histogram) -> list[tuple[str, float]]:
+    """As Prometheus has them: each with all that is below it."""
+    names = (*map(str, one.bounds), "+Inf")
+    return list(zip(names, map(float, accumulate(one.counts)), strict=True))
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"forestage_{name}", text, value=float(value))
+
+
+def _by(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    numbers: Mapping[str, int],
+) -> Metric:
+    made = family(f"forestage_{name}", text, labels=(label,))
+    for value, number in numbers.items():
+        made.add_metric((value,), number)
+    return made
+
+
+def _known(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Pure: every reason that there is, and one for all others."""
+    found = _filled(REASONS, numbers)
+    other = sum(number for reason, number in numbers.items() if reason not in REASONS)
+    return found | {OTHER: other}
+
+
+def _filled(names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
+    return {name: numbers.get(name, 0) for name in names}

@@ -1,0 +1,160 @@
+"""How often, how much, how long? The counters behind the metrics, from the events. Pure.
+
+What was counted is kept between two runs (metrics.py): the log forgets, counters must not.
+"""
+
+from bisect import bisect_left
+
+import msgspec
+
+from forestage.counters import Given
+from forestage.events import Event, Outcome
+
+WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
+
+RATES = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
+"""Bytes per second: from one stream over a slow link to NVMe's own pace."""
+
+REMEMBERED = 10_000
+"""Jobs whose steps are still to be told from their Prolog; a node has some hundreds at most."""
+
+
+class Histogram(msgspec.Struct):
+    """How many values are at most each of `bounds`, and not at most the one before.
+
+    The last of `counts` are those above all.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def of(cls, bounds: tuple[float, ...]) -> "Histogram":
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Start(msgspec.Struct, frozen=True):
+    """An image that a job, or a further step of it, began with.
+
+    `spared` are the bytes that it had from the cache instead of the shared file system.
+    """
+
+    spared: int = 0
+
+
+class Tally(msgspec.Struct):
+    """All that was counted on this node; it only grows. Sizes are bytes.
+
+    `requests` and `waits` are by hook (prolog, step), the former by result below that; `declined`
+    and `errors` by reason; `copies` by result, `copied` by where the bytes came from (source,
+    peers), `evicted` by the hook that made room. `spared` are bytes that a job had from the cache
+    instead of the shared file system, by result. `swept` are leases whose Epilog never ran, `given`
+    is what the peer service gave away, over its restarts.
+    """
+
+    requests: dict[str, dict[str, int]] = {}
+    waits: dict[str, Histogram] = {}
+    declined: dict[str, int] = {}
+    errors: dict[str, int] = {}
+    copies: dict[str, int] = {}
+    copied: dict[str, int] = {}
+    rates: Histogram = msgspec.field(default_factory=lambda: Histogram.of(RATES))
+    spared: dict[str, int] = {}
+    evicted: dict[str, int] = {}
+    swept: int = 0
+    given: Given = msgspec.field(default_factory=lambda: Given(0.0))
+    last_given: Given = msgspec.field(default_factory=lambda: Given(0.0))
+    expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
+
+    def add(self, event: Event) -> Start | None:
+        """Counts one event, once; gives the start that it tells of, if none before it has."""
+        outcome, start = event.outcome, None
+        if event.hook == "stager":
+            self._copy(outcome)
+        elif event.hook in ("prolog", "step"):
+            start = self._request(event)
+        else:
+            self.expected.pop(event.job, None)
+            # Job 0 stands for what belonged to no job.
+            self.swept += event.hook == "sweep" and event.job != 0
+            if outcome.result == "failed":
+                _more(self.errors, outcome.reason)
+        if outcome.evicted:
+            _more(self.evicted, event.hook, len(outcome.evicted))
+        return start
+
+    def _copy(self, outcome: Outcome) -> None:
+        _more(self.copies, outcome.result)
+        if outcome.result != "copied":
+            return
+        # Resumed bytes count here: the stager that brought them was killed, and told nothing.
+        _more(self.copied, "source", max(0, outcome.bytes - outcome.from_peers))
+        _more(self.copied, "peers", outcome.from_peers)
+        fetched = outcome.bytes - outcome.resumed
+        if fetched > 0 and outcome.copying > 0:
+            self.rates.add(fetched / outcome.copying)
+
+    def _request(self, event: Event) -> Start | None:
+        outcome = event.outcome
+        _more(self.requests.setdefault(event.hook, {}), outcome.result)
+        if outcome.result == "declined":
+            _more(self.declined, outcome.reason)
+        if outcome.result == "failed":
+            _more(self.errors, outcome.reason)
+        self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
+        if self._is_told_twice(event):
+            return None
+        is_local = outcome.redirect in ("laid", "kept", "spank")
+        if not (is_local and outcome.result in ("hit", "joined")):
+            return Start()
+        _more(self.spared, outcome.result, outcome.size)
+        return Start(spared=outcome.size)
+
+    def _is_told_twice(self, event: Event) -> bool:
+        """Whether the Prolog has counted this image for the job's first step already."""
+        key, job = event.outcome.key, event.job
+        if event.outcome.result not in ("hit", "joined", "copied", "started"):
+            return False
+        if event.hook == "prolog":
+            # A requeued job begins anew, and its Epilog may not have run.
+            keys = self.expected.pop(job, [])
+            self.expected[job] = keys if key in keys else [*keys, key]
+            while len(self.expected) > REMEMBERED:
+                del self.expected[next(iter(self.expected))]
+            return False
+        if key not in self.expected.get(job, ()):
+            return False
+        self.expected[job].remove(key)
+        return True
+
+    def add_given(self, now: Given | None) -> None:
+        """Counts what the peer service gave since the last call; its own counts restart with it."""
+        if now is None:
+            return
+        same = now.since == self.last_given.since
+        before = self.last_given if same else Given(now.since)
+        self.given.bytes += max(0, now.bytes - before.bytes)
+        self.given.chunks += max(0, now.chunks - before.chunks)
+        self.given.sessions += max(0, now.sessions - before.sessions)
+        self.given.refused += max(0, now.refused - before.refused)
+        self.last_given = msgspec.structs.replace(now, keys={})
+
+    def mended(self) -> "Tally":
+        """The same; a histogram that another release wrote with other bounds starts anew."""
+        kept = {hook: one for hook, one in self.waits.items() if _is_sound(one, WAITS)}
+        rates = self.rates if _is_sound(self.rates, RATES) else Histogram.of(RATES)
+        return msgspec.structs.replace(self, waits=kept, rates=rates)
+
+
+def _is_sound(histogram: Histogram, bounds: tuple[float, ...]) -> bool:
+    return histogram.bounds == bounds and len(histogram.counts) == len(bounds) + 1
+
+
+def _more(counts: dict[str, int], name: str, number: int = 1) -> None:
+    counts[name] = counts.get(name, 0) + number

@@ -1,0 +1,458 @@
+"""What Prometheus gets to read: every event once, whatever happens to the logs; bounded; whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from commands import Site
+from forestage import atomic, events, lock, metrics
+from forestage.cache import Cache
+from forestage.clock import Clock
+from forestage.events import Event, Outcome, append
+from forestage.exits import Exit
+from forestage.metrics import Facts
+from forestage.places import Places
+from forestage.reasons import REASONS
+from forestage.tally import Tally
+
+HERE = Path(__file__).parent
+PACKAGING = HERE.parents[1] / "packaging"
+RULES = PACKAGING / "prometheus/forestage.rules.yml"
+TEXTFILE = "var/lib/prometheus/node-exporter/forestage.prom"
+
+
+def hit(job: int, **changes: object) -> Event:
+    outcome = msgspec.structs.replace(Outcome("hit", redirect="laid", size=1), **changes)
+    return Event(time=float(job), hook="prolog", job=job, outcome=outcome)
+
+
+def count(places: Places) -> Tally:
+    with metrics.alone(places):
+        return metrics.count(places)
+
+
+def hits(tally: Tally) -> int:
+    return tally.requests.get("prolog", {}).get("hit", 0)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path)
+
+
+# --- every event once
+
+
+def test_what_was_counted_is_not_counted_again(places: Places) -> None:
+    assert hits(count(places)) == 0, "a node without a log"
+    for job in range(1, 6):
+        append(places.events, [hit(job)])
+        assert [hits(count(places)) for _ in range(2)] == [job, job]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7])
+def test_no_event_is_lost_or_counted_twice_when_the_log_is_rotated(
+    places: Places, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr(events, "ROTATE_AT", 800)  # some eight events
+    for job in range(1, 100):
+        append(places.events, [hit(job)])
+        if job % every == 0:
+            assert hits(count(places)) == job
+    assert places.events.with_name("events.jsonl.1").exists()
+
+
+def test_what_was_rotated_away_unread_is_lost_and_nothing_else(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(places.events, [hit(1)])
+    assert hits(count(places)) == 1
+    monkeypatch.setattr(events, "ROTATE_AT", 800)
+    for job in range(2, 100):
+        append(places.events, [hit(job)])
+    left = len(list(events.read(places.events)))
+    assert left < 98
+    assert [hits(count(places)) for _ in range(2)] == [1 + left] * 2
+
+
+def test_a_rotation_between_the_looks_at_the_two_logs_hides_nothing(places: Places) -> None:
+    older = places.events.with_name("events.jsonl.1")
+    append(older, [hit(1)])
+    append(places.events, [hit(2)])
+    seen: dict[str, int] = {}
+    reader = events.unread(places.events, seen)
+    got = [next(reader).job]  # it is at the older log now
+    places.events.rename(older)
+    append(places.events, [hit(3)])
+    got += [one.job for one in reader]
+    assert got == [1, 3]
+    assert [one.job for one in events.unread(places.events, seen)] == [2]
+    assert list(events.unread(places.events, seen)) == []
+
+
+def test_a_new_log_with_an_old_ones_inode_and_length_is_read(places: Places) -> None:
+    append(places.events, [hit(job) for job in range(10, 20)])
+    assert hits(count(places)) == 10
+    size, inode = places.events.stat().st_size, places.events.stat().st_ino
+    with places.events.open("r+b") as file:  # truncated and written anew: it is the same inode
+        file.truncate(0)
+    append(places.events, [hit(job) for job in range(20, 30)])
+    assert (places.events.stat().st_size, places.events.stat().st_ino) == (size, inode)
+    assert hits(count(places)) == 20
+
+
+def test_a_log_whose_end_a_crash_took_goes_on_being_read(places: Places) -> None:
+    append(places.events, [hit(1), hit(2)])
+    one = places.events.stat().st_size // 2
+    assert hits(count(places)) == 2
+    os.truncate(places.events, one)
+    assert hits(count(places)) == 2
+    append(places.events, [hit(3)])
+    assert hits(count(places)) == 3
+
+
+def test_a_line_that_is_being_written_is_counted_when_it_is_whole(places: Places) -> None:
+    append(places.events, [hit(1), hit(2)])
+    whole = places.events.read_bytes()
+    places.events.write_bytes(whole[:-5])
+    assert hits(count(places)) == 1
+    with places.events.open("ab") as file:
+        file.write(whole[-5:])
+    assert hits(count(places)) == 2
+
+
+def test_a_line_cut_by_a_crash_and_one_without_an_end_are_passed_over(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "LONGEST", 1000)
+    append(places.events, [hit(1)])
+    with places.events.open("ab") as file:
+        file.write(b"x" * 2500 + b'\n{"time":')
+    append(places.events, [hit(2)])
+    assert [hits(count(places)) for _ in range(2)] == [2, 2]
+
+
+def test_a_run_that_ends_before_it_has_written_counts_nothing(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(places.events, [hit(1)])
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(atomic, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            count(places)
+    assert hits(count(places)) == 1
+
+
+def test_runs_beside_each_other_and_beside_hooks_count_each_event_once(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "ROTATE_AT", 16_000)  # some 160 events: rotated twice or so
+
+    def hooks(number: int) -> None:
+        for job in range(100):
+            append(places.events, [hit(1000 * number + job)])
+            if job % 20 == 0:
+                count(places)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(hooks, range(1, 5)))
+    assert hits(count(places)) == 400
+
+
+def test_no_run_puts_back_what_another_has_told(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of a run, up to the file that is read, is closed to others."""
+    append(site.places.events, [hit(1)])
+    monkeypatch.setattr(metrics, "PATIENCE", 0.0)
+    write, tried = atomic.write, []
+    me = threading.get_ident()
+
+    def beside(path: Path, data: bytes, mode: int = 0o600) -> None:
+        if threading.get_ident() == me:
+            with ThreadPoolExecutor(1) as pool, pytest.raises(lock.Busy):
+                pool.submit(metrics.publish, site.places, Clock(), "1").result()
+            tried.append(path.name)
+        write(path, data, mode)
+
+    monkeypatch.setattr(atomic, "write", beside)
+    metrics.publish(site.places, Clock(), "1")
+    assert tried == ["tally.json", "forestage.prom"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"tally": 3}', b"\xff" * 100])
+def test_a_damaged_tally_begins_anew_with_what_the_logs_have(
+    places: Places, damage: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    append(places.events, [hit(1), hit(2)])
+    count(places)
+    places.tally.write_bytes(damage)
+    assert hits(count(places)) == 2
+    assert "metrics begin anew" in capfd.readouterr().err
+
+
+def test_the_tally_does_not_remember_every_log_that_ever_was(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "ROTATE_AT", 1)
+    for job in range(20):
+        append(places.events, [hit(job)])
+        count(places)
+    assert len(metrics._read(places.tally).seen) == events.REMEMBERED
+
+
+# --- what the text says
+
+
+def samples(text: str | bytes) -> dict[str, float]:
+    """Each series as Prometheus names it, and its value."""
+    text = text.decode() if isinstance(text, bytes) else text
+    return {
+        sample.name + "".join(f" {k}={v}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_no_user_image_job_or_unknown_word_becomes_a_label() -> None:
+    odd = 'x"y\n{z}'
+    tally = Tally()
+    bare = samples(metrics.text(Facts(Tally(), "1", off=False)))
+    for number in range(50):
+        tally.add(hit(number, image=f"/{odd}", key=odd, asked=odd, result="failed", reason=odd))
+        tally.add(hit(number, result="declined", reason=f"{number}", detail=odd))
+    found = samples(metrics.text(Facts(tally, "1", off=False)))
+    assert found.keys() == bare.keys()
+    assert found["forestage_errors_total reason=other"] == 50
+    assert found["forestage_declined_total reason=other"] == 50
+
+
+def test_every_series_is_there_before_the_first_job() -> None:
+    """increase() of a series that begins with 1 is 0: the first error would be no alert."""
+    found = samples(metrics.text(Facts(Tally(), "1", off=False)))
+    assert {f"forestage_errors_total reason={reason}" for reason in REASONS} <= found.keys()
+    assert all(value == 0 for name, value in found.items() if "_total" in name)
+    assert len(found) < 300
+
+
+def test_each_count_has_its_series() -> None:
+    tally = Tally()
+    for job, outcome in enumerate(
+        (
+            Outcome("hit", redirect="laid", size=100, wait=0.02),
+            Outcome("joined", redirect="laid", size=30, wait=4.0),
+            Outcome("declined", reason="deadline", wait=15.0),
+        )
+    ):
+        tally.add(Event(1.0, "prolog", job, outcome))
+    copied = Outcome("copied", bytes=1000, size=1000, from_peers=400, copying=1e-6)
+    tally.add(Event(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
+    found = samples(metrics.text(Facts(tally, "1", off=True)))
+    expected = {
+        "requests_total hook=prolog result=hit": 1,
+        "requests_total hook=prolog result=joined": 1,
+        "requests_total hook=prolog result=declined": 1,
+        "requests_total hook=step result=hit": 0,
+        "declined_total reason=deadline": 1,
+        "spared_bytes_total by=hit": 100,
+        "spared_bytes_total by=joined": 30,
+        "spared_bytes_total by=peers": 400,
+        "copied_bytes_total from=source": 600,
+        "copied_bytes_total from=peers": 400,
+        "copies_total result=copied": 1,
+        "evictions_total hook=stager": 1,
+        "wait_seconds_bucket hook=prolog le=0.1": 1,
+        "wait_seconds_bucket hook=prolog le=10.0": 2,
+        "wait_seconds_bucket hook=prolog le=+Inf": 3,
+        "wait_seconds_count hook=prolog": 3,
+        "wait_seconds_sum hook=prolog": 19.02,
+        "copy_rate_bytes_per_second_bucket le=500000000.0": 0,
+        "copy_rate_bytes_per_second_bucket le=1000000000.0": 1,
+        "switched_off": 1,
+        "config_valid": 0,
+    }
+    assert {name: found[f"forestage_{name}"] for name in expected} == expected
+
+
+# --- the command
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    (tmp_path / TEXTFILE).parent.mkdir(parents=True)
+    return Site(tmp_path)
+
+
+def written(site: Site) -> dict[str, float]:
+    return samples((site.places.root / TEXTFILE).read_text())
+
+
+def test_the_file_is_readable_by_node_exporters_own_user_and_alone(site: Site) -> None:
+    was = os.umask(0o077)
+    try:
+        assert site.run("metrics").exit_code == Exit.OK
+    finally:
+        os.umask(was)
+    file = site.places.root / TEXTFILE
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_who_reads_meanwhile_sees_a_whole_file(site: Site) -> None:
+    site.run("metrics")
+    with (site.places.root / TEXTFILE).open() as reader:
+        append(site.places.events, [hit(1)])
+        site.run("metrics")
+        assert samples(reader.read())["forestage_requests_total hook=prolog result=hit"] == 0
+    assert written(site)["forestage_requests_total hook=prolog result=hit"] == 1
+
+
+def test_the_node_as_it_is(site: Site) -> None:
+    for name in ("a.sqsh", "b.sqsh"):
+        site.publish(site.image(name))
+    site.lease(7)
+    site.run("metrics")
+    found = written(site)
+    assert found["forestage_entries"] == 2
+    assert found["forestage_leases"] == 1
+    assert found["forestage_cache_usable"] == found["forestage_config_valid"] == 1
+    assert found["forestage_switched_off"] == 0
+    assert 0 < found["forestage_cache_bytes"] < found["forestage_cache_max_bytes"]
+    assert found["forestage_disk_free_bytes"] <= found["forestage_disk_bytes"]
+    assert "forestage_oldest_lease_timestamp_seconds" in found
+    assert [name for name in found if name.startswith("forestage_info ")]
+
+
+def test_a_configuration_that_cannot_be_used_is_what_the_file_says(site: Site) -> None:
+    site.run("metrics")
+    append(site.places.events, [hit(1)])
+    site.configure("nonsense: true\n")
+    assert site.run("metrics").exit_code == Exit.CONFIG
+    found = written(site)
+    assert found["forestage_config_valid"] == found["forestage_cache_usable"] == 0
+    assert found["forestage_requests_total hook=prolog result=hit"] == 1, "counters go on"
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_node_that_is_switched_off_says_so(site: Site, by_file: bool) -> None:
+    if by_file:
+        site.places.run.mkdir(parents=True)
+        site.places.disabled.touch()
+    else:
+        site.configure("enabled: false\n")
+    site.run("metrics")
+    assert written(site)["forestage_switched_off"] == 1
+
+
+def test_a_cache_that_must_not_be_used_leaves_the_counters(site: Site) -> None:
+    append(site.places.events, [hit(1)])
+    site.node.cache.prepare(False)
+    site.node.cache.root.chmod(0o777)
+    assert site.run("metrics").exit_code == Exit.OK
+    found = written(site)
+    assert found["forestage_cache_usable"] == 0
+    assert found["forestage_requests_total hook=prolog result=hit"] == 1
+
+
+def test_a_disk_that_gives_errors_leaves_the_counters(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish(site.image("a.sqsh"))
+
+    def broken(_: Cache) -> list[object]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Cache, "stored", broken)
+    assert site.run("metrics").exit_code == Exit.OK
+    assert written(site)["forestage_cache_usable"] == 0
+
+
+def test_without_node_exporter_it_is_an_error_and_none_if_no_file_is_wanted(site: Site) -> None:
+    shutil.rmtree((site.places.root / TEXTFILE).parent)
+    done = site.run("metrics")
+    assert done.exit_code == Exit.FAILED
+    assert "node exporter" in done.stderr
+    site.configure("metrics: {textfile: null}\n")
+    done = site.run("metrics", "--print")
+    assert done.exit_code == Exit.OK
+    assert samples(done.stdout)["forestage_config_valid"] == 1
+
+
+def test_the_file_may_lie_elsewhere_if_node_exporter_would_read_it(site: Site) -> None:
+    site.configure("metrics: {textfile: /other/x.prom}\n")
+    (site.places.root / "other").mkdir()
+    site.run("metrics")
+    assert samples((site.places.root / "other/x.prom").read_text())
+    site.configure("metrics: {textfile: /other/x.txt}\n")
+    assert site.run("metrics").exit_code == Exit.CONFIG
+
+
+def test_who_may_not_look_is_told_so(site: Site) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    site.run("metrics")
+    site.places.tally.parent.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert site.run("metrics").exit_code == Exit.PERMISSION
+    finally:
+        os.seteuid(0)
+
+
+# --- with Prometheus' own tools; tests/slurm has the servers
+
+
+@pytest.fixture
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if not found:
+        assert os.geteuid() != 0, "promtool is missing (run tests/prepare)"
+        pytest.skip("promtool is missing")
+    return found
+
+
+def test_promtool_finds_nothing_to_say_about_the_text(site: Site, promtool: str) -> None:
+    site.publish(site.image("a.sqsh"))
+    text = site.run("metrics", "--print").stdout
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_each_alert_fires_when_it_should_and_not_before(promtool: str) -> None:
+    for command in (["check", "rules", str(RULES)], ["test", "rules", str(HERE / "alerts.yml")]):
+        done = subprocess.run([promtool, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_is_tried_both_ways() -> None:
+    tried = (HERE / "alerts.yml").read_text()
+    for name in re.findall(r"alert: (\w+)", RULES.read_text()):
+        cases = re.findall(rf"alertname: {name}\n\s+exp_alerts:(.*)", tried)
+        assert {case.strip() == "[]" for case in cases} == {True, False}, name
+
+
+@pytest.mark.parametrize("file", [RULES, PACKAGING / "grafana/forestage.json"], ids=str)
+def test_rules_and_dashboard_name_only_what_there_is(site: Site, file: Path) -> None:
+    site.publish(site.image("a.sqsh"))
+    site.lease(7)
+    site.run("metrics")
+    there = {name.split(" ")[0] for name in written(site)}
+    named = set(re.findall(r"\bforestage_\w+", file.read_text()))
+    assert named
+    assert named - there == set()

@@ -1,0 +1,235 @@
+"""What is counted of the events: nothing twice, nothing that was not so, and never less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forestage import tally as module
+from forestage.counters import Given
+from forestage.events import Event, Hook, Outcome, Result
+from forestage.tally import RATES, WAITS, Histogram, Tally
+
+GIB = 1 << 30
+
+
+def event(hook: Hook, outcome: Outcome, job: int = 7) -> Event:
+    return Event(time=1.0, hook=hook, job=job, outcome=outcome)
+
+
+def served(result: Result, key: str = "a", redirect: str = "laid", size: int = 10) -> Outcome:
+    return Outcome(result, key=key, redirect=redirect, size=size, wait=0.05)
+
+
+def counted(*events: Event) -> Tally:
+    tally = Tally()
+    for one in events:
+        tally.add(one)
+    return tally
+
+
+RELEASED = Outcome("released")
+
+
+@dataclass(frozen=True)
+class Spared:
+    """Hook runs, and the bytes that jobs did not read from the shared file system for them."""
+
+    why: str
+    runs: tuple[tuple[Hook, Outcome], ...]
+    bytes: int
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Spared("a hit is one read less", (("prolog", served("hit")),), 10),
+        Spared("so is somebody else's copy", (("prolog", served("joined")),), 10),
+        Spared("one's own copy is a read", (("prolog", served("copied")),), 0),
+        Spared(
+            "the first step asks for what the Prolog had",
+            (("prolog", served("hit")), ("step", served("hit", redirect="kept"))),
+            10,
+        ),
+        Spared(
+            "each further step would have read the image again",
+            (("prolog", served("hit")), *(("step", served("hit", redirect="kept")),) * 3),
+            30,
+        ),
+        Spared(
+            "the first step of a job that copied reads what it copied",
+            (("prolog", served("copied")), *(("step", served("hit", redirect="kept")),) * 2),
+            10,
+        ),
+        Spared(
+            "the step waits for the copy that its own Prolog started",
+            (("prolog", served("started", redirect="spank")), ("step", served("joined"))),
+            0,
+        ),
+        Spared("a step that no Prolog could see", (("step", served("hit")),), 10),
+        Spared("nobody reads the copy", (("prolog", served("hit", redirect="none")),), 0),
+        Spared(
+            "another image of the job is another read",
+            (("prolog", served("copied")), ("step", served("hit", key="b"))),
+            10,
+        ),
+        Spared(
+            "a requeued job begins anew",
+            (
+                ("prolog", served("hit")),
+                ("prolog", served("hit")),
+                ("step", served("hit", redirect="kept")),
+            ),
+            20,
+        ),
+        Spared(
+            "a job's number comes again after its Epilog",
+            (("prolog", served("hit")), ("epilog", RELEASED), ("step", served("hit"))),
+            20,
+        ),
+        Spared(
+            "declined is read as ever",
+            (("prolog", Outcome("declined", key="a", reason="deadline", size=10)),),
+            0,
+        ),
+    ],
+    ids=lambda case: case.why,
+)
+def test_no_byte_is_called_spared_that_was_read_or_counted_before(case: Spared) -> None:
+    tally = counted(*(event(hook, outcome) for hook, outcome in case.runs))
+    assert sum(tally.spared.values()) == case.bytes
+
+
+def test_the_jobs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 3)
+    tally = counted(*(event("prolog", served("hit"), job) for job in range(10)))
+    assert list(tally.expected) == [7, 8, 9]
+
+
+def test_a_copys_bytes_are_the_sources_or_peers_and_its_rate_leaves_out_what_was_resumed() -> None:
+    outcome = Outcome(
+        "copied", bytes=3 * GIB, size=3 * GIB, from_peers=GIB, resumed=GIB, copying=4.0
+    )
+    tally = counted(event("stager", outcome))
+    assert tally.copied == {"source": 2 * GIB, "peers": GIB}
+    assert tally.copies == {"copied": 1}
+    assert tally.rates.sum == 2 * GIB / 4.0
+    assert tally.rates.counts[RATES.index(1e9)] == 1
+
+
+def test_a_copy_that_failed_has_no_bytes_and_no_rate() -> None:
+    tally = counted(event("stager", Outcome("failed", reason="io", size=9, copying=1.0)))
+    assert (tally.copies, tally.copied, sum(tally.rates.counts)) == ({"failed": 1}, {}, 0)
+    assert tally.errors == {}, "the hook that waits for it tells of it"
+
+
+def test_declined_and_failed_are_counted_by_reason_and_by_whom_entries_went() -> None:
+    tally = counted(
+        event("prolog", Outcome("declined", reason="deadline", wait=15.0)),
+        event("step", Outcome("failed", reason="io")),
+        event("epilog", Outcome("failed", reason="busy")),
+        event("epilog", Outcome("released", evicted=("a", "b"))),
+        event("stager", Outcome("copied", evicted=("c",))),
+        event("sweep", RELEASED, job=9),
+        event("sweep", Outcome("released", evicted=("d",)), job=0),
+    )
+    assert tally.declined == {"deadline": 1}
+    assert tally.errors == {"io": 1, "busy": 1}
+    assert tally.evicted == {"epilog": 2, "stager": 1, "sweep": 1}
+    assert tally.swept == 1, "job 0 is no lease"
+    assert tally.requests == {"prolog": {"declined": 1}, "step": {"failed": 1}}
+    assert tally.waits["prolog"].sum == 15.0
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket"),
+    [(0.0, 0), (WAITS[0], 0), (WAITS[0] + 1e-9, 1), (WAITS[-1], len(WAITS) - 1), (1e9, len(WAITS))],
+)
+def test_a_bucket_holds_its_own_bound(value: float, bucket: int) -> None:
+    found = Histogram.of(WAITS)
+    found.add(value)
+    assert found.counts.index(1) == bucket
+
+
+def test_what_a_peer_service_gave_goes_on_when_it_is_restarted() -> None:
+    tally = Tally()
+    for now in (
+        Given(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
+        Given(since=1.0, bytes=150, chunks=2, sessions=1, refused=2),
+        None,  # the node has restarted, the service has not begun
+        Given(since=2.0, bytes=30, chunks=1, sessions=1),
+        Given(since=2.0, bytes=30, chunks=1, sessions=1),
+    ):
+        tally.add_given(now)
+    given = tally.given
+    assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
+
+
+def test_a_histogram_of_another_release_starts_anew_and_the_rest_stays() -> None:
+    tally = counted(event("prolog", served("hit")))
+    tally.waits["step"] = Histogram.of((1.0, 2.0))
+    tally.rates = Histogram(RATES, [1])
+    mended = tally.mended()
+    assert list(mended.waits) == ["prolog"]
+    assert mended.rates == Histogram.of(RATES)
+    assert mended.requests == tally.requests
+
+
+outcomes = st.builds(
+    Outcome,
+    result=st.sampled_from(("hit", "joined", "copied", "started", "declined", "failed")),
+    key=st.sampled_from("ab"),
+    reason=st.sampled_from(("", "io", "deadline")),
+    redirect=st.sampled_from(("laid", "kept", "spank", "none", "")),
+    bytes=st.integers(0, 99),
+    size=st.integers(0, 99),
+    wait=st.floats(0, 1e4),
+    copying=st.floats(0, 1e4),
+    resumed=st.integers(0, 99),
+    from_peers=st.integers(0, 99),
+    evicted=st.lists(st.just("k"), max_size=3).map(tuple),
+)
+runs = st.builds(
+    event,
+    st.sampled_from(("prolog", "step", "stager", "epilog", "sweep")),
+    outcomes,
+    st.integers(0, 3),
+)
+
+
+def numbers(value: object) -> dict[str, float]:
+    """Every number in it, by its place; the memory of jobs is none."""
+    found: dict[str, float] = {}
+
+    def walk(where: str, one: object) -> None:
+        if isinstance(one, dict):
+            for name, below in one.items():
+                if (where, name) != ("", "expected"):
+                    walk(f"{where}/{name}", below)
+        elif isinstance(one, (list, tuple)):
+            for number, below in enumerate(one):
+                walk(f"{where}/{number}", below)
+        elif isinstance(one, (int, float)):
+            found[where] = one
+
+    walk("", msgspec.to_builtins(value))
+    return found
+
+
+@given(st.lists(runs, max_size=20))
+@settings(max_examples=30)
+def test_whatever_happens_no_counter_falls_and_every_request_is_one(events: list[Event]) -> None:
+    tally = Tally()
+    before = numbers(tally)
+    for one in events:
+        tally.add(one)
+        now = numbers(tally)
+        assert all(now[name] >= value for name, value in before.items())
+        before = now
+    asked = [one for one in events if one.hook in ("prolog", "step")]
+    assert sum(sum(by.values()) for by in tally.requests.values()) == len(asked)
+    assert sum(sum(one.counts) for one in tally.waits.values()) == len(asked)
