@@ -15,11 +15,14 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import lanes  # it and `node` lie beside this file, not in a package
 from forestage import mounts
-from node import Node  # it lies beside this file, not in a package
+from node import Node
 
 # No deadline: a slow machine is not a bug. No database: a run does not depend on the last one.
-settings.register_profile("forestage", deadline=None, database=None)
+# Fewer examples than usual, as many tests share the time; more of them where there is time.
+EXAMPLES = 300 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 50
+settings.register_profile("forestage", deadline=None, database=None, max_examples=EXAMPLES)
 settings.load_profile("forestage")
 
 MS_PRIVATE = 1 << 18
@@ -28,6 +31,22 @@ TOP = Path("/mnt")  # there on every Linux; covered in the test's own namespace 
 TOOLS = ("rsync", "setfacl", "mount", "mkfs.ext4", "gcc", "pkg-config")
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what takes long, unless ./test says otherwise; tests/slurm knows more of that."""
+    if "long" not in os.environ.get("FORESTAGE_TEST_ALSO", "").split():
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtestloop(session: pytest.Session) -> object:
+    taken = lanes.taken_here()
+    if taken is None or session.testsfailed or session.config.option.collectonly:
+        return None  # pytest does it
+    lanes.run(session, taken)
+    return True
 
 
 @pytest.fixture(scope="session")

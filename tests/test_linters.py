@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-FOLDERS = ["src", "tests", "bench"]
+FOLDERS = ["src", "tests", "bench", "packaging"]
 
 
 def scripts() -> Iterator[str]:
@@ -29,7 +29,7 @@ FILES = [*FOLDERS, *scripts()]
 
 
 def test_programs_without_a_suffix_are_seen() -> None:
-    assert {"bench/hooks", "tests/slurm/cluster"} <= set(FILES)
+    assert {"bench/hooks", "tests/slurm/cluster", "packaging/completions"} <= set(FILES)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ __all__ = ["UMASK", "Cluster", "ClusterError", "ClusterSpec", "CommandFailed", "
 INSIDE = Path(__file__).with_name("inside.py")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
-UP_SECONDS = 60.0
+UP_SECONDS = 120.0
 UMASK = 0o022  # whatever that of the caller is
 # No journal, few inodes, nothing reserved: a 1 GiB disk holds 1007 MiB of images.
 MKFS = "mkfs.ext4 -q -m 0 -O ^has_journal,^resize_inode -i 1048576 -E lazy_itable_init=0"
@@ -201,7 +201,7 @@ class Cluster:
         def registered() -> bool:
             return "down" not in self.node_states()[node]
 
-        wait_until(registered, 30, lambda: f"{node} does not come back\n{self.logs()}")
+        wait_until(registered, 90, lambda: f"{node} does not come back\n{self.logs()}")
 
     def _start_node(self, node: str, *flags: str) -> None:
         init = self._init.pid
@@ -226,14 +226,14 @@ class Cluster:
                 cwd="/",
                 check=True,
             )
-        wait_until(lambda: leader.alive, 10, lambda: f"{node} did not start\n{self.logs()}")
+        wait_until(lambda: leader.alive, 60, lambda: f"{node} did not start\n{self.logs()}")
 
     def node_states(self) -> dict[str, str]:
         """For example {"n1": "idle", "n2": "drained"}; a star behind it: does not respond."""
         listing = self.run(["sinfo", "-h", "-N", "-o", "%N %T"], user="root").stdout
         return dict(line.split() for line in sorted(set(listing.splitlines())))
 
-    def wait_idle(self, timeout: float = 30.0) -> None:
+    def wait_idle(self, timeout: float = 90.0) -> None:
         """Waits until every node is idle and no job is left, not even one in its Epilog."""
 
         def idle() -> bool:
@@ -268,7 +268,7 @@ class Cluster:
         node: str | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         check: bool = True,
         input: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -390,7 +390,7 @@ class Cluster:
     def _wait_for_loops(self, disks: Sequence[Path]) -> None:
         """The kernel lets go of a dead namespace's loop devices a moment later."""
         mine = {file_identity(disk) for disk in disks if disk.exists()}
-        wait_until(lambda: not mine & loop_files(), 10, lambda: f"a loop device still has {disks}")
+        wait_until(lambda: not mine & loop_files(), 60, lambda: f"a loop device still has {disks}")
 
 
 def _make_directory(path: Path) -> None:

@@ -82,7 +82,7 @@ def site(site_cluster: Cluster) -> Iterator[Site]:
     site.reset()
     yield site
     try:
-        site_cluster.wait_idle(20)  # a drained node is not idle
+        site_cluster.wait_idle()  # a drained node is not idle
         assert site.leftovers() == []
     finally:
         # Else one job left running, or one node drained, fails all tests after this one.

@@ -33,10 +33,8 @@ PROLOG = (
 
 def networked(nodes: int, links: Net) -> ClusterSpec:
     spec = hooked(nodes, nvme_mib=768)
-    # Slurm's default lets a batch job wait for up to 3 s, for others that may come.
-    conf = {**spec.slurm_conf, "SchedulerParameters": "batch_sched_delay=0"}
     files = {**spec.files, "/etc/prolog": PROLOG}
-    return dataclasses.replace(spec, net=links, files=files, slurm_conf=conf)
+    return dataclasses.replace(spec, net=links, files=files)
 
 
 class Fleet(Site):

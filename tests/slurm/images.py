@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -44,7 +45,8 @@ def make_image(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cluster.state) as directory:
         tree, image = Path(directory, "tree"), Path(directory, "image")
-        _make_tree(tree, name)
+        _make_tree(tree)
+        (tree / "etc/os-release").write_text(f'NAME="{name}"\nID={name}\n')
         _write_padding(tree / "padding", mib, seed)
         command = MKSQUASHFS.format(tree=tree, image=image).split()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -62,23 +64,26 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _make_tree(tree: Path, name: str) -> None:
+def _make_tree(tree: Path) -> None:
     for directory in DIRECTORIES:
         (tree / directory).mkdir(parents=True)
-    (tree / "etc/os-release").write_text(f'NAME="{name}"\nID={name}\n')
+    for source, place in _programs().items():
+        target = tree / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+
+
+@functools.cache
+def _programs() -> dict[str, str]:
+    """What makes the tree one that can run: host's files, each with its place in the tree."""
+    found = {}
     for program in PROGRAMS:
         source = shutil.which(program, path="/usr/bin:/bin")
         if source is None:
             raise FileNotFoundError(program)
-        shutil.copy(source, tree / "bin" / program)
-        for library in _libraries(source):
-            (tree / library.parent.relative_to("/")).mkdir(parents=True, exist_ok=True)
-            shutil.copy(library, tree / library.relative_to("/"))
-
-
-def _libraries(program: str) -> list[Path]:
-    listing = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
-    return [Path(path) for path in re.findall(r"(/\S+) \(0x", listing)]
+        found[source] = f"bin/{program}"
+    listing = subprocess.run(["ldd", *found], check=True, capture_output=True, text=True).stdout
+    return found | {path: path.lstrip("/") for path in re.findall(r"(/\S+) \(0x", listing)}
 
 
 def _write_padding(file: Path, mib: int, seed: int) -> None:

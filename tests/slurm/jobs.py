@@ -223,7 +223,7 @@ class Site:
         )
         try:
             wait_until(
-                lambda: started.exists() or step.poll() is not None, 30, lambda: f"no start: {name}"
+                lambda: started.exists() or step.poll() is not None, 90, lambda: f"no start: {name}"
             )
             if step.poll() is not None:
                 raise ClusterError(f"{name} ended at once: {step.communicate()}")
@@ -232,7 +232,7 @@ class Site:
             held.stop()
         finally:
             flag.touch()
-            step.communicate(timeout=30)
+            step.communicate(timeout=90)
 
     def wait_over(self, job: int) -> None:
         """Waits until the Epilog of a job is over on all its nodes."""
@@ -241,7 +241,7 @@ class Site:
         def over() -> bool:
             return not self.cluster.run(squeue, user="root", check=False).stdout
 
-        wait_until(over, 60, lambda: f"job {job} is not over\n{self.cluster.overview()}")
+        wait_until(over, 90, lambda: f"job {job} is not over\n{self.cluster.overview()}")
 
     def _options(self, image: str | None, comment: str | None) -> list[str]:
         option = [f"--container-image={image}"] if image is not None else []

@@ -29,9 +29,13 @@ volume posix
     type storage/posix
     option directory {brick}
 end-volume
+volume rights
+    type features/access-control
+    subvolumes posix
+end-volume
 volume locks
     type features/locks
-    subvolumes posix
+    subvolumes rights
 end-volume
 volume brick
     type performance/io-threads
@@ -44,6 +48,7 @@ volume server
     option transport.socket.bind-address {address}
     option transport.socket.listen-port {port}
     option auth.addr.brick.allow *
+    option root-squash {squash}
     subvolumes brick
 end-volume
 """
@@ -84,10 +89,14 @@ def build(spec: ClusterSpec, net: Net) -> None:
     for name in (STORE, *spec.node_names):
         mbit = net.store_mbit if name == STORE else net.node_mbit
         _connect(name, spec.addresses[name], mbit)
-    _volumes(spec.addresses[STORE])
+    _volumes(spec.addresses[STORE], "on" if net.squash else "off")
     options = ["-f", "/etc/glusterfs/brick.vol", "-l", "/var/log/slurm/brick.log"]
     _do(*_within(STORE), "glusterfsd", *options, "-p", "/run/brick.pid")
-    mount()
+    if net.squash:
+        # Whoever fills the file system does so where root is root.
+        _do("mount", "--bind", BRICK, "/shared")
+    else:
+        mount()
 
 
 def mount(volume: str = "client", remembers: int = 1) -> None:
@@ -140,8 +149,8 @@ def _within(name: str) -> list[str]:
     return ["nsenter", f"--net={NAMESPACES / name}", "--"]
 
 
-def _volumes(address: str) -> None:
-    where = {"address": address, "port": PORT, "brick": BRICK}
+def _volumes(address: str, squash: str) -> None:
+    where = {"address": address, "port": PORT, "brick": BRICK, "squash": squash}
     etc = _made(Path("/etc/glusterfs"))
     (etc / "brick.vol").write_text(BRICK_VOLUME.format(**where))
     (etc / "client.vol").write_text(CLIENT_VOLUME.format(**where))

@@ -27,9 +27,7 @@ _names = itertools.count(1)
 def accompanied(nodes: int = 4, companion: str = "", **conf: str) -> ClusterSpec:
     """A cluster whose steps have the companion. `conf` are lines of slurm.conf."""
     spec = hooked(nodes)
-    # Heterogeneous jobs are started by the backfill scheduler alone: every 30 s by default.
-    conf_lines = {"SchedulerParameters": "bf_interval=1", **spec.slurm_conf, **conf}
-    return dataclasses.replace(spec, companion=companion, slurm_conf=conf_lines)
+    return dataclasses.replace(spec, companion=companion, slurm_conf={**spec.slurm_conf, **conf})
 
 
 class Tables:

@@ -62,6 +62,19 @@ def prepared(suite: str) -> Path:
     return tree
 
 
+def fresh() -> Path:
+    """Debian 12 as its installer leaves it: without Slurm, without forestage. Not to be changed."""
+    TREES.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tree, unfinished = TREES / "fresh", TREES / "fresh.new"
+    with _locked(TREES / "fresh.lock"):
+        if not tree.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            options = ["--variant=minbase", "--include=ca-certificates"]
+            _run([*PRIVATE, "debootstrap", *options, "bookworm", str(unfinished), MIRROR])
+            unfinished.rename(tree)
+    return tree
+
+
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
     with file.open("w") as lock:

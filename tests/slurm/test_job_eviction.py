@@ -1,4 +1,4 @@
-"""Images of 300 MiB on a disk of 1 GiB: three fit, so the fourth asks who has to go."""
+"""Images of 75 MiB on a disk of 256 MiB: three fit, so the fourth asks who has to go."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jobs import Site, hooked
 from spec import ClusterSpec
 
 NAMES = ("a", "b", "c", "d")
-# With the tree of an image it makes a little less than 300 MiB, of which three fit into 90 %.
-PADDING = 295
+# With the tree of an image it makes a little less than 75 MiB, of which three fit into 90 %.
+PADDING = 70
 
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
-    return hooked(nodes=1)
+    return hooked(nodes=1, nvme_mib=256)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def paths(site_cluster: Cluster) -> dict[str, str]:
     site = Site(site_cluster)
     paths = {name: site.image(name, mib=PADDING, seed=ord(name)) for name in NAMES}
     sizes = [site.source(path).stat().st_size for path in paths.values()]
-    assert all(290 * MIB < size < 302 * MIB for size in sizes), sizes
+    assert all(72 * MIB < size < 75 * MIB for size in sizes), sizes
     return paths
 
 

@@ -89,9 +89,9 @@ def test_a_stager_outlives_its_cancelled_job(site: Site) -> None:
     site.configure(deadline="30s", bandwidth="4MiB")
     step = site.cluster.popen(["srun", "--nodelist=n1", f"--container-image={image}", "true"])
     parts = site.cache("n1").parts
-    wait_until(lambda: parts.is_dir() and any(parts.iterdir()), 20, lambda: "no copy begins")
+    wait_until(lambda: parts.is_dir() and any(parts.iterdir()), 60, lambda: "no copy begins")
     site.cluster.run(["scancel", "--user=alice"], user="root")
     step.communicate(timeout=60)
     published(site, image)
     assert site.cached_paths("n1") == [image]
-    site.cluster.wait_idle(30)
+    site.cluster.wait_idle()

@@ -32,7 +32,11 @@ from steps import (
 OWN_TMP = {"/etc/slurm/job_container.conf": "AutoBasePath=true\nBasePath=/var/lib/containers\n"}
 
 
-@pytest.fixture(scope="module", params=["plain", "contain", "tmpfs"])
+# A site with job_container/tmpfs has what `Contain` brings as well.
+SETTINGS = ("plain", pytest.param("contain", marks=pytest.mark.long), "tmpfs")
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
 def cluster_spec(request: pytest.FixtureRequest) -> ClusterSpec:
     if request.param == "plain":
         return accompanied()

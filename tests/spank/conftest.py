@@ -19,16 +19,40 @@ sys.path.insert(0, str(HERE))
 # It lies beside this file, not in a package.
 from companion import FOLDER, KEY, OLD_KEY, SANITIZERS, WARNINGS, Step  # noqa: E402
 
+HASTENED = {"helper.c": {"LOOK_MS": 1000, "EXIT_MS": 5000}}  # milliseconds
+
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if os.geteuid() != 0:
         pytest.skip("the callbacks run as root")
-    out = tmp_path_factory.mktemp("spank") / "fake"
-    sources = [*HERE.glob("*.c"), *FOLDER.glob("*.c")]
-    command = ["gcc", "-std=gnu11", f"-I{FOLDER}", *WARNINGS, *SANITIZERS, "-o", out, *sources]
+    folder = tmp_path_factory.mktemp("spank")
+    own = [hastened(source, folder) for source in FOLDER.glob("*.c")]
+    out, sources = folder / "fake", [*HERE.glob("*.c"), *own]
+    command: list[str | Path] = [
+        "gcc",
+        "-std=gnu11",
+        f"-I{FOLDER}",
+        *WARNINGS,
+        *SANITIZERS,
+        "-o",
+        out,
+        *sources,
+    ]
     subprocess.run(command, check=True)
     return out
+
+
+def hastened(source: Path, folder: Path) -> Path:
+    """A copy of the companion's source, whose waits are a tenth as long."""
+    text = source.read_text()
+    for name, usual in HASTENED.get(source.name, {}).items():
+        line = f"#define {name} {usual}"
+        assert f"{line} " in text, f"{line} is not in {source}"
+        text = text.replace(line, f"#define {name} {usual // 10}")
+    copy = folder / source.name
+    copy.write_text(text)
+    return copy
 
 
 @pytest.fixture

@@ -276,7 +276,7 @@ def test_how_much_came_from_peers_can_be_seen_meanwhile(pair: Pair) -> None:
     fake.before = lambda peer, number: seen.append(pair.part.of_peers())
     pair.copy(fake)
     assert seen[0] == 0
-    assert 0 < max(seen) < SIZE
+    assert any(0 < count < SIZE for count in seen)
     assert pair.part.of_peers() == 0
 
 
