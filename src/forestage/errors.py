@@ -67,6 +67,28 @@ class PeerError(ForestageError):
     exit_code: ClassVar[int] = 6
 
 
+class MetricsError(ForestageError):
+    """Nobody would read the metrics where they were to be written."""
+
+    exit_code: ClassVar[int] = 6
+
+
+class SlurmError(ForestageError):
+    """Slurm did not answer, or in a way that may mean anything."""
+
+    exit_code: ClassVar[int] = 8
+
+
+class ImageError(ForestageError):
+    """No image can be made of this, or none can be put there."""
+
+
+class RefusedError(ForestageError):
+    """Slurm's configuration is not changed: it would drain nodes, or only its writer can do it."""
+
+    exit_code: ClassVar[int] = 9
+
+
 class Declined(ForestageError):
     """This image is not staged for this job, by a rule or by the user's own mistake.
 

@@ -24,6 +24,8 @@ class Exit(IntEnum):
     CACHE = 5, "The cache is not mounted, or must not be used."
     FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, a port in use, I/O."
     BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
+    SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
+    REFUSED = 9, "Slurm's configuration was not changed: it was said what to do by hand."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."
 

@@ -1,0 +1,99 @@
+"""What does Slurm run today? Our hooks in slurm.conf and prolog.d, and the companion."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage import siteconf
+from forestage.errors import Failed
+from forestage.places import Places
+from forestage.siteconf import Read, Setting
+
+CALLED = 1 << 20  # bytes of a site's script that are searched for our hook's path
+
+HookName = Literal["Prolog", "Epilog"]
+
+
+class Glob(msgspec.Struct, frozen=True):
+    """A setting that is a pattern. `ours`: those of its matches that lead to our hook."""
+
+    setting: Setting
+    matches: tuple[str, ...]
+    ours: tuple[str, ...]
+    directory: bool  # whether the directory is there
+
+
+class Hook(msgspec.Struct, frozen=True):
+    """One of our hooks, and what slurm.conf has in its place.
+
+    `usable`: it is there and can be run. `callers`: scripts of the site that name it.
+    """
+
+    name: HookName
+    path: str
+    usable: bool
+    settings: tuple[Setting, ...]
+    globs: tuple[Glob, ...]
+    callers: tuple[str, ...]
+
+
+class Site(msgspec.Struct, frozen=True):
+    """What there is. `companion` is the plugin's path, and `built` whether it is there."""
+
+    conf: Read
+    stack: Read
+    stack_path: str
+    hooks: tuple[Hook, ...]
+    companion: str
+    built: bool
+
+
+def gather(places: Places, conf: Path) -> Site:
+    """Reads what there is; `conf` is slurm.conf. Raises Failed, OSError."""
+    if not conf.exists():
+        raise Failed("slurm-conf", f"{conf} is not there", "say --slurm-conf FILE")
+    read = siteconf.read(conf)
+    named = [one.value for one in read.settings("plugstackconfig")]
+    stack = Path(named[-1]) if named else conf.parent / "plugstack.conf"
+    hooks = (_hook(read, "Prolog", places.prolog), _hook(read, "Epilog", places.epilog))
+    companion = places.companion
+    return Site(
+        conf=read,
+        stack=siteconf.read(stack),
+        stack_path=os.path.realpath(stack),
+        hooks=hooks,
+        companion=str(companion),
+        built=companion.exists(),
+    )
+
+
+def _hook(read: Read, name: HookName, path: Path) -> Hook:
+    settings = read.settings(name.lower())
+    patterns = [one for one in settings if siteconf.is_glob(one.value)]
+    globs = tuple(_glob(one, path) for one in patterns)
+    single = [one.value for one in settings if one.value != str(path) and one not in patterns]
+    scripts = [*single, *(m for g in globs for m in g.matches if m not in g.ours)]
+    callers = tuple(script for script in scripts if _calls(script, path))
+    return Hook(name, str(path), _usable(path), settings, globs, callers)
+
+
+def _glob(setting: Setting, hook: Path) -> Glob:
+    matches = siteconf.matches(setting.value)
+    real = os.path.realpath(hook)
+    ours = tuple(match for match in matches if os.path.realpath(match) == real)
+    return Glob(setting, matches, ours, Path(setting.value).parent.is_dir())
+
+
+def _usable(hook: Path) -> bool:
+    return hook.is_file() and os.access(hook, os.X_OK)
+
+
+def _calls(script: str, hook: Path) -> bool:
+    """Whether a script of the site's runs our hook, as far as its text says."""
+    try:
+        with Path(script).open("rb") as file:
+            return os.fsencode(hook) in file.read(CALLED)
+    except OSError:
+        return False

@@ -1,0 +1,72 @@
+"""Take every redirect off this node, now: before the package goes, or when bytes are in doubt.
+
+Jobs that have the local copy open keep it; whatever is opened next is the shared file system's own.
+Leases stay, so that nothing a job holds is evicted.
+"""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from forestage import lock, redirect, source
+from forestage.cache import Cache
+from forestage.errors import ConfigError, Failed
+from forestage.job import User
+from forestage.lease import Leases
+from forestage.redirect import Bind
+from forestage.world import World
+
+ROOT = User("root", 0, 0)
+
+
+class Undone(msgspec.Struct, frozen=True):
+    """The paths that show the shared file system again, and those that do not."""
+
+    paths: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+
+
+def unredirect(world: World) -> Undone:
+    """As root. Works with a broken configuration, by what the leases say. Raises PermissionError.
+
+    What a hook lays later stays laid, so switch staging off first (switch.py): a hook that has the
+    space lock after us sees that.
+    """
+    undone: list[str] = []
+    problems: list[str] = []
+    for cache in _caches(world):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT))
+            except lock.Busy as busy:  # taking a redirect off is right without it as well
+                problems.append(str(busy))
+            for bind in reversed(redirect.binds(cache)):
+                try:
+                    _take_off(cache, bind)
+                except (OSError, Failed) as error:
+                    problems.append(f"{bind.path}: {error}")
+                else:
+                    undone.append(bind.path)
+    return Undone(tuple(undone), tuple(problems))
+
+
+def _caches(world: World) -> list[Cache]:
+    """The configured one, and each that a lease names: the configuration may have changed since."""
+    found: dict[str, Cache] = {}
+    with contextlib.suppress(ConfigError):
+        cache = world.node().cache
+        found[cache.real] = cache
+    leases = Leases(world.places.leases)
+    for job in leases.jobs():
+        with contextlib.suppress(Failed):  # damaged: the next one may be of the same cache
+            lease = leases.read(job)
+            if lease is not None:
+                cache = Cache(Path(lease.cache))
+                found.setdefault(cache.real, cache)
+    return list(found.values())
+
+
+def _take_off(cache: Cache, bind: Bind) -> None:
+    entry = cache.read(bind.key) if bind.key else None
+    redirect.take_off([bind], source.owner(entry.access) if entry else ROOT)

@@ -1,0 +1,248 @@
+"""The packages on a real cluster: installed, enabled, upgraded under a job, removed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import Site
+from newcomer import Machine, blocks
+from packaged import HOOKS, NODE, RELEASES, Packages, build, spec
+from spec import REPO, ClusterSpec
+from suite import fresh
+
+pytestmark = pytest.mark.long
+MADE = "FORESTAGE_TEST_PACKAGES"
+CONF = "/etc/slurm/slurm.conf"
+STACK = "/etc/slurm/plugstack.conf"
+HOME = "/usr/lib/forestage"
+
+
+@pytest.fixture(scope="session")
+def built(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made here; or those in a folder that the environment names, to test what is given out."""
+    if MADE in os.environ:
+        return Path(os.environ[MADE])
+    folder = tmp_path_factory.mktemp("packages")
+    build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["deb", "rpm"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster_spec(kind: str, machine: None) -> ClusterSpec:
+    return spec(kind)
+
+
+@pytest.fixture
+def packages(site_cluster: Cluster, kind: str, built: Path) -> Iterator[Packages]:
+    """A node on which nothing of forestage has ever been."""
+    if kind == "deb":  # the tree has it for other tests
+        site_cluster.run(["rm", "-rf", HOME], user="root", node=NODE)
+    packages = Packages(site_cluster, kind, built)
+    before = {path: site_cluster.read(path) for path in (CONF, STACK)}
+    yield packages
+    for path, text in before.items():
+        site_cluster.write(path, text)
+    reconfigure(site_cluster)
+    packages.wipe()
+
+
+@pytest.fixture
+def site(site_cluster: Cluster, packages: Packages) -> Iterator[Site]:
+    site = Site(site_cluster)
+    packages.root("rm", "-rf", "/mnt/nvme/forestage")
+    yield site
+    site_cluster.wait_idle(20)
+    packages.root("rm", "-rf", "/run/forestage/leases")
+
+
+def reconfigure(cluster: Cluster) -> None:
+    cluster.run(["scontrol", "reconfigure"], user="root", node=NODE)
+    cluster.wait_idle(30)
+
+
+def enable(site: Site, packages: Packages) -> str:
+    """As the page says: the configuration, then the command, then Slurm is told."""
+    site.configure()
+    told = packages.root("forestage", "enable", "--yes")
+    reconfigure(site.cluster)
+    return told
+
+
+def holes(folder: str, packages: Packages) -> str:
+    """Whatever a program has written there since it was installed."""
+    return packages.root("find", folder, "-newer", "/var/tmp/installed", "-print")
+
+
+def test_nothing_calls_it_before_it_is_enabled(site: Site, packages: Packages) -> None:
+    packages.install()
+    site.configure()
+    image = site.image("quiet")
+    job = site.srun(image)
+    assert job.code == 0, job
+    assert site.entries() == {}
+    assert not site.cluster.host_path("/var/log/forestage/events.jsonl", NODE).exists()
+
+
+def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: Packages) -> None:
+    packages.install()
+    packages.root("touch", "/var/tmp/installed")
+    before = site.cluster.read(CONF)
+    assert "scontrol reconfigure" in enable(site, packages)
+    image = site.image("warm")
+    cold, warm = site.srun(image), site.srun(image)
+    assert [site.results(job.job) for job in (cold, warm)] == [["copied"], ["hit"]]
+    assert not site.shows_source(site.saw(warm.job))
+    assert packages.root("forestage", "explain", str(warm.job))
+    assert holes(HOME, packages) == "", "stale byte code would be written anew"
+    packages.root("forestage", "disable", "--yes")
+    reconfigure(site.cluster)
+    after = site.srun(image)
+    assert site.outcomes(after.job) == []
+    assert site.cluster.read(CONF) == before
+
+
+def test_an_upgrade_under_a_running_job_leaves_it_as_it_is(site: Site, packages: Packages) -> None:
+    packages.install()
+    enable(site, packages)
+    image = site.image("long")
+    before = site.cluster.read("/etc/forestage/forestage.yaml")
+    with site.holding(image) as held:
+        assert site.redirected() == [image]
+        packages.install(RELEASES[1])
+        assert site.redirected() == [image]
+        assert [lease.job for lease in site.leases()] == [held.job]
+        assert site.results(site.srun(image).job) == ["hit"], "it is not switched off any more"
+    assert site.cluster.read("/etc/forestage/forestage.yaml") == before
+    assert site.leftovers() == []
+
+
+def test_jobs_that_start_while_files_are_replaced_read_the_shared_path(
+    site: Site, packages: Packages
+) -> None:
+    """The hook would load modules of both versions; here the upgrade stays in its middle."""
+    packages.install()
+    enable(site, packages)
+    image = site.image("middle")
+    script = Path(__file__).parents[2] / "packaging/scripts/preinstall"
+    word = {"deb": "upgrade", "rpm": "2"}[packages.kind]
+    packages.root("sh", str(script), word)
+    job = site.srun(image)
+    assert (job.code, site.outcome(job.job).reason) == (0, "disabled")
+    packages.install(RELEASES[1])
+    assert site.results(site.srun(image).job) == ["copied"]
+
+
+def test_an_admins_own_switch_outlives_an_upgrade(site: Site, packages: Packages) -> None:
+    packages.install()
+    enable(site, packages)
+    packages.root("sh", "-c", "mkdir -p /run/forestage; echo INC-42 >/run/forestage/disabled")
+    packages.install(RELEASES[1])
+    assert site.cluster.read("/run/forestage/disabled", NODE) == "INC-42\n"
+
+
+def test_removed_while_enabled_no_job_fails_and_no_node_drains(
+    site: Site, packages: Packages
+) -> None:
+    packages.install()
+    enable(site, packages)
+    image = site.image("removed")
+    with site.holding(image) as held:
+        assert site.redirected() == [image]
+        packages.remove()
+        assert site.redirected() == [], "else it would hide later changes of the source"
+        held.stop()
+    site.cluster.wait_idle(20)
+    assert not site.cluster.host_path(f"{HOME}/bin/python3", NODE).is_symlink()
+    after = site.srun(image)
+    assert after.code == 0, after
+    assert site.shows_source(site.saw(after.job))
+    site.cluster.wait_idle(20)
+    packages.install()
+    enable(site, packages)
+    assert site.results(site.srun(image).job) == ["hit"]
+
+
+def test_the_hooks_that_stay_even_survive_a_purge(site: Site, packages: Packages) -> None:
+    packages.install()
+    enable(site, packages)
+    packages.remove()
+    if packages.kind == "deb":
+        packages.root("dpkg", "--purge", "forestage")
+        assert not site.cluster.host_path("/etc/forestage", NODE).exists()
+    image = site.image("purged")
+    assert site.srun(image).code == 0
+    site.cluster.wait_idle(20)
+    assert sorted(packages.root("ls", HOOKS).split()) == ["epilog", "prolog"]
+
+
+def test_a_directory_of_prologs_gets_a_link_that_never_dangles(
+    site: Site, packages: Packages
+) -> None:
+    for kind in ("prolog", "epilog"):
+        site.cluster.write(f"/etc/slurm/{kind}.d/20-site", "#!/bin/sh\n", mode=0o755)
+    pattern = "Prolog=/etc/slurm/prolog.d/*\nEpilog=/etc/slurm/epilog.d/*\n"
+    site.cluster.write(CONF, site.cluster.read(CONF) + pattern)
+    packages.install()
+    told = enable(site, packages)
+    assert "/etc/slurm/prolog.d/50-forestage" in told
+    image = site.image("linked")
+    assert site.results(site.srun(image).job) == ["copied"]
+    packages.remove()
+    assert site.srun(image).code == 0
+    site.cluster.wait_idle(20)
+    packages.install()
+    packages.root("forestage", "disable", "--yes")
+    assert packages.root("ls", "/etc/slurm/prolog.d", "/etc/slurm/epilog.d").count("20-site") == 2
+    after = site.srun(image)
+    assert (after.code, site.outcomes(after.job)) == (0, [])
+    site.cluster.wait_idle(20)
+
+
+def test_the_companion_is_loaded_and_may_be_removed_while_it_is_named(
+    site: Site, packages: Packages
+) -> None:
+    packages.install(RELEASES[0], "forestage", "forestage-spank")
+    enable(site, packages)
+    assert site.cluster.read(STACK).startswith(f"optional {HOME}/spank/forestage.so\n")
+    site.configure(redirect="spank", prolog_wait="0s")
+    image = site.image("spank")
+    step = f"srun --container-image={image} cat /etc/os-release"
+    job = site.sbatch(None, step)
+    assert [one.result for one in site.outcomes(job.job, hook="step")] == ["copied"]
+    packages.remove("forestage-spank", "forestage")
+    job = site.sbatch(None, step)
+    assert "ID=spank" in job.stdout, job
+
+
+def test_two_builds_differ_in_their_version_only(built: Path, tmp_path: Path) -> None:
+    sums = []
+    for release in RELEASES:
+        (package,) = built.glob(f"forestage_{release}*.deb")
+        control = tmp_path / release
+        subprocess.run(["dpkg-deb", "--control", package, control], check=True)
+        sums.append((control / "md5sums").read_text())
+    assert sums[0] == sums[1]
+
+
+def test_a_newcomer_who_follows_the_page_gets_a_warm_hit(built: Path, tmp_path: Path) -> None:
+    """docs/install.md, word for word, on a machine that knows neither Slurm nor forestage."""
+    with Machine(fresh(), tmp_path) as machine:
+        (package,) = built.glob(f"forestage_{RELEASES[0]}*.deb")
+        machine.put(package)
+        page = blocks(REPO / "docs/install.md")
+        said = [machine.type(block) for block in page]
+        assert said[-1].count("hello, world") == 2
+        results = [json.loads(machine.type(f"forestage explain {job} --json")) for job in (1, 2)]
+        assert "copied" in str(results[0])
+        assert "hit" in str(results[1])

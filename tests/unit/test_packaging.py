@@ -1,0 +1,94 @@
+"""What the packages consist of agrees with what the program, its hooks and its units expect."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+from packaging.requirements import Requirement
+
+from forestage.places import Places
+
+REPO = Path(__file__).resolve().parents[2]
+PACKAGING = REPO / "packaging"
+SCRIPTS = sorted((PACKAGING / "scripts").iterdir())
+
+
+def pins() -> dict[str, str]:
+    lines = (PACKAGING / "requirements.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def needed(requirements: list[str], seen: set[str]) -> set[str]:
+    """The names of all that these requirements bring along, here."""
+    for text in requirements:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        if plain(wanted.name) not in seen:
+            seen.add(plain(wanted.name))
+            needed(importlib.metadata.requires(wanted.name) or [], seen)
+    return seen
+
+
+def test_all_that_the_package_brings_along_has_one_version() -> None:
+    """Else two builds of one commit differ, and nobody has tested the second."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert needed(project["dependencies"], set()) <= set(pins())
+    for text in project["dependencies"]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(pins()[plain(wanted.name)]), text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_of_the_package_is_plain_sh(script: Path) -> None:
+    subprocess.run(["sh", "-n", script], check=True)
+    assert script.read_text().startswith("#!/bin/sh\n")
+
+
+def test_each_script_that_is_there_is_run() -> None:
+    config = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())
+    assert set(config["scripts"].values()) == {f"scripts/{path.name}" for path in SCRIPTS}
+
+
+def test_the_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
+    """They would go with it, and a Prolog that is missing drains its node."""
+    directory = str(Places().prolog.parent)
+    assert directory == "/usr/libexec/forestage"
+    said = (PACKAGING / "nfpm.yaml").read_text() + (PACKAGING / "build").read_text()
+    assert directory not in said
+    assert directory in (PACKAGING / "scripts/postinstall").read_text()
+    assert not re.search(rf"rm .*{directory}", _commands("postremove") + _commands("preremove"))
+
+
+def test_what_an_upgrade_switches_off_it_switches_on_again() -> None:
+    scripts = _commands("preinstall") + _commands("preremove")
+    said = re.findall(r'echo "(forestage [^"]+)" >/run', scripts)
+    pattern = re.search(r"grep -qxE '([^']+)'", _commands("postinstall"))
+    assert pattern
+    assert len(said) == 2
+    assert all(re.fullmatch(pattern[1], text) for text in said)
+    assert Places().disabled == Path("/run/forestage/disabled")
+
+
+def _commands(script: str) -> str:
+    """Without what it only prints to people."""
+    lines = (PACKAGING / "scripts" / script).read_text().splitlines()
+    return "\n".join(x for x in lines if not re.match(r'\s*(#|echo "[^"]*"$)', x))
+
+
+def test_completions_are_made_for_each_shell(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, PACKAGING / "completions", tmp_path], check=True)
+    made = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in made} == {"forestage", "_forestage", "forestage.fish"}
+    assert all("_FORESTAGE_COMPLETE" in path.read_text() for path in made)
