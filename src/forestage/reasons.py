@@ -37,5 +37,6 @@ REASONS = {
     "acl": "The cache's file system cannot keep the file's access rights.",
     "redirect": "The local copy could not be laid over the path, or be taken off it. Of an Epilog:"
     " the file server does not answer; a later Epilog takes it off.",
+    "slurm-conf": "Slurm's configuration could not be read.",
     "io": "The node had an I/O error.",
 }

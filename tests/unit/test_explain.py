@@ -120,6 +120,11 @@ def test_it_is_told_how_much_came_from_other_nodes() -> None:
     assert text == "copied 23 GiB in 10s (2.3 GiB/s), 20 GiB of it from other nodes, and published"
 
 
+def test_it_is_told_how_much_went_to_other_nodes_meanwhile() -> None:
+    (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G, "served": 2 * G}), {})
+    assert "20 GiB of it from other nodes, 2 GiB of it given to other nodes meanwhile" in text
+
+
 def test_a_stager_that_failed_says_what_it_evicted_and_that_nothing_came_of_it() -> None:
     outcome = Outcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
     text = " ".join(sentences(event(outcome, hook="stager"), {}))

@@ -49,7 +49,7 @@ def commands(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_a_command_in_the_documents_is_one_that_there_is(page: Path) -> None:
     for words in commands(page.read_text()):
-        if not words or words[0] == "step" or not re.fullmatch(r"[a-z-]+", words[0]):
+        if not words or words[0] == "step" or not re.fullmatch(r"[a-z][a-z-]*", words[0]):
             continue  # a sentence, or what the companion runs
         context = click.Context(main)
         command = main.get_command(context, words[0])
