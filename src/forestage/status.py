@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import copies, counters, entries, evict, mounts, redirect
+from forestage import copies, counters, entries, evict, mounts, redirect, switch
 from forestage.cache import Cache
 from forestage.copies import Copy
 from forestage.counters import Given
@@ -38,7 +38,8 @@ class Status(msgspec.Struct, frozen=True):
     """The node as it is now. `unusable` says why the cache is not used.
 
     Then, and where the cache is not made yet, `disk` and `room` are None. `served` is what the peer
-    service of this node gave to others, if one runs or has run since boot.
+    service of this node gave to others, if one runs or has run since boot. `off` says what has
+    switched staging off for all jobs, and how to switch it on.
     """
 
     cache: str
@@ -51,6 +52,7 @@ class Status(msgspec.Struct, frozen=True):
     entries: Counts = Counts()
     copies: tuple[Copy, ...] = ()
     served: Given | None = None
+    off: str = ""
 
 
 def gather(node: Node) -> Status:
@@ -70,6 +72,7 @@ def gather(node: Node) -> Status:
         leases=tuple(entries.holder(lease, paths) for lease in holdings.leases),
         problems=holdings.problems,
         served=counters.read(node.places.peer),
+        off=_off(node),
     )
     if not made:
         return found
@@ -80,6 +83,13 @@ def gather(node: Node) -> Status:
         entries=counts(holdings.items),
         copies=copies.gather(node),
     )
+
+
+def _off(node: Node) -> str:
+    by_file = switch.by_file(node.places)
+    if by_file:
+        return f"{by_file} (remove the file to switch it on)"
+    return "" if node.config.enabled else "`enabled: false` (set it to true to switch it on)"
 
 
 def counts(items: Iterable[Item]) -> Counts:
@@ -115,7 +125,8 @@ def pieces(status: Status, now: float) -> list[Piece]:
 
 
 def _facts(status: Status) -> list[tuple[str, str]]:
-    facts = [("cache", status.cache)]
+    facts = [("staging", f"switched off: {status.off}")] if status.off else []
+    facts.append(("cache", status.cache))
     if status.unusable:
         facts.append(("state", f"not in use: {status.unusable}"))
     elif status.room is None:

@@ -64,3 +64,11 @@ def test_a_command_in_the_documents_is_one_that_there_is(page: Path) -> None:
 def test_a_link_in_the_documents_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", page.read_text()):
         assert not target or "://" in target or (page.parent / target).exists(), target
+
+
+def test_each_safety_rule_names_a_test_that_there_is() -> None:
+    """That it fails without its rule was seen when the row was written."""
+    rows = re.findall(r"`(\S+\.py)::(\w+)`", (REPO / "docs/safety-rules.md").read_text())
+    assert len(rows) > 100
+    for file, name in rows:
+        assert f"def {name}(" in (REPO / "tests" / file).read_text(), (file, name)
