@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage import exits
+from forestage import cli_check, cli_images, cli_report, cli_site, cli_unattended, exits
 from forestage.exits import Exit
 from forestage.world import Commands
 from forestage.world import World as World
@@ -42,6 +42,11 @@ def main(ctx: click.Context) -> None:
         ctx.obj = World.real()
 
 
+cli_site.add_to(main)
+cli_check.add_to(main)
+cli_report.add_to(main)
+cli_images.add_to(main)
+cli_unattended.add_to(main)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
 
@@ -200,6 +205,28 @@ def verify(
 
 @main.command()
 @as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Only tell; change and read nothing.")
+@click.pass_context
+def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
+    """Clean up what crashes left: leases of jobs that are over, redirects, parts.
+
+    Asks Slurm about the jobs that hold a lease here; if it does not answer, no lease is released
+    and the exit status is 8. Run by forestage-sweep.timer.
+    """
+    import os
+
+    from forestage import screen, swept
+    from forestage import sweep as work
+    from forestage.slurm import Slurm
+
+    with screen.busy() as tell:
+        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ), dry_run, tell)
+    screen.show(done, swept.pieces(done), as_json)
+    ctx.exit(swept.exit_code(done))
+
+
+@main.command()
+@as_json
 @words
 @click.pass_obj
 def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
@@ -249,18 +276,3 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
 
     rows = settings.load(world.places.etc).rows(partition)
     screen.show([row._asdict() for row in rows], view.settings(rows), as_json)
-
-
-@main.command()
-@click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
-@click.pass_obj
-def peer(world: World, node: str | None) -> None:
-    """Serve chunks to the other nodes until it is ended.
-
-    Started by forestage-peer.service where `peers.enabled` is true.
-    """
-    import socket
-
-    from forestage import serve
-
-    serve.run(world.node(), node or socket.gethostname().partition(".")[0])

@@ -112,17 +112,14 @@ def _same_run(one: Event, other: Event) -> bool:
 
 def _awaited(missed: list[Event], copies: list[Event]) -> list[Event]:
     """Pure: the other jobs' copies that this job waited for until its deadline."""
-    return [
-        copy
-        for copy in copies
-        if any(_missed(copy, event) and copy.outcome.image == event.outcome.asked
-               for event in missed)
-    ]  # fmt: skip
+    return [copy for copy in copies if any(_missed(copy, event) for event in missed)]
 
 
 def _missed(copy: Event, deadline: Event) -> bool:
-    """Pure: whether the copy was under way when a hook gave up."""
-    return copy.time - copy.total <= deadline.time <= copy.time
+    """Pure: whether the copy of this image was under way when a hook gave up."""
+    # What was asked for may be a link to it.
+    image = deadline.outcome.image or deadline.outcome.asked
+    return copy.outcome.image == image and copy.time - copy.total <= deadline.time <= copy.time
 
 
 def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Run:

@@ -37,10 +37,20 @@ COMMANDS = (
     "path",
     "evict",
     "verify",
+    "sweep",
     "pin",
     "unpin",
     "config",
+    "metrics",
     "peer",
+    "enable",
+    "disable",
+    "unredirect",
+    "check",
+    "warm",
+    "publish",
+    "pack",
+    "report",
 )
 
 

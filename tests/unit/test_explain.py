@@ -100,9 +100,9 @@ def copied(end: float, wait: float, **changes: Any) -> Event:
     return event(outcome, time=end, hook="stager", total=wait, **changes)
 
 
-def gave_up(end: float, asked: str = "/a.sqsh", **changes: Any) -> Event:
-    detail = "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more"
-    outcome = Outcome("declined", asked, "option", reason="deadline", detail=detail, wait=15.0)
+def gave_up(end: float, asked: str = "/a.sqsh", image: str = "", **changes: Any) -> Event:
+    facts = {"detail": "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more", "wait": 15.0}
+    outcome = Outcome("declined", asked, "option", image=image, reason="deadline", **facts)
     return event(outcome, time=end, total=15.1, **changes)
 
 
@@ -159,6 +159,8 @@ def test_a_copy_of_another_jobs_is_told_to_who_waited_for_it_in_vain() -> None:
         copied(NOW + 100, 5.0, job=5),  # begun later
         copied(NOW, 39.9, job=6, outcome={"image": "/b.sqsh"}),
     ]
+    by_link = gave_up(NOW - 25, asked="/link", image="/a.sqsh")
+    assert len(story(7, [by_link, *others], None).runs) == 2
     found = story(7, [gave_up(NOW - 25), *others], None)
     assert [(run.hook, run.job) for run in found.runs] == [("prolog", 7), ("stager", 3)]
     text = told(gave_up(NOW - 25), *others)

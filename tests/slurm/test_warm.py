@@ -1,0 +1,120 @@
+"""Warming on a real Slurm: who asks learns what became of each node, and no job stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host import wait_until
+from jobs import CLI, Site, hooked
+from spec import ClusterSpec
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    return hooked(nodes=3)
+
+
+def warm(site: Site, *words: str, user: str = "alice") -> tuple[int, dict[str, Any]]:
+    """Its exit status, and by node what it says; from the login, as people do it."""
+    ran = site.cluster.run([CLI, "warm", "--json", *words], user=user, check=False, timeout=60)
+    assert ran.stdout, ran.stderr
+    return ran.returncode, {one["node"]: one for one in json.loads(ran.stdout)["nodes"]}
+
+
+def results(told: dict[str, Any]) -> dict[str, str]:
+    """By node; of several images all, with a blank between them."""
+    return {
+        node: " ".join(image["result"] for image in one["images"]) or one["problem"]
+        for node, one in told.items()
+    }
+
+
+@pytest.mark.parametrize("user", ["alice", pytest.param("root", marks=pytest.mark.long)])
+def test_nodes_are_warm_after_it_and_again_is_a_hit(site: Site, user: str) -> None:
+    image = site.image("with a blank, a comma; and 100%")
+    nodes = ("n1", "n2", "n3")
+    assert site.cached_paths("n1") == []
+    code, told = warm(site, image, "--nodes", "n[1-3]", user=user)
+    assert (code, results(told)) == (0, dict.fromkeys(nodes, "copied")), told
+    for node in nodes:
+        assert site.cached_paths(node) == [image]
+        (outcome,) = site.outcomes(told[node]["job"], node)
+        assert outcome.result == "copied", "the Prolog says the same"
+    code, told = warm(site, image, "--nodes", "n[1-3]", user=user)
+    assert (code, results(told)) == (0, dict.fromkeys(nodes, "hit")), told
+
+
+def test_one_node_that_slurm_does_not_give_fails_alone(site: Site) -> None:
+    image = site.image("a")
+    drain = ["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test"]
+    site.root(drain, "n1")
+    code, told = warm(site, image, "--nodes", "n[1-2]", "--busy", "1s")
+    site.root(["scontrol", "update", "NodeName=n2", "State=RESUME"], "n1")
+    assert (code, results(told)["n1"]) == (1, "copied")
+    assert told["n2"]["images"] == []
+    assert "allocate" in told["n2"]["problem"]
+
+
+def test_root_is_told_why_and_a_user_that_it_is_not_seen(site: Site) -> None:
+    for user, result in (("root", "declined"), ("alice", "unseen")):
+        code, told = warm(site, "/etc/passwd", "--nodes", "n1", user=user)
+        assert (code, results(told)) == (1, {"n1": result}), told
+        (image,) = told["n1"]["images"]
+        assert image.get("reason", "") == ("outside-sources" if user == "root" else "")
+
+
+def test_root_waits_for_a_copy_that_takes_longer_than_a_job_may(site: Site) -> None:
+    """With `redirect: spank` and no wait in the Prolog this is so for every copy."""
+    site.configure(redirect="spank", prolog_wait="0s", bandwidth="8M", chunk_size="1M")
+    code, told = warm(site, site.image("slow", mib=12), "--nodes", "n1", user="root")
+    assert (code, results(told)) == (0, {"n1": "copied"}), told
+    assert site.results(told["n1"]["job"]) == ["started"], "the Prolog did not wait"
+
+
+def interrupted(site: Site, *words: str, user: str, state: str) -> None:
+    """^C as soon as its jobs on n1 and n2 are in that state; none may be left of them."""
+    asking = site.cluster.popen([CLI, "warm", *words, "--nodes", "n[1-2]"], user=user)
+    squeue = ["squeue", "--noheader", "--format=%T %j"]
+
+    def jobs() -> list[str]:
+        return site.cluster.run(squeue, user="root").stdout.splitlines()
+
+    def asked() -> bool:
+        names = [line for line in jobs() if line.startswith(f"{state} forestage-warm-")]
+        return len(names) == 2
+
+    wait_until(asked, 30, lambda: f"{jobs()} {asking.poll()}")
+    # Not to its group: nsenter, which has forked to enter the PID namespace, belongs to that.
+    (child,) = (
+        Path("/proc", str(asking.pid), "task", str(asking.pid), "children").read_text().split()
+    )
+    os.kill(int(child), signal.SIGINT)
+    try:
+        out, err = asking.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        os.killpg(asking.pid, signal.SIGKILL)
+        raise
+    assert (asking.returncode, out) == (130, ""), err
+    wait_until(lambda: jobs() == [], 60, lambda: str(jobs()))
+
+
+def test_an_interrupt_leaves_no_job_waiting(site: Site) -> None:
+    image = site.image("a")
+    site.root(["scontrol", "update", "NodeName=n[1-2]", "State=DRAIN", "Reason=test"], "n1")
+    interrupted(site, image, user="alice", state="PENDING")
+    site.root(["scontrol", "update", "NodeName=n[1-2]", "State=RESUME"], "n1")
+
+
+@pytest.mark.long
+def test_an_interrupt_leaves_no_job_running(site: Site) -> None:
+    """The copies go on, as those of any job that is cancelled."""
+    site.configure(redirect="spank", prolog_wait="0s", bandwidth="1M", chunk_size="1M")
+    interrupted(site, site.image("slow", mib=15), user="root", state="RUNNING")
+    parts = [site.cache(node).parts for node in ("n1", "n2")]
+    wait_until(lambda: not any(list(one.iterdir()) for one in parts), 90, lambda: str(parts))

@@ -1,0 +1,177 @@
+"""Packing a tree: everything in it, under its name only when it is whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands import Site
+from forestage import pack, run
+from forestage.exits import Exit
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Nine inodes: what a virtual environment has, and what is easily counted wrongly."""
+    folder = tmp_path / "venv"
+    (folder / "lib/deep").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "lib/a.py").write_text("a = 1\n" * 1000)
+    os.link(folder / "lib/a.py", folder / "lib/deep/same.py")
+    (folder / "lib/deep/b.py").write_text("b\n")
+    (folder / "python").symlink_to("/usr/bin/python3")
+    (folder / "loop").symlink_to(folder)
+    os.mkfifo(folder / "fifo")
+    return folder
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """A program on PATH that is this script; what it was asked is in the file that comes back."""
+
+    def faking(name: str, script: str) -> Path:
+        folder, asked = tmp_path / "bin", tmp_path / "asked"
+        folder.mkdir(exist_ok=True)
+        program = folder / name
+        program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\n{script}\n')
+        program.chmod(0o755)
+        path = f"{folder}:{run.PATH}"
+        monkeypatch.setattr(run, "PATH", path)
+        monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
+        return asked
+
+    return faking
+
+
+def listed(image: Path) -> list[str]:
+    words = ["unsquashfs", "-l", "-d", "", str(image)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("/"))
+
+
+def test_everything_is_in_it(site: Site, tree: Path, tmp_path: Path) -> None:
+    told = site.json("pack", str(tree), "-o", str(tmp_path / "venv.sqsh"))
+    assert (told["inodes"], told["compression"]) == (9, "zstd")
+    assert told["size"] == (tmp_path / "venv.sqsh").stat().st_size
+    assert told["tree"] == 6002
+    expected = sorted("/" + str(path.relative_to(tree)) for path in tree.rglob("*"))
+    assert [line for line in listed(tmp_path / "venv.sqsh") if line != "/"] == expected
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
+
+
+def test_a_relative_path_is_meant_from_where_one_is(
+    site: Site, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = site.run("pack", "venv", "-o", "venv.sqsh")
+    assert done.exit_code == Exit.OK, done.output
+    assert "inodes" in done.output
+    assert (tmp_path / "venv.sqsh").exists()
+
+
+def test_mksquashfs_is_asked_for_this(
+    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
+) -> None:
+    asked = fake("mksquashfs", 'exec /usr/bin/mksquashfs "$@"')
+    site.run("pack", str(tree), "-o", str(tmp_path / "x"))
+    (words,) = asked.read_text().splitlines()
+    folder, image, *options = words.split()
+    assert (folder, Path(image).parent, image.endswith("/x")) == (str(tree), tmp_path, False)
+    assert options[:2] == ["-no-recovery", "-noappend"]
+    assert options[-4:] == ["-comp", "zstd", "-Xcompression-level", "3"]
+
+
+def test_squashfs_tools_without_zstd_do_as_well(
+    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
+) -> None:
+    fake(
+        "mksquashfs",
+        'case "$*" in *zstd*) echo "mksquashfs: Compressor \\"zstd\\" is not supported!" >&2;'
+        ' exit 1;; esac; exec /usr/bin/mksquashfs "$@"',
+    )
+    told = site.json("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert (told["compression"], told["inodes"]) == ("gzip", 9)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo 'No space left on device' >&2; exit 1",
+        "kill -KILL $$",
+        ": >$2",
+        # What mksquashfs says and does with a file that it may not read.
+        "/usr/bin/mksquashfs \"$@\"; echo 'Failed to read file a, creating empty file' >&2",
+        '/usr/bin/mksquashfs "$@" -e loop >&2',  # an inode too few
+    ],
+)
+def test_an_image_that_is_not_the_tree_gets_no_name(
+    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path], script: str
+) -> None:
+    fake("mksquashfs", script)
+    done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert done.exit_code == Exit.FAILED, done.output
+    assert "nothing was packed" in done.output.lower()
+    assert [path.name for path in tmp_path.iterdir() if "x" in path.name] == []
+
+
+def test_a_file_that_mksquashfs_may_not_read_is_known_from_what_it_says(as_root: None) -> None:
+    """It packs an empty one and ends with 0; pytest's own folders are root's, so not there."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        tree.mkdir()
+        (tree / "secret").write_text("secret")
+        (tree / "secret").chmod(0o000)
+        Path(folder).chmod(0o777)
+        setpriv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        words = [*setpriv, *pack.argv(tree, Path(folder, "x"), "zstd")]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, bool(pack._LOST.search(done.stderr))) == (0, True), done.stderr
+
+
+def test_what_has_the_name_stays_unless_forced(
+    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
+) -> None:
+    image = tmp_path / "x"
+    asked = fake("mksquashfs", f'echo of somebody >{image}; exec /usr/bin/mksquashfs "$@"')
+    words = ["pack", str(tree), "-o", str(image)]
+    assert site.run(*words).exit_code == Exit.NOT_FOUND
+    assert image.read_text() == "of somebody\n", "the name was taken while it was packed"
+    assert len(asked.read_text().splitlines()) == 1
+    assert site.run(*words).exit_code == Exit.NOT_FOUND
+    assert len(asked.read_text().splitlines()) == 1, "it is known before anything is packed"
+    assert site.run(*words, "--force").exit_code == Exit.OK
+    assert image.read_bytes()[:4] == b"hsqs"
+
+
+def test_an_image_cannot_be_part_of_itself(site: Site, tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tree / "lib")
+    for place in (tree / "x", tree / "lib/x", tmp_path / "link/x"):
+        done = site.run("pack", str(tree), "-o", str(place))
+        assert (done.exit_code, "part of itself" in done.output) == (Exit.NOT_FOUND, True)
+        assert not place.exists()
+
+
+def test_a_directory_that_cannot_be_entered_is_told(
+    site: Site, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def denied(path: str) -> object:
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert done.exit_code == Exit.PERMISSION
+    assert not (tmp_path / "x").exists()
