@@ -101,8 +101,8 @@ def copied(end: float, wait: float, **changes: Any) -> Event:
 
 
 def gave_up(end: float, asked: str = "/a.sqsh", image: str = "", **changes: Any) -> Event:
-    facts = {"detail": "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more", "wait": 15.0}
-    outcome = Outcome("declined", asked, "option", image=image, reason="deadline", **facts)
+    detail = "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more"
+    outcome = Outcome("declined", asked, "option", image, reason="deadline", detail=detail, wait=15)
     return event(outcome, time=end, total=15.1, **changes)
 
 
