@@ -239,15 +239,16 @@ class Cache:
 
     def _must_be_out_of_reach(self) -> None:
         """Raises Failed where somebody else could put another directory in the cache's place."""
-        for above in self.root.parents:
+        for above in (*self.root.parents, *Path(self.real).parents):
             facts = above.stat()
+            others = stat.S_IWOTH | (stat.S_IWGRP if facts.st_gid else 0)
             # In a sticky directory, such as /tmp, nobody renames what is not his.
-            by_all = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
-            if by_all or facts.st_uid not in (0, os.geteuid()):
+            by_them = facts.st_mode & others and not facts.st_mode & stat.S_ISVTX
+            if by_them or facts.st_uid not in (0, os.geteuid()):
                 raise Failed(
                     "cache-not-ours",
                     f"{above} lets others rename what is in it, {self.root} too",
-                    f"give it to root, `chmod o-w {above}`, or set `cache:` to another path",
+                    f"give it to root, `chmod go-w {above}`, or set `cache:` to another path",
                 )
 
     def must_be_mounted(self) -> None:

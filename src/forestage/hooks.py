@@ -89,6 +89,7 @@ class Hook:
         self.environ = environ
         self.start = start
         self.drains = False
+        self.off = ""  # why the admin has switched staging off on this node
         self.answered = name != "step"
 
     def run(self, places: Places, clock: Clock) -> int:
@@ -107,36 +108,36 @@ class Hook:
         return DRAIN if failed and self.drains else 0
 
     def _prolog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
-        from forestage import deadline, prolog, request, switch
+        from forestage import deadline, prolog, request
         from forestage.errors import ConfigError
         from forestage.node import Node
 
         if not (job.asked or job.hints.off):
             return prolog.misread(job)
-        off = switch.by_file(places)
+        limits = deadline.read(self.environ.get("SLURM_CONF", ""))
         try:
             config = self._config(job, places)
         except ConfigError as error:
-            # Which may be why somebody has switched it off.
-            return request.disabled(job, off) if off else _misconfigured(job, error)
-        limits = deadline.read(self.environ.get("SLURM_CONF", ""))
-        return prolog.prolog(Node.of(config, places, clock), job, limits, off)
+            seconds = deadline.patience(limits, request.LOOK, None, 0.0)
+            return self._misconfigured(job, error, places, clock, seconds)
+        return prolog.prolog(Node.of(config, places, clock), job, limits, self.off)
 
     def _step(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
-        from forestage import child, request, step, switch
+        from forestage import child, deadline, request, step
         from forestage.errors import ConfigError
         from forestage.node import Node
 
-        off = switch.by_file(places)
         # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
         child.leave_job()
+        timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
         try:
             config = self._config(job, places)
         except ConfigError as error:
-            self.answer("leave", "disabled" if off else "config")
-            return request.disabled(job, off) if off else _misconfigured(job, error)
-        timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
-        done = step.step(Node.of(config, places, clock), job, timeout, _speak, off)
+            seconds = deadline.step_patience(request.LOOK, timeout)
+            outcomes = self._misconfigured(job, error, places, clock, seconds)
+            self.answer("leave", "disabled" if self.off else "config")
+            return outcomes
+        done = step.step(Node.of(config, places, clock), job, timeout, _speak, self.off)
         # At once: the log can wait, the step does not.
         self.answer(*done.answer)
         return done.outcomes
@@ -154,11 +155,27 @@ class Hook:
         return epilog.epilog(config, places, clock, job, limits)
 
     def _config(self, job: Job, places: Places) -> Config:
-        from forestage import settings
+        from forestage import settings, switch
 
+        # First, as the configuration may be why somebody has switched it off.
+        self.off = switch.by_file(places)
         found = settings.load(places.etc, owner=os.geteuid()).for_partition(job.partition)
-        self.drains = found.on_error == "drain" and self.name != "step"
+        # Not while it is off: during an upgrade old and new code may meet.
+        self.drains = found.on_error == "drain" and self.name != "step" and not self.off
         return found
+
+    def _misconfigured(
+        self, job: Job, error: ConfigError, places: Places, clock: Clock, seconds: float
+    ) -> list[Outcome]:
+        from forestage import request
+        from forestage.clock import Deadline
+        from forestage.errors import Declined, Failed
+
+        end = Deadline.after(seconds, clock)
+        off = self.off and Declined("disabled", self.off)
+        return request.misconfigured(
+            places, clock, job, off or Failed("config", error.one_line), end
+        )
 
     def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
         from forestage import events
@@ -197,14 +214,6 @@ def _speak(text: str) -> None:
     from forestage.units import printable
 
     _write("say", f"forestage: {printable(text)}")
-
-
-def _misconfigured(job: Job, error: ConfigError) -> list[Outcome]:
-    from forestage import request
-    from forestage.errors import Failed
-
-    failed = Failed("config", error.one_line)
-    return [request.outcome_of(asked, failed) for asked in job.asked]
 
 
 def _place(error: Exception) -> str:

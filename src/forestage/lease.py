@@ -124,6 +124,16 @@ class Leases:
         names = (file.stem for file in self.directory.glob("*.json"))
         return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
 
+    def caches(self) -> tuple[str, ...]:
+        """The roots of the caches that leases name; damaged ones name none."""
+        found: dict[str, None] = {}
+        for job in self.jobs():
+            with contextlib.suppress(Failed):
+                lease = self.read(job)
+                if lease is not None:
+                    found[lease.cache] = None
+        return tuple(found)
+
     def drop_unfinished(self) -> None:
         """Deletes what hooks left that were killed while they wrote. Under the space lock."""
         for file in self.directory.glob(".*.json.*"):  # as atomic.py names them

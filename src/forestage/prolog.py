@@ -27,14 +27,15 @@ def prolog(node: Node, job: Job, limits: Limits, off: str = "") -> list[Outcome]
     config = node.config
     seconds = deadline.patience(limits, config.deadline, job.hints.wait, config.max_stage_wait)
     end = Deadline.after(seconds, node.clock)
-    if off or not config.enabled:
-        why = off or "`enabled: false`"
-        return [request.refuse(node, job, asked, why, end).outcome for asked in job.asked]
     copy = end
     if config.prolog_wait is not None:
         copy = Deadline.after(min(config.prolog_wait, seconds), node.clock)
     patience = Patience(end, copy, "hand-over" if config.redirect == "spank" else "release")
-    outcomes = [request.serve(node, job, asked, patience).outcome for asked in job.asked]
+    if off or not config.enabled:
+        why = off or "`enabled: false`"
+        outcomes = [request.refuse(node, job, asked, why, end).outcome for asked in job.asked]
+    else:
+        outcomes = [request.serve(node, job, asked, patience).outcome for asked in job.asked]
     if job.hints.off:
         noted = request.told(Asked("", "hint"), node.clock, lambda: _note_off(node, job, end))
         # Each image has its own outcome, which says the same.

@@ -3,18 +3,22 @@
 import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from forestage import asuser, image, lock, redirect, stage
+from forestage.cache import Cache
 from forestage.clock import Clock, Deadline
+from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome, Result
 from forestage.image import Image, Look
 from forestage.job import Asked, Job
-from forestage.lease import Lease, Use
+from forestage.lease import Lease, Leases, Use
 from forestage.node import Node
+from forestage.places import Places
 from forestage.stage import Outlook
 from forestage.units import printable
 
@@ -86,26 +90,48 @@ def refuse(node: Node, job: Job, asked: Asked, why: str, end: Deadline) -> Serve
     """
 
     def work() -> Served:
-        if redirect.binds(node.cache):
-            try:
-                _look(node, job, image.wanted_path(asked, job.work_dir), end).close()
-            except Failed:
-                raise
-            except Declined:
-                pass  # he reads, or does not read, the original
+        _bare(node, job, asked, end)
         raise Declined("disabled", why)
 
     return told(asked, node.clock, work)
 
 
-def disabled(job: Job, why: str) -> list[Outcome]:
-    """Pure: the outcomes where the configuration is broken as well."""
-    return [outcome_of(asked, Declined("disabled", why)) for asked in job.asked]
+def misconfigured(
+    places: Places, clock: Clock, job: Job, refused: Declined, end: Deadline
+) -> list[Outcome]:
+    """The outcomes where the configuration is broken. What leases tell of older redirects helps."""
+    leases = Leases(places.leases)
+    for root in leases.caches():
+        node = Node(Config(sources=("/",)), places, Cache(Path(root)), leases, clock)
+        for asked in job.asked:
+            _bare_at_best(node, job, asked, end)
+    return [outcome_of(asked, refused) for asked in job.asked]
+
+
+def _bare(node: Node, job: Job, asked: Asked, end: Deadline) -> None:
+    """Takes off redirects that would show a job which is not served older bytes than lie there."""
+    if redirect.binds(node.cache):
+        try:
+            _look(node, job, image.wanted_path(asked, job.work_dir), end).close()
+        except Failed:
+            raise
+        except Declined:
+            pass  # he reads, or does not read, the original
+
+
+def _bare_at_best(node: Node, job: Job, asked: Asked, end: Deadline) -> None:
+    """The same where there is another problem to tell of."""
+    with contextlib.suppress(Declined, OSError, asuser.TooSlow, lock.Busy):
+        _bare(node, job, asked, end)
 
 
 def _serve(node: Node, job: Job, asked: Asked, patience: Patience) -> Served:
     path = image.wanted_path(asked, job.work_dir)
-    node.cache.prepare(node.config.require_mount)
+    try:
+        node.cache.prepare(node.config.require_mount)
+    except (Failed, OSError):
+        _bare_at_best(node, job, asked, patience.end)  # what may not be used may not show anything
+        raise
     how = ""
     for _ in range(TRIES):
         looked = _look(node, job, path, patience.end)
@@ -205,8 +231,8 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses him as well stays: it is another user's, and it is right.
-        if bound and _opens(node, job, path, end):
-            _unveil(node, job, frozenset({path}), "", end)
+        if bound and (shown := _shown(node, job, path, end)):
+            _unveil(node, job, frozenset({path, shown}), "", end)
         raise image.declined_by(error, path) from None
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
@@ -221,15 +247,15 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
         return Look(wanted, job.user, -1, line)
 
 
-def _opens(node: Node, job: Job, path: str, end: Deadline) -> bool:
-    """Whether the user can open the path as it is now, redirects and all."""
+def _shown(node: Node, job: Job, path: str, end: Deadline) -> str:
+    """The file that the user opens by this path as it is now, redirects and all; "" for none."""
     limit = min(LOOK, end.left())
     try:
         seen, line = image.glance(path, job.user, node.config.sources, (), limit)
     except OSError:
-        return False
+        return ""
     line.close()
-    return seen.image is not None
+    return seen.path if seen.image else ""
 
 
 def _unveil(node: Node, job: Job, paths: frozenset[str], key: str, end: Deadline) -> None:

@@ -57,13 +57,9 @@ def _caches(world: World) -> list[Cache]:
     with contextlib.suppress(ConfigError):
         cache = world.node().cache
         found[cache.real] = cache
-    leases = Leases(world.places.leases)
-    for job in leases.jobs():
-        with contextlib.suppress(Failed):  # damaged: the next one may be of the same cache
-            lease = leases.read(job)
-            if lease is not None:
-                cache = Cache(Path(lease.cache))
-                found.setdefault(cache.real, cache)
+    for root in Leases(world.places.leases).caches():
+        cache = Cache(Path(root))
+        found.setdefault(cache.real, cache)
     return list(found.values())
 
 

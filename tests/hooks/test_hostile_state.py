@@ -360,17 +360,25 @@ def test_a_line_of_brackets_hides_no_event(node: Node) -> None:
     assert [event.hook for event in events.read(node.places.events)][-1] == "epilog"
 
 
-@pytest.mark.parametrize("who", ["theirs", "ours"])
+@pytest.mark.parametrize("who", ["theirs", "everybody's", "a group's", "everybody's by a link"])
 def test_a_cache_below_a_directory_that_others_can_change_is_not_used(node: Node, who: str) -> None:
     """Whoever renames the cache away can have root write into a directory of his own."""
     scratch = node.nvme / "scratch"
     scratch.mkdir()
     if who == "theirs":
         os.chown(scratch, BOB.uid, BOB.gid)
+    elif who == "a group's":
+        os.chown(scratch, 0, BOB.gid)
+        scratch.chmod(0o775)
     else:
         scratch.chmod(0o777)
-    node.configure(cache="/mnt/nvme/scratch/forestage")
-    node.cache = Cache(scratch / "forestage")
+    cache = scratch / "forestage"
+    if "link" in who:
+        (scratch / "deep").mkdir()
+        (node.nvme / "link").symlink_to(scratch / "deep")
+        cache = node.nvme / "link/forestage"
+    node.configure(cache=f"/mnt/nvme/{cache.relative_to(node.nvme)}")
+    node.cache = Cache(cache)
     wanted = put(node, "image")
     ran = node.prolog(1, wanted.path)
     assert (ran.code, *ran.said) == (0, "failed", "cache-not-ours")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
 
-from forestage import events
+from forestage import events, request
+from forestage.clock import Clock
+from forestage.hooks import Hook
 from node import ALICE, BOB, Node, content
 
 
@@ -167,7 +170,20 @@ def test_the_file_switches_all_off_at_the_next_hook_and_says_why(node: Node) -> 
     assert node.prolog(9, path).said == ("hit", "")
 
 
-@pytest.mark.parametrize("how", ["file", "configuration"])
+def spoil(node: Node, how: str) -> None:
+    if "off" in how:
+        node.places.disabled.touch()
+    if "broken" in how:
+        node.write_config("cache: [")
+    if how == "disabled":
+        node.configure(enabled=False)
+    if how == "format":
+        (node.cache.root / "format").write_text("2\n")
+    if how == "not-ours":
+        node.nvme.chmod(0o777)
+
+
+@pytest.mark.parametrize("how", ["off", "broken", "off broken", "disabled", "format", "not-ours"])
 def test_a_job_that_is_not_served_reads_no_older_bytes_of_a_running_ones(
     node: Node, how: str
 ) -> None:
@@ -175,14 +191,36 @@ def test_a_job_that_is_not_served_reads_no_older_bytes_of_a_running_ones(
     assert node.prolog(7, path).said == ("copied", "")
     node.put("alice/image.sqsh", content(2))
     assert path.read_bytes() == content(1)
-    if how == "file":
-        node.places.disabled.touch()
-    else:
-        node.configure(enabled=False)
+    spoil(node, how)
     ran = node.prolog(8, path)
-    assert (ran.code, *ran.said) == (0, "declined", "disabled")
+    assert ran.code == 0
+    assert ran.outcome.result in ("declined", "failed")
     assert path.read_bytes() == content(2)
-    assert node.epilog(7).code == 0
+
+
+def test_what_fails_while_staging_is_switched_off_drains_no_node(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade switches it off while old and new code may meet."""
+    path = node.put("alice/image.sqsh")
+    node.configure(on_error="drain")
+    monkeypatch.setattr(request, "refuse", None)
+    node.places.disabled.parent.mkdir(parents=True)
+    node.places.disabled.touch()
+    hook = Hook("prolog", node.environ(7, path), time.monotonic())
+    with pytest.raises(TypeError):
+        hook.run(node.places, Clock())
+    assert not hook.drains
+
+
+def test_stage_off_is_remembered_for_the_steps_while_staging_is_switched_off(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.places.disabled.parent.mkdir(parents=True)
+    node.places.disabled.touch()
+    node.prolog(7, path, comment="stage=off")
+    lease = node.lease(7)
+    assert lease is not None
+    assert lease.off
 
 
 @pytest.mark.parametrize("kind", ["empty", "binary", "directory", "fifo", "link", "huge"])

@@ -50,13 +50,18 @@ def test_nothing_is_copied_for_a_user_who_may_not_read_it(node: Node) -> None:
     assert node.prolog(2, path, user=ALICE).outcome.result == "copied"
 
 
-def test_rights_taken_away_beneath_a_redirect_are_gone_for_the_next_job(node: Node) -> None:
+@pytest.mark.parametrize("asked", ["alice/image.sqsh", "./alice/image.sqsh", "alice/link"])
+def test_rights_taken_away_beneath_a_redirect_are_gone_for_the_next_job(
+    node: Node, asked: str
+) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
+    (node.server / "alice/link").symlink_to("image.sqsh")
     node.prolog(1, path, user=BOB)
     assert read_as(BOB, path) == content()
     (node.server / "alice/image.sqsh").chmod(0o600)
 
-    assert node.prolog(2, path, user=BOB).said == ("declined", "no-permission")
+    asked = asked if asked.startswith(".") else f"{node.shared}/{asked}"
+    assert node.prolog(2, asked, user=BOB).said == ("declined", "no-permission")
 
     assert node.binds() == {}
     assert read_as(BOB, path) is None
