@@ -14,7 +14,7 @@ from forestage.part import PROCESS_NAME
 TICKS = os.sysconf("SC_CLK_TCK")
 STAGER = PROCESS_NAME[:15]  # as the kernel keeps it
 SERVICE = "forestage"
-EVERY = 0.2  # seconds
+EVERY = 0.5  # seconds; looking takes processors from those that are looked at
 
 
 @dataclass

@@ -131,6 +131,7 @@ class Fleet(Site):
             lambda: len(self.copies(path, nodes)) == len(nodes),
             seconds,
             lambda: f"not on all: {self.progress(path, nodes)}\n{self.told(nodes)}",
+            every=0.5,  # the nodes share the processors with whoever looks
         )
         return self.copies(path, nodes)
 

@@ -79,13 +79,15 @@ def loop_files() -> set[str]:
     return {" ".join(line.split()) for line in listing.splitlines()}
 
 
-def wait_until(done: Callable[[], bool], seconds: float, problem: Callable[[], str]) -> None:
-    """Polls. Raises ClusterError with the problem when the time is over."""
+def wait_until(
+    done: Callable[[], bool], seconds: float, problem: Callable[[], str], every: float = 0.05
+) -> None:
+    """Polls, each `every` seconds. Raises ClusterError with the problem when the time is over."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
             raise ClusterError(f"after {seconds:g} s: {problem()}")
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def exit_on_sigterm() -> None:

@@ -1,0 +1,247 @@
+"""What a cluster under load is put through, decided beforehand: jobs, and what befalls them.
+
+One seed gives one script, whatever the machine; when exactly each of it happens is up to Slurm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from images import MIB
+from jobs import HOOK_LOG, Site, hooked
+from spec import ALICE, BOB, PYXIS_REPORT, REPO, ClusterSpec, User
+
+LARGEST = 10 * MIB  # for the configuration; one image is larger
+CONFIG: Mapping[str, object] = {
+    "max_image_size": LARGEST,
+    "max_size": 22 * MIB,  # of 50 in all: something goes at every turn
+    "low_watermark": "80%",
+    "bandwidth": 20 * MIB,  # so that copies take a moment in which they may be disturbed
+    "deadline": "60s",
+    "partitions": {
+        "plain": {"enabled": False},
+        "steps": {"redirect": "spank", "prolog_wait": "0s"},
+    },
+}
+# As the repository's hooks. The first of a boot gives the node a name for it, of which the kernel
+# has but one for all nodes here.
+HOOK = """#!/bin/sh
+named=/run/boot_id
+exec 9>/run/boot_id.lock
+/usr/bin/flock 9
+if ! test -e $named; then
+    read -r id </proc/sys/kernel/random/uuid
+    echo "$id" >$named
+    /usr/bin/mount --bind $named /proc/sys/kernel/random/boot_id
+fi
+exec 9>&-
+exec {hook} >>{log} 2>&1
+"""
+
+Way = Literal["option", "inner", "hint", "off"]
+Moment = Literal["submitted", "begun"]
+Fate = Literal["ends", "cancelled", "requeued"]
+FATES: Sequence[Fate] = ("ends", "cancelled", "requeued")
+MOMENTS: Sequence[Moment] = ("submitted", "begun")
+WAYS: Sequence[Way] = ("option", "option", "inner", "hint", "off")
+
+
+def strained(nodes: int = 3) -> ClusterSpec:
+    """Nodes that are given more than they can take; Slurm's own patience is not what is tried."""
+    spec = hooked(nodes, nvme_mib=256)
+    extra = "PartitionName=steps Nodes=ALL OverSubscribe=YES State=UP"
+    hooks = {name: REPO / name / "forestage" for name in ("prolog", "epilog")}
+    conf = {
+        "PartitionName": f"{spec.slurm_conf['PartitionName']}\n{extra}",
+        "MessageTimeout": "60",
+        "BatchStartTimeout": "120",
+        "MinJobAge": "7200",  # what became of each is asked at the end
+    }
+    return dataclasses.replace(
+        spec,
+        slurm_conf=conf,
+        files={f"/etc/{name}": HOOK.format(hook=h, log=HOOK_LOG) for name, h in hooks.items()},
+        companion="",
+        # What is looked at is which bytes a task is given; to run them would add nothing.
+        plugstack=(f"required {{state}}/pyxis.so report={PYXIS_REPORT} container=no",),
+    )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as users know it. `trouble` is the user's own, with forestage or without."""
+
+    name: str
+    owner: User
+    mib: int
+    mode: int = 0o644
+    exists: bool = True
+
+    @property
+    def path(self) -> str:
+        return f"/shared/{self.owner.name}/{self.name}.sqsh"
+
+    def trouble(self, user: User) -> str | None:
+        """What a task of this user is told in place of the image's bytes."""
+        if not self.exists:
+            return "No such file or directory"
+        return "Permission denied" if user != self.owner and not self.mode & 0o004 else None
+
+
+PICTURES = (
+    *(Picture(f"a{mib}", ALICE, mib) for mib in (1, 2, 3, 5, 6, 8)),
+    *(Picture(f"b{mib}", BOB, mib) for mib in (1, 2, 4, 7, 8)),
+    # What follows is not for all, or for nobody.
+    Picture("private", ALICE, 3, mode=0o600),
+    Picture("large", BOB, 18),
+    Picture("missing", ALICE, 0, exists=False),
+)
+USUAL = PICTURES[:-3]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job to come: a step for each picture, and its fate `delay` seconds after it is `since`."""
+
+    user: User
+    pictures: tuple[Picture, ...]
+    way: Way
+    partition: str
+    nodes: tuple[str, ...]
+    tasks: int  # of each step, on each node
+    fate: Fate = "ends"
+    since: Moment = "submitted"
+    delay: float = 0.0
+
+    @property
+    def options(self) -> list[str]:
+        """Of sbatch."""
+        first = self.pictures[0].path
+        asked = {
+            "option": [f"--container-image={first}"],
+            "hint": [f"--comment=stage={','.join(one.path for one in self.pictures)}"],
+            "off": ["--comment=stage=off"],
+            "inner": [],
+        }[self.way]
+        count = len(self.nodes)
+        where = [f"--nodelist={','.join(self.nodes)}", f"--nodes={count}"]
+        tasks = [f"--ntasks={count * self.tasks}", f"--ntasks-per-node={self.tasks}"]
+        return [*asked, *where, *tasks, f"--partition={self.partition}", "--open-mode=append"]
+
+    @property
+    def script(self) -> str:
+        """Ends as the worst of its steps. What is to be cut short waits for that, but only once."""
+        steps = [f"srun --container-image={one.path} true || code=1" for one in self.pictures]
+        if self.fate != "ends":
+            # After its first step, so that the fate may come upon any part of it.
+            steps.insert(1, 'test "${SLURM_RESTART_COUNT:-0}" != 0 || sleep 600')
+        begin = f"touch {self.begun('$SLURM_JOB_ID')}"
+        return "\n".join(["#!/bin/sh", begin, "code=0", *steps, "exit $code", ""])
+
+    def begun(self, job: int | str) -> str:
+        """The file that tells that the script is at work."""
+        return f"/shared/{self.user.name}/begun-{job}"
+
+    @property
+    def ends(self) -> str:
+        """As what, if nothing befalls it."""
+        failed = any(one.trouble(self.user) for one in self.pictures)
+        return "FAILED" if failed else "COMPLETED"
+
+    def looks(self, picture: Picture) -> int:
+        """How many tasks look at a picture, if nothing befalls the job."""
+        per_step = len(self.nodes) * self.tasks
+        # The batch script is a task as well.
+        batch = self.way == "option" and picture == self.pictures[0]
+        return per_step * self.pictures.count(picture) + batch
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What the admin does, or a user, or fate, while jobs run. `picture` is None for all."""
+
+    kind: Literal["reboot", "evict", "change", "sweep"]
+    node: str
+    picture: Picture | None = None
+
+
+def script(seed: str, jobs: int, nodes: Sequence[str]) -> Iterator[Plan | Mishap]:
+    """Pure: the jobs in their order, and between them what befalls all. Same seed, same script."""
+    chance = random.Random(seed)
+    reboots = -(-jobs // 60) if jobs >= 10 else 0
+    rebooting = {(one + 1) * jobs // (reboots + 1) for one in range(reboots)}
+    for number in range(jobs):
+        yield _plan(chance, nodes)
+        node = chance.choice(nodes)
+        if number in rebooting:
+            yield Mishap("reboot", node)
+        if chance.random() < 0.12:
+            yield Mishap("evict", node, chance.choice([None, *USUAL]))
+        if chance.random() < 0.12:
+            yield Mishap("change", node, chance.choice(PICTURES[:-1]))
+        if chance.random() < 0.03:
+            yield Mishap("sweep", node)
+
+
+def _plan(chance: random.Random, nodes: Sequence[str]) -> Plan:
+    # Some are wanted by many, some hardly ever.
+    weights = [12 // (place + 1) + 1 for place in range(len(USUAL))] + [3, 2, 1]
+    pictures = tuple(chance.choices(PICTURES, weights, k=chance.choice([1, 1, 1, 2])))
+    fate = chance.choices(FATES, [70, 22, 8])[0]
+    return Plan(
+        user=chance.choice([ALICE, BOB]),
+        pictures=pictures,
+        way=chance.choice(WAYS),
+        partition=chance.choices(["all", "steps", "plain"], [6, 3, 1])[0],
+        nodes=tuple(sorted(chance.sample(list(nodes), chance.choices([1, 2], [3, 1])[0]))),
+        tasks=chance.choice([1, 1, 2]),
+        fate=fate,
+        # A cancelled one may be pending then, in its Prolog, or at one of its steps.
+        since="begun" if fate == "requeued" else chance.choices(MOMENTS, [2, 1])[0],
+        delay=chance.choice([0.0, chance.uniform(0, 1.5)]),
+    )
+
+
+class Sources:
+    """The pictures on the shared file system, and what each has ever been."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._random = random.Random(1)
+        self._digests: dict[Picture, list[str]] = {picture: [] for picture in PICTURES}
+        for picture in PICTURES:
+            if picture.exists:
+                self.change(picture, in_place=False)
+
+    def change(self, picture: Picture, in_place: bool) -> None:
+        """By rename, as one should, or in place, which nobody may be reading then."""
+        # None as large as another: an older one shows in its size, too.
+        data = self._random.randbytes(picture.mib * MIB + 4096 + self._random.randrange(4096))
+        target = self.site.source(picture.path)
+        written = target if in_place else target.with_suffix(".new")
+        # Before it can be seen.
+        self._digests[picture].append(hashlib.sha256(data).hexdigest())
+        _write(written, data, picture)
+        if not in_place:
+            written.replace(target)
+
+    def now(self) -> dict[Picture, int]:
+        """How often each has been changed."""
+        return {picture: len(digests) for picture, digests in self._digests.items()}
+
+    def shown(self, picture: Picture, since: int) -> Sequence[str]:
+        """The digests that it has had at any time since it was changed for the `since`-th time."""
+        return self._digests[picture][since - 1 :]
+
+
+def _write(file: Path, data: bytes, picture: Picture) -> None:
+    file.write_bytes(data)
+    os.chown(file, picture.owner.uid, picture.owner.uid)
+    file.chmod(picture.mode)

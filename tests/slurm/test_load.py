@@ -1,0 +1,71 @@
+"""Many jobs at once on a real Slurm, and all that may befall them: nobody is the worse for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+
+import pytest
+from cluster import Cluster
+from host import wait_until
+from jobs import CLI, Site
+from load import CONFIG, Sources, script, strained
+from loading import Load
+from spec import ClusterSpec
+from traces import Traces, failed, misfortunes, misread, tally, wordy
+
+SEED = "FORESTAGE_LOAD_SEED"  # any word; with it, both sizes have that script
+FEW = (3, 20, 12)  # jobs in a row, then so many with so many at once
+MANY = (100, 500, 50)
+FEW_SEED = "1196"  # of each kind of job and mishap there is one
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    return strained()
+
+
+@pytest.fixture
+def load(site_cluster: Cluster) -> Load:
+    site = Site(site_cluster)
+    site.reset()
+    site.configure(**CONFIG)
+    return Load(site, Sources(site))
+
+
+@pytest.mark.parametrize("size", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=str)
+def test_nobody_is_the_worse_for_it(load: Load, size: tuple[int, int, int]) -> None:
+    site, nodes = load.site, load.site.cluster.nodes
+    seed = os.environ.get(SEED) or (FEW_SEED if size == FEW else secrets.token_hex(4))
+    print(f"\n{SEED}={seed}")
+    before = {node: Traces.of(site, node) for node in nodes}
+    in_a_row, many, at_once = size
+    start = time.monotonic()
+    load.carry_out(script(f"{seed} row", in_a_row, nodes), 1)
+    load.carry_out(script(f"{seed} many", many, nodes), at_once)
+    print(f"{time.monotonic() - start:.0f} s,", dict(sorted((load.tally + tally(load)).items())))
+
+    assert load.problems == []
+    assert misread(load) == []
+    assert misfortunes(load) == []
+    assert failed(load) == []
+    assert wordy(load) == []
+    # Copies go on when their jobs have ended.
+    wait_until(lambda: all(Traces.of(site, n).at_rest for n in nodes), 60, lambda: "stagers")
+    for node in nodes:
+        _is_clean(site, node)
+        assert Traces.of(site, node).grown(before[node]) == []
+
+
+def _is_clean(site: Site, node: str) -> None:
+    """No lease and no redirect is left, by what is seen and by what the sweep finds.
+
+    And no bad entry. A part that a reboot has left may still be there: the sweep deletes it.
+    """
+    assert (site.leases(node), site.redirected(node)) == ([], [])
+    ran = site.cluster.run([CLI, "sweep", "--json"], user="root", node=node, check=False)
+    swept = json.loads(ran.stdout)
+    assert (ran.returncode, swept["released"], swept["redirects"]) == (0, [], []), swept
+    site.command("verify", "--all", node=node)

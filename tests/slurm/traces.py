@@ -1,0 +1,192 @@
+"""What jobs under load have left, seen and written down, against what they ought to have."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jobs import CACHE, HOOK_LOG, Site
+from loading import Load, Run
+
+from forestage import events
+from forestage.events import Event
+
+LONGEST = 2048  # bytes that one event may take, or one line of a hook
+DAEMONS = ["python3", "slurmd"]  # the node's first process, and Slurm's
+SPARE_FILES = 8  # that slurmd may have open now and not before
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a node has, apart from its entries. `files` are those that slurmd has open."""
+
+    processes: Sequence[str]
+    mounts: Sequence[str]
+    run: Sequence[str]
+    cache: Sequence[str]
+    files: int
+
+    @classmethod
+    def of(cls, site: Site, node: str) -> Traces:
+        path = site.cluster.host_path
+        table = (line.split() for line in path("/proc/1/mountinfo", node).read_text().splitlines())
+        ours = "/proc/sys/kernel/random/boot_id"  # see load.HOOK
+        run, cache = path("/run/forestage", node), path(CACHE, node)
+        kept = (cache / "entries", cache / "locks")
+        processes = _processes(site, node)
+        slurmd = [pid for pid, name in processes.items() if name == "slurmd"]
+        return cls(
+            processes=sorted(processes.values()),
+            mounts=sorted(f"{row[3]} {row[4]}" for row in table if row[4] != ours),
+            run=sorted(str(one.relative_to(run)) for one in run.rglob("*")),
+            cache=sorted(
+                str(one.relative_to(cache))
+                for one in cache.rglob("*")
+                if not any(folder in one.parents for folder in kept)
+            ),
+            files=sum(len(_listed(site, node, f"{pid}/fd")) for pid in slurmd),
+        )
+
+    @property
+    def at_rest(self) -> bool:
+        return self.processes == DAEMONS
+
+    def grown(self, before: Traces) -> list[str]:
+        """What there is now that was not there before any job was."""
+        layout = ["leases", "redirects"]
+        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]
+        more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
+        more += [f"runs: {one}" for one in _more(self.processes, before.processes)]
+        more += [f"in /run/forestage: {one}" for one in _more(self.run, layout)]
+        more += [f"in the cache: {one}" for one in _more(self.cache, folders)]
+        if self.files > before.files + SPARE_FILES:
+            more.append(f"slurmd has {self.files} files open, and had {before.files}")
+        return more
+
+
+def _more(now: Sequence[str], then: Sequence[str]) -> list[str]:
+    return sorted((Counter(now) - Counter(then)).elements())
+
+
+def _processes(site: Site, node: str) -> dict[str, str]:
+    found = {}
+    for pid in _listed(site, node, ""):
+        if pid.isdigit():
+            try:
+                found[pid] = site.cluster.read(f"/proc/{pid}/comm", node).strip()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+def _listed(site: Site, node: str, folder: str) -> list[str]:
+    return [one.name for one in site.cluster.host_path(f"/proc/{folder}", node).iterdir()]
+
+
+# What jobs saw
+
+
+def misread(load: Load) -> list[str]:
+    """Every task that was shown other bytes than it might have, or none; and tasks that did not."""
+    wrong = []
+    looked: Counter[tuple[int, str]] = Counter()
+    pictures = {picture.path: picture for picture in load.sources.now()}
+    for one in load.site.cluster.pyxis_reports():
+        run, picture = load.runs[int(str(one["job"]))], pictures[str(one["path"])]
+        looked[run.job, picture.path] += 1
+        trouble = picture.trouble(run.plan.user)
+        if one["error"] != trouble:
+            wrong.append(f"{one['error']}, not {trouble}: {run}")
+        elif not one["sha256"] and not _is_calm(run):
+            continue  # its reading was cut short
+        elif not trouble and one["sha256"] not in load.sources.shown(picture, run.since[picture]):
+            was = load.sources.shown(picture, 1)
+            which = was.index(one["sha256"]) + 1 if one["sha256"] in was else "none"
+            wrong.append(f"version {which} and not {run.since[picture]} of {len(was)}: {one} {run}")
+    for run in load.runs.values():
+        if _is_calm(run) and run.plan.ends == "COMPLETED":
+            wrong += [
+                f"{looked[run.job, picture.path]} tasks looked at {picture.name}: {run}"
+                for picture in set(run.plan.pictures)
+                if looked[run.job, picture.path] != run.plan.looks(picture)
+            ]
+    return wrong
+
+
+def _is_calm(run: Run) -> bool:
+    """Whether nothing has befallen it."""
+    return not (run.again or run.fate_came)
+
+
+def misfortunes(load: Load) -> list[str]:
+    """Jobs that did not end as they would have without forestage."""
+    wrong = []
+    for run in load.runs.values():
+        ends = {run.plan.ends}
+        if run.fate_came and run.plan.fate == "cancelled":
+            ends.add("CANCELLED")
+        if run.rebooted:  # its steps may have failed with the node
+            ends |= {"FAILED", "NODE_FAIL"}
+        if run.state not in ends:
+            wrong.append(str(run))
+    return wrong
+
+
+# What was written down
+
+
+def events_of(site: Site, node: str) -> Iterator[Event]:
+    return events.read(site.cluster.host_path("/var/log/forestage/events.jsonl", node))
+
+
+def tally(load: Load) -> Counter[str]:
+    """How often each came about."""
+    found: Counter[str] = Counter(tasks=len(load.site.cluster.pyxis_reports()))
+    for node in load.site.cluster.nodes:
+        for event in events_of(load.site, node):
+            outcome = event.outcome
+            found[f"{event.hook} {outcome.result} {outcome.reason}".strip()] += 1
+            found["entries evicted"] += len(outcome.evicted)
+    return found
+
+
+def failed(load: Load) -> list[str]:
+    """Outcomes that say: a fault of ours."""
+    return [
+        f"{node}: {event}"
+        for node in load.site.cluster.nodes
+        for event in events_of(load.site, node)
+        if event.outcome.result == "failed"
+    ]
+
+
+def wordy(load: Load) -> list[str]:
+    """What was written that is more than a job's due, or is not what a hook should write."""
+    wrong = []
+    for node in load.site.cluster.nodes:
+        count: Counter[int] = Counter()
+        for event in events_of(load.site, node):
+            count[event.job] += 1
+        for line in load.site.cluster.read(HOOK_LOG, node).splitlines():
+            found = re.match(r"forestage: \w+ job=(\d+) ", line)
+            if found is None or len(line) > LONGEST:
+                wrong.append(f"{node}: {line}")
+            else:
+                count[int(found[1])] += 1
+        log = load.site.cluster.read("/var/log/forestage/events.jsonl", node)
+        wrong += [f"{node}: {line}" for line in log.splitlines() if len(line) > LONGEST]
+        wrong += [
+            f"{node}: {lines} lines for {load.runs[job]}"
+            for job, lines in count.items()
+            if job and lines > _due(load.runs[job])
+        ]
+    return wrong
+
+
+def _due(run: Run) -> int:
+    """Lines in all: of each hook and stager one, in the log and among the events."""
+    steps = len(run.plan.pictures) + 1  # and the batch script
+    hooks = 2 * (len(run.plan.pictures) + steps) + 1
+    return 2 * hooks * (run.restarts + 1 + run.rebooted)
