@@ -76,11 +76,15 @@ def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
 
 
 class Stays(Failed):
-    """Redirects whose sources are dead: `off` others have gone. The next Epilog tries again."""
+    """Redirects whose sources are dead: `off` others have gone. The next Epilog tries again.
 
-    def __init__(self, stuck: list[str], off: int) -> None:
+    `hung` are the ids of the mounts below those that could not be reached in time.
+    """
+
+    def __init__(self, stuck: list[str], off: int, hung: frozenset[int] = frozenset()) -> None:
         super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
         self.off = off
+        self.hung = hung
 
 
 def take_off(taken: list[Bind], user: User) -> None:
@@ -89,6 +93,7 @@ def take_off(taken: list[Bind], user: User) -> None:
     One whose source hangs or is dead keeps no other from going. Raises OSError, and Stays at last.
     """
     stuck: list[str] = []
+    dead: set[int] = set()
     left = taken[::-1]
     while left:
         try:
@@ -99,12 +104,13 @@ def take_off(taken: list[Bind], user: User) -> None:
             # The first of them, and those beside it would hang as well, each for as long.
             hung = [bind for bind in left if bind.mount.parent == left[0].mount.parent]
             stuck += [f"{bind.path} (hangs)" for bind in hung]
+            dead |= {bind.mount.parent for bind in hung}
             left = [bind for bind in left if bind not in hung]
         else:
             stuck += [f"{left[n].path} ({os.strerror(number)})" for n, number in unreached]
             break
     if stuck:
-        raise Stays(stuck, len(taken) - len(stuck))
+        raise Stays(stuck, len(taken) - len(stuck), frozenset(dead))
 
 
 def _taken_off(binds: list[Bind], user: User) -> list[tuple[int, int]]:

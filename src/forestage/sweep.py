@@ -18,27 +18,20 @@ from forestage.cache import Cache
 from forestage.errors import Failed, SlurmError
 from forestage.events import Event, Outcome, append
 from forestage.job import User
-from forestage.lease import Lease, Leases, Mark
+from forestage.lease import Lease, Leases
 from forestage.node import Node
 from forestage.part import Part, boot_id
-from forestage.slurm import Slurm, why_over
+from forestage.slurm import Gone, Slurm, gone
 from forestage.verify import Tell, Verdict
 
 ABANDONED = 24 * 3600.0  # seconds; what nobody has resumed in so long only takes room
+PROVING = 300.0  # seconds of reading in one sweep; leases are not to wait for a whole cache
+PAUSE = 2 * lock.POLL  # seconds; who polls for the lock gets it in between
 ROOT = User("root", 0, 0)
 TROUBLE = (OSError, Failed, lock.Busy)
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Gone(msgspec.Struct, frozen=True):
-    """A lease of a job that is over here, as it was before Slurm said so; None: it is damaged."""
-
-    job: int
-    mark: Mark
-    lease: Lease | None
-    why: str
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -87,7 +80,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, tell: Tell) -> Swept:
     made = run.tried(entries.is_made, node)
     found, doubt = _asked(node.leases, slurm)
     released = tuple(run.each(found))
-    redirects = run.tried(run.strays, found) or ()
+    run.tried(run.strays, found)
     parts = (run.tried(run.dead_parts, found) or ()) if made else ()
     evicted = (run.tried(run.evicted, found) or ()) if made else ()
     unproven = (run.tried(proof.due, node) or ()) if made else ()
@@ -96,7 +89,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, tell: Tell) -> Swept:
         dry_run=dry_run,
         released=released,
         kept=len(node.leases.jobs()) - (len(released) if dry_run else 0),
-        redirects=redirects,
+        redirects=tuple(run.off),
         parts=parts,
         evicted=evicted,
         verified=verified,
@@ -113,46 +106,24 @@ def _asked(leases: Leases, slurm: Slurm) -> tuple[tuple[Gone, ...], str]:
     """The leases to release; or none, and why nobody knows."""
     try:
         return gone(leases, slurm), ""
-    except SlurmError as error:
+    except (SlurmError, *TROUBLE) as error:
+        if isinstance(error, PermissionError) and os.geteuid() != 0:
+            raise
         return (), str(error)
 
 
-def gone(leases: Leases, slurm: Slurm) -> tuple[Gone, ...]:
-    """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
-    # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
-    marks = {job: leases.mark(job) for job in leases.jobs()}
-    at_work = slurm.at_work() if marks else frozenset()
-    found = []
-    for job, mark in marks.items():
-        if mark is None or job in at_work:
-            continue
-        lease = _read(leases, job)
-        why = why_over(slurm.job(job), lease.node if lease else "")
-        if why:
-            found.append(Gone(job, mark, lease, why))
-    # Another cluster's Slurm knows none of our jobs.
-    for node in sorted({one.lease.node for one in found if one.lease and one.lease.node}):
-        if not slurm.knows_node(node):
-            raise SlurmError(
-                f"the Slurm that was asked has no node {node}", "is SLURM_CONF the one of slurmd?"
-            )
-    return tuple(found)
-
-
-def _read(leases: Leases, job: int) -> Lease | None:
-    try:
-        return leases.read(job)
-    except Failed:
-        return None
-
-
 class _Run:
-    """One sweep at work; `problems` grow on the way."""
+    """One sweep at work; on the way grow `problems`, and `off`: paths no longer redirected.
+
+    `hung` are the ids of mounts on which a path could not be reached in time.
+    """
 
     def __init__(self, node: Node, dry_run: bool) -> None:
         self.node = node
         self.dry_run = dry_run
         self.problems: list[str] = []
+        self.off: list[str] = []
+        self.hung: set[int] = set()
 
     def tried(self, work: Callable[[T], R], subject: T) -> R | None:
         """What `work` gives; None, and a problem noted, where it fails in an expected way."""
@@ -165,11 +136,17 @@ class _Run:
             return None
 
     def each(self, found: tuple[Gone, ...]) -> Iterator[Released]:
-        """Releases them one by one, so that no hook waits for more than one of them."""
+        """Releases them one by one; a hook that waits gets the lock after one of them."""
         for one in found:
             released = self.tried(self.release, one)
             if released is not None:
                 yield released
+            if not self.dry_run:
+                self.pause()
+
+    def pause(self) -> None:
+        """Without the lock: who waits for it looks only now and then, and must see it free."""
+        self.node.clock.sleep(PAUSE)
 
     def release(self, one: Gone) -> Released | None:
         """What the Epilog would have done. None where a hook has had to do with it since."""
@@ -184,42 +161,67 @@ class _Run:
         with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
             if leases.mark(one.job) != one.mark:
                 return None
+            if one.lease and node.config.on_deadline == "abort":
+                # Before the lock is free: a job of this number may begin again, with its copy.
+                self.tried(lambda lease: epilog.abort(cache, leases, lease), one.lease)
             try:
                 count = epilog.let_go(cache, leases, one.lease, node.places, one.job, user)
             except (OSError, Failed) as error:  # the lease is gone, its redirect is a stray now
-                self.problems.append(str(error))
-                count = error.off if isinstance(error, redirect.Stays) else 0
-        if one.lease and node.config.on_deadline == "abort":
-            epilog.abort(cache, leases, one.lease)
+                count = self._stuck(error)
         return msgspec.structs.replace(released, redirects=count)
 
-    def strays(self, found: tuple[Gone, ...]) -> tuple[str, ...]:
-        """The paths of redirects that no lease asks for. They come off."""
-        node = self.node
+    def strays(self, found: tuple[Gone, ...]) -> None:
+        """Takes redirects off that no lease asks for; those of one owner for each hold of the lock.
+
+        Where a path hangs, that costs a hook one timeout, not one for each owner.
+        """
         if self.dry_run:
             needed = {use.path for lease in self._staying(found) for use in lease.uses}
-            bound = redirect.binds(node.cache)
-            return tuple(bind.path for bind in redirect.unneeded(bound, frozenset(needed)))
+            bound = redirect.binds(self.node.cache)
+            self.off += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
+            return
+        tried: set[User] = set()
+        while self._strays_of_one(tried):
+            self.pause()
+
+    def _strays_of_one(self, tried: set[User]) -> bool:
+        """Those of an owner who is not in `tried` yet; whether there was one."""
+        node = self.node
         with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
             node.leases.drop_unfinished()
             stray = redirect.unneeded(redirect.binds(node.cache), node.leases.redirected())
+            if not stray:  # what is left is where redirects are made
+                redirect.clear(node.cache, node.leases, node.places, ROOT, None)
+                return False
             owned: dict[User, list[redirect.Bind]] = {}
             for bind in stray:
                 owned.setdefault(_owner(node.cache, bind), []).append(bind)
-            stuck = [self._stuck(binds, owner) for owner, binds in owned.items()]
-            if not any(stuck):  # else it would wait for the same paths
-                redirect.clear(node.cache, node.leases, node.places, ROOT, None)
-            there = {bind.mount.id for bind in redirect.binds(node.cache)}
-        return tuple(bind.path for bind in stray if bind.mount.id not in there)
+            for owner in [one for one in owned if one not in tried]:
+                binds = [bind for bind in owned[owner] if bind.mount.parent not in self.hung]
+                tried.add(owner)
+                if len(binds) < len(owned[owner]):
+                    beside = (bind.path for bind in owned[owner] if bind not in binds)
+                    self.problems.append(f"not tried, beside what hangs: {', '.join(beside)}")
+                if binds:
+                    self._take_off(binds, owner)
+                    return True
+            return False
 
-    def _stuck(self, binds: list[redirect.Bind], owner: User) -> bool:
-        """Takes redirects off; whether some could not be reached, which is a problem."""
+    def _take_off(self, binds: list[redirect.Bind], owner: User) -> None:
         try:
             redirect.take_off(binds, owner)
         except (OSError, Failed) as error:
-            self.problems.append(str(error))
-            return True
-        return False
+            self._stuck(error)
+        there = {bind.mount.id for bind in redirect.binds(self.node.cache)}
+        self.off += [bind.path for bind in binds if bind.mount.id not in there]
+
+    def _stuck(self, error: OSError | Failed) -> int:
+        """Notes that redirects stay; how many others went."""
+        self.problems.append(str(error))
+        if not isinstance(error, redirect.Stays):
+            return 0
+        self.hung |= error.hung
+        return error.off
 
     def dead_parts(self, found: tuple[Gone, ...]) -> tuple[str, ...]:
         """The keys of parts that nobody will go on with. They are deleted."""
@@ -251,8 +253,14 @@ class _Run:
         return evict.plan(stored, leased, room, evict.room_at_rest(room)).victims
 
     def proofs(self, items: tuple[entries.Item, ...], tell: Tell) -> Iterator[Verdict]:
-        """Reads what an earlier boot has written; what is bad is evicted, what is right noted."""
+        """Reads what an earlier boot has written; what is bad is evicted, what is right noted.
+
+        For some minutes only: the rest stays due, and the next sweep goes on with it.
+        """
+        until = self.node.clock.monotonic() + PROVING
         for item in items:
+            if self.node.clock.monotonic() > until:
+                return
             verdict = self.tried(lambda one: proof.prove(self.node, one, tell), item)
             if verdict is not None:
                 yield verdict

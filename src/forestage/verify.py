@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage import compare, copy, digest, image, lock, redirect, source
+from forestage import compare, copy, digest, image, lock, records, redirect, source
 from forestage.cache import Entry
 from forestage.compare import Compared, Digests, Expected, OfSource, SourceFailed
 from forestage.entries import Item
@@ -93,12 +93,13 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
         jobs=item.jobs,
         pinned=item.pinned,
     )
-    try:
-        fd = os.open(node.cache.image(item.key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if item.entry is not None:
+    fd = None
+    if item.entry is not None:  # else anything may lie there
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(node.cache.image(item.key), flags)
+        except FileNotFoundError:
             return msgspec.structs.replace(verdict, detail="it was evicted just now")
-        fd = None
     try:
         if fd is None or item.entry is None:
             detail = "its record cannot be read, or is not of this image"
@@ -157,8 +158,8 @@ def _by_digests(
 ) -> Verdict:
     known = node.cache.entry_dir(entry.key) / "map"
     try:
-        digests = known.read_bytes()
-    except FileNotFoundError:
+        digests = records.read(known)
+    except (FileNotFoundError, records.Damaged):
         digests = b""
     whole = len(digests) == chunk_count(entry.identity.size, entry.chunk or 1) * digest.BYTES
     if entry.digest and not (whole and digest.of_image(digests) == entry.digest):
@@ -238,11 +239,13 @@ def _take_out_of_service(node: Node, item: Item, fd: int | None) -> str:
 
 def _is_still_there(node: Node, key: str, fd: int | None) -> bool:
     """Whether the entry is the one that was verified, and not a newer copy of the same image."""
+    if fd is None:  # it was damaged
+        return os.path.lexists(node.cache.entry_dir(key)) and node.cache.read(key) is None
     try:
         facts = node.cache.image(key).lstat()
     except FileNotFoundError:
-        return fd is None and node.cache.entry_dir(key).exists()
-    return fd is not None and os.path.samestat(facts, os.fstat(fd))
+        return False
+    return os.path.samestat(facts, os.fstat(fd))
 
 
 def pieces(done: Verified) -> list[Piece]:

@@ -12,13 +12,19 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from click.testing import CliRunner
 
-from forestage import counters, events, image, reserve
+from forestage import counters, digest, events, image, reserve, sweep
 from forestage.cache import Cache, Entry
+from forestage.cli import World, main
 from forestage.clock import Clock
+from forestage.exits import Exit
 from forestage.hooks import Hook
 from forestage.image import Image
+from forestage.node import Node as Here
 from forestage.part import Owner, boot_id
+from forestage.settings import load
+from forestage.slurm import Slurm
 from node import ALICE, BOB, Node, content, read_as
 
 CHUNK = 1 << 20
@@ -160,15 +166,18 @@ def put(node: Node, name: str) -> Image:
     return image.judge(seen, None)
 
 
-def publish(node: Node, name: str) -> Image:
+def publish(node: Node, name: str, digests: bool = False) -> Image:
     """The same with a copy in the cache."""
     wanted = put(node, name)
     part = begin(node, wanted)
     shutil.copyfile(wanted.path, part / "image")
     os.chown(part / "image", ALICE.uid, ALICE.gid)
     (part / "image").chmod(wanted.access.mode)
+    taken = digest.of_chunk((part / "image").read_bytes()) if digests else b""
+    (part / "map").write_bytes(taken or (part / "map").read_bytes())
+    whole = digest.of_image(taken) if digests else ""
     node.cache.publish(
-        Entry(wanted.key, wanted.identity, wanted.access, created=1.0, engine="chunks", chunk=CHUNK)
+        Entry(wanted.key, wanted.identity, wanted.access, 1.0, "chunks", CHUNK, whole)
     )
     return wanted
 
@@ -252,6 +261,48 @@ def test_what_lies_in_the_cache_by_a_wrong_name_is_evicted_first(
     assert held.said == ("hit", "")
     node.epilog(1)
     assert node.entries() == {well.key}
+
+
+SPOILT = ("entry.json", "image", "map", "used", "boot", "")
+
+
+def spoil_each(node: Node, victim: Path, damage: Damage) -> dict[str, Image]:
+    """An entry of an earlier boot for each of its files, which is damaged in it; a whole one."""
+    node.configure(cache="/mnt/nvme/forestage")
+    node.cache.prepare(require_mount=True)
+    made = {file: publish(node, f"entry-{file}", digests=True) for file in (*SPOILT, "none")}
+    for file, wanted in made.items():
+        (node.cache.entry_dir(wanted.key) / "boot").write_text("an earlier one")
+        if file != "none":
+            damage(node.cache.entry_dir(wanted.key) / file, victim)
+    damage(node.cache.entries / "stray", victim)
+    return made
+
+
+@each(DAMAGES)
+def test_the_sweep_after_a_restart_ends_and_keeps_what_is_right(
+    node: Node, victim: Path, damage: Damage
+) -> None:
+    made = spoil_each(node, victim, damage)
+    here = Here.of(load(node.places.etc).config, node.places, Clock())
+    done = sweep.sweep(here, Slurm(""), False, lambda text: None)
+    assert done.problems == ()
+    assert node.entries() == {made[file].key for file in ("none", "used", "boot")}
+    assert sum(one.result == "ok" for one in done.verified) == 3
+    again = sweep.sweep(here, Slurm(""), False, lambda text: None)
+    assert (again.verified, again.problems) == ((), ())
+
+
+@each(DAMAGES)
+def test_verifying_all_ends_and_keeps_what_is_right(
+    node: Node, victim: Path, damage: Damage
+) -> None:
+    made = spoil_each(node, victim, damage)
+    (node.server / "alice/entry-map").unlink()  # so that its digests are looked at
+    world = World(node.places, Clock())
+    done = CliRunner().invoke(main, ["verify", "--all"], obj=world, catch_exceptions=False)
+    assert done.exit_code == Exit.BAD
+    assert node.entries() == {made[file].key for file in ("none", "used", "boot")}
 
 
 @each(DAMAGES[1:])

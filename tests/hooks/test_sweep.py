@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from forestage import lock, sweep
+from forestage import asuser, lock, redirect, sweep
 from forestage.clock import Clock
 from forestage.config import Config
+from forestage.job import User
 from forestage.lease import Use
 from forestage.node import Node as Here
 from forestage.slurm import Slurm, Told
 from forestage.sweep import Swept
-from node import BOB, Node, content, until
+from node import ALICE, BOB, Node, content, until
 
 _fork = multiprocessing.get_context("fork")
 
@@ -85,6 +86,22 @@ def test_a_redirect_that_a_killed_hook_left_comes_off(node: Node, running: Runni
     assert swept(node, running).redirects == (str(path),)
     assert node.binds() == {}
     assert node.shows_source(path)
+
+
+def test_what_hangs_is_told_by_the_mount_below_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the sweep waits for it once, and not for each owner's paths."""
+
+    def hangs(binds: list[redirect.Bind], user: User) -> None:
+        raise asuser.TooSlow
+
+    node.prolog(7, node.put("alice/a.sqsh"))
+    (bind,) = redirect.binds(node.cache)
+    monkeypatch.setattr(redirect, "_taken_off", hangs)
+    with pytest.raises(redirect.Stays) as caught:
+        redirect.take_off([bind], ALICE)
+    assert caught.value.hung == {bind.mount.parent}
 
 
 def test_the_epilog_after_the_sweep_does_no_harm(node: Node, running: Running) -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from commands import CHUNK, NOW, Site
-from forestage import events, lock, proof, source, sweep, verify
+from commands import CHUNK, NOW, Frozen, Site
+from forestage import epilog, events, lock, proof, source, sweep, verify
 from forestage import redirect as redirects
-from forestage.cli import main
+from forestage.cache import Cache
+from forestage.cli import World, main
+from forestage.entries import Item
 from forestage.errors import Failed, SlurmError
 from forestage.exits import Exit
 from forestage.job import User
-from forestage.lease import Lease, Use
+from forestage.lease import Lease, Leases, Use
+from forestage.node import Node
 from forestage.part import boot_id
-from forestage.redirect import Bind
+from forestage.redirect import Bind, Stays
 from forestage.slurm import Slurm, Told
 from forestage.sweep import Swept
 
@@ -96,10 +101,29 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
     return table
 
 
-def bind(path: str, key: str = "k" * 32, number: int = 1) -> Bind:
+def bind(path: str, key: str = "k" * 32, number: int = 1, parent: int = 0) -> Bind:
     from forestage.mounts import Mount
 
-    return Bind(Mount(number, 0, "0:1", f"/entries/{key}/image", path), key)
+    return Bind(Mount(number, parent, "0:1", f"/entries/{key}/image", path), key)
+
+
+class Watching(Frozen):
+    """Notes each pause, and whether the lock of the space was free then."""
+
+    def __init__(self, site: Site) -> None:
+        self.space_lock = site.node.cache.space_lock
+        self.paused: list[bool] = []
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > lock.POLL, "who polls might miss it"
+        self.paused.append(lock.is_free(self.space_lock))
+
+
+def watch(site: Site) -> list[bool]:
+    site.node.cache.prepare(False)
+    clock = Watching(site)
+    site.world = World(site.places, clock)
+    return clock.paused
 
 
 # --- leases
@@ -221,6 +245,53 @@ def test_a_lease_that_cannot_be_released_now_is_told_and_the_others_go(
     assert jobs(site) == (8,)
 
 
+def test_a_hook_that_waits_gets_the_lock_between_two_releases(site: Site) -> None:
+    """It looks every 20 ms, and a sweep that never paused would hold the lock whenever it does."""
+    paused = watch(site)
+    for job in (7, 8, 9):
+        hold(site, job)
+    asked = slurm({7: None, 8: None, 9: None})
+    swept(site, asked, dry_run=True)
+    assert paused == []
+    swept(site, asked)
+    assert paused == [True] * 3
+
+
+def test_a_copy_is_aborted_before_the_job_can_begin_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the lock is free, a job of this number may have another copy made."""
+    site.configure("on_deadline: abort\n")
+    site.node.cache.prepare(False)
+    lease = hold(site, 7, Use("k"))
+    seen: list[tuple[bool, Lease]] = []
+
+    def abort(cache: Cache, leases: Leases, ended: Lease) -> None:
+        seen.append((lock.is_free(site.node.cache.space_lock), ended))
+        raise OSError("it cannot be told")
+
+    monkeypatch.setattr(epilog, "abort", abort)
+    done = swept(site, slurm({7: None}))
+    assert seen == [(False, lease)]
+    assert (jobs(site), done.problems) == ((), ("it cannot be told",))
+
+
+@pytest.mark.parametrize(
+    "error", [Failed("program", "setpriv is not installed"), OSError(12, "Cannot allocate memory")]
+)
+def test_a_question_that_cannot_even_be_put_is_doubt(
+    site: Site, bound: list[Bind], error: Exception
+) -> None:
+    def raises() -> None:
+        raise error
+
+    hold(site, 7)
+    bound.append(bind("/lustre/stray"))
+    done = swept(site, slurm({7: None}, meanwhile=raises))
+    assert (done.doubt, jobs(site)) == (str(error), (7,))
+    assert done.redirects == ("/lustre/stray",)
+
+
 # --- redirects
 
 
@@ -280,6 +351,45 @@ def test_a_path_that_hangs_costs_its_job_no_lease_and_the_rest_no_sweep(
     assert [one.job for one in done.released] == [7, 8]
     assert jobs(site) == ()
     assert any("hangs" in problem for problem in done.problems)
+
+
+def owned_by(bind: Bind) -> User:
+    return User(bind.key, 1000, 1000)
+
+
+def test_each_owners_strays_have_a_hold_of_the_lock_of_their_own(
+    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where paths hang, each of them costs a timeout."""
+    paused = watch(site)
+    monkeypatch.setattr(sweep, "_owner", lambda cache, bind: owned_by(bind))
+    bound += [bind("/lustre/a", "alice", 1), bind("/lustre/b", "bob", 2)]
+    bound += [bind("/lustre/c", "alice", 3)]
+    assert swept(site).redirects == ("/lustre/a", "/lustre/c", "/lustre/b")
+    assert paused == [True] * 2
+
+
+def test_a_file_system_that_hangs_is_waited_for_once(
+    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_owner", lambda cache, bind: owned_by(bind))
+    dead, well = 5, 6
+    bound += [bind("/dead/a", "alice", 1, dead), bind("/dead/b", "bob", 2, dead)]
+    bound += [bind("/well/c", "carol", 3, well)]
+    asked: list[str] = []
+
+    def take_off(taken: list[Bind], user: User) -> None:
+        for one in taken:
+            asked.append(one.path)
+            if one.mount.parent == dead:
+                raise Stays([one.path], 0, frozenset({dead}))
+            bound.remove(one)
+
+    monkeypatch.setattr(redirects, "take_off", take_off)
+    done = swept(site)
+    assert asked == ["/dead/a", "/well/c"]
+    assert done.redirects == ("/well/c",)
+    assert any("/dead/b" in problem for problem in done.problems)
 
 
 # --- parts
@@ -396,6 +506,76 @@ def test_a_copy_made_anew_meanwhile_is_not_called_proven(
     assert [one.result for one in swept(site).verified] == ["ok"]
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
     assert (site.places.root / "old/boot").read_bytes() == proof.PROVEN
+
+
+def test_what_cannot_be_noted_is_not_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk gone read-only, each sweep would read the whole cache."""
+
+    def read_only(here: int) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    from_earlier_boot(site)
+    monkeypatch.setattr(proof, "_open_note", read_only)
+    monkeypatch.setattr(verify, "verify", pytest.fail)
+    done = swept(site)
+    assert done.verified == ()
+    assert "Read-only file system" in done.problems[0]
+
+
+@pytest.fixture
+def after_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
+    """Has something happen whenever an entry, its key is told, has been read."""
+
+    def put(then: Callable[[str], None]) -> None:
+        real = verify.verify
+
+        def verified(node: Node, items: list[Item], *rest: Any) -> verify.Verified:
+            found = real(node, items, *rest)
+            then(items[0].key)
+            return found
+
+        monkeypatch.setattr(verify, "verify", verified)
+
+    return put
+
+
+def test_what_is_evicted_before_its_turn_is_no_problem(
+    site: Site, after_each: Callable[[Callable[[str], None]], None]
+) -> None:
+    keys = {from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")}
+
+    def the_other_goes(key: str) -> None:
+        (other,) = keys - {key}
+        site.node.cache.retire(other)
+
+    after_each(the_other_goes)
+    done = swept(site)
+    assert [one.result for one in done.verified] == ["ok"]
+    assert done.problems == ()
+
+
+def test_leases_do_not_wait_for_the_reading_of_a_whole_cache(
+    site: Site, after_each: Callable[[Callable[[str], None]], None]
+) -> None:
+    """The timer starts no sweep while one reads; this one stops, and the next goes on with it."""
+
+    class Passing(Frozen):
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Passing()
+    site.world = World(site.places, clock)
+    keys = {from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")}
+
+    def passes(key: str) -> None:
+        clock.now += sweep.PROVING + 1
+
+    after_each(passes)
+    read = [[one.key for one in swept(site).verified] for _ in range(3)]
+    assert [len(keys) for keys in read] == [1, 1, 0]
+    assert {*read[0], *read[1]} == keys
 
 
 # --- room
