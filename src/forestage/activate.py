@@ -1,10 +1,11 @@
 """`forestage enable` and `disable`: have Slurm call us, or have it stop.
 
-The facts of activation.py in, a plan out; `apply` does either all of it or begins nothing. What is
+The facts of activation.py in, a plan out; `apply` takes back what it cannot do to its end. What is
 refused is what would drain nodes: Slurm drains one whose Prolog is missing, cannot be run, or is a
 pattern without a match.
 """
 
+import contextlib
 import fnmatch
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import edits, run, siteconf
-from forestage.activation import Glob, Hook, Site
+from forestage.activation import Glob, Hook, Site, hook_runs
 from forestage.edits import Edit, Lines
 from forestage.errors import RefusedError
 from forestage.places import Places
@@ -22,6 +23,10 @@ LINK = "50-forestage"
 TIMER = "forestage-sweep.timer"
 FLAGS = frozenset(("alloc", "deferbatch"))
 SYSTEMCTL = 60.0  # seconds
+SHARED = (
+    "Nodes that share such a directory are not seen from here: one that runs a Prolog or Epilog"
+    " while the link goes may drain."
+)
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -92,6 +97,7 @@ def to_disable(site: Site) -> Plan:
     for plugin in site.stack.plugins():
         if plugin.path == site.companion:
             _drop(text, plugin.line)
+    notes += [SHARED] if unlinks else []
     return Plan(text.edits(), (), tuple(unlinks), tuple(notes), tuple(refusals))
 
 
@@ -174,15 +180,28 @@ def _stack_on(site: Site, text: Lines) -> list[str]:
     return []
 
 
-def apply(plan: Plan) -> None:
-    """Does it, as root. Raises RefusedError and Failed before anything is done; OSError."""
+def apply(plan: Plan, places: Places) -> None:
+    """Does it, as root. Raises RefusedError and Failed before anything is done; OSError, with the
+    files as they were. A link that was made then stays: slurmd may be about to run it."""
     if plan.refusals:
         raise RefusedError("\n".join(plan.refusals))
     edits.check(plan.edits)
-    for link in plan.links:
-        Path(link.path).symlink_to(link.target)
-    for edit in plan.edits:
-        edits.write(edit)
+    # slurmd lists the directory first, then looks for each script in turn: one that goes meanwhile
+    # is a failed Prolog, and the node drains (run_script.c).
+    if plan.unlinks and hook_runs(places):
+        raise RefusedError(
+            "a Prolog or Epilog runs here and may have listed the directory",
+            "try again, or drain the node first",
+        )
+    with contextlib.ExitStack() as undo:
+        for edit in plan.edits:
+            was_there = Path(edit.path).exists()
+            edits.write(edit)
+            undo.callback(edits.take_back, edit, was_there)
+        # The Epilog's first: it does no harm without a Prolog.
+        for link in reversed(plan.links):
+            Path(link.path).symlink_to(link.target)
+        undo.pop_all()
     for link in plan.unlinks:
         Path(link.path).unlink(missing_ok=True)
 

@@ -56,8 +56,9 @@ def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
         return [*told, Line("Nothing was done.")]
     if plan.empty:
         return [*told, Line("There is nothing to do.")]
+    told += _beforehand(enabling)
     if not done:
-        return [*told, *_beforehand(enabling), Line("Nothing was done yet: add --yes.")]
+        return [*told, Line("Nothing was done yet: add --yes.")]
     return [*told, Line(f"Done. Now: {_next(plan)}")]
 
 

@@ -1,6 +1,7 @@
 """What does Slurm run today? Our hooks in slurm.conf and prolog.d, and the companion."""
 
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,11 @@ from forestage.places import Places
 from forestage.siteconf import Read, Setting
 
 CALLED = 1 << 20  # bytes of a site's script that are searched for our hook's path
+
+COMMENT = re.compile(rb"(^|\s)#.*")
+CONTEXTS = frozenset(  # slurmd sets it for each of its scripts (prolog and epilog guide)
+    (b"SLURM_SCRIPT_CONTEXT=prolog_slurmd", b"SLURM_SCRIPT_CONTEXT=epilog_slurmd")
+)
 
 HookName = Literal["Prolog", "Epilog"]
 
@@ -86,14 +92,33 @@ def _glob(setting: Setting, hook: Path) -> Glob:
     return Glob(setting, matches, ours, Path(setting.value).parent.is_dir())
 
 
+def hook_runs(places: Places) -> bool:
+    """Whether slurmd runs a Prolog or an Epilog on this node now, ours or another; as root."""
+    return any(_is_hook(process) for process in (places.root / "proc").glob("[0-9]*"))
+
+
+def _is_hook(process: Path) -> bool:
+    try:
+        variables = (process / "environ").read_bytes().split(b"\0")
+        if CONTEXTS.isdisjoint(variables):
+            return False
+        # Only slurmd's own child: users may set any variable, and what a Prolog has left behind,
+        # such as a stager, still has its own.
+        parent = (process / "stat").read_bytes().rpartition(b") ")[2].split()[1]
+        return (process.parent / os.fsdecode(parent) / "comm").read_bytes().startswith(b"slurm")
+    except OSError:  # it has ended
+        return False
+
+
 def _usable(hook: Path) -> bool:
     return hook.is_file() and os.access(hook, os.X_OK)
 
 
 def _calls(script: str, hook: Path) -> bool:
-    """Whether a script of the site's runs our hook, as far as its text says."""
+    """Whether a script of the site's runs our hook, as far as its text says, without comments."""
     try:
         with Path(script).open("rb") as file:
-            return os.fsencode(hook) in file.read(CALLED)
+            lines = file.read(CALLED).splitlines()
     except OSError:
         return False
+    return any(os.fsencode(hook) in COMMENT.sub(b"", line) for line in lines)

@@ -6,14 +6,19 @@ import tempfile
 from pathlib import Path
 
 
-def write(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory."""
+def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
+    """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory.
+
+    `owner` is (uid, gid), for root to give; without it the file is the caller's.
+    """
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with contextlib.ExitStack() as undo:
         undo.callback(Path(name).unlink, missing_ok=True)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
+            if owner is not None:
+                os.fchown(fd, *owner)
             os.fchmod(fd, mode)
             os.fsync(fd)
         os.replace(name, path)

@@ -140,7 +140,7 @@ def _node(
     place = check_disk.gather(files, cache, config, hidden, used.images)
     yield from check_disk.findings(place, config, _origin(found, asked.places, "cache"))
     user = asked.user or uses.somebody(used)
-    sources = check_sources.gather(files, config.sources, user)
+    sources = check_sources.gather(files, config.sources, user, used.users_own)
     yield from check_sources.findings(sources, _origin(found, asked.places, "sources"))
     if all(one.state != "hangs" for one in sources):  # lfs would hang with them
         striped = check_striping.gather(files, used.images, files.filesystems())

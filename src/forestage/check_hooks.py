@@ -30,6 +30,8 @@ SCRIPT = 64 * 1024  # bytes of a script that are looked at
 _MAGIC = re.compile(r"[*?[]")
 _PATHS = re.compile(r"/[\w./+-]+")
 
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
+
 State = Literal["fine", "missing", "dangling", "not-executable"]
 
 
@@ -89,8 +91,7 @@ def _scripts(files: Files, pattern: str) -> Iterator[Script]:
 
 def _script(files: Files, path: str) -> Script:
     mode = files.mode(path)
-    text = files.text(path, SCRIPT) or ""
-    ours = "forestage" in path or "forestage" in text or "forestage" in files.real(path)
+    ours = "forestage" in path or bool(_lines(files, path)) or "forestage" in files.real(path)
     if mode is None:
         state: State = "dangling" if files.at(path).is_symlink() else "missing"
     else:
@@ -99,9 +100,9 @@ def _script(files: Files, path: str) -> Script:
 
 
 def _interpreters(files: Files, scripts: list[str]) -> Iterator[Interpreter]:
-    """Those that our scripts name, and the scripts which these call."""
+    """Those that our scripts name, and the scripts which these call, where they name us."""
     words = [word for path in scripts for word in _paths_in(files, path)]
-    called = [word for word in words if "forestage" in (files.text(word, SCRIPT) or "")]
+    called = [word for word in words if _lines(files, word)]
     words += [word for path in called for word in _paths_in(files, path)]
     named = (word for word in words if re.fullmatch(r".*/python[\d.]*", word))
     for path in dict.fromkeys(named):
@@ -109,7 +110,13 @@ def _interpreters(files: Files, scripts: list[str]) -> Iterator[Interpreter]:
 
 
 def _paths_in(files: Files, script: str) -> list[str]:
-    return _PATHS.findall(files.text(script, SCRIPT) or "")
+    return [word for line in _lines(files, script) for word in _PATHS.findall(line)]
+
+
+def _lines(files: Files, script: str) -> list[str]:
+    """Those that name us, without comments: a site's script may start other programs as well."""
+    text = _COMMENT.sub("", files.text(script, SCRIPT) or "")
+    return [line for line in text.split("\n") if "forestage" in line]
 
 
 def _trouble(files: Files, path: str) -> str:

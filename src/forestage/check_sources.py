@@ -20,16 +20,22 @@ State = Literal["readable", "missing", "denied", "hangs", "broken"]
 
 
 class Source(msgspec.Struct, frozen=True):
-    """A directory of `sources:`, as `user` finds it; `detail` is the system's word for trouble."""
+    """A directory of `sources:`, as `user` finds it; `detail` is the system's word for trouble.
+
+    `image` is one of this user's that lies below it; "" where there is none.
+    """
 
     path: str
     state: State
     user: str
     under: Filesystem | None = None
     detail: str = ""
+    image: str = ""
 
 
-def gather(files: Files, sources: tuple[str, ...], user: User) -> tuple[Source, ...]:
+def gather(
+    files: Files, sources: tuple[str, ...], user: User, images: tuple[str, ...] = ()
+) -> tuple[Source, ...]:
     """Enters each source as the user, in a process of its own that may hang."""
     found = []
     for path in sources:
@@ -37,7 +43,9 @@ def gather(files: Files, sources: tuple[str, ...], user: User) -> tuple[Source, 
         # Only now, when an automounter has had its chance.
         fits = state in ("readable", "denied")
         under = tree.under(files.filesystems(), files.real(path)) if fits else None
-        found.append(Source(path, state, user.name or str(user.uid), under, detail))
+        below = tuple(f"{place.rstrip('/')}/" for place in (path, files.real(path)))
+        image = next((one for one in images if one.startswith(below)), "")
+        found.append(Source(path, state, user.name or str(user.uid), under, detail, image))
     return tuple(found)
 
 
@@ -95,13 +103,13 @@ def _source(one: Source, origin: str) -> Iterator[Finding]:
             "Jobs that name an image below it wait for the file server",
             f"look at its server and network; `dmesg`; umount -l {one.path} and mount it again",
         )
-    elif one.state == "denied":
+    elif one.state == "denied" and one.image:  # a directory of another group's is no mistake
         yield Finding(
             "source-denied",
             "warning",
-            f"{one.user} cannot enter the source {one.path}",
+            f"{one.user} cannot enter the source {one.path}, where his image {one.image} lies",
             "What a job's user cannot open is not staged for him",
-            f"chmod o+x {one.path}, if all users of jobs should read images there",
+            f"`namei -l {one.path}` shows whose it is: his groups on this node, or its mode",
         )
     elif one.under is not None and one.under.point == "/":
         yield Finding(

@@ -72,7 +72,7 @@ def _change(
     plan = decide(activation.gather(ctx.obj.places, Path(slurm_conf)))
     done = yes and not plan.refusals
     if done:
-        activate.apply(plan)
+        activate.apply(plan, ctx.obj.places)
     enabling = decide is activate.to_enable
     told = activated.pieces(plan, done, enabling)
     screen.show(activated.document(plan, done), told, as_json)

@@ -18,6 +18,7 @@ MAX_INCLUDES = 64
 _DEFAULTS = {"messagetimeout": 10.0, "batchstarttimeout": 10.0}  # slurm.conf(5), seconds
 # Each sets Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 shows it for two of them.
 _ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
+_OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset"}
 _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for so long
 
 
@@ -90,12 +91,33 @@ def settings(conf: Path) -> list[tuple[str, str]]:
 
     Raises OSError, and ValueError where it is no text or its includes never end.
     """
-    found = []
+    found: list[tuple[str, str]] = []
     for line in _lines(conf, [MAX_INCLUDES]):
         name, equals, value = line.partition("=")
-        if equals:
+        if "=" in value and name.lower() not in _OF_LINES:
+            found += _pairs(line)
+        elif equals:  # at once, as most are: a Prolog waits for this
             found.append((name.strip().lower(), value.strip().strip('"')))
     return found
+
+
+def _pairs(line: str) -> Iterator[tuple[str, str]]:
+    """Pure: several settings may share a line (s_p_parse_line of Slurm's parse_config.c). What
+    follows the name of a node or a partition is said of that one only."""
+    name, equals, rest = line.partition("=")
+    while equals and name.strip():
+        rest = rest.lstrip()
+        if rest.startswith('"'):
+            value, _, rest = rest[1:].partition('"')
+        elif "=" in rest:
+            value, rest = (*rest.split(None, 1), "")[:2]
+        else:
+            value, rest = rest.strip(), ""
+        word = name.split()[-1].lower()
+        yield word, value
+        if word in _OF_LINES:
+            return
+        name, equals, rest = rest.partition("=")
 
 
 def _lines(conf: Path, left: list[int]) -> Iterator[str]:
@@ -107,10 +129,10 @@ def _lines(conf: Path, left: list[int]) -> Iterator[str]:
     bare = [line.partition("#")[0].rstrip() for line in conf.read_text().splitlines()]
     for raw in "\n".join(bare).replace("\\\n", "").splitlines():
         line = raw.strip()
-        words = line.split(None, 1)
-        if len(words) == 2 and words[0].lower() == "include":
+        words = line.split(None, 1) if line[:7].lower() == "include" else ()
+        if len(words) == 2 and len(words[0]) == 7:
             yield from _lines(conf.parent / words[1], left)
-        else:
+        elif line:
             yield line
 
 

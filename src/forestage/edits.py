@@ -1,6 +1,5 @@
 """Which lines of a text file go, which come? Everything else in it stays as it is."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -88,7 +87,8 @@ def check(edits: Iterable[Edit]) -> None:
 
 
 def write(edit: Edit) -> None:
-    """Replaces the file; its owner and mode stay. Raises OSError."""
+    """Replaces the file; its owner and mode stay, so that no reader is ever refused. Raises
+    OSError."""
     path = Path(edit.path)
     data = edit.after.encode(errors="surrogateescape")
     try:
@@ -96,5 +96,12 @@ def write(edit: Edit) -> None:
     except FileNotFoundError:
         atomic.write(path, data, 0o644)
         return
-    atomic.write(path, data, was.st_mode & 0o7777)
-    os.chown(path, was.st_uid, was.st_gid)
+    atomic.write(path, data, was.st_mode & 0o7777, (was.st_uid, was.st_gid))
+
+
+def take_back(edit: Edit, was_there: bool) -> None:
+    """Puts back what `write` has replaced. Raises OSError."""
+    if was_there:
+        write(msgspec.structs.replace(edit, before=edit.after, after=edit.before))
+    else:
+        Path(edit.path).unlink(missing_ok=True)

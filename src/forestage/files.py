@@ -105,8 +105,10 @@ def listed(mountinfo: str) -> tuple[Filesystem, ...]:
     lines = [line for line in mountinfo.split("\n") if line]
     found = []
     for mount, line in zip(mounts.listed(mountinfo), lines, strict=True):
-        kind, source, *_ = [*line.partition(" - ")[2].split(" "), "", ""]
-        read_only = "ro" in line.split(" ")[5].split(",")
+        kind, source, of_disk, *_ = [*line.partition(" - ")[2].split(" "), "", "", ""]
+        # A disk with errors goes read-only in the last field alone (errors=remount-ro).
+        options = {*line.split(" ")[5].split(","), *of_disk.split(",")}
+        read_only = not options.isdisjoint(("ro", "emergency_ro"))
         found.append(Filesystem(mount.point, kind, source, mount.device, read_only))
     return tuple(found)
 

@@ -218,10 +218,12 @@ def counters(tally: Tally) -> Iterator[Metric]:
         for result, number in _filled(REQUESTS, tally.requests.get(hook, {})).items():
             requests.add_metric((hook, result), number)
     yield requests
+    starts = _filled(REQUESTS, tally.starts)
     declined, errors = _known(tally.declined), _known(tally.errors)
     copied = _filled(("source", "peers"), tally.copied)
     spared = _filled(("hit", "joined"), tally.spared) | {"peers": copied["peers"]}
     for name, text, label, numbers in (
+        ("starts", "Images that jobs and their further steps began with.", "result", starts),
         ("declined", "Requests not served, by a rule or the user's mistake.", "reason", declined),
         ("errors", "Failures of the node's or forestage's own.", "reason", errors),
         ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),

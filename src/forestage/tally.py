@@ -51,7 +51,8 @@ class Start(msgspec.Struct, frozen=True):
 class Tally(msgspec.Struct):
     """All that was counted on this node; it only grows. Sizes are bytes.
 
-    `requests` and `waits` are by hook (prolog, step), the former by result below that; `declined`
+    `requests` and `waits` are by hook (prolog, step), the former by result below that; `starts` are
+    by the result that the first hook had, once for a Prolog and its job's first step; `declined`
     and `errors` by reason; `copies` by result, `copied` by where the bytes came from (source,
     peers), `evicted` by the hook that made room. `spared` are bytes that a job had from the cache
     instead of the shared file system, by result. `swept` are leases whose Epilog never ran, `given`
@@ -59,6 +60,7 @@ class Tally(msgspec.Struct):
     """
 
     requests: dict[str, dict[str, int]] = {}
+    starts: dict[str, int] = {}
     waits: dict[str, Histogram] = {}
     declined: dict[str, int] = {}
     errors: dict[str, int] = {}
@@ -110,6 +112,7 @@ class Tally(msgspec.Struct):
         self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
         if self._is_told_twice(event):
             return None
+        _more(self.starts, outcome.result)
         is_local = outcome.redirect in ("laid", "kept", "spank")
         if not (is_local and outcome.result in ("hit", "joined")):
             return Start()

@@ -21,11 +21,13 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class Uses(msgspec.Struct, frozen=True):
-    """`images`, most used first; the last job's `user` and uid; when each hook ran last."""
+    """`images`, most used first; the last job's `user` and uid; when each hook ran last; the
+    images that this user has asked for."""
 
     images: tuple[Used, ...] = ()
     user: tuple[str, int] | None = None
     hooks: dict[str, float] = {}
+    users_own: tuple[str, ...] = ()
 
 
 def gather(places: Places) -> Uses:
@@ -40,6 +42,7 @@ def tally(log: Iterable[Event]) -> Uses:
     times: dict[str, int] = {}
     sizes: dict[str, int] = {}
     hooks: dict[str, float] = {}
+    by_user: dict[int, dict[str, None]] = {}
     last: Event | None = None
     for event in log:
         hooks[event.hook] = max(event.time, hooks.get(event.hook, 0.0))
@@ -48,11 +51,14 @@ def tally(log: Iterable[Event]) -> Uses:
             continue
         times[image] = times.get(image, 0) + 1
         sizes[image] = event.outcome.size or event.outcome.bytes or sizes.get(image, 0)
+        by_user.setdefault(event.uid, {})[image] = None
         if event.uid > 0 and (last is None or event.time >= last.time):
             last = event
     images = [Used(path, number, sizes[path]) for path, number in times.items()]
     images.sort(key=lambda used: (-used.times, used.path))
-    return Uses(tuple(images), (last.user, last.uid) if last else None, hooks)
+    if last is None:
+        return Uses(tuple(images), None, hooks)
+    return Uses(tuple(images), (last.user, last.uid), hooks, tuple(by_user[last.uid]))
 
 
 def somebody(uses: Uses) -> User:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from host import wait_until
 from jobs import Site
 from newcomer import Machine, blocks
 from packaged import HOOKS, NODE, RELEASES, Packages, build, spec
@@ -206,6 +207,30 @@ def test_a_directory_of_prologs_gets_a_link_that_never_dangles(
     assert packages.root("ls", "/etc/slurm/prolog.d", "/etc/slurm/epilog.d").count("20-site") == 2
     after = site.srun(image)
     assert (after.code, site.outcomes(after.job)) == (0, [])
+    site.cluster.wait_idle(20)
+
+
+def test_no_link_goes_while_a_prolog_of_the_site_runs(site: Site, packages: Packages) -> None:
+    """slurmd has listed the directory, and drains the node if the next script is gone."""
+    runs, slow = "/var/tmp/prolog-runs", "/etc/slurm/prolog.d/90-slow"
+    site.cluster.write("/etc/slurm/prolog.d/20-site", "#!/bin/sh\n", mode=0o755)
+    site.cluster.write(CONF, site.cluster.read(CONF) + "Prolog=/etc/slurm/prolog.d/*\n")
+    packages.install()
+    enable(site, packages)
+    wait = f"#!/bin/sh\ntouch {runs}\nwhile [ -e {runs} ]; do sleep 0.1; done\n"
+    site.cluster.write(slow, wait, mode=0o755)
+    try:
+        site.cluster.submit("#!/bin/sh\ntrue\n")
+        wait_until(site.cluster.host_path(runs, NODE).exists, 30, site.cluster.logs)
+        told = packages.root("forestage", "disable", "--yes", check=False)
+    finally:
+        site.cluster.host_path(slow).unlink()
+        site.cluster.host_path(runs, NODE).unlink(missing_ok=True)
+    assert "may have listed the directory" in told
+    site.cluster.wait_idle(30)
+    packages.root("forestage", "disable", "--yes")
+    assert packages.root("ls", "/etc/slurm/prolog.d").split() == ["20-site"]
+    assert site.srun(site.image("after")).code == 0
     site.cluster.wait_idle(20)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,10 @@ class Slurm:
         return activate.to_disable(self.site())
 
     def enable(self) -> None:
-        activate.apply(self.to_enable())
+        activate.apply(self.to_enable(), self.places)
 
     def disable(self) -> None:
-        activate.apply(self.to_disable())
+        activate.apply(self.to_disable(), self.places)
 
 
 @pytest.fixture
@@ -219,6 +220,111 @@ def test_a_pattern_is_never_left_without_a_match(slurm: Slurm) -> None:
     assert slurm.conf.read_text() == text
 
 
+PROLOG = "SLURM_SCRIPT_CONTEXT=prolog_slurmd"
+
+
+def process(slurm: Slurm, number: int, name: str, parent: int, *environ: str) -> None:
+    """As proc(5) shows one."""
+    there = slurm.places.root / f"proc/{number}"
+    there.mkdir(parents=True)
+    (there / "comm").write_text(f"{name}\n")
+    (there / "stat").write_text(f"{number} ({name}) S {parent} {number} 1 0 -1\n")
+    (there / "environ").write_bytes("".join(f"{one}\0" for one in environ).encode())
+
+
+@pytest.mark.parametrize("context", ["prolog_slurmd", "epilog_slurmd"])
+def test_no_link_goes_while_slurmd_may_have_listed_it(slurm: Slurm, context: str) -> None:
+    """slurmd lists the directory, then looks for each script in turn; one that is gone drains."""
+    slurm.with_glob()
+    slurm.enable()
+    process(slurm, 70, "slurmd", 1, "A=b")
+    process(slurm, 71, "90-health) x", 70, "A=b", f"SLURM_SCRIPT_CONTEXT={context}")
+    with pytest.raises(RefusedError, match="may have listed the directory"):
+        slurm.disable()
+    assert (slurm.prolog_d / "50-forestage").is_symlink()
+    assert f"Epilog={slurm.places.epilog}" in slurm.conf.read_text(), "not half of it either"
+
+
+def test_what_only_looks_like_a_prolog_keeps_no_link(slurm: Slurm) -> None:
+    """A copy that goes on after its Prolog, a user's variable: both may be there for ever."""
+    slurm.with_glob()
+    slurm.enable()
+    process(slurm, 1, "systemd", 0)
+    process(slurm, 70, "slurmd", 1, "A=b")
+    process(slurm, 71, "forestage-stage", 1, PROLOG)
+    process(slurm, 72, "20-site", 70, "SLURM_SCRIPT_CONTEXT=prolog_task", f"X={PROLOG}")
+    (slurm.places.root / "proc/73").mkdir()  # it has ended
+    slurm.disable()
+    assert not (slurm.prolog_d / "50-forestage").is_symlink()
+
+
+def test_lines_alone_go_while_a_prolog_runs(slurm: Slurm) -> None:
+    slurm.enable()
+    process(slurm, 70, "slurmd", 1)
+    process(slurm, 71, "prolog", 70, PROLOG)
+    slurm.disable()
+    assert slurm.conf.read_text() == f"{CONF}\n"
+
+
+def test_nodes_that_share_the_directory_are_told_of(slurm: Slurm) -> None:
+    slurm.with_glob()
+    slurm.enable()
+    assert any("not seen from here" in note for note in slurm.to_disable().notes)
+
+
+def test_a_comment_that_names_our_hook_does_not_call_it(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "site-prolog"
+    script.write_text(
+        f"#!/bin/sh\n# {slurm.places.prolog}\nmount /s  # not {slurm.places.prolog}\n"
+    )
+    slurm.write(f"{CONF}\nProlog={script}\n")
+    with pytest.raises(RefusedError, match="is there already: run"):
+        slurm.enable()
+
+
+@pytest.mark.parametrize("step", ["write", "symlink"])
+def test_what_cannot_be_done_to_its_end_is_taken_back(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A file of its own that is a mount point, a directory that is read-only."""
+    slurm.build_companion()
+    text = slurm.with_glob()
+    text = text.replace(f"Epilog={slurm.places.epilog}\n", "")
+    slurm.write(text)
+    written = []
+    write = edits.write
+
+    def fail(*_: object) -> None:
+        raise OSError(16, "busy")
+
+    def second_fails(edit: edits.Edit) -> None:
+        written.append(edit.path)
+        if len(written) == 2:
+            fail()
+        write(edit)
+
+    if step == "write":
+        monkeypatch.setattr(edits, "write", second_fails)
+    else:
+        monkeypatch.setattr(Path, "symlink_to", fail)
+    with pytest.raises(OSError, match="busy"):
+        slurm.enable()
+    assert slurm.conf.read_text() == text
+    assert not slurm.stack.exists()
+    assert not (slurm.prolog_d / "50-forestage").is_symlink()
+
+
+def test_the_file_is_never_there_with_another_owner(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0640 root:slurm: as root:root slurmctld could not read it for a moment."""
+    given = []
+    monkeypatch.setattr(os, "chown", lambda *_: pytest.fail("after it was replaced"))
+    monkeypatch.setattr(os, "fchown", lambda fd, *owner: given.append(owner))
+    slurm.enable()
+    assert given == [(slurm.conf.stat().st_uid, slurm.conf.stat().st_gid)]
+
+
 def test_a_line_that_says_more_is_left_to_its_writer(slurm: Slurm) -> None:
     text = f"{CONF}\nProlog={slurm.places.prolog} Epilog=/site/epilog\n"
     slurm.write(text)
@@ -241,7 +347,7 @@ def test_a_file_that_changes_meanwhile_is_not_overwritten(slurm: Slurm) -> None:
     plan = slurm.to_enable()
     slurm.write(f"{CONF}\nDebugFlags=Script\n")
     with pytest.raises(Failed, match="changed just now"):
-        activate.apply(plan)
+        activate.apply(plan, slurm.places)
     assert slurm.conf.read_text() == f"{CONF}\nDebugFlags=Script\n"
 
 
@@ -308,6 +414,7 @@ def test_without_yes_it_is_only_told(slurm: Slurm, tmp_path: Path) -> None:
 def test_with_yes_it_is_done_and_the_next_command_is_told(slurm: Slurm, tmp_path: Path) -> None:
     slurm.build_companion()
     told = run(slurm, tmp_path, "enable", "--yes")
+    assert "one without it will drain" in told
     assert "scontrol reconfigure" in told
     assert "systemctl restart slurmd" in told
     assert slurm.to_enable().empty

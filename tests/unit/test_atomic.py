@@ -21,6 +21,19 @@ def test_a_file_is_written_replaced_and_private(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_a_new_owner_is_given_before_the_mode_and_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else there is a moment at which nobody may read it; and chown(2) clears bits of the mode."""
+    steps: list[object] = []
+    fchmod, replace = os.fchmod, os.replace
+    monkeypatch.setattr(os, "fchown", lambda fd, uid, gid: steps.append((uid, gid)))
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: (steps.append(mode), fchmod(fd, mode)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("rename"), replace(a, b)))
+    atomic.write(tmp_path / "a", b"new", 0o640, (1, 2))
+    assert steps == [(1, 2), 0o640, "rename"]
+
+
 @pytest.mark.parametrize("step", ["fsync", "fchmod", "replace"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_failure_on_the_way_leaves_the_old_file_and_no_other(

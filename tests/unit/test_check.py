@@ -373,6 +373,15 @@ DISK = [
         ("/mnt/nvme is mounted read-only", "remount,rw"),
         changed("/proc/self/mountinfo", "/mnt/nvme rw,noatime", "/mnt/nvme ro,noatime"),
     ),
+    *(
+        Planted(
+            "cache-read-only",
+            "critical",
+            ("goes read-only when its disk fails",),
+            changed("/proc/self/mountinfo", "/dev/md0 rw", f"/dev/md0 {options}"),
+        )
+        for options in ("ro,errors=remount-ro", "rw,emergency_ro")
+    ),
     Planted(
         "cache-hidden",
         "critical",
@@ -626,7 +635,21 @@ def test_a_source_that_a_user_cannot_read_is_told(
         raise PermissionError(13, "no") if state == "denied" else asuser.TooSlow("no answer")
 
     monkeypatch.setattr(asuser, "call", call)
+    node.use("/lustre/a.sqsh", 1)
     assert node.ids() == [f"source-{state}"]
+
+
+def test_a_source_of_another_group_is_no_finding(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the check would warn or not, by whose job came last."""
+
+    def call(*_: object) -> object:
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr(asuser, "call", call)
+    node.use("/lustre2/a.sqsh", 1)
+    assert node.ids() == []
 
 
 def test_whether_a_user_may_enter_a_source_is_tried_as_that_user(
@@ -764,6 +787,32 @@ def test_hooks_that_a_script_calls_are_known_for_ours(node: GoodNode) -> None:
     assert node.ids() == []
     node.remove("/usr/lib/forestage/bin/python3")
     assert node.ids() == ["hook-interpreter"]
+
+
+def test_what_else_a_sites_script_runs_is_not_asked_to_run_our_hooks(node: GoodNode) -> None:
+    node.remove("/etc/slurm/prolog.d/50-forestage")
+    node.write("/opt/python3", "#!/bin/sh\nexit 1\n", 0o755)
+    node.write(
+        "/etc/slurm/prolog.d/50-site",
+        "#!/bin/sh\n/opt/python3 /opt/health.py\n"
+        "/usr/libexec/forestage/prolog  # and not forestage by /opt/python3\n",
+        0o755,
+    )
+    assert node.ids() == []
+
+
+def test_a_comment_that_names_us_is_no_hook_of_ours(node: GoodNode) -> None:
+    node.remove("/etc/slurm/prolog.d/50-forestage")
+    node.write("/etc/slurm/prolog.d/90-site", "#!/bin/sh\n# before forestage\nexit 0\n", 0o755)
+    assert node.ids() == ["prolog-absent"]
+
+
+def test_settings_that_share_a_line_are_all_read(node: GoodNode) -> None:
+    text = node.at(GOOD_CONF).read_text()
+    node.write(GOOD_CONF, text.replace("\n", " "))
+    assert node.ids() == []
+    node.slurm("PrologFlags=Alloc,DeferBatch ", "PrologFlags=Alloc,DeferBatch,Serial ")
+    assert node.ids() == ["prolog-serial"]
 
 
 def test_a_broken_configuration_hides_nothing_of_slurm(node: GoodNode) -> None:

@@ -164,6 +164,11 @@ def test_no_user_makes_the_hook_wait_longer_than_is_safe_where_slurm_conf_cannot
             "NodeName=n[1-4] CPUs=2\nPartitionName=a Nodes=ALL\nMessageTimeout=30\n",
             Limits(None, 30),
         ),
+        # Several settings may share a line; a node's or partition's own are not Slurm's.
+        ("MessageTimeout=30 BatchStartTimeout=30\n", Limits(None, 45.0)),
+        (f"{BOTH} AuthInfo=socket=/s,cred_expire=60 ClusterName=c\n", Limits(None, 45.0)),
+        ("NodeName=n1 CPUs=2 MessageTimeout=300\nClusterName=c\n", Limits(None, 15.0)),
+        ('ClusterName="a b=c" MessageTimeout = 30 MailProg=\n', Limits(None, 30.0)),
         ("", UNKNOWN),
         ("\n\n", UNKNOWN),
     ],
@@ -183,6 +188,10 @@ def test_the_file_is_read_as_slurm_reads_it(tmp_path: Path, text: str, expected:
             "# one day: \\\nPrologEpilogTimeout=60\n",
         ),
         pytest.param("PrologEpilogTimeout=60 \\\n\n", id="continued by nothing"),
+        "MessageTimeout=60 PrologEpilogTimeout=60\n",
+        "PrologEpilogTimeout=60 MessageTimeout=60\n",
+        'MailProg="/bin/a b" PrologEpilogTimeout = "60"\n',
+        "ClusterName=c NodeName=n1 CPUs=2\nPrologEpilogTimeout=60\n",
     ],
 )
 def test_a_timeout_that_drains_is_never_overlooked(tmp_path: Path, text: str) -> None:

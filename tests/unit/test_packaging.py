@@ -13,6 +13,7 @@ import tomllib
 import yaml
 from packaging.requirements import Requirement
 
+from forestage.config import Config
 from forestage.places import Places
 
 REPO = Path(__file__).resolve().parents[2]
@@ -85,6 +86,58 @@ def _commands(script: str) -> str:
     """Without what it only prints to people."""
     lines = (PACKAGING / "scripts" / script).read_text().splitlines()
     return "\n".join(x for x in lines if not re.match(r'\s*(#|echo "[^"]*"$)', x))
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ("", ["own"]),
+        ("metrics: {textfile: /own/x.prom}\n", ["default"]),
+        ("metrics: [\n", ["own"]),  # then the default file is what was written
+        ("metrics: {textfile: null}\n", ["default", "own"]),
+    ],
+)
+def test_a_node_without_forestage_does_not_tell_its_last_state_for_ever(
+    tmp_path: Path, said: str, left: list[str]
+) -> None:
+    """By node exporter, to which a file is as good as new: all would be well, on each node."""
+    etc = tmp_path / "etc/forestage"
+    files = {"default": Path(f"{tmp_path}{Config().metrics.textfile}")}
+    files["own"] = tmp_path / "own/x.prom"
+    for folder in (etc, tmp_path / "run", *(file.parent for file in files.values())):
+        folder.mkdir(parents=True)
+    for file in files.values():
+        file.touch()
+    (etc / "forestage.yaml").write_text(said)
+    script = (PACKAGING / "scripts/preremove").read_text()
+    for old, new in (
+        ("/usr/lib/forestage/bin/forestage", "true"),
+        ("/usr/lib/forestage/bin/python3", sys.executable),
+        ("/run/", f"{tmp_path}/run/"),
+        ("places.Places().etc", f'places.Path("{etc}")'),
+        ('"$textfile" ||', f'"{tmp_path}$textfile" ||'),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    subprocess.run(["sh", "-c", script, "preremove", "remove"], check=True)
+    assert [name for name, file in files.items() if file.exists()] == left
+
+
+def test_users_find_the_command() -> None:
+    """pack, publish and warm are for them; sbin is not in a Debian user's PATH."""
+    contents = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())["contents"]
+    (link,) = [one["dst"] for one in contents if one.get("type") == "symlink"]
+    assert link == "/usr/bin/forestage"
+
+
+def test_what_the_documents_say_is_installed_is() -> None:
+    """Units, alerts and the dashboard: who has the package has no checkout to copy from."""
+    said = (REPO / "docs/operations.md").read_text()
+    named = re.findall(r"/usr/share/forestage/([\w./]+)", said)
+    assert named
+    build = (PACKAGING / "build").read_text()
+    assert [name for name in named if name not in build or not (PACKAGING / name).is_file()] == []
+    assert "packaging/" not in said
 
 
 def test_completions_are_made_for_each_shell(tmp_path: Path) -> None:

@@ -104,6 +104,13 @@ def test_no_byte_is_called_spared_that_was_read_or_counted_before(case: Spared) 
     assert sum(tally.spared.values()) == case.bytes
 
 
+@pytest.mark.parametrize(("first", "then"), [("copied", "hit"), ("started", "joined")])
+def test_a_cold_job_is_no_hit(first: Result, then: Result) -> None:
+    """Its own step finds what its Prolog has copied; that says nothing of the cache."""
+    runs = [event("prolog", served(first)), *[event("step", served(then))] * 2]
+    assert counted(*runs).starts == {first: 1, then: 1}, "the second step is a start of its own"
+
+
 def test_the_jobs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED", 3)
     tally = counted(*(event("prolog", served("hit"), job) for job in range(10)))
