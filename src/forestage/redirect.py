@@ -72,7 +72,8 @@ def unneeded(bound: list[Bind], needed: frozenset[str]) -> list[Bind]:
 
 def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
     """Pure: the binds at one of the paths that show other bytes than the entry `key`."""
-    return [bind for bind in bound if bind.path in paths and bind.key != key]
+    # One without a key shows an entry that was evicted: nobody can say what it is.
+    return [one for one in bound if one.path in paths and (not one.key or one.key != key)]
 
 
 class Stays(Failed):

@@ -232,7 +232,9 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses him as well stays: it is another user's, and it is right.
         if bound and (shown := _shown(node, job, path, end)):
-            _unveil(node, job, frozenset({path, shown}), "", end)
+            # So ends the name of an entry that was evicted while a redirect still shows it.
+            names = (path, shown, shown.removesuffix(" (deleted)"))
+            _unveil(node, job, frozenset(names), "", end)
         raise image.declined_by(error, path) from None
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
@@ -248,14 +250,14 @@ def _look(node: Node, job: Job, path: str, end: Deadline) -> Look:
 
 
 def _shown(node: Node, job: Job, path: str, end: Deadline) -> str:
-    """The file that the user opens by this path as it is now, redirects and all; "" for none."""
+    """What the user opens by this path as it is now, redirects and all; "" for nothing."""
     limit = min(LOOK, end.left())
     try:
         seen, line = image.glance(path, job.user, node.config.sources, (), limit)
     except OSError:
         return ""
     line.close()
-    return seen.path if seen.image else ""
+    return seen.path
 
 
 def _unveil(node: Node, job: Job, paths: frozenset[str], key: str, end: Deadline) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -68,6 +69,25 @@ def test_rights_taken_away_beneath_a_redirect_are_gone_for_the_next_job(
     # The owner's next job gets a copy that shows the new rights.
     assert node.prolog(3, path).outcome.result == "copied"
     assert read_as(ALICE, path) == content()
+    assert read_as(BOB, path) is None
+
+
+def test_a_redirect_of_an_evicted_entry_shows_nothing_to_whom_the_source_refuses(
+    node: Node,
+) -> None:
+    path = node.put("alice/image.sqsh", mode=0o644)
+    node.prolog(1, path)
+    source = node.server / "alice/image.sqsh"
+    source.write_bytes(content(2))
+    assert node.prolog(2, path, user=BOB).outcome.redirect == "laid"
+    key = node.prolog(2, path, user=BOB).outcome.key
+    node.epilog(2)
+    assert path.as_posix() in node.binds(), "job 1 still has a lease that names the path"
+    shutil.rmtree(node.cache.entry_dir(key))
+    source.chmod(0o600)
+
+    assert node.prolog(3, path, user=BOB).said == ("declined", "no-permission")
+
     assert read_as(BOB, path) is None
 
 

@@ -9,12 +9,14 @@ import subprocess
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
+from disk import Disk
 from model import MISSING, Seen, Source, Version
 
-from forestage import evict, mounts, redirect, settings
+from forestage import evict, mounts, part, redirect, settings
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.image import identify
@@ -23,6 +25,9 @@ from node import Node
 
 NAMES = ("one", "two", "three")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Off = Literal["", "file", "enabled"]
+Why = Literal["file", "enabled", "config", "cache-format"]
 
 
 def beside(work: Callable[[], None]) -> None:
@@ -54,11 +59,23 @@ class Lab:
         self.base = config
         self.sources: dict[str, Source] = {}
         self.tally: Counter[str] = Counter()  # what was done, for whoever wants to know
+        self.disk = Disk(node.cache)
+        self.broken = ""  # the reason that hooks give
         self._boot = tmp_path / "boot_id"
-        self._boot.write_text(f"{uuid.uuid4()}\n")
+        self._boot.touch()
         # The kernel's own file is covered, so that a reboot is one for every process.
         mounts.mount(str(self._boot), str(BOOT_ID), mounts.MS_BIND)
         self.reset()
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, node: Node, tmp_path: Path, **config: object) -> Iterator[Lab]:
+        """A lab for one test; the next one is in this machine's own boot again."""
+        try:
+            yield cls(node, tmp_path, **config)
+        finally:
+            mounts.umount(str(BOOT_ID))
+            part.boot_id.cache_clear()
 
     def reset(self) -> None:
         """As on the first day."""
@@ -71,6 +88,8 @@ class Lab:
         self.sources = {name: Source(self.node.shared / name) for name in NAMES}
         self.config_keys: dict[str, object] = {}
         self.configure()
+        self.disk = Disk(self.node.cache)
+        self._boots()
 
     def configure(self, **keys: object) -> None:
         """These keys from now on, beside those of before."""
@@ -84,6 +103,38 @@ class Lab:
     def here(self, clock: Clock) -> Here:
         """The node as commands see it."""
         return Here.of(self.config, self.node.places, clock)
+
+    def switch(self, off: Off) -> None:
+        """Staging off by either switch, or on."""
+        disabled = self.node.places.disabled
+        disabled.unlink(missing_ok=True)
+        if off == "file":
+            disabled.parent.mkdir(parents=True, exist_ok=True)
+            disabled.touch()
+        self.configure(enabled=off != "enabled")
+
+    def is_off(self) -> bool:
+        return self.node.places.disabled.exists() or not self.config_keys.get("enabled", True)
+
+    @contextlib.contextmanager
+    def serving_nobody(self, why: Why) -> Iterator[None]:
+        """Until somebody mends it: switched off, or the configuration or the cache is broken."""
+        form = self.node.cache.root / "format"
+        before = form.read_bytes()
+        if why == "file" or why == "enabled":
+            self.switch(why)
+        elif why == "config":
+            self.broken = why
+            self.node.write_config("sources: [\n")
+        else:
+            self.broken = why
+            form.write_bytes(b"9\n")
+        try:
+            yield
+        finally:
+            self.broken = ""
+            self.switch("")
+            form.write_bytes(before)
 
     # Sources
 
@@ -131,7 +182,7 @@ class Lab:
         try:
             with source.path.open("rb") as handle:
                 facts = os.fstat(handle.fileno())
-                data = handle.read()
+                data = self.disk.read(Path(f"/proc/self/fd/{handle.fileno()}"))
         except FileNotFoundError:
             return MISSING
         known = [v.owner for v in source.versions if v is not None and v.owner.uid == facts.st_uid]
@@ -156,11 +207,15 @@ class Lab:
         """Jobs, mounts and /run are gone; the disks stay."""
         self._take_all_off()
         shutil.rmtree(self.node.places.run, ignore_errors=True)
+        self.disk.grows_old()
+        self._boots()
+
+    def _boots(self) -> None:
         self._boot.write_text(f"{uuid.uuid4()}\n")
+        part.boot_id.cache_clear()  # as each new process would ask anew
 
     def lose_cache(self) -> None:
-        """The disk is a new one; a reboot belongs to it."""
-        self.reboot()
+        """Somebody has deleted it all, or the disk is a new one after a reboot."""
         for path in self.node.nvme.glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 

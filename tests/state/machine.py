@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from lab import NAMES
+from lab import NAMES, Off, Why
 from model import MISSING, Seen, Version, content
 from played import Shifted
 from promises import HOUR, Promises
 
 from forestage import entries, evictions, pins
 from forestage.job import User
+from forestage.unredirect import unredirect
+from forestage.world import World
 from node import ALICE, BOB
 
 names = st.sampled_from(NAMES)
@@ -21,6 +23,7 @@ numbers = st.integers(1, 5)  # of jobs
 seeds = st.integers(0, 10**6)
 modes = st.sampled_from((0o644, 0o644, 0o644, 0o444, 0o640, 0o600))
 owners = st.sampled_from((ALICE, BOB))
+switches: st.SearchStrategy[Off] = st.sampled_from(("", "", "", "file", "enabled"))
 several = st.lists(names, min_size=1, max_size=2, unique=True)
 
 
@@ -88,6 +91,49 @@ class Machine(Promises):
     def set_room(self, which: int) -> None:
         self.lab.configure(max_size=self.rooms[which % len(self.rooms)])
 
+    @rule(digest=st.booleans())
+    def set_digest(self, digest: bool) -> None:
+        self.lab.configure(digest=digest)
+
+    @rule(off=switches)
+    def switch(self, off: Off) -> None:
+        self.lab.switch(off)
+
+    @rule()
+    def unredirect_all(self) -> None:
+        done = unredirect(World(self.node.places, self.clock))
+        assert not done.problems
+        assert self.node.binds() == {}
+
+    @precondition(lambda self: self.calm() and (self.node.cache.root / "format").exists())
+    @rule(
+        data=st.data(),
+        why=st.sampled_from(("file", "enabled", "config", "cache-format")),
+        kind=st.sampled_from(("prolog", "prolog", "step", "epilog")),
+        numbers=st.permutations(range(1, 6)),
+        name=names,
+    )
+    def nobody_is_served_for_a_while(
+        self, data: st.DataObject, why: Why, kind: str, numbers: list[int], name: str
+    ) -> None:
+        """Meanwhile the path may show a running job's redirect, of older bytes or of the same."""
+        self.lab.switch("")
+        self.lab.configure(redirect="bind")
+        self.prolog(numbers[0], [name])
+        self.lab.tally[f"{why} while redirected"] += str(self.lab.sources[name].path) in (
+            self.node.binds()
+        )
+        if data.draw(st.integers(0, 3)):
+            # In place: the kernel takes mounts off a file that is replaced or deleted.
+            self.change_source(name, self.next_of(data, name), True)
+        with self.lab.serving_nobody(why):
+            if kind == "prolog":
+                self.prolog(numbers[1], [name])
+            elif kind == "step":
+                self.step(numbers[1], name)
+            else:
+                self.epilog(numbers[0])
+
     # What befalls the machine and the file server
 
     def version(self, seed: int, size: int, owner: User, mode: int) -> Version:
@@ -140,19 +186,30 @@ class Machine(Promises):
         # Never within a tick of a source's times: no machine here waits for that.
         self.clock = Shifted(hours * HOUR)
 
-    @rule(new_disk=st.booleans())
-    def reboot(self, new_disk: bool) -> None:
-        self.lab.lose_cache() if new_disk else self.lab.reboot()
+    @rule(loses=st.sampled_from(("nothing", "bytes", "bytes", "disk")), which=st.integers(0, 9))
+    def reboot(self, loses: str, which: int) -> None:
+        self.lab.reboot()
+        if loses == "disk":
+            self.lab.lose_cache()
+        elif loses == "bytes":
+            self.lab.tally["entries lost bytes"] += self.lab.disk.forgets(which)
         self.jobs.clear()
         self.starting.clear()
         self.leased.clear()
         self.untidy = False
+
+    @rule()
+    def lose_cache(self) -> None:
+        """Somebody deletes it under running jobs."""
+        self.lab.lose_cache()
+        self.leased.clear()
 
     # The end
 
     def teardown(self) -> None:
         """All jobs end; then the node is as good as new, but for what the cache holds."""
         self.lab.unfill()
+        self.lab.switch("")
         self.lab.configure(max_size="32M", redirect="bind")
         for number in sorted(self.jobs):
             self.epilog(number)
@@ -176,7 +233,8 @@ class Machine(Promises):
 
     def check_entries(self) -> None:
         """Each holds what its key stands for."""
+        self.lab.disk.check()
         for one in self.stored():
             assert one.entry is not None, f"{one.key} is damaged"
-            data = self.node.cache.image(one.key).read_bytes()
+            data = self.lab.disk.read(self.node.cache.image(one.key))
             assert data == self.known[one.key].data, f"{one.key} holds other bytes than its source"

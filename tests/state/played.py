@@ -34,13 +34,15 @@ class Shifted(Clock):
 class Ended:
     """How a hook ended; `error` is what reached the fail-open boundary, if anything did.
 
-    `answer` are the fields for the companion. One that is `paused` has not ended yet.
+    `answer` are the fields for the companion, `bad` the keys of which a sweep says so. One that is
+    `paused` has not ended yet.
     """
 
     code: int = 0
     outcomes: tuple[Outcome, ...] = ()
     answer: tuple[str, ...] = ()
     error: str = ""
+    bad: tuple[str, ...] = ()
     killed: bool = False
     paused: bool = False
 
@@ -97,5 +99,5 @@ def swept(node: Node, jobs: frozenset[int], dry_run: bool) -> Ended:
         )
     except Exception as error:
         return Ended(error=repr(error))
-    bad = [f"{one.key} is bad: {one.detail}" for one in done.verified if one.result != "ok"]
-    return Ended(error="; ".join((*done.problems, *bad)))
+    bad = tuple(one.key for one in done.verified if one.result == "bad")
+    return Ended(error="; ".join(done.problems), bad=bad)

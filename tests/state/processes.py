@@ -182,9 +182,13 @@ class Processes(Machine):
                 self.lab.sources[name].versions.append(to)
                 self.learn(name)
 
-    def reboot(self, new_disk: bool) -> None:
+    def reboot(self, loses: str, which: int) -> None:
         self.end_processes()
-        super().reboot(new_disk)
+        super().reboot(loses, which)
+
+    def lose_cache(self) -> None:
+        self.end_processes()
+        super().lose_cache()
 
     def end_processes(self) -> None:
         if self.waiting:

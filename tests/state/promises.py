@@ -10,7 +10,7 @@ from lab import Lab
 from model import Job, Source, Stay, Version, allowed, owner_of, refusal
 from played import Ended, Name, Shifted, play, swept
 
-from forestage.cache import Stored
+from forestage.cache import Stored, tree_bytes
 from forestage.events import Outcome
 from forestage.hooks import IMAGE_OPTION
 from forestage.job import User
@@ -101,7 +101,7 @@ class Promises(RuleBasedStateMachine):
         self.check_end(ended, calm)
         if ended.killed or ended.error or any(o.result == "failed" for o in ended.outcomes):
             self.untidy = True
-        elif ended.outcomes and self.calm():
+        elif ended.outcomes and self.calm() and not self.lab.broken:
             self.untidy = False
             self.check_room()
 
@@ -109,14 +109,19 @@ class Promises(RuleBasedStateMachine):
         """What the timer does. Slurm knows the jobs, and those whose hooks have not ended yet."""
         known = frozenset((*self.jobs, *self.starting))
         before, here = self.state(), self.lab.here(self.clock)
-        calm = self.calm()
+        calm, bad = self.calm(), self.lab.disk.bad()
 
         def after(ended: Ended) -> None:
             if not ended.paused:
                 self.check_end(ended, calm)
+                assert set(ended.bad) <= bad, "a sweep found fault with what is right"
 
         ended = self.run(lambda: swept(here, known, dry_run), after)
         after(ended)
+        self.leased -= bad  # nobody is to read those
+        if calm and self.calm() and not dry_run:
+            self.lab.disk.is_proven()
+            self.lab.tally["bad"] += len(ended.bad)
         if ended.killed or ended.paused or ended.error or not self.calm():
             self.untidy = self.untidy or not dry_run
         elif dry_run:
@@ -142,10 +147,10 @@ class Promises(RuleBasedStateMachine):
         self, name: Name, number: int, sources: list[Source], environ: dict[str, str]
     ) -> None:
         began = [Stay(source, source.latest) for source in sources]
-        calm = self.calm()
+        calm, off = self.calm(), self.lab.is_off()
 
         def after(ended: Ended) -> None:
-            self.after_serving(name, number, began, ended, calm)
+            self.after_serving(name, number, began, ended, calm, off)
 
         if name == "prolog":  # until it has ended, there is no job to see anything
             self.jobs.pop(number, None)
@@ -153,7 +158,7 @@ class Promises(RuleBasedStateMachine):
         after(self.run(self.play(name, environ), after))
 
     def after_serving(
-        self, name: Name, number: int, began: list[Stay], ended: Ended, calm: bool
+        self, name: Name, number: int, began: list[Stay], ended: Ended, calm: bool, off: bool
     ) -> None:
         if ended.paused:
             return
@@ -177,8 +182,7 @@ class Promises(RuleBasedStateMachine):
         for stay, outcome in zip(began, ended.outcomes, strict=False):
             self.lab.tally[f"{name} {outcome.reason or outcome.result}"] += 1
             self.untidy = self.untidy or outcome.result == "failed"
-            if calm and self.calm() and stay.since == stay.source.latest:
-                self.check_served(stay.source, job.user, outcome)
+            self.check_outcome(stay, job.user, outcome, calm and self.calm(), off)
 
     # What must hold then
 
@@ -186,6 +190,20 @@ class Promises(RuleBasedStateMachine):
         """A hook always ends well."""
         assert ended.code == 0, ended
         assert not (ended.error and calm), ended
+
+    def check_outcome(
+        self, stay: Stay, user: User, outcome: Outcome, calm: bool, off: bool
+    ) -> None:
+        """`off`: whether staging was switched off when the hook began."""
+        if self.lab.broken:
+            reasons = (self.lab.broken, "disabled", refusal(stay.source, user))
+            assert outcome.reason in reasons, outcome
+        elif off != self.lab.is_off():
+            assert outcome.redirect != "laid", "redirected though staging was off by then"
+        elif off:
+            assert outcome.reason == "disabled" or not calm, outcome
+        elif calm and stay.since == stay.source.latest:
+            self.check_served(stay.source, user, outcome)
 
     def check_served(self, source: Source, user: User, outcome: Outcome) -> None:
         """Nobody is served in vain, and nobody is left out without need."""
@@ -212,7 +230,7 @@ class Promises(RuleBasedStateMachine):
         path = Path(answer[1])
         facts = path.stat()
         owner = ALICE if facts.st_uid == ALICE.uid else BOB
-        copy = Version(path.read_bytes(), owner, facts.st_mode & 0o7777)
+        copy = Version(self.lab.disk.read(path), owner, facts.st_mode & 0o7777)
         assert copy in stay.source.versions[stay.since :], answer
         assert answer[2] == str(stay.source.path)
         held = self.node.leases.keys()
@@ -222,6 +240,9 @@ class Promises(RuleBasedStateMachine):
         """Whether what must stay leaves no room for this image."""
         assert source.now is not None
         stay = sum(one.bytes for one in self.stored() if self.must_stay(one))
+        # Another copy under way, in whose middle this hook ran.
+        parts = [part.directory for part in self.node.parts()]
+        stay += sum(tree_bytes(one) for one in parts if not self.node.is_idle(one.name))
         return stay + len(source.now.data) + SMALL > self.lab.config.max_size.of(0)
 
     def check_room(self) -> None:

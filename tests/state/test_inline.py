@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from model import owner_of
 from played import Ended
 from promises import After, Work
 
+from forestage import trace
 from forestage.evict import evict_keys
 from node import Node
 
@@ -27,6 +29,7 @@ class Inline(Machine):
     sizes = st.sampled_from((70_000, 0, 1, 4095, 200_000, 400_000))
     rooms = ("1M", "600K", "2M")
     mishap: Mishap | None = None
+    powerless = False  # soon
 
     def run(self, work: Work, after: After) -> Ended:
         mishap, self.mishap = self.mishap, None
@@ -108,11 +111,46 @@ class Inline(Machine):
         self.prolog(number, [name])
         self.mishap = None
 
+    @rule(number=numbers, name=names, point=st.sampled_from((*STAGER, "looking")))
+    def staging_is_switched_off_meanwhile(self, number: int, name: str, point: str) -> None:
+        self.mishap = Mishap(point, 1, lambda: self.lab.switch("file"))
+        self.prolog(number, [name])
+        self.mishap = None
+
+    @rule(
+        number=numbers,
+        name=names,
+        seed=seeds,
+        point=st.sampled_from(("reserved", "copied", "checked")),
+        digest=st.booleans(),
+    )
+    def power_fails_during_a_copy(
+        self, number: int, name: str, seed: int, point: str, digest: bool
+    ) -> None:
+        self.lab.configure(digest=digest)
+        self.change_source(name, self.version(seed, 70_000, owner_of(number), 0o644), False)
+
+        def die() -> None:
+            trace.listener = Mishap(point, 1, die)  # so that the next stager dies as well
+            raise Killed
+
+        self.mishap, self.powerless = Mishap(point, 1, die), True
+        self.prolog(number, [name])
+        self.mishap, self.powerless = None, False
+        self.reboot("bytes", 0)
+        self.prolog(number, [name])
+        self.check_entries()
+
+    def calm(self) -> bool:
+        return super().calm() and not self.powerless
+
 
 @pytest.fixture
-def lab(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+def lab(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     without_processes(monkeypatch)
-    return Lab(node, tmp_path, low_watermark="60%", threads=1, user_messages="none")
+    config = {"low_watermark": "60%", "threads": 1, "user_messages": "none"}
+    with Lab.opened(node, tmp_path, **config) as lab:
+        yield lab
 
 
 def machine(lab: Lab) -> type[Inline]:
@@ -120,7 +158,7 @@ def machine(lab: Lab) -> type[Inline]:
 
 
 def test_no_order_of_events_breaks_a_promise(lab: Lab) -> None:
-    few(machine(lab), examples=40, steps=30)
+    few(machine(lab), examples=34, steps=30)
 
 
 def test_a_lease_whose_epilog_ran_meanwhile_does_not_come_back(lab: Lab) -> None:

@@ -65,9 +65,10 @@ def neighbour(node: Node) -> Iterator[Neighbour]:
 
 
 @pytest.fixture
-def lab(node: Node, tmp_path: Path, neighbour: Neighbour) -> Lab:
+def lab(node: Node, tmp_path: Path, neighbour: Neighbour) -> Iterator[Lab]:
     config = {"low_watermark": "60%", "threads": 2, "user_messages": "none"}
-    return Lab(node, tmp_path, **config, peers=neighbour.peers())
+    with Lab.opened(node, tmp_path, **config, peers=neighbour.peers()) as lab:
+        yield lab
 
 
 def machine(lab: Lab, tmp_path: Path, neighbour: Neighbour) -> type[WithPeer]:
