@@ -239,7 +239,8 @@ class Cache:
 
     def _must_be_out_of_reach(self) -> None:
         """Raises Failed where somebody else could put another directory in the cache's place."""
-        for above in (*self.root.parents, *Path(self.real).parents):
+        # Mostly the same directories: each is looked at once, as each hook does it.
+        for above in dict.fromkeys((*self.root.parents, *Path(self.real).parents)):
             facts = above.stat()
             others = stat.S_IWOTH | (stat.S_IWGRP if facts.st_gid else 0)
             # In a sticky directory, such as /tmp, nobody renames what is not his.

@@ -144,13 +144,19 @@ def append(file: Path, events: Iterable[Event]) -> None:
 
 def read(file: Path) -> Iterator[Event]:
     """Every event that can be read, oldest first; a line cut short by a crash is passed over."""
+    for handle in _logs(file):
+        yield from (event for event in each(handle) if event)
+
+
+def _logs(file: Path) -> Iterator[BinaryIO]:
+    """The logs that are there, open, oldest first."""
     for path in (_older(file), file):
         try:
             handle = open(path, "rb", opener=_opener)  # noqa: SIM115 - closed below
         except FileNotFoundError:
             continue
         with handle:
-            yield from (event for event in each(handle) if event)
+            yield handle
 
 
 def each(log: BinaryIO) -> Iterator[Event | None]:
@@ -166,24 +172,19 @@ def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
     `seen` says how far each log was read, and grows: bytes, by a hash of the log's first line. No
     inode tells a log, as the next one may get it; no name does, as logs move on.
     """
-    for path in (_older(file), file):
-        try:
-            handle = open(path, "rb", opener=_opener)  # noqa: SIM115 - closed below
-        except FileNotFoundError:
+    for handle in _logs(file):
+        first = handle.readline(LONGEST)
+        if not _is_whole(first):
             continue
-        with handle:
-            first = handle.readline(LONGEST)
-            if not _is_whole(first):
-                continue
-            name = _name(first)
-            # The tail may be lost in a crash: what comes in its place is new.
-            at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
-            handle.seek(at)
-            while _is_whole(line := handle.readline(LONGEST)):
-                at += len(line)
-                if event := _decoded(line):
-                    yield event
-            seen[name] = at
+        name = _name(first)
+        # The tail may be lost in a crash: what comes in its place is new.
+        at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
+        handle.seek(at)
+        while _is_whole(line := handle.readline(LONGEST)):
+            at += len(line)
+            if event := _decoded(line):
+                yield event
+        seen[name] = at
     # A log that was moved between our two looks is found next time; older ones are gone for good.
     for name in list(seen)[:-REMEMBERED]:
         del seen[name]

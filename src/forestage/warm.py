@@ -5,6 +5,7 @@ job: it looks at the images as the user who asks. There is a job for each node, 
 busy or down holds up no other. The answer comes through srun, so no shared directory is needed.
 """
 
+import contextlib
 import shutil
 import threading
 from collections import Counter
@@ -147,18 +148,16 @@ def warm(
     pool = ThreadPoolExecutor(max_workers=min(order.at_once, len(order.nodes)))
     answers: dict[str, Answer] = {}
     futures: dict[Future[Answer], str] = {}
-    try:
+    with contextlib.ExitStack() as always, contextlib.ExitStack() as undo:
+        always.callback(pool.shutdown, cancel_futures=True)
+        undo.callback(_cancel, asking, futures)  # ^C: no job of ours may stay behind
         for node in order.nodes:
             futures[pool.submit(_ask, asking, node)] = node
         tell(progress(order, answers))
         for future in as_completed(futures):
             answers[futures[future]] = future.result()
             tell(progress(order, answers))
-    except BaseException:  # ^C: no job of ours may stay behind
-        _cancel(asking, futures)
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+        undo.pop_all()
     return summed(answers[node] for node in order.nodes)
 
 

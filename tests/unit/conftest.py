@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import image
+from forestage import image, run
 from forestage.cache import Cache, Entry
 from forestage.clock import Clock
 from forestage.config import Config
@@ -131,3 +131,22 @@ def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
 def asking(me: User) -> Job:
     """The job that asks."""
     return Job(7, me, "n1", "batch", "/", asked=(), saves=None, hints=Hints())
+
+
+@pytest.fixture
+def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """An `lfs` on PATH that is this script; what it was asked is in the file that comes back."""
+
+    def faking(script: str) -> Path:
+        folder, asked = tmp_path / "bin", tmp_path / "asked"
+        folder.mkdir()
+        program = folder / "lfs"
+        program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\n{script}\n')
+        program.chmod(0o755)
+        path = f"{folder}:{run.PATH}"
+        monkeypatch.setattr(run, "PATH", path)
+        monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
+        asked.touch()
+        return asked
+
+    return faking

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from commands import Frozen
-from forestage import asuser, check_disk, check_sources, run
+from forestage import asuser, check_disk, check_sources
 from forestage.cli import World, main
 from forestage.finding import Code, Finding, Level, worst
 from goodnode import COMPANION, RELEASE, REPO, GoodNode, words
@@ -673,23 +673,6 @@ def test_a_disk_without_room_for_anything_is_told(node: GoodNode) -> None:
 
 
 # --- Lustre, by a fake lfs
-
-
-@pytest.fixture
-def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    def faking(script: str) -> Path:
-        folder, asked = tmp_path / "bin", tmp_path / "asked"
-        folder.mkdir()
-        program = folder / "lfs"
-        program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\n{script}\n')
-        program.chmod(0o755)
-        path = f"{folder}:{run.PATH}"
-        monkeypatch.setattr(run, "PATH", path)
-        monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
-        asked.touch()
-        return asked
-
-    return faking
 
 
 def test_the_large_images_most_used_are_asked_for_their_striping(

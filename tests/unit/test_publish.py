@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage import check_striping, publish, run
+from forestage import check_striping, publish
 from forestage.errors import Failed
 from forestage.exits import Exit
 
@@ -32,25 +32,6 @@ def site(tmp_path: Path) -> Site:
 def on_lustre(site: Site, folder: Path) -> None:
     table = LUSTRE.format(os.path.realpath(folder))
     (site.places.root / "proc/self/mountinfo").write_text(table)
-
-
-@pytest.fixture
-def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """An `lfs` on PATH that is this script; what it was asked is in the file that comes back."""
-
-    def faking(script: str) -> Path:
-        folder, asked = tmp_path / "bin", tmp_path / "asked"
-        folder.mkdir()
-        program = folder / "lfs"
-        program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\n{script}\n')
-        program.chmod(0o755)
-        path = f"{folder}:{run.PATH}"
-        monkeypatch.setattr(run, "PATH", path)
-        monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
-        asked.touch()
-        return asked
-
-    return faking
 
 
 def target(site: Site) -> Path:
