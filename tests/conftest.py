@@ -22,6 +22,7 @@ from node import Node
 # No deadline: a slow machine is not a bug. No database: a run does not depend on the last one.
 # Fewer examples than usual, as many tests share the time; more of them where there is time.
 EXAMPLES = 300 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 50
+LONGEST = 3 * 3600  # seconds for a test that is known to take its time
 settings.register_profile("forestage", deadline=None, database=None, max_examples=EXAMPLES)
 settings.load_profile("forestage")
 
@@ -35,6 +36,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what takes long, unless ./test says otherwise; tests/slurm knows more of that."""
+    for item in items:
+        if item.get_closest_marker("long") or item.get_closest_marker("suite"):
+            item.add_marker(pytest.mark.timeout(LONGEST))
     if "long" not in os.environ.get("FORESTAGE_TEST_ALSO", "").split():
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)

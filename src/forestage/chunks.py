@@ -131,7 +131,9 @@ class Run:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            # Not for ever in one wait: CPython may sleep through a signal that comes just before.
+            while thread.is_alive():
+                thread.join(0.5)
         if self.errors:
             raise self.errors[0]
         if self.stop.is_set():

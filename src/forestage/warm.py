@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -33,6 +33,7 @@ SCRIPT = 'exec "$0" -I -m forestage.warmed "$SLURM_JOB_ID" "$@"'
 NAMED = 4  # nodes that the progress names
 PATIENCE = 10.0  # seconds for cancelled jobs to end
 AGAIN = 0.5  # seconds between two scancels
+HEED = 0.5  # seconds until a signal is heeded, at the most
 
 MAX_IMAGES = MAX_HINTED
 
@@ -154,11 +155,23 @@ def warm(
         for node in order.nodes:
             futures[pool.submit(_ask, asking, node)] = node
         tell(progress(order, answers))
-        for future in as_completed(futures):
+        for future in _ended(futures):
             answers[futures[future]] = future.result()
             tell(progress(order, answers))
         undo.pop_all()
     return summed(answers[node] for node in order.nodes)
+
+
+def _ended(futures: "dict[Future[Answer], str]") -> "Iterator[Future[Answer]]":
+    """Each of them once it is over.
+
+    Not for ever in one wait: CPython may sleep through a signal that comes just before it, and
+    wakes only for the next.
+    """
+    left = set(futures)
+    while left:
+        over, left = wait(left, HEED, FIRST_COMPLETED)
+        yield from over
 
 
 def _ask(asking: Asking, node: str) -> Answer:

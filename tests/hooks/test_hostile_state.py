@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from click.testing import CliRunner
@@ -28,7 +26,7 @@ from forestage.slurm import Slurm
 from node import ALICE, BOB, Node, content, read_as
 
 CHUNK = 1 << 20
-PATIENCE = 60  # seconds; a FIFO would hold a hook up for ever
+pytestmark = pytest.mark.timeout(60)  # seconds; a FIFO would hold a hook up for ever
 
 Damage = Callable[[Path, Path], None]
 
@@ -143,18 +141,6 @@ def each(damages: list[Damage]) -> pytest.MarkDecorator:
 
 IN_ENTRY = ("entry.json", "image", "map", "used", "")  # the last is the entry itself
 IN_PART = ("owner.json", "image", "map", "spare", "peers", "")
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    def give_up(number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"a hook hangs at {frame}")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(PATIENCE)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def put(node: Node, name: str) -> Image:
