@@ -262,7 +262,8 @@ class World:
     def _tell(self, node: Node, peer: Node) -> None:
         """What a peer's answer says besides."""
         if peer.supply is not None and node.supply is not None and not peer.dead:
-            node.supply.knows(peer.name, self.all & ~peer.supply.missing, self.now)
+            has = self.all & ~peer.supply.missing
+            node.supply.knows(peer.name, has, self.now, peer.supply.blind)
 
     def _failed(self, node: Node, ask: Ask, why: Why) -> None:
         if node.supply is None or node.dead:

@@ -222,6 +222,7 @@ class Client:
         self.buffer = memoryview(bytearray(1 << 18))
         self.got: dict[int, bytes] = {}
         self.has: list[int] = []
+        self.blind = False  # what n1 said last
 
     def fetch(
         self, number: int, peer: str = "n1", give_up: float = 20.0, wait: float | None = None
@@ -232,10 +233,13 @@ class Client:
         def sink(at: int, piece: memoryview) -> None:
             pieces[at] = bytes(piece)
 
+        def knows(has: int, blind: bool) -> None:
+            self.has.append(has)
+            self.blind = blind
+
         start, size = span(number)
         found = self.peers.fetch(
-            peer, number, start, size, self.buffer, give_up, sink, lambda: False, wait,
-            self.has.append,
+            peer, number, start, size, self.buffer, give_up, sink, lambda: False, wait, knows
         )  # fmt: skip
         data = b"".join(pieces[at] for at in sorted(pieces))
         assert found == digest.of_chunk(data)

@@ -22,7 +22,7 @@ from forestage.wire import Limit, Line
 HANDSHAKE = 4.0  # seconds for munge there, which a busy node may need
 
 Stop = Callable[[], bool]
-_HEX = re.compile(r"[0-9a-f]+")
+_HAS = re.compile(r"([0-9a-f]+)(!?)")
 
 
 class Forgotten(Exception):
@@ -91,13 +91,13 @@ def open_session(line: Line, key: str, prover: Prover, stop: Stop) -> Session:
 class Taker(NamedTuple):
     """Where to the pieces of a chunk go: `sink(offset in the image, piece)` through `buffer`.
 
-    `knows` is told what the peer has (bit 5 is chunk 5), if it has any of the image; `stop` says
-    whether the chunk is wanted no more.
+    `knows` is told what the peer has (bit 5 is chunk 5), if it has any of the image, and whether
+    its source fails; `stop` says whether the chunk is wanted no more.
     """
 
     buffer: memoryview
     sink: Callable[[int, memoryview], None]
-    knows: Callable[[int], None]
+    knows: Callable[[int, bool], None]
     stop: Stop
 
 
@@ -161,9 +161,10 @@ def _told_truly(answer: http.client.HTTPResponse, session: Session, counter: int
     if not credential.same(seal, sealed):
         raise Failed("wrong", "a wrong seal on an answer")
     if has:
-        if not _HEX.fullmatch(has):
+        known = _HAS.fullmatch(has)
+        if not known:
             raise Failed("wrong", "no set of chunks")
-        to.knows(int(has, 16))
+        to.knows(int(known[1], 16), bool(known[2]))
     if answer.status in (http.client.NOT_FOUND, http.client.SERVICE_UNAVAILABLE):
         raise Failed("absent", f"status {answer.status}")
     if answer.status != http.client.PARTIAL_CONTENT:

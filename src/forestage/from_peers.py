@@ -40,7 +40,7 @@ class Lender(Protocol):
         sink: Write,
         stop: Callable[[], bool],
         wait: float | None = None,
-        knows: Callable[[int], None] = lambda has: None,
+        knows: Callable[[int, bool], None] = lambda has, blind: None,
     ) -> bytes:
         """Brings a chunk through `buffer` into `sink`; its digest. Raises refusal.Failed."""
 
@@ -187,12 +187,13 @@ class Shared(Run):
                 with self.turn:
                     self.unreadable = error
                     self.supply.failed(ask, "source", time.monotonic())
+                self.part.note_blind()
                 return None
         start, size = self.span(ask.number)
 
-        def knows(has: int) -> None:
+        def knows(has: int, blind: bool) -> None:
             with self.turn:
-                self.supply.knows(ask.peer, has, time.monotonic())
+                self.supply.knows(ask.peer, has, time.monotonic(), blind)
 
         return self.lender.fetch(
             ask.peer,

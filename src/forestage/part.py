@@ -4,6 +4,7 @@
     parts/<key>/map          16 bytes for each chunk: its digest once it is in, zeros before
     parts/<key>/spare        room for the small files that an entry has beside its image
     parts/<key>/peers        how many bytes came from peers, in decimal, while they help
+    parts/<key>/blind        is there while peers help and the source gives errors here
     parts/<key>/owner.json   what is copied, by whom, since when; good for one boot
 
 The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
@@ -23,6 +24,7 @@ from forestage import atomic, records
 from forestage.image import Image
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
+BLIND = "blind"
 ENTRY_BYTES = 16  # of the map, for one chunk
 MAX_SHARED = 131072  # chunks: more of them are not told in a header (32 KiB), nor asked of peers
 Phase = Literal["queued", "copying"]
@@ -66,6 +68,7 @@ class Part:
         self.record = directory / "owner.json"
         self.spare = directory / "spare"
         self.peers = directory / "peers"
+        self.blind = directory / BLIND
 
     def owner(self) -> Owner | None:
         """Who copies, or copied; None where nothing can be read."""
@@ -76,6 +79,7 @@ class Part:
 
     def write_owner(self, owner: Owner) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
+        self.forget_peers()  # what one that was killed noted of them
         atomic.write(self.record, msgspec.json.encode(owner))
 
     def digests(self) -> bytes:
@@ -96,8 +100,14 @@ class Part:
         with contextlib.suppress(OSError):  # a disk that others filled must not matter
             self.peers.write_text(str(count))
 
+    def note_blind(self) -> None:
+        """Says that nothing can be read here; the peer service tells the others."""
+        with contextlib.suppress(OSError):
+            self.blind.touch()
+
     def forget_peers(self) -> None:
         self.peers.unlink(missing_ok=True)
+        self.blind.unlink(missing_ok=True)
 
     def of_peers(self) -> int:
         """Bytes that peers gave to the stager that runs now."""

@@ -110,7 +110,7 @@ class Peers:
         sink: Callable[[int, memoryview], None],
         stop: Callable[[], bool],
         wait: float | None = None,
-        knows: Callable[[int], None] = lambda has: None,
+        knows: Callable[[int, bool], None] = lambda has, blind: None,
     ) -> bytes:
         """Brings a chunk, piece by piece through `buffer`, into `sink(offset in the image, piece)`.
 

@@ -195,11 +195,13 @@ class Service:
     def _has(self, ask: _Ask) -> str:
         """Hex, bit 5 for chunk 5; "" without a copy. It spares the client to ask in vain.
 
-        "" as well where it would be longer than clients take a header.
+        A `!` behind it: nothing can be read here, others are to do so in our stead. "" as well
+        where it would be longer than clients take a header.
         """
         digests = shelf.arrived(self.cache, ask.session.key)
         fits = 0 < len(digests) <= MAX_SHARED * ENTRY_BYTES
-        return f"{shelf.has(digests):x}" if fits else ""
+        blind = "!" if shelf.is_blind(self.cache, ask.session.key) else ""
+        return f"{shelf.has(digests):x}{blind}" if fits else ""
 
     @contextlib.asynccontextmanager
     async def _turn(self, size: int, end: float) -> AsyncIterator[None]:

@@ -19,6 +19,7 @@ class Standing:
         self.around = list(around)
         self.has: dict[str, int] = {}  # of those that have the copy, or a part of it
         self.load: Counter[str] = Counter()  # asks under way; SOURCE counts as one of them
+        self.blind: set[str] = set()  # of those, for whom the source fails
         self._heard: dict[str, float] = {}
         self._out: dict[str, float] = {}  # not to be asked until then
         self._tardy: dict[str, float] = {}
@@ -46,9 +47,10 @@ class Standing:
         self._unreached.discard(peer)
         self._answered = True
 
-    def knows(self, peer: str, has: int, now: float) -> None:
+    def knows(self, peer: str, has: int, now: float, blind: bool) -> None:
         self.answered(peer)
         self.has[peer] = has
+        (self.blind.add if blind else self.blind.discard)(peer)
         self._heard[peer] = now
 
     def quiet(self, peer: str, now: float, begun: float) -> float:
@@ -99,10 +101,15 @@ class Standing:
     def resting(self, peer: str, now: float) -> bool:
         return self._out.get(peer, -math.inf) > now
 
-    def out(self, now: float, or_tardy: bool) -> list[str]:
-        """Those who cannot be asked now."""
+    def out(self, now: float, or_tardy: bool) -> set[str]:
+        """Those in whose stead others are to read."""
         found = [peer for peer, until in self._out.items() if until > now]
-        return found + [peer for peer in self._tardy if or_tardy and self.is_tardy(peer, now)]
+        tardy = [peer for peer in self._tardy if or_tardy and self.is_tardy(peer, now)]
+        return {*found, *self.blind, *tardy}
+
+    def seeing(self) -> list[str]:
+        """Those for whom the source is not known to fail: who may read what nobody has yet."""
+        return [peer for peer in self.around if peer not in self.blind]
 
     def nobody(self, now: float) -> bool:
         """Whether there is none to ask."""

@@ -5,13 +5,13 @@ under its lock; bench/peers-model drives the same code with simulated links.
 
 Own chunks come from the source. All others come from whoever around has them: each answer of a
 peer says what it has. Where nobody is known to have any, a worker waits with one that is nearer to
-the chunk's reader. What a peer that is out should have read, the next in the order reads. Who
-begins late finds that others have read its share meanwhile. When nothing arrives any more,
-everybody reads, each somewhere else.
+the chunk's reader. What a peer should have read that is out, or for whom the source fails, the next
+in the order reads. Who begins late finds that others have read its share meanwhile. When nothing
+arrives any more, everybody reads, each somewhere else.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from forestage.asks import Ask, Policy, Why
 from forestage.shares import SOURCE, Shares
@@ -54,7 +54,7 @@ class Supply:
         self._fresh = 0.0  # when the last chunk came in
         self._probe_until = 0.0
         self._alone = 0  # chunks to read at once because nothing comes; 0: it does
-        self._source_fails = False
+        self.blind = False  # the source fails here
 
     @property
     def done(self) -> bool:
@@ -63,7 +63,7 @@ class Supply:
     def next_of_source(self, now: float) -> Ask | None:
         """What a worker is to read; None: nothing now."""
         begun = self._begin(now)
-        if self._source_fails or self._probing(now):
+        if self.blind or self._probing(now):
             return None
         number = self._of_share(now)
         if number is None and (self._peers.alone or now - begun >= self.policy.grace):
@@ -86,11 +86,11 @@ class Supply:
         """Seconds that the peer may wait for the chunk, if it does not have it."""
         return 0.0 if ask in self._glances else self.policy.wait
 
-    def knows(self, peer: str, has: int, now: float) -> None:
-        """A peer that has the copy, or a part of it, said what it has."""
+    def knows(self, peer: str, has: int, now: float, blind: bool = False) -> None:
+        """A peer that has the copy, or a part of it, said what; `blind`: its source fails."""
         if not self._peers.any_heard:
             self._alone = 0
-        self._peers.knows(peer, has, now)
+        self._peers.knows(peer, has, now, blind)
 
     def got(self, ask: Ask, now: float) -> None:
         """The chunk is in, and right."""
@@ -125,7 +125,7 @@ class Supply:
         elif why == "absent":
             self._peers.answered(ask.peer)
         if why == "source":
-            self._source_fails = True
+            self.blind = True
         elif why == "wrong":
             self._peers.drop(ask.peer)
         elif why == "silent":
@@ -147,7 +147,7 @@ class Supply:
 
     def hopeless(self, now: float) -> bool:
         """The source fails here, and no peer has given anything for long."""
-        return self._source_fails and now - self._fresh > self.policy.longest / 2
+        return self.blind and now - self._fresh > self.policy.longest / 2
 
     def _begin(self, now: float) -> float:
         if self._begun is None:
@@ -199,16 +199,19 @@ class Supply:
         """
         offered = self._peers.offered(now)
         ended = not self._open & offered
-        ring, place = self.shares.ring, self.shares.place
-        for peer in self._peers.out(now, ended):
-            for number in range(place[peer], self._count, len(ring)):
-                if (self._open & ~offered) >> number & 1 and self._is_next(number, now, ended):
-                    return number
-        return None
+        out = self._peers.out(now, ended)
+        left = self._open & ~offered
+        chunks = (self._first_of(peer, left, out) for peer in out)
+        # One of each in turn, so that each has something to spread soon.
+        return min((number for number in chunks if number is not None), default=None)
 
-    def _is_next(self, number: int, now: float, ended: bool) -> bool:
-        out = set(self._peers.out(now, ended))
-        return next((n for n in self.shares.order(number) if n not in out), "") == self.me
+    def _first_of(self, peer: str, left: int, out: Container[str]) -> int | None:
+        """The first chunk of a peer's share that is for us, as the first who is not out."""
+        for number in range(self.shares.place[peer], self._count, len(self.shares.ring)):
+            order = self.shares.order(number) if left >> number & 1 else ()
+            if next((node for node in order if node not in out), "") == self.me:
+                return number
+        return None
 
     def _overdue(self, now: float) -> int | None:
         """At the end: what takes its reader long, if this node is the next in the order."""
@@ -273,8 +276,8 @@ class Supply:
     def _hoped(self, now: float) -> Ask | None:
         """A chunk that nobody is known to have: waits with one that should have it before us."""
         best: tuple[int, str] | None = None
-        for peer in self._peers.around if self._open else ():
-            due = self._open & (self._from[peer] | (self._share if self._source_fails else 0))
+        for peer in self._peers.seeing() if self._open else ():
+            due = self._open & (self._from[peer] | (self._share if self.blind else 0))
             if due and not self._peers.load[peer] and not self._peers.resting(peer, now):
                 found = lowest(due), peer
                 best = found if best is None else min(best, found)

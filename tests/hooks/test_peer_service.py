@@ -107,6 +107,17 @@ def test_a_chunk_that_never_arrives_is_absent_after_the_wait(node: Node, copying
     assert (caught.value.why, client.has) == ("absent", [1])
 
 
+def test_a_node_whose_source_fails_says_so(node: Node, copying: Part) -> None:
+    """Else each of the others waits for what it should read, and would read it."""
+    node.bring(copying, 0, seed=2)
+    client = Client(node, image(2).key)
+    client.fetch(0)
+    assert not client.blind
+    copying.note_blind()
+    client.fetch(0)
+    assert (client.has, client.blind) == ([1, 1], True)
+
+
 def test_what_a_dead_copy_has_is_given(node: Node, known: Stranger) -> None:
     part = node.part(seed=3, pid=0)
     known.log_in(SHARED, image(3).key)
@@ -454,7 +465,7 @@ def test_a_client_who_stops_reading_is_cut_off_and_its_place_is_free(tmp_path: P
     node.configure(uploads=1)
     key = node.publish()
     grow(node, key)
-    node.start("from forestage import service; service.GRACE, service.SLOWEST = 0.3, 1 << 40\n")
+    node.start("from forestage import service; service.GRACE, service.SLOWEST = 2.0, 1 << 40\n")
     slow, other = Stranger(port), Stranger(port)
     slow.http.connect()
     slow.http.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

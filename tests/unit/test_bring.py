@@ -429,9 +429,9 @@ class Lending:
         sink: Callable[[int, memoryview], None],
         stop: Callable[[], bool],
         wait: float | None = None,
-        knows: Callable[[int], None] = lambda has: None,
+        knows: Callable[[int, bool], None] = lambda has, blind: None,
     ) -> bytes:
-        knows((1 << 64) - 1)
+        knows((1 << 64) - 1, False)
         buffer[:size] = CONTENT[start : start + size]
         sink(start, buffer[:size])
         return digest.of_chunk(CONTENT[start : start + size])

@@ -46,14 +46,14 @@ class Fake:
         sink: Callable[[int, memoryview], None],
         stop: Callable[[], bool],
         wait: float | None = None,
-        knows: Callable[[int], None] = lambda has: None,
+        knows: Callable[[int, bool], None] = lambda has, blind: None,
     ) -> bytes:
         self.asked.append((peer, number))
         self.before(peer, number)
         why = self.bad.get(peer)
         if why in ("refused", "silent", "absent"):
             raise Failed(why)
-        knows(self.has)
+        knows(self.has, False)
         if not self.has >> number & 1:
             raise Failed("absent")
         running = digest.Running()
@@ -99,6 +99,7 @@ class Pair:
         each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
         assert self.part.digests() == b"".join(digest.of_chunk(one) for one in each)
         assert not self.part.peers.exists()
+        assert not self.part.blind.exists()
 
 
 @pytest.fixture
@@ -162,6 +163,7 @@ def test_a_source_that_fails_here_does_no_harm_where_others_have_all(pair: Pair)
 
     def read_elsewhere(peer: str, number: int) -> None:
         if pair.read:
+            assert pair.part.blind.exists(), "others are told"
             fake.has = everything()
 
     fake.before = read_elsewhere

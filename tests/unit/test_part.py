@@ -180,6 +180,18 @@ def test_progress_is_the_map_or_for_rsync_the_size(part: Part, make_image: Make)
     assert (part.copied(chunks), part.copied(rsync)) == (4, 9)
 
 
+def test_what_a_killed_stager_said_of_its_peers_and_source_holds_for_it_alone(
+    part: Part, make_image: Make
+) -> None:
+    """Else others would read in the stead of one that can read again."""
+    part.write_owner(owner(make_image()))
+    part.note_peers(7)
+    part.note_blind()
+    part.write_owner(owner(make_image()))
+    assert part.of_peers() == 0
+    assert not part.blind.exists()
+
+
 def test_what_is_reserved_is_what_the_disk_gave(part: Part) -> None:
     part.directory.mkdir()
     with part.image.open("wb") as file:

@@ -313,6 +313,29 @@ def test_who_is_alone_no_more_stops_reading_what_others_should() -> None:
         assert one.next_of_source(now) is None
 
 
+def test_in_the_stead_of_those_whose_source_fails_it_is_read_at_once_and_evenly() -> None:
+    """All but this one: what they should have read is not waited for, and each gets some of it."""
+    one = supply()
+    settle(one)
+    for ask in all_of(one.next_of_source, 0.1):
+        one.got(ask, 0.2)
+    for ask in all_of(one.next_of_source, 0.2):
+        one.got(ask, 0.3)
+    for peer in others(one):
+        one.knows(peer, 0b1_0001_0001, 1.1, blind=True)
+    assert [ask.number for ask in all_of(one.next_of_source, 1.2)] == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+    assert not all_of(one.next_of_peers, 1.2)
+
+
+def test_who_can_read_again_is_waited_for_again() -> None:
+    one = supply()
+    settle(one)
+    for blind in (True, False):
+        for peer in others(one):
+            one.knows(peer, 0, 1.0, blind)
+    assert {ask.number % 4 for ask in all_of(one.next_of_source, 1.2)} == {0}
+
+
 def test_where_the_source_fails_the_own_share_is_asked_of_peers() -> None:
     one = supply()
     settle(one)
