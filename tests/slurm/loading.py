@@ -32,7 +32,6 @@ class Run:
     state: str = "PENDING"
     restarts: int = 0
     rebooted: bool = False
-    hurried: int = 0  # which of its restarts was
     fate_at: float | None = None
     fate_came: str = ""  # the state in which it did
 
@@ -120,12 +119,6 @@ class Load:
                 self.problems.append(f"held: {line}")
             if run.state == "PENDING" and not run.again:
                 run.since = now
-            elif run.state == "PENDING" and run.hurried != run.restarts:
-                # Slurm lets a job that was requeued wait for two minutes. Not at once: slurmd
-                # refuses a credential of the second in which it has revoked the last one.
-                start = ["scontrol", "update", f"JobId={run.job}", "StartTime=now+4"]
-                if words[3].startswith("BeginTime") and not self._root(start):
-                    run.hurried = run.restarts
 
     def _strike(self) -> None:
         """Lets come upon the jobs what is due."""
@@ -148,6 +141,8 @@ class Load:
         if run.plan.fate == "requeued" and state != "RUNNING":  # a reboot has been faster
             run.fate_came = "over"
             return
+        if state == "RUNNING" and not begun.exists():
+            state = "in the prolog"
         verb = ["scancel"] if run.plan.fate == "cancelled" else ["scontrol", "requeue"]
         run.fate_came = state.lower() or "over"
         self._root([*verb, str(run.job)], check=False)
