@@ -5,17 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import forestage
-from forestage import events
-from forestage.cache import Entry
-from forestage.image import Image, Look
-from forestage.job import IMAGE_OPTION, User
-from forestage.places import Places
 
 PACKAGE = Path(forestage.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
@@ -338,53 +333,3 @@ def test_a_steps_helper_starts_without_the_command_line() -> None:
         [sys.executable, "-BIc", STEP], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "step []\n", "")
-
-
-HIT = """
-import sys, time
-from forestage.hooks import Hook
-from pathlib import Path
-forks = []
-sys.addaudithook(lambda event, args: forks.append(event) if event == "os.fork" else None)
-start = time.monotonic()
-from forestage.clock import Clock
-from forestage.places import Places
-code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
-heavy = {"subprocess", "xxhash", "concurrent.futures", "threading.local", "rich", "click"}
-heavy |= {f"forestage.{name}" for name in ("bring", "stager", "chunks", "copy", "run", "evict")}
-heavy |= {f"forestage.{name}" for name in ("digest", "reserve", "epilog", "step", "cli", "screen")}
-print(code, sorted(heavy & set(sys.modules)), len(forks))
-"""
-
-
-def test_a_warm_image_loads_nothing_that_only_a_copy_needs(
-    tmp_path: Path,
-    me: User,
-    shared: Path,
-    look: Callable[[Path], Look],
-    publish: Callable[[Image], Entry],
-) -> None:
-    """The cache is at /cache of a root of its own; with `redirect: none` no mount needs root."""
-    (shared / "image.sqsh").write_bytes(b"12345")
-    looked = look(shared / "image.sqsh")
-    looked.close()
-    publish(looked.image)
-    etc = Places(tmp_path).etc
-    etc.mkdir(parents=True)
-    (etc / "forestage.yaml").write_text(
-        f"cache: /cache\nsources: [{shared}]\nrequire_mount: false\nredirect: none\n"
-    )
-    environ = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_USER": "",
-        "SLURM_JOB_UID": str(me.uid),
-        "SLURM_JOB_GID": str(me.gid),
-        IMAGE_OPTION: f"{shared}/image.sqsh",
-    }
-    script = HIT.replace("ENVIRON", repr(environ)).replace("ROOT", repr(str(tmp_path)))
-    ran = subprocess.run(
-        [sys.executable, "-BIc", script], capture_output=True, text=True, check=True
-    )
-    (event,) = events.read(Places(tmp_path).events)
-    assert (event.outcome.result, event.outcome.key) == ("hit", looked.image.key)
-    assert ran.stdout == "0 [] 1\n", "the one child is the look as the user"
