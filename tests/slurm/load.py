@@ -18,14 +18,20 @@ from images import MIB
 from jobs import HOOK_LOG, Site, hooked
 from spec import ALICE, BOB, PYXIS_REPORT, REPO, ClusterSpec, User
 
-REQUEUED_AFTER = 25  # seconds; 120 on most clusters
+CRED_EXPIRE = 25  # seconds; 120 on most clusters
+# Slurm has a requeued job wait for a second more than slurmd remembers that the job was killed. In
+# 22.05 (slurm_cred.c, _clear_expired_job_states) that is not enough: what has expired is forgotten
+# only where nobody looked for such within the last 2 s. A busy slurmd then takes the job for one
+# that it has begun, skips its Prolog, and has its script wait for that: after twice MessageTimeout
+# the node is drained, whatever the Prolog is. 23.11 forgets at once.
+AGAIN_AFTER = CRED_EXPIRE + 8
 LARGEST = 10 * MIB  # for the configuration; one image is larger
 CONFIG: Mapping[str, object] = {
     "max_image_size": LARGEST,
     "max_size": 22 * MIB,  # of 50 in all: something goes at every turn
     "low_watermark": "80%",
     "bandwidth": 20 * MIB,  # so that copies take a moment in which they may be disturbed
-    "deadline": f"{REQUEUED_AFTER - 5}s",
+    "deadline": f"{CRED_EXPIRE - 5}s",
     "partitions": {
         "plain": {"enabled": False},
         "steps": {"redirect": "spank", "prolog_wait": "0s"},
@@ -60,11 +66,7 @@ def strained(nodes: int = 3) -> ClusterSpec:
     extra = "PartitionName=steps Nodes=ALL OverSubscribe=YES State=UP"
     hooks = {name: REPO / name / "forestage" for name in ("prolog", "epilog")}
     conf = {
-        # A requeued job waits for so long, as it must: slurmd 22.05 remembers that the job was
-        # killed, and one that is busy may then skip the Prolog, or wait for it in vain, and the
-        # node is drained. (_clear_expired_job_states of slurm_cred.c does nothing within 2 s of
-        # its last run, so that a "reissued job credential" is not as new.)
-        "AuthInfo": f"cred_expire={REQUEUED_AFTER}",
+        "AuthInfo": f"cred_expire={CRED_EXPIRE}",
         "PartitionName": f"{spec.slurm_conf['PartitionName']}\n{extra}",
         "MessageTimeout": "60",
         "BatchStartTimeout": "120",

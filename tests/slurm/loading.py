@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cluster import ClusterError
 from jobs import CLI, Site
-from load import Mishap, Picture, Plan, Sources
+from load import AGAIN_AFTER, Mishap, Picture, Plan, Sources
 
 LOOK = 0.25  # seconds between two looks at the queue
 TICK = 0.02  # seconds in which what is due may be late
@@ -32,6 +32,7 @@ class Run:
     state: str = "PENDING"
     restarts: int = 0
     rebooted: bool = False
+    delayed: int = 0  # which of its restarts was
     fate_at: float | None = None
     fate_came: str = ""  # the state in which it did
 
@@ -119,6 +120,10 @@ class Load:
                 self.problems.append(f"held: {line}")
             if run.state == "PENDING" and not run.again:
                 run.since = now
+            elif run.state == "PENDING" and run.delayed != run.restarts:
+                start = ["scontrol", "update", f"JobId={run.job}", f"StartTime=now+{AGAIN_AFTER}"]
+                if words[3].startswith("BeginTime") and not self._root(start):
+                    run.delayed = run.restarts
 
     def _strike(self) -> None:
         """Lets come upon the jobs what is due."""
