@@ -171,6 +171,8 @@ class Processes(Machine):
         self.changing = name, to, self.lab.key(self.lab.sources[name])
         write = self.lab.write
         source = self.lab.sources[name]
+        if in_place and role == "hook":
+            self.halfway.add(str(source.path))
         self.act("prolog", number, [name], Doom(role, nth, lambda: write(source, to, in_place)))
 
     def notice(self) -> None:

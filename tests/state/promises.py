@@ -39,6 +39,9 @@ class Promises(RuleBasedStateMachine):
         self.jobs: dict[int, Job] = {}
         self.starting: set[int] = set()  # their Prolog, or a step's helper, has not ended
         self.known: dict[str, Version] = {}  # the bytes that a key stands for
+        # Paths that were changed in place, in several steps, while a stager ran. One that copies
+        # between two of them would wait for the file to be left alone; here it has no time.
+        self.halfway: set[str] = set()
         self.leased: set[str] = set()  # entries that were here, and leased, a moment ago
         self.untidy = False  # something was killed, and what it left may lie about
         self.lab.tally["lives"] += 1
