@@ -134,6 +134,18 @@ class Standing:
         return self.load[SOURCE]
 
 
+class Usual:
+    """How many seconds something takes as a rule: the median, roughly; 0 until it is known."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def took(self, seconds: float) -> None:
+        # A step towards each sample, whatever its size: settles where as many lie above as below.
+        usual = self.seconds or seconds
+        self.seconds = usual * (1.1 if seconds > usual else 1 / 1.1)
+
+
 def sum_of(numbers: Iterable[int]) -> int:
     """The set of these chunks."""
     found = 0

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from forestage.asks import Ask, Policy, Why
 from forestage.shares import SOURCE, Shares
-from forestage.standing import Standing, bits, lowest, sum_of
+from forestage.standing import Standing, Usual, bits, lowest, sum_of
 
 
 class Supply:
@@ -49,7 +49,8 @@ class Supply:
         self._glances: set[Ask] = set()  # asks that only want to know what there is
         self._turn = place * 7919  # where to look first, so that not all take the same
         self._first_guess = self.policy.patience + chunk_bytes / self.policy.slowest
-        self._typical = 0.0  # seconds for a chunk: their median, roughly
+        self._usual = Usual()  # of a chunk, wherever it comes from
+        self._to_read = Usual()  # of one that this node reads
         self._begun: float | None = None
         self._fresh = 0.0  # when the last chunk came in
         self._probe_until = 0.0
@@ -96,17 +97,16 @@ class Supply:
         """The chunk is in, and right."""
         sure = ask in self._sure
         took = now - self._end(ask)
-        if sure and took > self.policy.tardy * self._typical > 0:
+        if sure and took > self.policy.tardy * self._usual.seconds > 0:
             self._peers.tardy(ask.peer, now + self.policy.patience)
         if self.obsolete(ask):
             return
         self.missing &= ~(1 << ask.number)
         self._open &= self.missing
         self._fresh = now
-        # A step towards each sample, whatever its size: settles where as many lie above as below.
-        typical = self._typical or took
-        self._typical = typical * (1.1 if took > typical else 1 / 1.1)
+        self._usual.took(took)
         if ask.peer == SOURCE:
+            self._to_read.took(took)
             self.by_source += 1
             self._alone = min(2 * self._alone, self._count)
         else:
@@ -174,9 +174,8 @@ class Supply:
         return since
 
     def _patience(self) -> float:
-        if not self._typical:
-            return self._first_guess
-        return max(self.policy.patience, 4 * self._typical)
+        usual = self._usual.seconds
+        return max(self.policy.patience, 4 * usual) if usual else self._first_guess
 
     # From the source
 
@@ -217,7 +216,8 @@ class Supply:
         """At the end: what takes its reader long, if this node is the next in the order."""
         if self._open:
             return None
-        for ask in self._slow(3, now):
+        # What a peer still reads takes it as long as it would take us.
+        for ask in self._slow(3 * max(self._usual.seconds, self._to_read.seconds), now):
             mine = self.me in self.shares.order(ask.number, 2)
             if mine and Ask(ask.number, SOURCE) not in self.asks:
                 return ask.number
@@ -285,16 +285,13 @@ class Supply:
 
     def _second(self, now: float) -> Ask | None:
         """Nothing is unasked: one that takes long is asked for a second time, of somebody else."""
-        for ask in self._slow(1.5, now):
+        for ask in self._slow(1.5 * self._usual.seconds, now):
             if not self.twice(ask):
                 for peer in self._peers.others_with(ask.number, ask.peer, now):
                     return self._ask(ask.number, peer, now)
         return None
 
-    def _slow(self, times: float, now: float) -> list[Ask]:
-        """What is under way for so many times as long as is usual, and is still wanted."""
-        return [
-            ask
-            for ask, since in self.asks.items()
-            if now - since > times * self._typical > 0 and not self.obsolete(ask)
-        ]
+    def _slow(self, limit: float, now: float) -> list[Ask]:
+        """What is under way for so many seconds, and is still wanted."""
+        late = [ask for ask, since in self.asks.items() if now - since > limit > 0]
+        return [ask for ask in late if not self.obsolete(ask)]

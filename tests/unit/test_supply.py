@@ -219,18 +219,23 @@ def test_a_chunk_asked_twice_and_failed_once_is_not_asked_a_third_time() -> None
     assert one.next_of_source(1.0) is not None
 
 
-def test_at_the_end_the_next_in_the_order_reads_what_its_reader_does_not_bring() -> None:
+@pytest.mark.parametrize("reading", [0.1, 0.6])
+def test_at_the_end_the_next_in_the_order_reads_what_its_reader_does_not_bring(
+    reading: float,
+) -> None:
+    """Unless reading takes as long as that for whoever reads: then it would be read twice."""
     readers = []
     for place in range(1, 4):
         one = supply(1, place=place)
         one.next_of_source(0.0)
         one.knows(one.shares.ring[0], 0b1, 0.0)
         (ask,) = all_of(one.next_of_peers, 0.0)
-        one._typical = 0.2
+        one._usual.took(0.2)
+        one._to_read.took(reading)
         one._fresh = 1.5
         readers += [one.me] * (one.next_of_source(1.5) is not None)
         assert ask.peer == one.shares.ring[0]
-    assert readers == [one.shares.order(0)[1]]
+    assert readers == ([one.shares.order(0)[1]] if reading == 0.1 else [])
 
 
 def test_where_nothing_comes_each_node_reads_something_else() -> None:
