@@ -4,34 +4,59 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from lab import Lab
 
 MINUTES = "FORESTAGE_STATE_MINUTES"  # how long a long run takes
 BATCH = 25  # examples between two looks at the clock
+ONE = 2  # examples: the first is always the simplest of all, in which next to nothing happens
+
+Machine = type[RuleBasedStateMachine]
 
 
-def few(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
+def few(machine: Machine, examples: int, steps: int) -> None:
     """The same ones each time, so that a good commit never fails."""
     _run(machine, examples, steps, derandomize=True)
 
 
-def many(machine: type[RuleBasedStateMachine], lab: Lab, steps: int, minutes: float) -> None:
+def many(machine: Machine, lab: Lab, steps: int, minutes: float) -> None:
     """New ones each time; prints what was done."""
+    for _ in _until(minutes):
+        _run(machine, BATCH, steps, derandomize=False)
+    _tell(lab)
+
+
+def few_of_processes(machine: Machine, examples: int, steps: int) -> None:
+    """As `few`, where what may come next hangs on how fast processes are.
+
+    One at a time: hypothesis lives through the beginning of one again, to vary it, and gives up
+    where it is not as it was before. So these are the same choices, but not quite the same lives.
+    """
+    for number in range(examples):
+        _run(seed(number)(machine), ONE, steps, derandomize=False)
+
+
+def many_of_processes(machine: Machine, lab: Lab, steps: int, minutes: float) -> None:
+    """As `many`, one at a time."""
+    for _ in _until(minutes):
+        _run(machine, ONE, steps, derandomize=False)
+    _tell(lab)
+
+
+def _until(minutes: float) -> Iterator[None]:
     end = time.monotonic() + 60 * float(os.environ.get(MINUTES, minutes))
     while time.monotonic() < end:
-        _run(machine, BATCH, steps, derandomize=False)
+        yield
+
+
+def _tell(lab: Lab) -> None:
     print(f"\n{lab.tally.total()} events:", dict(lab.tally.most_common()))
 
 
-def _run(
-    machine: type[RuleBasedStateMachine],
-    examples: int,
-    steps: int,
-    derandomize: bool,
-) -> None:
+def _run(machine: Machine, examples: int, steps: int, derandomize: bool) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(

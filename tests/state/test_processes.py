@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from lab import Lab
-from lives import few, many
+from lives import few_of_processes, many_of_processes
 from processes import Processes
 
 from node import Node
@@ -25,9 +25,9 @@ def machine(lab: Lab, tmp_path: Path) -> type[Processes]:
 
 
 def test_no_order_of_events_breaks_a_promise(lab: Lab, tmp_path: Path) -> None:
-    few(machine(lab, tmp_path), examples=11, steps=15)
+    few_of_processes(machine(lab, tmp_path), examples=11, steps=15)
 
 
 @pytest.mark.long
 def test_no_order_of_events_whatever_breaks_a_promise(lab: Lab, tmp_path: Path) -> None:
-    many(machine(lab, tmp_path), lab, steps=30, minutes=5)
+    many_of_processes(machine(lab, tmp_path), lab, steps=30, minutes=5)
