@@ -194,13 +194,13 @@ def clear(cache: Cache, leases: Leases, places: Places, user: User, ended: Lease
 
     `user` and `ended` are the job's whose lease was dropped just now, if it could be read.
     """
+    if places.redirects.exists():
+        for spot in places.redirects.iterdir():
+            with contextlib.suppress(IsADirectoryError):  # not ours, and in nobody's way
+                _free(spot)
     needed = leases.redirected()
     taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
     taken = list({bind.mount.id: bind for bind in taken}.values())
-    if places.redirects.exists():
-        for leftover in places.redirects.iterdir():
-            with contextlib.suppress(IsADirectoryError):  # not ours, and in nobody's way
-                leftover.unlink()
     take_off(taken, user)
     return len(taken)
 
@@ -253,6 +253,7 @@ def _bind(source: Path, spot: Path, target: int) -> None:
     which the job could open the cached file for writing.
     """
     spot.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _free(spot)
     spot.touch(mode=0o600)
     mounts.mount(str(source), str(spot), mounts.MS_BIND)
     try:
@@ -262,3 +263,15 @@ def _bind(source: Path, spot: Path, target: int) -> None:
     finally:
         mounts.umount(str(spot))
         spot.unlink()
+
+
+def _free(spot: Path) -> None:
+    """Clears where a redirect is made of what a hook left that was killed there: a file, and
+    perhaps a bind on it. Under the space lock. Raises OSError."""
+    while True:
+        try:
+            return spot.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        mounts.umount(str(spot))

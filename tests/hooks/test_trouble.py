@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forestage import image, lock, mounts, request
+from forestage import evict, image, lock, mounts, request
 from forestage.clock import Clock, Deadline
 from forestage.hooks import DRAIN
 from forestage.job import User
@@ -329,6 +329,36 @@ def test_a_damaged_lease_of_another_job_blocks_eviction_but_no_hit(node: Node) -
     assert node.prolog(3, third).said == ("failed", "lease-damaged")
     assert node.prolog(4, second).outcome.result == "hit"
     assert node.entries() == entries
+
+
+@pytest.mark.parametrize("flags", [(), (mounts.MS_REMOUNT | mounts.MS_BIND | mounts.MS_RDONLY,)])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_hook_that_was_killed_where_it_makes_a_redirect_is_in_nobodys_way(
+    node: Node, flags: tuple[int, ...], evicted: bool
+) -> None:
+    node.configure(on_error="drain")
+    path, other = node.put("alice/image.sqsh"), node.put("alice/other.sqsh", content(2))
+    key = node.prolog(1, path).outcome.key
+
+    def killed() -> None:
+        spot = node.places.redirects / key
+        spot.touch()
+        for one in (mounts.MS_BIND, *flags):
+            mounts.mount(str(node.cache.image(key)), str(spot), one)
+
+    for job in (2, 3):  # twice, one upon the other
+        killed()
+        assert node.epilog(1).said == ("released", "")
+        killed()
+        if evicted:
+            evict.evict_keys(node.cache, node.leases, [key])
+        ran = node.prolog(job, path)
+        assert (ran.code, ran.outcome.redirect) == (0, "laid")
+        killed()
+        assert node.prolog(9, other).outcome.redirect == "laid"
+        assert [node.epilog(one).said for one in (9, job)] == [("released", "")] * 2
+        assert node.binds() == {}
+        assert list(node.places.redirects.iterdir()) == []
 
 
 @pytest.mark.parametrize("user", [ALICE, BOB])

@@ -50,6 +50,9 @@ class WithPeer(Processes):
     def neighbour_dies_or_comes_back(self, lives: bool) -> None:
         self.neighbour.serves() if lives else self.neighbour.dies()
 
+    def set_digest(self, digest: bool) -> None:
+        """No rule here: peers need digests."""
+
     def teardown(self) -> None:
         copies = self.node.outcomes("stager")
         self.lab.tally["from_peers"] += sum(one.from_peers > 0 for one in copies)
