@@ -24,7 +24,10 @@ POLL = 0.25  # seconds between two looks of an idle worker
 
 
 class Case(NamedTuple):
-    """Bytes, bytes a second, seconds; `dead` and `slow` are shares of all nodes."""
+    """Bytes, bytes a second, seconds; `dead`, `slow`, `late`, `blind` are shares of all nodes.
+
+    For those that are blind the source fails.
+    """
 
     nodes: int
     chunks: int
@@ -36,7 +39,7 @@ class Case(NamedTuple):
     late: float = 0.0
     late_by: float = 0.0
     dies_at: float = 0.0
-    blind: int = 0  # nodes for which the source fails
+    blind: float = 0.0
     threads: int = 4
     downloads: int = 8
 
@@ -132,7 +135,7 @@ class World:
             self.after(case.dies_at, self._die, node)
         for node in drawn[::-1][: round(case.slow * case.nodes)]:
             node.rate = case.link / 10
-        for node in drawn[::-1][: case.blind]:
+        for node in drawn[::-1][: round(case.blind * case.nodes)]:
             node.blind = True
         late = set(self.names[: round(case.late * case.nodes)])
         for node in drawn:

@@ -24,6 +24,7 @@ TROUBLES = {
     "1 % slow": {"slow": 0.01},
     "5 % slow": {"slow": 0.05},
     "half 5 s late": {"late": 0.5, "late_by": 5.0},
+    "half read errors": {"blind": 0.5},
 }
 
 
@@ -68,7 +69,7 @@ def plot(rows: list[Row]) -> str:
     """Seconds over the bound for each number of nodes, as SVG; readable on light and on dark."""
     width, height, left, top = 640, 320, 60, 20
     sizes = sorted({row.nodes for row in rows})
-    colours = ("#3b82f6", "#f59e0b", "#ef4444", "#10b981", "#a855f7", "#64748b")
+    colours = ("#3b82f6", "#f59e0b", "#ef4444", "#10b981", "#a855f7", "#64748b", "#ec4899")
     highest = 8
 
     def x(nodes: int) -> float:
