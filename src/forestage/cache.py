@@ -181,10 +181,10 @@ class Cache:
         """
         part = self.part_dir(entry.key)
         (part / "spare").unlink(missing_ok=True)  # what is written next may need its room
+        self.part(entry.key).forget_peers()
         atomic.write(part / "entry.json", msgspec.json.encode(entry))
         atomic.write(part / "used", b"")
         (part / "owner.json").unlink(missing_ok=True)
-        (part / "peers").unlink(missing_ok=True)
         (part / "boot").write_text(boot_id())
         atomic.sync(part / "image")
         with contextlib.suppress(FileNotFoundError):

@@ -115,7 +115,8 @@ class Shared(Run):
 
     def close(self) -> None:
         super().close()
-        self.part.forget_peers()
+        if self.supply.done:  # of a part that is left behind, both stay true
+            self.part.forget_peers()
 
     def _serve(self, next_ask: Callable[[float], Ask | None]) -> None:
         """A thread's life."""

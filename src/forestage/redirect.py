@@ -251,6 +251,9 @@ def _bind(source: Path, spot: Path, target: int) -> None:
     A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
     root reaches, is remounted read-only, and the second is made from it: one call, no moment in
     which the job could open the cached file for writing.
+
+    Raises OSError, also where somebody has cleared the spot meanwhile: after a change of `cache:`
+    two hooks may hold each the lock of another cache.
     """
     spot.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _free(spot)
@@ -259,10 +262,17 @@ def _bind(source: Path, spot: Path, target: int) -> None:
     try:
         flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
         mounts.mount("none", str(spot), mounts.MS_REMOUNT | mounts.MS_BIND | flags)
-        mounts.mount(str(spot), f"/proc/self/fd/{target}", mounts.MS_BIND)
+        # Opened and compared: by its name it could be the bare file by now. The kernel makes no
+        # bind from a mount that was taken off.
+        made = os.open(spot, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not os.path.samestat(os.fstat(made), os.lstat(source)):
+                raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
+            mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+        finally:
+            os.close(made)
     finally:
-        mounts.umount(str(spot))
-        spot.unlink()
+        _free(spot)
 
 
 def _free(spot: Path) -> None:

@@ -216,9 +216,11 @@ class Supply:
         """At the end: what takes its reader long, if this node is the next in the order."""
         if self._open:
             return None
-        # What a peer still reads takes it as long as it would take us.
-        for ask in self._slow(3 * max(self._usual.seconds, self._to_read.seconds), now):
-            mine = self.me in self.shares.order(ask.number, 2)
+        # Reading takes a peer as long as us. Who waits for it asks anew twice a second.
+        limit = 3 * max(self._usual.seconds, self._to_read.seconds)
+        stuck = now - self._fresh > limit > 0
+        for ask in self.asks if stuck else self._slow(limit, now):
+            mine = self.me in self.shares.order(ask.number, 2) and not self.obsolete(ask)
             if mine and Ask(ask.number, SOURCE) not in self.asks:
                 return ask.number
         return None
@@ -226,10 +228,11 @@ class Supply:
     def _in_need(self, now: float) -> int | None:
         """Nothing has come for long: some chunk that is missing, on each node another one."""
         reading = self._peers.reading()
+        silence = max(self._first_guess, self._patience(), 4 * self._to_read.seconds)
         if not self._alone:
             if self._peers.alone or self._peers.nobody(now):
                 self._alone = self._count
-            elif not reading and now - self._fresh > max(self._first_guess, self._patience()):
+            elif not reading and now - self._fresh > silence:
                 self._alone = 1
         if reading >= self._alone:
             return None

@@ -196,6 +196,32 @@ def test_no_bind_of_the_cached_file_is_ever_writable_for_the_job(
     assert flags == [os.ST_RDONLY]
 
 
+def test_a_redirect_that_another_hook_clears_half_made_shows_the_source(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a change of `cache:` both hold a lock. It must not be the empty file that is bound."""
+    from forestage import mounts
+
+    path = node.put("alice/image.sqsh")
+    mount, umount = mounts.mount, mounts.umount
+    spots: list[Path] = []
+
+    def cleared(source: str, target: str, how: int) -> None:
+        mount(source, target, how)
+        if how & mounts.MS_REMOUNT:
+            spots.append(Path(target))
+            umount(target)
+
+    monkeypatch.setattr(mounts, "mount", cleared)
+    assert node.prolog(1, path).said == ("failed", "io")
+    monkeypatch.undo()
+    assert path.read_bytes() == content()
+    assert str(path) not in Path("/proc/self/mountinfo").read_text()
+    assert len(spots) == 1
+    assert not spots[0].exists()
+    assert node.prolog(2, path).outcome.redirect == "laid"
+
+
 def test_a_mount_that_covers_another_ones_is_not_mistaken_for_ours(node: Node) -> None:
     """An admin's own bind over an image is neither taken off nor listed."""
     path = node.put("alice/image.sqsh", content(1))

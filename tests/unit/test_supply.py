@@ -238,6 +238,34 @@ def test_at_the_end_the_next_in_the_order_reads_what_its_reader_does_not_bring(
     assert readers == ([one.shares.order(0)[1]] if reading == 0.1 else [])
 
 
+def test_a_reader_that_hangs_at_the_end_is_stood_in_for_by_one_only() -> None:
+    """Each ask of it is answered in time: "not yet"."""
+    begun: dict[str, float] = {}
+    for place in range(1, 8):
+        one = supply(8, nodes=[f"n{number}" for number in range(8)], place=place)
+        settle(one)
+        first = one.shares.ring[0]
+        for ask in all_of(one.next_of_source, 0.0):
+            one.got(ask, 0.5)
+        for peer in others(one):
+            one.knows(peer, everything(8) & ~1 if peer != first else 0, 0.5)
+        while one.missing != 1:
+            all_of(one.next_of_peers, 0.6)
+            for ask in [ask for ask in one.asks if ask.number]:
+                one.got(ask, 0.6)
+        for tick in range(7, 45):
+            now = tick / 10
+            for ask in list(one.asks):
+                if ask.peer and now - one.asks[ask] >= one.policy.wait:
+                    one.knows(ask.peer, 0 if ask.peer == first else everything(8) & ~1, now)
+                    one.failed(ask, "absent", now)
+            one.next_of_peers(now)
+            if one.next_of_source(now):
+                begun.setdefault(one.me, now)
+    first_of_all, second = sorted(begun.values())[:2]
+    assert second > first_of_all + 0.5
+
+
 def test_where_nothing_comes_each_node_reads_something_else() -> None:
     picks = []
     for place in range(4):
