@@ -100,4 +100,4 @@ def swept(node: Node, jobs: frozenset[int], dry_run: bool) -> Ended:
     except Exception as error:
         return Ended(error=repr(error))
     bad = tuple(one.key for one in done.verified if one.result == "bad")
-    return Ended(error="; ".join(done.problems), bad=bad)
+    return Ended(error="; ".join(filter(None, (done.doubt, *done.problems))), bad=bad)
