@@ -64,6 +64,15 @@ def machine() -> None:
 
 
 @pytest.fixture
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if not found:
+        assert os.geteuid() != 0, "promtool is missing (run tests/prepare)"
+        pytest.skip("promtool is missing")
+    return found
+
+
+@pytest.fixture
 def private_mounts(machine: None) -> Iterator[None]:
     """A mount namespace for one test, which goes with all its mounts when the test leaves it."""
     folder = Path.cwd()

@@ -24,7 +24,6 @@ from forestage import atomic, records
 from forestage.image import Image
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
-BLIND = "blind"
 ENTRY_BYTES = 16  # of the map, for one chunk
 MAX_SHARED = 131072  # chunks: more of them are not told in a header (32 KiB), nor asked of peers
 Phase = Literal["queued", "copying"]
@@ -68,7 +67,7 @@ class Part:
         self.record = directory / "owner.json"
         self.spare = directory / "spare"
         self.peers = directory / "peers"
-        self.blind = directory / BLIND
+        self.blind = directory / "blind"
 
     def owner(self) -> Owner | None:
         """Who copies, or copied; None where nothing can be read."""

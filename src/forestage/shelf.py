@@ -12,7 +12,7 @@ import msgspec
 
 from forestage import digest, lock
 from forestage.cache import Cache, Entry
-from forestage.part import BLIND, ENTRY_BYTES, boot_id, chunk_count
+from forestage.part import ENTRY_BYTES, boot_id, chunk_count
 
 STEP = 1 << 20  # bytes read at a time for a digest that no map has
 
@@ -78,7 +78,7 @@ def arrived(cache: Cache, key: str) -> bytes:
 
 def is_blind(cache: Cache, key: str) -> bool:
     """Whether a copy is under way here whose source gives errors."""
-    return (cache.part_dir(key) / BLIND).exists()
+    return cache.part(key).blind.exists()
 
 
 def is_in(digests: bytes, number: int) -> bool:

@@ -140,7 +140,7 @@ def each(damages: list[Damage]) -> pytest.MarkDecorator:
 
 
 IN_ENTRY = ("entry.json", "image", "map", "used", "")  # the last is the entry itself
-IN_PART = ("owner.json", "image", "map", "spare", "peers", "")
+IN_PART = ("owner.json", "image", "map", "spare", "peers", "blind", "")
 
 
 def put(node: Node, name: str) -> Image:

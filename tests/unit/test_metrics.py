@@ -419,15 +419,6 @@ def test_who_may_not_look_is_told_so(site: Site) -> None:
 # --- with Prometheus' own tools; tests/slurm has the servers
 
 
-@pytest.fixture
-def promtool() -> str:
-    found = shutil.which("promtool")
-    if not found:
-        assert os.geteuid() != 0, "promtool is missing (run tests/prepare)"
-        pytest.skip("promtool is missing")
-    return found
-
-
 def test_promtool_finds_nothing_to_say_about_the_text(site: Site, promtool: str) -> None:
     site.publish(site.image("a.sqsh"))
     text = site.run("metrics", "--print").stdout
