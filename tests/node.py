@@ -112,6 +112,14 @@ class Node:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
+    def rest(self) -> None:
+        """Waits until all stagers of the hooks that ran here have ended.
+
+        One that has published answers its hook before it ends, and has the disk open until then:
+        umount(2) and a remount to read-only say EBUSY.
+        """
+        until(_childless, "the end of the stagers")
+
     def configure(self, **keys: object) -> None:
         """Writes the configuration: the tests' own, and on top of it `keys`."""
         config = {
@@ -264,6 +272,14 @@ def read_as(user: User, path: Path) -> bytes | None:
         return None
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
+
+
+def _childless() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _tmpfs(path: Path, options: str) -> None:

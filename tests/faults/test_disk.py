@@ -159,6 +159,7 @@ def test_no_job_reads_old_bytes_from_a_disk_gone_read_only(
     disk("ext4")
     path = node.put("alice/image.sqsh", image())
     node.prolog(1, path)
+    node.rest()
     _remount(node, "ro")
     (node.server / "alice/image.sqsh").write_bytes(image(2))
     assert node.prolog(2, path).code == 0
@@ -171,6 +172,7 @@ def test_the_epilog_takes_off_redirects_to_a_disk_gone_read_only(
     disk("ext4")
     path = node.put("alice/image.sqsh", image())
     node.prolog(1, path)
+    node.rest()
     _remount(node, "ro")
     assert node.epilog(1).code == 0
     assert untouched(node, path, 1)

@@ -17,8 +17,14 @@ from forestage.job import User
 from node import ALICE, BOB, Node, content
 
 
-def _remount(path: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", path], check=True)
+def _remount(node: Node, options: str) -> None:
+    node.rest()
+    subprocess.run(["mount", "-o", f"remount,{options}", node.nvme], check=True)
+
+
+def _unmount(node: Node) -> None:
+    node.rest()
+    subprocess.run(["umount", node.nvme], check=True)
 
 
 def _owned_by_a_user(node: Node) -> None:
@@ -50,7 +56,7 @@ def _newer_format(node: Node) -> None:
 
 
 def _read_only(node: Node) -> None:
-    _remount(node.nvme, "ro")
+    _remount(node, "ro")
 
 
 def _no_etc(node: Node) -> None:
@@ -148,7 +154,7 @@ def test_a_warm_cache_gone_read_only_leaves_the_original_path(node: Node) -> Non
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
     node.epilog(1)
-    _remount(node.nvme, "ro")
+    _remount(node, "ro")
     assert node.prolog(2, path).said == ("failed", "io")
     assert node.shows_source(path)
 
@@ -156,9 +162,9 @@ def test_a_warm_cache_gone_read_only_leaves_the_original_path(node: Node) -> Non
 def test_a_disk_that_dies_under_a_redirect_does_not_keep_it(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
-    _remount(node.nvme, "ro")
+    _remount(node, "ro")
     node.epilog(1)
-    _remount(node.nvme, "rw")
+    _remount(node, "rw")
     node.epilog(1)
     assert node.binds() == {}
     assert node.lease(1) is None
@@ -167,7 +173,7 @@ def test_a_disk_that_dies_under_a_redirect_does_not_keep_it(node: Node) -> None:
 def test_the_epilog_makes_no_cache_where_the_disk_has_gone(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
-    subprocess.run(["umount", node.nvme], check=True)
+    _unmount(node)
     node.epilog(1)
     assert not node.cache.root.exists()
 
@@ -175,7 +181,7 @@ def test_the_epilog_makes_no_cache_where_the_disk_has_gone(node: Node) -> None:
 def test_the_epilog_takes_off_redirects_to_a_disk_that_has_gone(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
-    subprocess.run(["umount", node.nvme], check=True)
+    _unmount(node)
     node.epilog(1)
     assert node.shows_source(path)
 
