@@ -195,7 +195,7 @@ class Service:
     def _has(self, ask: _Ask) -> str:
         """Hex, bit 5 for chunk 5; "" without a copy. It spares the client to ask in vain.
 
-        A `!` behind it: nothing can be read here, others are to do so in our stead. "" as well
+        A `!` behind it: nothing is read here any more, others are to do so in our stead. "" as well
         where it would be longer than clients take a header.
         """
         digests = shelf.arrived(self.cache, ask.session.key)

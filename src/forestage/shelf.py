@@ -77,8 +77,14 @@ def arrived(cache: Cache, key: str) -> bytes:
 
 
 def is_blind(cache: Cache, key: str) -> bool:
-    """Whether a copy is under way here whose source gives errors."""
-    return cache.part(key).blind.exists()
+    """Whether a copy here reads nothing more: its source gives errors, or its stager was killed.
+
+    Of the latter too others must know: it answers at once that a chunk is not here, and whoever
+    hoped for the chunk would ask as fast as it answers.
+    """
+    part = cache.part(key)
+    owner = part.owner()
+    return part.blind.exists() or (owner is not None and not owner.lives())
 
 
 def is_in(digests: bytes, number: int) -> bool:

@@ -118,6 +118,19 @@ def test_a_node_whose_source_fails_says_so(node: Node, copying: Part) -> None:
     assert (client.has, client.blind) == ([1, 1], True)
 
 
+def test_a_node_whose_stager_was_killed_says_so(node: Node) -> None:
+    """Else the others ask it for what it should read, again and again, and nobody reads it."""
+    with stager() as pid:
+        part = node.part(seed=3, pid=pid)
+        node.bring(part, 0, seed=3)
+        client = Client(node, image(3).key)
+        client.fetch(0)
+        assert not client.blind
+    with pytest.raises(Failed):
+        client.fetch(1)
+    assert (client.has, client.blind) == ([1, 1], True)
+
+
 def test_what_a_dead_copy_has_is_given(node: Node, known: Stranger) -> None:
     part = node.part(seed=3, pid=0)
     known.log_in(SHARED, image(3).key)
