@@ -112,14 +112,6 @@ class Node:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
-    def rest(self) -> None:
-        """Waits until all stagers of the hooks that ran here have ended.
-
-        One that has published answers its hook before it ends, and has the disk open until then:
-        umount(2) and a remount to read-only say EBUSY.
-        """
-        until(_childless, "the end of the stagers")
-
     def configure(self, **keys: object) -> None:
         """Writes the configuration: the tests' own, and on top of it `keys`."""
         config = {
@@ -253,6 +245,25 @@ class Node:
         assert os.waitpid(child, 0)[1] == 0
 
 
+def unmount(point: Path) -> None:
+    """Takes a file system away, once nobody has it open."""
+    _once_idle(["umount", point])
+
+
+def make_read_only(point: Path) -> None:
+    """Does so once nobody has a file open for writing."""
+    _once_idle(["mount", "-o", "remount,ro", point])
+
+
+def _once_idle(argv: list[str | Path]) -> None:
+    """A stager answers its hook before it ends, and has files open until then: EBUSY."""
+
+    def done() -> bool:
+        return subprocess.run(argv, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+    until(done, f"{argv} to be possible")
+
+
 def read_as(user: User, path: Path) -> bytes | None:
     """What a user's own program reads from the path; None where it gets a permission error."""
     ran = subprocess.run(
@@ -272,14 +283,6 @@ def read_as(user: User, path: Path) -> bytes | None:
         return None
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
-
-
-def _childless() -> bool:
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
 
 
 def _tmpfs(path: Path, options: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forestage import mounts
 from forestage.job import User
-from node import ALICE, Node, until
+from node import ALICE, Node, unmount, until
 
 ROOT = User("root", 0, 0)
 OPTIONS = "allow_other,default_permissions"
@@ -90,4 +90,4 @@ class Far:
             self._process.wait()
 
     def unmount(self) -> None:
-        subprocess.run(["umount", self.point], check=True)
+        unmount(self.point)

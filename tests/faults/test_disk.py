@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from fault import MIB, Points, image, served, untouched
 
-from node import BOB, Node
+from node import BOB, Node, make_read_only
 
 GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN; xfs has the same
 NOLOGFLUSH = (2).to_bytes(4, "little")
@@ -92,13 +92,10 @@ def test_a_disk_that_others_filled_before_is_declined(
     assert node.prolog(2, path).outcome.result == "copied"
 
 
-def _remount(node: Node, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", node.nvme], check=True)
-
-
 def _gone_read_only(node: Node) -> None:
     """What ext4 does of itself at an error, also under files that are open for writing."""
-    _remount(node, "errors=remount-ro,abort")
+    options = "remount,errors=remount-ro,abort"
+    subprocess.run(["mount", "-o", options, node.nvme], check=True)
 
 
 def _broken(node: Node) -> None:
@@ -159,8 +156,7 @@ def test_no_job_reads_old_bytes_from_a_disk_gone_read_only(
     disk("ext4")
     path = node.put("alice/image.sqsh", image())
     node.prolog(1, path)
-    node.rest()
-    _remount(node, "ro")
+    make_read_only(node.nvme)
     (node.server / "alice/image.sqsh").write_bytes(image(2))
     assert node.prolog(2, path).code == 0
     assert path.read_bytes() == image(2)
@@ -172,7 +168,6 @@ def test_the_epilog_takes_off_redirects_to_a_disk_gone_read_only(
     disk("ext4")
     path = node.put("alice/image.sqsh", image())
     node.prolog(1, path)
-    node.rest()
-    _remount(node, "ro")
+    make_read_only(node.nvme)
     assert node.epilog(1).code == 0
     assert untouched(node, path, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage import credential, digest, exchange, wire
+from forestage import credential, digest, exchange, peers, wire
 from forestage.credential import Challenges, KeyFile
 from forestage.errors import PeerError
 from forestage.peers import Failed
@@ -37,7 +37,15 @@ class Fake:
         self.requests: list[str] = []
         self.server = socket.create_server(("127.0.0.1", 0))
         self.port = self.server.getsockname()[1]
-        threading.Thread(target=self.accept, daemon=True).start()
+        self.accepts = threading.Thread(target=self.accept, daemon=True)
+        self.accepts.start()
+
+    def end(self) -> None:
+        # First the thread: it may be about to call accept(2), with the number of a descriptor that
+        # is the next service's as soon as it is closed here.
+        self.server.shutdown(socket.SHUT_RDWR)
+        self.accepts.join()
+        self.server.close()
 
     def accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -112,7 +120,7 @@ def fake() -> Iterator[Callable[..., Fake]]:
 
     yield make
     for one in made:
-        one.server.close()
+        one.end()
 
 
 @pytest.fixture
@@ -445,8 +453,11 @@ def test_who_cannot_be_reached_is_refused(client_of: ClientOf, impatient: None, 
     assert why(client_of(where)) == "refused"
 
 
-def test_what_befell_one_thread_is_not_tried_by_all(client_of: ClientOf) -> None:
+def test_what_befell_one_thread_is_not_tried_by_all(
+    client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each would wait for the time-out of a connection, one after the other."""
+    monkeypatch.setattr(peers, "AGAIN", 60.0)
     port = free_port()
     client = client_of(port)
     assert why(client) == "refused"

@@ -13,17 +13,7 @@ from forestage import evict, image, lock, mounts, request
 from forestage.clock import Clock, Deadline
 from forestage.hooks import DRAIN
 from forestage.job import User
-from node import ALICE, BOB, Node, content
-
-
-def _remount(node: Node, options: str) -> None:
-    node.rest()
-    subprocess.run(["mount", "-o", f"remount,{options}", node.nvme], check=True)
-
-
-def _unmount(node: Node) -> None:
-    node.rest()
-    subprocess.run(["umount", node.nvme], check=True)
+from node import ALICE, BOB, Node, content, make_read_only, unmount
 
 
 def _owned_by_a_user(node: Node) -> None:
@@ -55,7 +45,7 @@ def _newer_format(node: Node) -> None:
 
 
 def _read_only(node: Node) -> None:
-    _remount(node, "ro")
+    make_read_only(node.nvme)
 
 
 def _no_etc(node: Node) -> None:
@@ -153,7 +143,7 @@ def test_a_warm_cache_gone_read_only_leaves_the_original_path(node: Node) -> Non
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
     node.epilog(1)
-    _remount(node, "ro")
+    make_read_only(node.nvme)
     assert node.prolog(2, path).said == ("failed", "io")
     assert node.shows_source(path)
 
@@ -161,9 +151,9 @@ def test_a_warm_cache_gone_read_only_leaves_the_original_path(node: Node) -> Non
 def test_a_disk_that_dies_under_a_redirect_does_not_keep_it(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
-    _remount(node, "ro")
+    make_read_only(node.nvme)
     node.epilog(1)
-    _remount(node, "rw")
+    subprocess.run(["mount", "-o", "remount,rw", node.nvme], check=True)
     node.epilog(1)
     assert node.binds() == {}
     assert node.lease(1) is None
@@ -172,7 +162,7 @@ def test_a_disk_that_dies_under_a_redirect_does_not_keep_it(node: Node) -> None:
 def test_the_epilog_makes_no_cache_where_the_disk_has_gone(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
-    _unmount(node)
+    unmount(node.nvme)
     node.epilog(1)
     assert not node.cache.root.exists()
 
@@ -180,7 +170,7 @@ def test_the_epilog_makes_no_cache_where_the_disk_has_gone(node: Node) -> None:
 def test_the_epilog_takes_off_redirects_to_a_disk_that_has_gone(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
-    _unmount(node)
+    unmount(node.nvme)
     node.epilog(1)
     assert node.shows_source(path)
 
