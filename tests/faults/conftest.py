@@ -55,14 +55,15 @@ def far(node: Node, farfs: Path, tmp_path: Path) -> Iterator[Far]:
 
 
 @pytest.fixture
-def disk(node: Node, tmp_path: Path) -> Callable[..., None]:
-    """Makes the node's NVMe a small disk with a real file system of the wanted type."""
+def disk(node: Node, tmp_path: Path) -> Callable[..., Path]:
+    """Makes the node's NVMe a small disk with a real file system of the wanted type; its file."""
 
-    def format_disk(kind: str, size: str = "64M") -> None:
+    def format_disk(kind: str, size: str = "64M") -> Path:
         file = tmp_path / "disk"
         subprocess.run(["truncate", "-s", size, file], check=True)
         subprocess.run([f"mkfs.{kind}", "-q", file], check=True)
         # The loop device goes with its mount, and that with the test's namespace.
         subprocess.run(["mount", "-o", "loop", file, node.nvme], check=True)
+        return file
 
     return format_disk

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from fault import MIB, Points, image, served, untouched
+from fault import MIB, Points, image, served, shut_down, untouched
 
 from node import BOB, Node, make_read_only
-
-GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN; xfs has the same
-NOLOGFLUSH = (2).to_bytes(4, "little")
 
 
 def fill(node: Node, uid: int) -> None:
@@ -35,7 +32,7 @@ def fill(node: Node, uid: int) -> None:
 
 
 @pytest.fixture
-def scratch(node: Node, disk: Callable[..., None], request: pytest.FixtureRequest) -> str:
+def scratch(node: Node, disk: Callable[..., Path], request: pytest.FixtureRequest) -> str:
     """Makes the node's NVMe a file system of the wanted kind that users may write to."""
     kind = str(request.param)
     if kind != "tmpfs":
@@ -100,11 +97,7 @@ def _gone_read_only(node: Node) -> None:
 
 def _broken(node: Node) -> None:
     """From now on whatever is read or written is an I/O error."""
-    fd = os.open(node.nvme, os.O_RDONLY)
-    try:
-        fcntl.ioctl(fd, GOINGDOWN, NOLOGFLUSH)
-    finally:
-        os.close(fd)
+    shut_down(node.nvme)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +117,7 @@ def _broken(node: Node) -> None:
 def test_a_disk_that_fails_during_the_copy_leaves_the_original_path(
     node: Node,
     points: Points,
-    disk: Callable[..., None],
+    disk: Callable[..., Path],
     kind: str,
     fault: Callable[[Node], None],
     engine: str,
@@ -151,7 +144,7 @@ def test_a_disk_that_fails_during_the_copy_leaves_the_original_path(
 
 
 def test_no_job_reads_old_bytes_from_a_disk_gone_read_only(
-    node: Node, disk: Callable[..., None]
+    node: Node, disk: Callable[..., Path]
 ) -> None:
     disk("ext4")
     path = node.put("alice/image.sqsh", image())
@@ -163,7 +156,7 @@ def test_no_job_reads_old_bytes_from_a_disk_gone_read_only(
 
 
 def test_the_epilog_takes_off_redirects_to_a_disk_gone_read_only(
-    node: Node, disk: Callable[..., None]
+    node: Node, disk: Callable[..., Path]
 ) -> None:
     disk("ext4")
     path = node.put("alice/image.sqsh", image())

@@ -53,7 +53,7 @@ def mount(node: Node, tmp_path: Path) -> Iterator[Callable[..., Own]]:
     made: list[Own] = []
 
     def mounting(*options: str) -> Own:
-        node.configure(on_error="drain", deadline="1s")
+        node.configure(on_error="drain")
         made.append(Own(node, tmp_path, *options))
         return made[-1]
 
@@ -84,9 +84,11 @@ def test_one_that_is_for_all_and_then_hangs_and_dies_holds_up_nobody(
     # The redirect lies on a file system that does not answer.
     assert node.epilog(1).outcome.released == 1
     assert node.binds() == {}
+    node.configure(on_error="drain", deadline="1s")
     ran = node.prolog(2, own.image)
     assert (ran.code, *ran.said) == (0, "declined", "source-hangs")
     own.end()
+    node.configure(on_error="drain")
     ran = node.prolog(3, own.image)
     assert (ran.code, *ran.said) == (0, "declined", "source-error")
     assert [node.epilog(job).code for job in (2, 3)] == [0, 0]

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Literal
 from disk import Disk
 from model import MISSING, Seen, Source, Version
 
-from forestage import evict, mounts, part, redirect, settings
+from boot import Boot
+from forestage import evict, mounts, redirect, settings
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.image import identify
@@ -24,7 +24,6 @@ from forestage.node import Node as Here
 from node import Node
 
 NAMES = ("one", "two", "three")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Off = Literal["", "file", "enabled"]
 Why = Literal["file", "enabled", "config", "cache-format"]
@@ -54,28 +53,22 @@ def beside(work: Callable[[], None]) -> None:
 class Lab:
     """`sources` are below the node's shared file system; everything is wiped by `reset`."""
 
-    def __init__(self, node: Node, tmp_path: Path, **config: object) -> None:
+    def __init__(self, node: Node, boot: Boot, **config: object) -> None:
         self.node = node
         self.base = config
         self.sources: dict[str, Source] = {}
         self.tally: Counter[str] = Counter()  # what was done, for whoever wants to know
         self.disk = Disk(node.cache)
         self.broken = ""  # the reason that hooks give
-        self._boot = tmp_path / "boot_id"
-        self._boot.touch()
-        # The kernel's own file is covered, so that a reboot is one for every process.
-        mounts.mount(str(self._boot), str(BOOT_ID), mounts.MS_BIND)
+        self._boot = boot
         self.reset()
 
     @classmethod
     @contextlib.contextmanager
     def opened(cls, node: Node, tmp_path: Path, **config: object) -> Iterator[Lab]:
         """A lab for one test; the next one is in this machine's own boot again."""
-        try:
-            yield cls(node, tmp_path, **config)
-        finally:
-            mounts.umount(str(BOOT_ID))
-            part.boot_id.cache_clear()
+        with Boot.told_by(tmp_path / "boot_id") as boot:
+            yield cls(node, boot, **config)
 
     def reset(self) -> None:
         """As on the first day."""
@@ -89,7 +82,7 @@ class Lab:
         self.config_keys: dict[str, object] = {}
         self.configure()
         self.disk = Disk(self.node.cache)
-        self._boots()
+        self._boot.again()
 
     def configure(self, **keys: object) -> None:
         """These keys from now on, beside those of before."""
@@ -208,11 +201,7 @@ class Lab:
         self._take_all_off()
         shutil.rmtree(self.node.places.run, ignore_errors=True)
         self.disk.grows_old()
-        self._boots()
-
-    def _boots(self) -> None:
-        self._boot.write_text(f"{uuid.uuid4()}\n")
-        part.boot_id.cache_clear()  # as each new process would ask anew
+        self._boot.again()
 
     def lose_cache(self) -> None:
         """Somebody has deleted it all, or the disk is a new one after a reboot."""

@@ -1,0 +1,117 @@
+"""The power goes: what was not on the disk yet is gone, and no job reads a byte of it.
+
+What only the page cache has is thrown away with the mount.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fault import Points, image, shut_down
+
+from boot import Boot
+from forestage import mounts
+from node import Node, unmount
+
+
+class Power:
+    """A node whose NVMe is a real file system in a file."""
+
+    def __init__(self, node: Node, disk: Path, boot: Boot) -> None:
+        self.node = node
+        self._disk = disk
+        self._boot = boot
+
+    def cut(self) -> None:
+        """Nothing that is not there yet reaches the disk any more."""
+        shut_down(self.node.nvme)
+
+    def back(self) -> None:
+        """The node starts: mounts, processes and /run are gone, the disk is what it is."""
+        node = self.node
+        for path in node.binds():
+            mounts.umount(path)
+        unmount(node.nvme)
+        shutil.rmtree(node.places.run, ignore_errors=True)
+        subprocess.run(["mount", "-o", "loop", self._disk, node.nvme], check=True)
+        self._boot.again()
+
+
+@pytest.fixture(params=["ext4", "xfs"])
+def power(
+    node: Node, disk: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Power]:
+    kind = str(request.param)
+    with Boot.told_by(tmp_path / "boot_id") as boot:
+        yield Power(node, disk(kind, "320M" if kind == "xfs" else "64M"), boot)
+
+
+def _entries_are_whole(node: Node) -> bool:
+    return all(node.cache.image(key).read_bytes() == image() for key in node.entries())
+
+
+@pytest.mark.parametrize("engine", ["chunks", "rsync"])
+@pytest.mark.parametrize(
+    ("point", "nth"),
+    [("claimed", 1), ("reserved", 1), ("chunk", 1), ("chunk", 5), ("copied", 1), ("checked", 1)],
+)
+def test_a_copy_that_the_power_cut_short_is_no_entry(
+    power: Power, points: Points, engine: str, point: str, nth: int
+) -> None:
+    if engine == "rsync" and point == "chunk":
+        pytest.skip("rsync has none")
+    node = power.node
+    node.configure(engine=engine)
+    path = node.put("alice/image.sqsh", image())
+    points.at(point, power.cut, nth)
+    assert node.prolog(1, path).code == 0
+    assert node.shows_source(path)
+    power.back()
+    assert node.entries() == set()
+    assert node.prolog(2, path).outcome.result == "copied"
+    assert path.read_bytes() == image()
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at-once", "after-the-hook"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"engine": "chunks"},
+        {"engine": "chunks", "direct": "off"},
+        # Without digests nobody reads the copy, which would write it out first.
+        {"engine": "rsync", "digest": False},
+    ],
+    ids=str,
+)
+def test_what_is_published_stays_through_a_power_cut(
+    power: Power, points: Points, keys: dict[str, object], later: bool
+) -> None:
+    node = power.node
+    node.configure(**keys)
+    path = node.put("alice/image.sqsh", image())
+    if not later:
+        points.at("published", power.cut)
+    assert node.prolog(1, path).code == 0
+    if later:
+        power.cut()
+    power.back()
+    assert node.prolog(2, path).outcome.result == "hit"
+    assert path.read_bytes() == image()
+
+
+def test_what_a_power_cut_brings_back_of_the_evicted_is_whole(power: Power) -> None:
+    node = power.node
+    path = node.put("alice/image.sqsh", image())
+    key = node.prolog(1, path).outcome.key
+    node.epilog(1)
+    node.cache.retire(key)
+    node.cache.empty_evicted()
+    power.cut()
+    power.back()
+    assert _entries_are_whole(node)
+    assert node.prolog(2, path).outcome.result in ("hit", "copied")
+    assert path.read_bytes() == image()
