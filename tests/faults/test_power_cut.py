@@ -54,16 +54,19 @@ def _entries_are_whole(node: Node) -> bool:
     return all(node.cache.image(key).read_bytes() == image() for key in node.entries())
 
 
-@pytest.mark.parametrize("engine", ["chunks", "rsync"])
+POINTS = [("claimed", 1), ("reserved", 1), ("copied", 1), ("checked", 1)]
+
+
 @pytest.mark.parametrize(
-    ("point", "nth"),
-    [("claimed", 1), ("reserved", 1), ("chunk", 1), ("chunk", 5), ("copied", 1), ("checked", 1)],
+    ("engine", "point", "nth"),
+    [
+        *(("chunks", *one) for one in [*POINTS, ("chunk", 1), ("chunk", 5)]),
+        *(("rsync", *one) for one in POINTS),
+    ],
 )
 def test_a_copy_that_the_power_cut_short_is_no_entry(
     power: Power, points: Points, engine: str, point: str, nth: int
 ) -> None:
-    if engine == "rsync" and point == "chunk":
-        pytest.skip("rsync has none")
     node = power.node
     node.configure(engine=engine)
     path = node.put("alice/image.sqsh", image())
