@@ -111,9 +111,9 @@ def wanted_path(asked: Asked, work_dir: str) -> str:
     """
     if not asked.path.startswith(("/", ".")):
         raise Declined("registry", f"{asked.path} is no path: registry images are not staged")
-    if any(ord(char) < 32 or ord(char) == 127 for char in asked.path):
-        raise Declined("bad-path", "the path holds control characters")
     path = os.path.join(work_dir, asked.path)
+    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+        raise Declined("bad-path", "the path holds control characters")
     if not path.startswith("/"):
         raise Declined("bad-path", f"{asked.path} is relative and Slurm names no working directory")
     try:

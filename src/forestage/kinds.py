@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -13,8 +14,8 @@ import msgspec
 from forestage import address
 from forestage.units import (
     Amount,
+    exact_duration,
     exact_size,
-    format_duration,
     parse_duration,
     parse_share,
     parse_size,
@@ -32,6 +33,8 @@ OnError: TypeAlias = Literal["continue", "drain"]
 
 MIN_CHUNK = 1024 * 1024  # bytes; a multiple of every disk's and file system's block
 MAX_CHUNK = 1024 * 1024 * 1024
+
+_PLAIN = re.compile(r"[\w./+@-]+", re.ASCII)  # paths that need no quotes in YAML
 
 
 class Kind(NamedTuple):
@@ -194,19 +197,19 @@ def _quoted(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _show_duration(seconds: float) -> str:
-    text = format_duration(seconds)
-    return text if parse_duration(text) == seconds else f"{seconds}s"
+def _show_path(path: str) -> str:
+    """As it is where YAML reads it so: not with `: `, ` #`, `, ` or `]` in it."""
+    return path if _PLAIN.fullmatch(path) else _quoted(path)
 
 
 FLAG = Kind(_flag, lambda on: "true" if on else "false")
-SOURCES = Kind(_sources, lambda paths: f"[{', '.join(paths)}]")
-CACHE = Kind(_cache, str)
+SOURCES = Kind(_sources, lambda paths: f"[{', '.join(map(_show_path, paths))}]")
+CACHE = Kind(_cache, _show_path)
 LIMIT = Kind(_limit, lambda size: "null" if size is None else exact_size(size))
 CAPACITY = Kind(_capacity, str)
 AMOUNT = Kind(Amount.parse, str)
 SHARE = Kind(lambda raw: Amount(share=parse_share(raw)), str)
-DURATION = Kind(parse_duration, _show_duration)
+DURATION = Kind(parse_duration, exact_duration)
 REDIRECT = _one_of(get_args(Redirect))
 ENGINE = _one_of(get_args(Engine))
 ON_ERROR = _one_of(get_args(OnError))
@@ -220,7 +223,7 @@ CHUNK = Kind(_chunk, exact_size)
 PORT = _whole(1, 65535)
 UPLOADS = _whole(1, 1024)
 DOWNLOADS = _whole(1, 64)
-FILE = Kind(_file, lambda path: "null" if path is None else str(path))
+FILE = Kind(_file, lambda path: "null" if path is None else _show_path(path))
 TEXTFILE = Kind(_textfile, FILE.show)
 LISTEN = Kind(_listen, _quoted)
 ADDRESS = Kind(_address, _quoted)

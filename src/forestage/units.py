@@ -18,7 +18,8 @@ _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 # re.ASCII: \d would take every script's digits, and K the Kelvin sign. The counts keep
 # a megabyte of digits away from int(), which is quadratic and has a limit of its own.
-_NUMBER = r"\d{1,19}(?:\.\d{1,9})?"
+_DECIMALS = 9
+_NUMBER = rf"\d{{1,19}}(?:\.\d{{1,{_DECIMALS}}})?"
 _SIZE = re.compile(rf"({_NUMBER}) ?(?:([{_PREFIXES}])(?:I?B)?|B)?", re.ASCII | re.IGNORECASE)
 _DURATION = re.compile("".join(rf"(?:({_NUMBER}){unit})?" for unit in _SECONDS), re.ASCII)
 _PLAIN = re.compile(_NUMBER, re.ASCII)
@@ -79,13 +80,14 @@ def parse_size(value: object) -> int:
 def parse_duration(value: object) -> float:
     """Seconds from "10m", "90s", "1h30m", "250ms", "1d", "15" or a number of seconds.
 
-    Units go from large to small, each at most once.
+    Units go from large to small, each at most once. What is finer than a nanosecond is rounded.
     """
     seconds = _in_seconds(value)
     # Written this way round, because nan compares false with everything.
     if seconds is None or not 0 <= seconds <= MAX_DURATION:
         raise _unexpected(_A_DURATION, value)
-    return float(seconds)
+    # 71 * 0.001 is 0.07100000000000001, which nobody wrote and no text of nine decimals means.
+    return round(float(seconds), _DECIMALS)
 
 
 def parse_share(value: object) -> float:
@@ -128,6 +130,15 @@ def format_duration(seconds: float) -> str:
         count, rest = divmod(rest, int(_SECONDS[unit]))
         text += f"{count}{unit}" if count else ""
     return text
+
+
+def exact_duration(seconds: float) -> str:
+    """`seconds` of `parse_duration` for a file that is read again: "2h", "0.071s"."""
+    text = format_duration(seconds)
+    if parse_duration(text) == seconds:
+        return text
+    # Never 1e-05s: the parser takes no exponent.
+    return f"{seconds:.{_DECIMALS}f}".rstrip("0").rstrip(".") + "s"
 
 
 def format_rate(size: float, seconds: float) -> str:

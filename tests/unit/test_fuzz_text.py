@@ -36,6 +36,7 @@ TEXT = st.lists(PIECES | BYTES, max_size=8).map("".join)
 
 
 @given(TEXT, TEXT, TEXT, TEXT)
+@example("", "./a", "", "/b\nc")
 @hypothesis_settings(max_examples=100 * MORE)
 def test_whatever_a_user_says_is_one_line_and_one_event(
     comment: str, option: str, saves: str, work_dir: str
@@ -163,6 +164,13 @@ VALUE = st.recursive(
 @example("peers.addresses", {"\n": "n1"})
 @example("deadline", float("nan"))
 @example("chunk_size", 10**5000)
+@example("deadline", "71ms")
+@example("max_stage_wait", "70.9h")
+@example("deadline", 1e-05)
+@example("cache", "/a: b")
+@example("peers.key_file", "/a #b")
+@example("metrics.textfile", "/a #b.prom")
+@example("sources", ["/a,b", "/c]", "/d: e"])
 @hypothesis_settings(max_examples=150 * MORE)
 def test_any_value_of_a_key_is_refused_in_words_or_shown_as_it_is_read(
     name: str, raw: object

@@ -96,6 +96,7 @@ def test_a_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expec
         ("/a\x7f", "/home", "bad-path"),
         ("/\udcff", "/home", "bad-path"),
         ("./a", "/\udcff", "bad-path"),
+        ("./a", "/b\nc", "bad-path"),
         ("/" + "x" * 4095, "/home", "bad-path"),
         ("/" + "ü" * 2048, "/home", "bad-path"),
     ],
