@@ -15,7 +15,16 @@ import pytest
 TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the processes have in common
 CLUSTERS_FIRST = "FORESTAGE_TEST_CLUSTERS_FIRST"  # set: this one begins with those
 # These take longest; what begins last should be over soon.
-LONGEST = ["suites", "peers", "job_waits", "step_waits", "step_sees", "bad_input", "job_stages"]
+LONGEST = [
+    "load",
+    "suites",
+    "peers",
+    "job_waits",
+    "step_waits",
+    "step_sees",
+    "bad_input",
+    "job_stages",
+]
 LONGEST += ["linters", "source_hangs", "stager_killed", "waiting"]
 
 

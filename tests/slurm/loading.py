@@ -114,9 +114,7 @@ class Load:
             if words[0] == "node":
                 self._judge(line)
                 continue
-            run = self.runs.get(int(words[0]))
-            if run is None:  # of another test on this cluster
-                continue
+            run = self.runs[int(words[0])]
             run.state, run.restarts = words[1], int(words[2])
             if "held" in words[3].lower():
                 self.problems.append(f"held: {line}")

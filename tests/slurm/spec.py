@@ -122,9 +122,10 @@ def slurm_conf(spec: ClusterSpec) -> str:
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_CPU",
         "ReturnToService": "2",
-        # By default a batch job waits for up to 3 s for others that may come, and one of several
-        # parts, which the backfill scheduler alone starts, for up to 30 s.
-        "SchedulerParameters": "batch_sched_delay=0,bf_interval=1",
+        # By default a batch job waits for up to 3 s for others that may come, one of several
+        # parts, which the backfill scheduler alone starts, for up to 30 s, and one whose time has
+        # come, as that of a requeued one, for up to 60 s if nothing else happens.
+        "SchedulerParameters": "batch_sched_delay=0,bf_interval=1,sched_interval=1",
         "PrologFlags": "Alloc,DeferBatch",
         "Prolog": spec.prolog,
         "Epilog": spec.epilog,
