@@ -16,6 +16,7 @@ PACKAGE = Path(forestage.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 
 LAYERS = (
+    ("slurmconf",),
     ("errors", "units", "trace", "log", "child", "clock", "places", "address", "refusal"),
     ("elf", "finding"),
     ("kinds",),
@@ -24,8 +25,7 @@ LAYERS = (
     ("standing",),
     ("supply",),
     ("settings", "asuser", "mounts", "lock", "atomic", "run", "listen", "wire"),
-    ("edits",),
-    ("siteconf",),
+    ("edits", "plugstack"),
     ("activation",),
     ("activate",),
     ("image", "events", "credential", "counters"),
@@ -57,7 +57,7 @@ LAYERS = (
     ("report_html",),
     # What `check` looks at, below it.
     ("files",),
-    ("plugstack", "blocks", "uses"),
+    ("blocks", "uses"),
     ("check_slurm", "check_disk", "check_sources", "check_striping", "check_node"),
     ("check_hooks", "check_plugins"),
     ("check_pyxis",),

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import edits, run, siteconf
-from forestage.activation import Glob, Hook, Site, hook_runs
+from forestage import edits, run
+from forestage.activation import Glob, Hook, Site, hook_runs, is_glob
 from forestage.edits import Edit, Lines
 from forestage.errors import RefusedError
 from forestage.places import Places
-from forestage.siteconf import Setting
+from forestage.slurmconf import Line, Setting
 
 LINK = "50-forestage"
 TIMER = "forestage-sweep.timer"
@@ -52,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 def to_enable(site: Site) -> Plan:
     """Pure: what makes Slurm call both hooks, and load the companion where it is built."""
-    text = Lines((*site.conf.files, *site.stack.files))
+    text = Lines(site.files.values())
     links, notes, refusals = [], [], _not_ours_to_change(site)
     for hook in site.hooks:
         if not hook.usable:
@@ -60,7 +60,7 @@ def to_enable(site: Site) -> Plan:
         elif _there(hook):
             notes.append(f"{hook.name}: forestage is there already ({_there(hook)}).")
         elif not hook.settings:
-            text.append(site.conf.files[0].path, f"{hook.name}={hook.path}")
+            text.append(site.conf, f"{hook.name}={hook.path}")
         elif hook.globs:
             link = _link(hook)
             links += [Link(link, hook.path)] if link else []
@@ -68,7 +68,7 @@ def to_enable(site: Site) -> Plan:
         else:
             refusals.append(_taken(hook))
     notes += _stack_on(site, text)
-    flags = {flag for one in site.conf.settings("prologflags") for flag in _flags(one)}
+    flags = {flag for one in site.named("prologflags") for flag in _flags(one)}
     if FLAGS - flags:
         notes.append(
             "PrologFlags=Alloc,DeferBatch lets jobs wait for their images for longer than 15 s."
@@ -78,31 +78,27 @@ def to_enable(site: Site) -> Plan:
 
 def to_disable(site: Site) -> Plan:
     """Pure: what takes all that out again that leads Slurm to us."""
-    text = Lines((*site.conf.files, *site.stack.files))
+    text = Lines(site.files.values())
     unlinks, notes, refusals = [], [], _not_ours_to_change(site)
     for hook in site.hooks:
         for setting in hook.settings:
-            if setting.value == hook.path and setting.alone:
-                _drop(text, setting.line)
-            elif setting.value == hook.path:
-                refusals.append(
-                    f"{setting.line.where} says more than {hook.name}=: edit it by hand"
-                )
+            if setting.value == hook.path:
+                _drop(text, site, setting.line)
         for found in hook.globs:
             unlinks += [Link(one, hook.path) for one in found.ours]
             if found.ours and found.ours == found.matches:
                 refusals.append(_would_be_empty(hook, found))
         for caller in hook.callers:
             notes.append(f"{caller} runs {hook.path}: take that out by hand.")
-    for plugin in site.stack.plugins():
+    for plugin in site.plugins:
         if plugin.path == site.companion:
-            _drop(text, plugin.line)
+            _drop(text, site, plugin)
     notes += [SHARED] if unlinks else []
     return Plan(text.edits(), (), tuple(unlinks), tuple(notes), tuple(refusals))
 
 
-def _drop(text: Lines, line: siteconf.Line) -> None:
-    text.drop(line.file, line.first, line.last)
+def _drop(text: Lines, site: Site, line: Line) -> None:
+    text.drop(site.files[line.file].path, line.first, line.last)
 
 
 def _flags(setting: Setting) -> set[str]:
@@ -111,7 +107,7 @@ def _flags(setting: Setting) -> set[str]:
 
 def _not_ours_to_change(site: Site) -> list[str]:
     """slurmd writes these files by itself, from what slurmctld sends (configless)."""
-    path = site.conf.files[0].path
+    path = site.conf
     if not ("/run/slurm/conf/" in path or "/conf-cache/" in path):
         return []
     return [f"{path} comes from slurmctld (configless): change it there"]
@@ -128,7 +124,7 @@ def _link(hook: Hook) -> str:
     """A link's path that the first pattern matches and that is free; "" where there is none."""
     found = hook.globs[0]
     directory, pattern = os.path.split(found.setting.value)
-    if not found.directory or siteconf.is_glob(directory):
+    if not found.directory or is_glob(directory):
         return ""
     names = (LINK, pattern.replace("*", LINK, 1))
     for name in names:
@@ -139,7 +135,7 @@ def _link(hook: Hook) -> str:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) and not siteconf.is_glob(name)
+    return fnmatch.fnmatchcase(name, pattern) and not is_glob(name)
 
 
 def _no_place(found: Glob) -> str:
@@ -168,15 +164,15 @@ def _would_be_empty(hook: Hook, found: Glob) -> str:
 
 def _stack_on(site: Site, text: Lines) -> list[str]:
     """The companion's line, before all other plugins; what there is to say about it."""
-    paths = [plugin.path for plugin in site.stack.plugins()]
+    paths = [plugin.path for plugin in site.plugins]
     if not site.built:
         return []
     if site.companion not in paths:
-        text.begin(site.stack_path, f"optional {site.companion}")
+        text.begin(site.stack, f"optional {site.companion}")
         return []
     before = [os.path.basename(path) for path in paths[: paths.index(site.companion)]]
     if any("pyxis" in name for name in before):
-        return [f"{site.stack_path}: pyxis comes before {site.companion}: move it behind."]
+        return [f"{site.stack}: pyxis comes before {site.companion}: move it behind."]
     return []
 
 

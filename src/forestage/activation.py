@@ -1,16 +1,20 @@
 """What does Slurm run today? Our hooks in slurm.conf and prolog.d, and the companion."""
 
+import glob
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from forestage import siteconf
+from forestage import edits, plugstack, slurmconf
+from forestage.edits import File
 from forestage.errors import Failed
 from forestage.places import Places
-from forestage.siteconf import Read, Setting
+from forestage.plugstack import Plugin
+from forestage.slurmconf import Setting
 
 CALLED = 1 << 20  # bytes of a site's script that are searched for our hook's path
 
@@ -46,38 +50,65 @@ class Hook(msgspec.Struct, frozen=True):
 
 
 class Site(msgspec.Struct, frozen=True):
-    """What there is. `companion` is the plugin's path, and `built` whether it is there."""
+    """What there is. `files` are slurm.conf, plugstack.conf and what they include, by the names
+    that lead there. `companion` is the plugin's path, and `built` whether it is there."""
 
-    conf: Read
-    stack: Read
-    stack_path: str
+    conf: str
+    stack: str
+    files: Mapping[str, File]
+    settings: tuple[Setting, ...]
+    plugins: tuple[Plugin, ...]
     hooks: tuple[Hook, ...]
     companion: str
     built: bool
+
+    def named(self, name: str) -> tuple[Setting, ...]:
+        """Every setting of slurm.conf of that name, which is in lower case."""
+        return tuple(one for one in self.settings if one.name == name)
 
 
 def gather(places: Places, conf: Path) -> Site:
     """Reads what there is; `conf` is slurm.conf. Raises Failed, OSError."""
     if not conf.exists():
         raise Failed("slurm-conf", f"{conf} is not there", "say --slurm-conf FILE")
-    read = siteconf.read(conf)
-    named = [one.value for one in read.settings("plugstackconfig")]
-    stack = Path(named[-1]) if named else conf.parent / "plugstack.conf"
-    hooks = (_hook(read, "Prolog", places.prolog), _hook(read, "Epilog", places.epilog))
-    companion = places.companion
+    files: dict[str, File] = {}
+
+    def text(path: str) -> str:
+        files[path] = File(os.path.realpath(path), edits.read(path))
+        return files[path].text
+
+    conf, companion = conf.absolute(), places.companion
+    try:
+        settings = tuple(slurmconf.settings(str(conf), text))
+        named = [one.value for one in settings if one.name == "plugstackconfig"]
+        stack = named[-1] if named else str(conf.parent / "plugstack.conf")
+        plugins = tuple(plugstack.read(stack, text))
+    except FileNotFoundError as error:
+        raise Failed("slurm-conf", f"{error.filename} is included, but is not there") from None
+    except ValueError as error:
+        raise Failed("slurm-conf", str(error)) from None
+    prolog, epilog = places.prolog, places.epilog
+    hooks = (_hook(settings, "Prolog", prolog), _hook(settings, "Epilog", epilog))
     return Site(
-        conf=read,
-        stack=siteconf.read(stack),
-        stack_path=os.path.realpath(stack),
+        conf=os.path.realpath(conf),
+        stack=os.path.realpath(stack),
+        files=files,
+        settings=settings,
+        plugins=plugins,
         hooks=hooks,
         companion=str(companion),
         built=companion.exists(),
     )
 
 
-def _hook(read: Read, name: HookName, path: Path) -> Hook:
-    settings = read.settings(name.lower())
-    patterns = [one for one in settings if siteconf.is_glob(one.value)]
+def is_glob(value: str) -> bool:
+    """Pure: whether slurmd takes the value of Prolog= for a pattern (glob(7))."""
+    return glob.has_magic(value)
+
+
+def _hook(every: tuple[Setting, ...], name: HookName, path: Path) -> Hook:
+    settings = tuple(one for one in every if one.name == name.lower())
+    patterns = [one for one in settings if is_glob(one.value)]
     globs = tuple(_glob(one, path) for one in patterns)
     single = [one.value for one in settings if one.value != str(path) and one not in patterns]
     scripts = [*single, *(m for g in globs for m in g.matches if m not in g.ours)]
@@ -86,7 +117,8 @@ def _hook(read: Read, name: HookName, path: Path) -> Hook:
 
 
 def _glob(setting: Setting, hook: Path) -> Glob:
-    matches = siteconf.matches(setting.value)
+    # As slurmd's, it finds dangling links as well.
+    matches = tuple(sorted(glob.glob(setting.value)))  # noqa: PTH207 - an absolute path
     real = os.path.realpath(hook)
     ours = tuple(match for match in matches if os.path.realpath(match) == real)
     return Glob(setting, matches, ours, Path(setting.value).parent.is_dir())

@@ -1,5 +1,6 @@
 """Is the companion where it can do its work, and does no other plugin take it away? For `check`."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from forestage.check_slurm import Conf
 from forestage.files import Files
 from forestage.finding import Finding
 from forestage.places import Places
-from forestage.plugstack import Line
 from forestage.settings import Settings
 
 LIBRARY = Places().companion
@@ -36,7 +36,7 @@ class Plugin(msgspec.Struct, frozen=True):
     `version` is of the Slurm it was compiled for, as a number; None where it cannot be read.
     """
 
-    line: Line
+    line: plugstack.Plugin
     path: str
     exists: bool
     ours: bool = False
@@ -69,15 +69,18 @@ def gather(files: Files, conf: Conf) -> Plugins:
     file = conf.settings.get("plugstackconfig", beside)
     folders = [*conf.settings.get("plugindir", "").split(":"), *USUAL]
     folders = [folder for folder in folders if folder]
-    stack = tuple(_plugin(files, line, folders) for line in plugstack.read(files, file) or ())
+    stack: list[Plugin] = []
+    lines = plugstack.read(file, lambda path: files.text(path) or "", files.root)
+    with contextlib.suppress(ValueError):  # what comes before includes that never end is kept
+        stack.extend(_plugin(files, line, folders) for line in lines)
     ours = next((one for one in stack if one.ours), None)
     program = (ours.line.argument("helper") or HELPER) if ours else HELPER
-    mode = files.mode(program)
-    return Plugins(file, stack, _slurm(files, folders), bool(mode is not None and mode & 0o111))
+    helper = bool((files.mode(program) or 0) & 0o111)
+    return Plugins(file, tuple(stack), _slurm(files, folders), helper)
 
 
-def _plugin(files: Files, line: Line, folders: list[str]) -> Plugin:
-    path = line.plugin
+def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> Plugin:
+    path = line.path
     if not path.startswith("/"):
         tried = [f"{folder}/{path}" for folder in folders]
         path = next((one for one in tried if files.mode(one) is not None), path)
@@ -123,10 +126,10 @@ def findings(facts: Plugins, settings: Settings) -> Iterator[Finding]:
             yield Finding(
                 "plugstack-order",
                 "warning",
-                f"{pyxis.line.plugin} comes before {ours.line.plugin}",
+                f"{pyxis.line.path} comes before {ours.line.path}",
                 "A step's image may be read from the shared file system before it is redirected",
                 f"{ours.line.file}: `{_words(ours.line)}` before the line of"
-                f" {pyxis.line.plugin} ({pyxis.line.file}:{pyxis.line.number})",
+                f" {pyxis.line.path} ({pyxis.line.where})",
             )
     for one in facts.stack:
         if one.job_prolog:
@@ -136,7 +139,7 @@ def findings(facts: Plugins, settings: Settings) -> Iterator[Finding]:
                 f"{one.path} defines slurm_spank_job_prolog",
                 "With such a plugin in the stack, Slurm hides --container-image from the Prolog:"
                 + (" copies start with the first step" if ours else " no such image is staged"),
-                f"{one.line.file}: without line {one.line.number}"
+                f"{one.line.file}: without line {one.line.first}"
                 + ("" if ours else f", or `optional {LIBRARY}` before pyxis"),
             )
 
@@ -154,7 +157,7 @@ def _without(facts: Plugins, settings: Settings) -> Iterator[Finding]:
 
 
 def _companion(facts: Plugins, ours: Plugin) -> Iterator[Finding]:
-    where = f"{ours.line.file}:{ours.line.number}"
+    where = ours.line.where
     wanted = msgspec.structs.replace(ours.line, required=False)
     required = ours.line.required
     loads = "slurmd does not start" if required else "No step gets an image staged"
@@ -164,8 +167,7 @@ def _companion(facts: Plugins, ours: Plugin) -> Iterator[Finding]:
             "critical" if required else "warning",
             f"{ours.path} ({where}) is not there",
             loads,
-            f"install the companion's package, or {ours.line.file}: without line"
-            f" {ours.line.number}",
+            f"install the companion's package, or {ours.line.file}: without line {ours.line.first}",
         )
     elif _differs(ours.version, facts.slurm):
         yield Finding(
@@ -201,6 +203,6 @@ def _differs(one: int | None, other: int | None) -> bool:
     return one & _SPANK_MASK != other & _SPANK_MASK
 
 
-def _words(line: Line) -> str:
+def _words(line: plugstack.Plugin) -> str:
     kind = "required" if line.required else "optional"
-    return " ".join((kind, line.plugin, *line.arguments))
+    return " ".join((kind, line.path, *line.arguments))

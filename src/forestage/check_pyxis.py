@@ -78,17 +78,16 @@ def findings(facts: Pyxis) -> Iterator[Finding]:
             "warning",
             f"{facts.plugin.path} cannot mount images (use_squashfuse, since pyxis 0.22)",
             "Each step unpacks its whole image first: minutes for 20 GiB, also from a local copy",
-            f"install pyxis 0.22 or later, then {line.file}:{line.number}: use_squashfuse=1",
+            f"install pyxis 0.22 or later, then {line.where}: use_squashfuse=1",
         )
     elif not mounts:
         yield Finding(
             "pyxis-unpacks",
             "warning",
-            f"{line.file}:{line.number} does not set use_squashfuse=1",
+            f"{line.where} does not set use_squashfuse=1",
             "Each step unpacks its whole image first: minutes for 20 GiB where mounting the local"
             " copy takes a second",
-            f"{line.file}:{line.number}: required {line.plugin}"
-            f" {' '.join((*_others(facts), 'use_squashfuse=1'))}",
+            f"{line.where}: required {line.path} {' '.join((*_others(facts), 'use_squashfuse=1'))}",
         )
     if mounts:
         yield from _fuse(facts)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import deadline
+from forestage import deadline, slurmconf
 from forestage.files import Files
 from forestage.finding import Finding
 from forestage.settings import Settings, dotted
@@ -50,7 +50,8 @@ def gather(files: Files, named: str) -> Conf | None:
     """The file that is `named` ($SLURM_CONF), else the usual one; None if it cannot be read."""
     for path in filter(None, (named, *USUAL)):
         try:
-            return Conf(path, tuple(deadline.settings(files.at(path))))
+            found = slurmconf.settings(path, lambda one: files.at(one).read_bytes().decode())
+            return Conf(path, tuple((one.name, one.value) for one in found))
         except FileNotFoundError:
             if path == named:
                 return None
@@ -217,10 +218,10 @@ def hidden_below(files: Files, conf: Conf | None) -> tuple[str, ...]:
     """Directories that job_container/tmpfs covers for jobs: its Dirs and its own BasePath."""
     if conf is None or "tmpfs" not in conf.settings.get("jobcontainertype", ""):
         return ()
-    text = files.text(str(Path(conf.path).with_name("job_container.conf"))) or ""
+    path = str(Path(conf.path).with_name("job_container.conf"))
     found = ["/tmp", "/dev/shm"]  # noqa: S108 - its default
-    for line in text.splitlines():
-        for word in line.partition("#")[0].split():
+    for line in slurmconf.joined(path, files.text(path) or ""):
+        for word in line.text.split():
             name, _, value = word.partition("=")
             if name.lower() in ("basepath", "dirs") and value.lower() != "none":
                 found += value.split(",")

@@ -3,10 +3,11 @@
 Hooks may run no Slurm command, but slurm.conf is a file and slurmd names it in $SLURM_CONF.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+from forestage.slurmconf import settings
 
 SAFE = 15.0
 """Seconds; below the 20 s after which Slurm's defaults lose the first srun of a batch job."""
@@ -14,11 +15,9 @@ SAFE = 15.0
 LAST_WORDS = 5.0
 """Seconds that a step's helper keeps for its answer."""
 
-MAX_INCLUDES = 64
 _DEFAULTS = {"messagetimeout": 10.0, "batchstarttimeout": 10.0}  # slurm.conf(5), seconds
 # Each sets Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 shows it for two of them.
 _ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
-_OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset"}
 _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for so long
 
 
@@ -80,60 +79,11 @@ def step_patience(configured: float, timeout: str) -> float:
 def read(conf: str) -> Limits:
     """The limits that the file `conf` (slurmd's $SLURM_CONF) sets; UNKNOWN if it is unreadable."""
     try:
-        found = dict(settings(Path(conf)))
+        found = settings(conf, lambda path: Path(path).read_bytes().decode())
+        named = {one.name: one.value for one in found}
     except (OSError, ValueError):
         return UNKNOWN
-    return limits(found) if found else UNKNOWN
-
-
-def settings(conf: Path) -> list[tuple[str, str]]:
-    """Every setting of slurm.conf and what it includes, names in lower case, in their order.
-
-    Raises OSError, and ValueError where it is no text or its includes never end.
-    """
-    found: list[tuple[str, str]] = []
-    for line in _lines(conf, [MAX_INCLUDES]):
-        name, equals, value = line.partition("=")
-        if "=" in value and name.lower() not in _OF_LINES:
-            found += _pairs(line)
-        elif equals:  # at once, as most are: a Prolog waits for this
-            found.append((name.strip().lower(), value.strip().strip('"')))
-    return found
-
-
-def _pairs(line: str) -> Iterator[tuple[str, str]]:
-    """Pure: several settings may share a line (s_p_parse_line of Slurm's parse_config.c). What
-    follows the name of a node or a partition is said of that one only."""
-    name, equals, rest = line.partition("=")
-    while equals and name.strip():
-        rest = rest.lstrip()
-        if rest.startswith('"'):
-            value, _, rest = rest[1:].partition('"')
-        elif "=" in rest:
-            value, rest = (*rest.split(None, 1), "")[:2]
-        else:
-            value, rest = rest.strip(), ""
-        word = name.split()[-1].lower()
-        yield word, value
-        if word in _OF_LINES:
-            return
-        name, equals, rest = rest.partition("=")
-
-
-def _lines(conf: Path, left: list[int]) -> Iterator[str]:
-    """Lines without comments, continuations joined, includes followed (`Include FILE`)."""
-    left[0] -= 1
-    if left[0] < 0:
-        raise ValueError("includes that never end")
-    # Comments go first, so that a backslash at the end of one joins nothing.
-    bare = [line.partition("#")[0].rstrip() for line in conf.read_text().splitlines()]
-    for raw in "\n".join(bare).replace("\\\n", "").splitlines():
-        line = raw.strip()
-        words = line.split(None, 1) if line[:7].lower() == "include" else ()
-        if len(words) == 2 and len(words[0]) == 7:
-            yield from _lines(conf.parent / words[1], left)
-        elif line:
-            yield line
+    return limits(named) if named else UNKNOWN
 
 
 def _seconds(conf: dict[str, str], name: str) -> float | None:

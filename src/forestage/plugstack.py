@@ -1,28 +1,23 @@
 """Which plugins does slurmd load into steps, and in which order? Reads plugstack.conf.
 
-As plugstack.c does it: `required|optional PLUGIN ARGUMENTS...` or `include GLOB` in a line; any
-other line is passed over.
+As src/common/plugstack.c of Slurm 22.05 does it (spank.c since 23.02): a line is one of
+`required|optional PLUGIN ARGUMENTS...` and `include GLOB`, in lower case; any other is passed over.
+Nothing is joined or escaped.
 """
 
 import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from forestage.files import Files
-
-MAX_INCLUDES = 64
+from forestage.slurmconf import MAX_FILES, Line, Text
 
 
-class Line(msgspec.Struct, frozen=True):
-    """A plugin as a line names it; `file` and `number` say which line."""
+class Plugin(Line, frozen=True, gc=False):
+    """A line that names a plugin; `path` may be a file's name alone."""
 
-    plugin: str
+    path: str
     required: bool
     arguments: tuple[str, ...]
-    file: str
-    number: int
 
     def argument(self, name: str) -> str:
         """What `name=` is set to; of several the last one, "" for none."""
@@ -30,26 +25,30 @@ class Line(msgspec.Struct, frozen=True):
         return values[-1] if values else ""
 
 
-def read(files: Files, path: str) -> tuple[Line, ...] | None:
-    """All lines in the order in which Slurm loads them; None where there is no such file."""
-    if files.text(path) is None:
-        return None
-    return tuple(_lines(files, path, [MAX_INCLUDES]))
+def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:
+    """All plugins in the order in which Slurm loads them; `root` is above the paths of the node.
+
+    A file that is not there is an empty one. Raises what `text` does, and ValueError where includes
+    never end.
+    """
+    yield from _read(path, text, root, [MAX_FILES])
 
 
-def _lines(files: Files, path: str, left: list[int]) -> Iterator[Line]:
+def _read(path: str, text: Text, root: Path, left: list[int]) -> Iterator[Plugin]:
     left[0] -= 1
     if left[0] < 0:
+        raise ValueError(f"{path}: includes that never end")
+    try:
+        lines = text(path).split("\n")
+    except FileNotFoundError:
         return
-    for number, raw in enumerate((files.text(path) or "").splitlines(), start=1):
-        words = raw.partition("#")[0].split()
-        if len(words) < 2:
-            continue
-        kind, name, *arguments = words
-        if kind == "include":
-            pattern = name if name.startswith("/") else str(Path(path).parent / name)
-            for found in sorted(glob.glob(str(files.at(pattern)))):  # noqa: PTH207 - as Slurm's
-                inside = f"/{found.removeprefix(str(files.root)).lstrip('/')}"
-                yield from _lines(files, inside, left)
-        elif kind in ("required", "optional"):
-            yield Line(name, kind == "required", tuple(arguments), path, number)
+    for number, raw in enumerate(lines, 1):
+        bare = raw.partition("#")[0].strip()
+        kind, *words = bare.split() or [""]
+        if words and kind == "include":
+            pattern = str(Path(path).parent / words[0]).lstrip("/")
+            for found in sorted(glob.glob(pattern, root_dir=root)):  # noqa: PTH207
+                yield from _read(f"/{found}", text, root, left)
+        elif words and kind in ("required", "optional"):
+            line = (path, number, number, bare)
+            yield Plugin(*line, words[0], kind == "required", tuple(words[1:]))

@@ -103,9 +103,9 @@ def test_enabled_twice_is_enabled_once(slurm: Slurm) -> None:
 def test_an_unfinished_last_line_does_not_swallow_ours(slurm: Slurm) -> None:
     slurm.write("ClusterName=c\nNodeName=n1 \\\n")
     slurm.enable()
-    (found,) = slurm.site().conf.settings("prolog")
-    assert (found.value, found.alone) == (str(slurm.places.prolog), True)
-    assert slurm.site().conf.settings("nodename")[0].value == "n1"
+    (found,) = slurm.site().named("prolog")
+    assert found.value == str(slurm.places.prolog)
+    assert slurm.conf.read_text().startswith("ClusterName=c\nNodeName=n1 \\\n\nProlog=")
 
 
 def test_owner_mode_and_link_of_the_file_stay(slurm: Slurm, tmp_path: Path) -> None:
@@ -117,6 +117,8 @@ def test_owner_mode_and_link_of_the_file_stay(slurm: Slurm, tmp_path: Path) -> N
     assert slurm.conf.is_symlink()
     assert real.stat().st_mode & 0o7777 == 0o640
     assert "Prolog=" in real.read_text()
+    slurm.disable()
+    assert real.read_text() == f"{CONF}\n"
 
 
 def test_a_setting_in_an_included_file_is_seen_and_changed_there(slurm: Slurm) -> None:
@@ -129,9 +131,19 @@ def test_a_setting_in_an_included_file_is_seen_and_changed_there(slurm: Slurm) -
     assert slurm.conf.read_text() == f"{CONF}\nInclude hooks.conf\n"
 
 
-def test_what_is_included_but_cannot_be_read_is_not_guessed(slurm: Slurm) -> None:
-    slurm.write(f"{CONF}\nInclude gone.conf\n")
-    with pytest.raises(Failed, match="included, but is not there"):
+@pytest.mark.parametrize(
+    ("name", "line", "problem"),
+    [
+        ("slurm.conf", "Include gone.conf\n", "gone.conf is included, but is not there"),
+        ("slurm.conf", "Include slurm.conf\n", "never end"),
+        ("plugstack.conf", "include plugstack.conf\n", "never end"),
+    ],
+)
+def test_what_is_included_but_cannot_be_read_is_not_guessed(
+    slurm: Slurm, name: str, line: str, problem: str
+) -> None:
+    (slurm.conf.parent / name).write_text(line)
+    with pytest.raises(Failed, match=problem):
         slurm.site()
 
 
@@ -325,14 +337,6 @@ def test_the_file_is_never_there_with_another_owner(
     assert given == [(slurm.conf.stat().st_uid, slurm.conf.stat().st_gid)]
 
 
-def test_a_line_that_says_more_is_left_to_its_writer(slurm: Slurm) -> None:
-    text = f"{CONF}\nProlog={slurm.places.prolog} Epilog=/site/epilog\n"
-    slurm.write(text)
-    with pytest.raises(RefusedError, match="says more than Prolog="):
-        slurm.disable()
-    assert slurm.conf.read_text() == text
-
-
 @pytest.mark.parametrize("folder", ["run/slurm/conf", "var/spool/slurmd/conf-cache"])
 def test_slurmds_own_copy_of_a_configuration_is_not_changed(slurm: Slurm, folder: str) -> None:
     cached = slurm.places.root / folder / "slurm.conf"
@@ -362,9 +366,19 @@ def test_the_companion_comes_before_pyxis(slurm: Slurm) -> None:
     pyxis.write_text("required /usr/lib/pyxis.so\n")
     slurm.enable()
     assert slurm.stack.read_text() == f"{line}\n# site\ninclude plugstack.conf.d/*\n"
-    assert [plugin.path for plugin in slurm.site().stack.plugins()][1] == "/usr/lib/pyxis.so"
+    assert [plugin.path for plugin in slurm.site().plugins][1] == "/usr/lib/pyxis.so"
     slurm.disable()
     assert slurm.stack.read_text() == "# site\ninclude plugstack.conf.d/*\n"
+
+
+def test_files_beside_a_relative_slurm_conf_are_found(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(slurm.conf.parent)
+    slurm.stack.write_text("include plug*.d\n")
+    slurm.stack.with_name("plug.d").write_text(f"{slurm.build_companion()}\n")
+    slurm.conf = Path("slurm.conf")
+    assert [plugin.path for plugin in slurm.site().plugins] == [str(slurm.places.companion)]
 
 
 def test_a_companion_that_is_not_built_is_not_loaded(slurm: Slurm) -> None:

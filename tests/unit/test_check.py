@@ -752,8 +752,9 @@ def test_slurms_configuration_is_read_where_it_is_named(node: GoodNode) -> None:
     assert node.ids() == ["slurm-conf"]
 
 
-def test_what_is_included_counts(node: GoodNode) -> None:
-    node.slurm("PrologFlags=Alloc,DeferBatch", "Include more.conf")
+@pytest.mark.parametrize("name", ["more.conf", "/etc/slurm/more.conf"])
+def test_what_is_included_counts(node: GoodNode, name: str) -> None:
+    node.slurm("PrologFlags=Alloc,DeferBatch", f"Include {name}")
     node.write("/etc/slurm/more.conf", "PrologFlags=Alloc,DeferBatch,Serial\n")
     assert node.ids() == ["prolog-serial"]
 
@@ -790,12 +791,9 @@ def test_a_comment_that_names_us_is_no_hook_of_ours(node: GoodNode) -> None:
     assert node.ids() == ["prolog-absent"]
 
 
-def test_settings_that_share_a_line_are_all_read(node: GoodNode) -> None:
-    text = node.at(GOOD_CONF).read_text()
-    node.write(GOOD_CONF, text.replace("\n", " "))
+def test_a_stack_that_includes_itself_is_looked_at_as_far_as_it_goes(node: GoodNode) -> None:
+    node.write("/etc/slurm/plugstack.conf", "include *.d/*.conf\ninclude plugstack.conf\n")
     assert node.ids() == []
-    node.slurm("PrologFlags=Alloc,DeferBatch ", "PrologFlags=Alloc,DeferBatch,Serial ")
-    assert node.ids() == ["prolog-serial"]
 
 
 def test_a_broken_configuration_hides_nothing_of_slurm(node: GoodNode) -> None:

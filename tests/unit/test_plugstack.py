@@ -4,39 +4,50 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from forestage.files import Files
-from forestage.plugstack import Line, read
+from forestage.plugstack import Plugin, read
+
+
+def plugins(root: Path, path: str) -> list[Plugin]:
+    return list(read(path, lambda one: Files(root).at(one).read_text(), root))
 
 
 def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> None:
-    parts = tmp_path / "etc/conf.d"
+    root = tmp_path / "[root]"
+    parts = root / "etc/conf.d"
     parts.mkdir(parents=True)
-    (tmp_path / "etc/p.conf").write_text(
+    (root / "etc/p.conf").write_text(
         "# required no.so\n\nrequired a.so x=1 x=2 # words\ninclude conf.d/*.conf\n"
-        "maybe c.so\nrequired\noptional /opt/d.so\n"
+        "maybe c.so\nrequired\nRequired c.so\nInclude /etc/conf.d/1.bak\ninclude none/*\n"
+        "optional /opt/d.so \\\nrequired /opt/e\\#f\ninclude /etc/conf.d/?.so\n"
     )
     (parts / "2.conf").write_text("optional two.so\n")
     (parts / "1.conf").write_text("required one.so\n")
     (parts / "1.bak").write_text("required never.so\n")
-    lines = read(Files(tmp_path), "/etc/p.conf")
-    assert lines is not None
-    assert [(one.plugin, one.required) for one in lines] == [
+    (parts / "3.so").write_text("  optional\tthree.so")
+    (parts / "4.conf").symlink_to("gone")
+    lines = plugins(root, "/etc/p.conf")
+    assert [(one.path, one.required) for one in lines] == [
         ("a.so", True),
         ("one.so", True),
         ("two.so", False),
         ("/opt/d.so", False),
+        ("/opt/e\\", True),
+        ("three.so", False),
     ]
-    assert lines[0] == Line("a.so", True, ("x=1", "x=2"), "/etc/p.conf", 3)
+    assert (lines[0].arguments, lines[0].where) == (("x=1", "x=2"), "/etc/p.conf:3")
     assert (lines[0].argument("x"), lines[0].argument("y")) == ("2", "")
     assert lines[1].file == "/etc/conf.d/1.conf"
+    assert lines[3].arguments == ("\\",)
 
 
 def test_a_file_that_includes_itself_ends(tmp_path: Path) -> None:
     (tmp_path / "p.conf").write_text("required a.so\ninclude p.conf\n")
-    lines = read(Files(tmp_path), "/p.conf")
-    assert lines is not None
-    assert {one.plugin for one in lines} == {"a.so"}
+    with pytest.raises(ValueError, match="never end"):
+        plugins(tmp_path, "/p.conf")
 
 
-def test_a_stack_that_is_not_there_is_none(tmp_path: Path) -> None:
-    assert read(Files(tmp_path), "/p.conf") is None
+def test_a_stack_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert plugins(tmp_path, "/p.conf") == []

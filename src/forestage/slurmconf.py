@@ -1,0 +1,106 @@
+"""What does slurm.conf say, and where? Read as Slurm reads it; nothing is run.
+
+As src/common/parse_config.c and read_config.c of Slurm have it, from 22.05 to 26.05 where nothing
+else is said; tried with scontrol of 22.05, 24.11 and 26.05.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+MAX_FILES = 64  # of one configuration, includes and all
+# What follows the name of one of these is said of that one only.
+_OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset", "poweraction"}
+_OPERATORS = " \t-+*/"  # before the =: they mean nothing in slurm.conf
+
+Text = Callable[[str], str]
+"""What a file of the node holds; raises OSError, and ValueError where that is no text."""
+
+
+class Line(msgspec.Struct, frozen=True, gc=False):
+    """One line as Slurm reads it: from line `first` to `last` of a file, joined, no comment."""
+
+    file: str
+    first: int
+    last: int
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.first}"
+
+
+class Setting(msgspec.Struct, frozen=True, gc=False):
+    """`name` in lower case. A line has one; Slurm refuses to read on where there are more."""
+
+    line: Line
+    name: str
+    value: str
+
+
+def settings(path: str, text: Text) -> Iterator[Setting]:
+    """What slurm.conf and its includes set, in their order; of a name the last one counts.
+
+    Raises what `text` does, and ValueError where includes never end: Slurm then starts with none of
+    it.
+    """
+    found: dict[str, str] = {}  # so far, for %c in the name of an include
+    for line in _lines(path, path, text, found, [MAX_FILES]):
+        name, equals, value = line.text.partition("=")
+        name = name.rstrip(_OPERATORS).lower()
+        if name in _OF_LINES or not equals:
+            continue
+        found[name] = value = value.strip().strip('"')
+        yield Setting(line, name, value)
+
+
+def _beside(top: str, file: str, name: str, text: Text) -> str:
+    """A relative name is one beside slurm.conf; before 23.02, beside the file that says it."""
+    found, former = (str(Path(one).parent / name) for one in (top, file))
+    if found != former:
+        try:
+            text(found)
+        except FileNotFoundError:
+            return former
+    return found
+
+
+def _lines(
+    file: str, top: str, text: Text, found: dict[str, str], left: list[int]
+) -> Iterator[Line]:
+    """An include stands for its file's lines: one file, no pattern; %c is the cluster's name."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise ValueError(f"{file}: includes that never end")
+    for line in joined(file, text(file)):
+        words = line.text.split(None, 2) if line.text[0] in "iI" else ()
+        if len(words) > 1 and words[0].lower() == "include":
+            name = words[1].replace("%c", found.get("clustername", "%c").lower())
+            yield from _lines(_beside(top, file, name, text), top, text, found, left)
+        else:
+            yield line
+
+
+def joined(file: str, text: str) -> Iterator[Line]:
+    """Pure: the lines of one file, without those that say nothing.
+
+    _get_next_line(): a comment goes, then a backslash at the end joins the next line, then the
+    other backslashes go, each of which keeps the character behind it.
+    """
+    lines = text.split("\n")
+    begun, first = "", 0
+    for number, raw in enumerate(lines, 1):
+        if "\\" not in raw and not first:  # as most: a Prolog waits for this
+            if whole := raw.partition("#")[0].strip():
+                yield Line(file, number, number, whole)
+            continue
+        # What is escaped stays out of the way until the line is whole.
+        bare = raw.replace("\\\\", "\0").replace("\\#", "\1").partition("#")[0].rstrip()
+        begun, first = begun + bare, first or number
+        if bare.endswith("\\") and number < len(lines):
+            continue
+        whole = begun.replace("\\", "").replace("\0", "\\").replace("\1", "#").strip()
+        if whole:
+            yield Line(file, first, number, whole)
+        begun, first = "", 0

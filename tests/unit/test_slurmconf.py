@@ -1,0 +1,110 @@
+"""slurm.conf is read as Slurm reads it; parse_config.c says what it does with each of these."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.slurmconf import MAX_FILES, Setting, joined, settings
+
+CONF = "/etc/slurm/slurm.conf"
+
+
+def read(text: str, **others: str) -> list[Setting]:
+    """`others`: further files, named as they lie below /etc; `__` is a slash, `_` a dot."""
+    files = {f"/etc/{name.replace('__', '/').replace('_', '.')}": it for name, it in others.items()}
+    files[CONF] = text
+
+    def get(path: str) -> str:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return files[path]
+
+    return list(settings(CONF, get))
+
+
+def said(text: str, **others: str) -> dict[str, str]:
+    return {one.name: one.value for one in read(text, **others)}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A=60\n", {"a": "60"}),
+        ("A=60", {"a": "60"}),
+        ("A=60\r\n", {"a": "60"}),
+        ("  PrologFlags =\tx  # why\n", {"prologflags": "x"}),
+        ('A="60"\n', {"a": "60"}),
+        ('A="b c=d"\n', {"a": "b c=d"}),
+        ("A=socket=/s,expire=6\n", {"a": "socket=/s,expire=6"}),
+        ("A+=60\n", {"a": "60"}),
+        ("A=600\na=60\n", {"a": "60"}),
+        ("\n \n", {}),
+        # Comments go first, so that a backslash at the end of one joins nothing.
+        ("#A=60\n", {}),
+        ("# Include nothing\nB=1 # A=60\n", {"b": "1"}),
+        ("# one day: \\\nA=60\n", {"a": "60"}),
+        ("A=x,\\\ny\n", {"a": "x,y"}),
+        ("A= \\ # x\n  y\n", {"a": "y"}),
+        ("A=x \\\r\n\nB=1", {"a": "x", "b": "1"}),
+        ("A=60 \\", {"a": "60"}),
+        # A backslash keeps what comes next, another one included.
+        ("A=x\\#y#z\n", {"a": "x#y"}),
+        ("A=x\\\\#y\n", {"a": "x\\"}),
+        ("A=x\\\\\nB=\\\\\\#\\y\n", {"a": "x\\", "b": "\\#y"}),
+        # A node's or a partition's own are not Slurm's.
+        ("NodeName=n[1-4] A=2\nPartitionName=a A=3\nB=1\n", {"b": "1"}),
+        ("nodename = n1 \\\n A=2\n", {}),
+    ],
+)
+def test_what_slurm_takes_for_a_setting(text: str, expected: dict[str, str]) -> None:
+    assert said(text) == expected
+
+
+def test_includes_are_followed_from_where_they_stand() -> None:
+    text = "A=1\ninclude  more.conf  # x\nInclude /etc/opt/b.conf\nInclude\\\n last\nB=2\n"
+    others = {"slurm__more_conf": "A=3\nB=1\nC=1\n", "opt__b_conf": "C=2\nD=1\n"}
+    assert said(text, **others, slurm__last="E=1") == {
+        "a": "3", "b": "2", "c": "2", "d": "1", "e": "1"
+    }  # fmt: skip
+
+
+def test_a_relative_include_is_found_as_each_release_finds_it() -> None:
+    """Beside slurm.conf; until 22.05 beside the file that says it."""
+    text, sub = "Include sub/a.conf\n", {"slurm__sub__a_conf": "Include b.conf\n"}
+    assert said(text, **sub, slurm__sub__b_conf="A=22") == {"a": "22"}
+    assert said(text, **sub, slurm__b_conf="A=24") == {"a": "24"}
+    assert said(text, **sub, slurm__b_conf="A=24", slurm__sub__b_conf="A=22") == {"a": "24"}
+
+
+def test_an_include_may_hold_the_clusters_name() -> None:
+    assert said("ClusterName=Big\nInclude %c.conf\n", slurm__big_conf="A=1")["a"] == "1"
+
+
+def test_as_many_includes_as_a_site_has_are_read() -> None:
+    """A timeout that stands behind them is not overlooked."""
+    others = {f"slurm__{n}": f"NodeName=n{n}\n" for n in range(MAX_FILES - 1)}
+    text = "".join(f"Include {n}\n" for n in range(MAX_FILES - 1))
+    assert said(f"{text}PrologEpilogTimeout=60\n", **others) == {"prologepilogtimeout": "60"}
+
+
+def test_each_setting_names_its_lines() -> None:
+    found = read("# x\nA=\\\n\\\n1 # y\nInclude b\nB=2", slurm__b="\nE=1\\")
+    places = [(one.name, one.line.where, one.line.last) for one in found]
+    assert places == [
+        ("a", f"{CONF}:2", 4),
+        ("e", "/etc/slurm/b:2", 2),
+        ("b", f"{CONF}:6", 6),
+    ]
+
+
+@given(st.text('a=#\\" \r\n\t'))
+def test_no_line_is_taken_for_a_part_of_another(text: str) -> None:
+    """`forestage disable` drops lines by their numbers."""
+    last = 0
+    for line in joined(CONF, text):
+        assert last < line.first <= line.last <= text.count("\n") + 1
+        raw = text.split("\n")[line.first - 1 : line.last]
+        assert [one.text for one in joined(CONF, "\n".join(raw))] == [line.text]
+        last = line.last
