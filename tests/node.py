@@ -259,7 +259,9 @@ def _once_idle(argv: list[str | Path]) -> None:
     """A stager answers its hook before it ends, and has files open until then: EBUSY."""
 
     def done() -> bool:
-        return subprocess.run(argv, stderr=subprocess.DEVNULL, check=False).returncode == 0
+        ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0 or "busy" in ran.stderr, ran.stderr
+        return ran.returncode == 0
 
     until(done, f"{argv} to be possible")
 

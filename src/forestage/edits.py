@@ -57,7 +57,8 @@ class Lines:
         first, last = self._first.get(path, []), self._last.get(path, [])
         if last and kept and not kept.endswith("\n"):
             kept += "\n"
-        if last and kept.endswith("\\\n"):  # it would take our line for the rest of its own
+        end = kept.removesuffix("\n").rpartition("\n")[2].partition("#")[0].rstrip()
+        if last and end.endswith("\\"):  # it would take our line for the rest of its own
             kept += "\n"
         after = "".join(f"{line}\n" for line in first) + kept
         after += "".join(f"{line}\n" for line in last)

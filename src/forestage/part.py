@@ -51,10 +51,12 @@ class Owner(msgspec.Struct, frozen=True):
     def lives(self) -> bool:
         """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
         try:
-            name = Path(f"/proc/{self.pid}/comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):  # the latter: it ends this very moment
+            # As bytes: a user's process may have the pid by now, and any name.
+            name = Path(f"/proc/{self.pid}/comm").read_bytes().strip()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            # It ends this very moment, or /proc is mounted with hidepid=: then it is not seen.
             return False
-        return self.boot == boot_id() and name == PROCESS_NAME[:15]
+        return self.boot == boot_id() and name == PROCESS_NAME[:15].encode()
 
 
 class Part:

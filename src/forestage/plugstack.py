@@ -28,8 +28,8 @@ class Plugin(Line, frozen=True, gc=False):
 def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:
     """All plugins in the order in which Slurm loads them; `root` is above the paths of the node.
 
-    A file that is not there is an empty one. Raises what `text` does, and ValueError where includes
-    never end.
+    A file that is not there is an empty one, and so is a directory that an include matches. Raises
+    what `text` does, and ValueError where includes never end.
     """
     yield from _read(path, text, root, [MAX_FILES])
 
@@ -40,7 +40,7 @@ def _read(path: str, text: Text, root: Path, left: list[int]) -> Iterator[Plugin
         raise ValueError(f"{path}: includes that never end")
     try:
         lines = text(path).split("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return
     for number, raw in enumerate(lines, 1):
         bare = raw.partition("#")[0].strip()

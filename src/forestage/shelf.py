@@ -12,7 +12,7 @@ import msgspec
 
 from forestage import digest, lock
 from forestage.cache import Cache, Entry
-from forestage.part import ENTRY_BYTES, boot_id, chunk_count
+from forestage.part import ENTRY_BYTES, Owner, boot_id, chunk_count
 
 STEP = 1 << 20  # bytes read at a time for a digest that no map has
 
@@ -84,7 +84,7 @@ def is_blind(cache: Cache, key: str) -> bool:
     """
     part = cache.part(key)
     owner = part.owner()
-    return part.blind.exists() or (owner is not None and not owner.lives())
+    return part.blind.exists() or (owner is not None and not _lives(cache, key, owner))
 
 
 def is_in(digests: bytes, number: int) -> bool:
@@ -122,8 +122,14 @@ def _part(cache: Cache, key: str, number: int) -> Found | None:
     # What another boot wrote may have reached the map and not the disk.
     if owner.boot != boot_id() or owner.engine != "chunks":
         return None
-    shape = _Shape(owner.image.size, owner.chunk, owner.lives())
+    shape = _Shape(owner.image.size, owner.chunk, _lives(cache, key, owner))
     return _chunk(cache.part_dir(key), shape, number)
+
+
+def _lives(cache: Cache, key: str, owner: Owner) -> bool:
+    # The lock as well: where /proc hides what is others' (hidepid=), the service, which has few of
+    # root's rights, does not see a stager that lives.
+    return owner.lives() or not lock.is_free(cache.key_lock(key))
 
 
 def _publishing(cache: Cache, key: str, number: int) -> Found | None:

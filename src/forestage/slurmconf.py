@@ -56,7 +56,10 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
 
 
 def _beside(top: str, file: str, name: str, text: Text) -> str:
-    """A relative name is one beside slurm.conf; before 23.02, beside the file that says it."""
+    """A relative name is one beside slurm.conf; before 23.02, beside the file that says it.
+
+    Where both are there, it is read as 23.02 does.
+    """
     found, former = (str(Path(one).parent / name) for one in (top, file))
     if found != former:
         try:

@@ -102,6 +102,7 @@ def test_what_is_published_stays_through_a_power_cut(
     assert node.prolog(1, path).code == 0
     if later:
         power.cut()
+    assert points.count("published") == 1
     power.back()
     assert node.prolog(2, path).outcome.result == "hit"
     assert path.read_bytes() == image()

@@ -100,12 +100,13 @@ def test_enabled_twice_is_enabled_once(slurm: Slurm) -> None:
     assert slurm.conf.read_text() == before
 
 
-def test_an_unfinished_last_line_does_not_swallow_ours(slurm: Slurm) -> None:
-    slurm.write("ClusterName=c\nNodeName=n1 \\\n")
+@pytest.mark.parametrize("end", ["\\", "\\\n", "\\ \n", "\\ # x\n", "\\\r\n"])
+def test_an_unfinished_last_line_does_not_swallow_ours(slurm: Slurm, end: str) -> None:
+    slurm.write(f"ClusterName=c\nNodeName=n1 {end}")
     slurm.enable()
     (found,) = slurm.site().named("prolog")
     assert found.value == str(slurm.places.prolog)
-    assert slurm.conf.read_text().startswith("ClusterName=c\nNodeName=n1 \\\n\nProlog=")
+    assert slurm.to_enable().empty
 
 
 def test_owner_mode_and_link_of_the_file_stay(slurm: Slurm, tmp_path: Path) -> None:

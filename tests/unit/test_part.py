@@ -151,16 +151,27 @@ def test_a_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
     assert not part.resumable_in("c")
 
 
-def test_a_stager_that_ends_while_it_is_looked_at_lives_no_more(
-    make_image: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
+def test_a_stager_that_is_gone_or_cannot_be_seen_is_not_counted_on(
+    make_image: Make, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
-    """/proc/<pid>/comm that was opened a moment before gives ESRCH."""
+    """/proc/<pid>/comm gives ESRCH if its process ends now, and EACCES below hidepid=1."""
 
-    def gone(path: Path) -> str:
-        raise ProcessLookupError(path)
+    def refuses(path: Path) -> bytes:
+        raise error(path)
 
-    monkeypatch.setattr(Path, "read_text", gone)
+    monkeypatch.setattr(Path, "read_bytes", refuses)
     assert not owner(make_image()).lives()
+
+
+def test_the_name_of_a_process_that_has_the_pid_now_may_be_any_bytes(make_image: Make) -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    try:
+        name.write_bytes(b"\xff")
+        assert not owner(make_image(), pid=os.getpid()).lives()
+    finally:
+        name.write_bytes(before)
 
 
 def test_this_boot_has_a_name() -> None:

@@ -28,6 +28,7 @@ def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> No
     (parts / "1.bak").write_text("required never.so\n")
     (parts / "3.so").write_text("  optional\tthree.so")
     (parts / "4.conf").symlink_to("gone")
+    (parts / "5.conf").mkdir()
     lines = plugins(root, "/etc/p.conf")
     assert [(one.path, one.required) for one in lines] == [
         ("a.so", True),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forestage import digest, lock, part, shelf
 from forestage.cache import Cache, Entry
 from forestage.image import Access, Identity, Image
-from forestage.part import Owner, boot_id
+from forestage.part import ENTRY_BYTES, Owner, boot_id
 from forestage.shelf import Absent, Coming, Found, Held
 
 CHUNK = 8
@@ -182,3 +182,13 @@ def test_the_set_of_chunks_has_a_bit_for_each_that_is_in(each: list[bool]) -> No
     assert shelf.has(digests) == sum(1 << number for number, one in enumerate(each) if one)
     assert [shelf.is_in(digests, number) for number in range(len(each))] == each
     assert not shelf.is_in(digests, len(each))
+
+
+def test_a_copy_whose_process_is_hidden_lives(cache: Cache) -> None:
+    """/proc with hidepid=; else each node would be told to read in the others' stead."""
+    copying(cache, DIGESTS[:-ENTRY_BYTES])
+    with lock.held(cache.key_lock(KEY), 60.0):
+        assert shelf.look(cache, KEY, 2) == Coming(2 * CHUNK, 2)
+        assert not shelf.is_blind(cache, KEY)
+    assert shelf.look(cache, KEY, 2) == Absent()
+    assert shelf.is_blind(cache, KEY)
