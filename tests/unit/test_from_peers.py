@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage import chunks, digest, from_peers, reserve
+from forestage.asks import Policy
 from forestage.chunks import Source, Tuning
 from forestage.part import Part, missing_chunks
 from forestage.refusal import Failed, Why
@@ -19,8 +21,6 @@ CHUNK = 4 * chunks.BLOCK
 TUNING = Tuning(threads=2, chunk=CHUNK)
 COUNT = 24
 SIZE = COUNT * CHUNK - 5
-
-Bytes = Callable[[int], bytes]
 
 
 class Fake:
@@ -109,6 +109,17 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     os.close(made.fd)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy a second is soon over, and then nobody is hoped for any more."""
+    real = from_peers.policy
+
+    def policy(threads: int, downloads: int, nodes: int) -> Policy:
+        return msgspec.structs.replace(real(threads, downloads, nodes), probe=60.0, grace=60.0)
+
+    monkeypatch.setattr(from_peers, "policy", policy)
+
+
 def everything() -> int:
     return (1 << COUNT) - 1
 
@@ -118,14 +129,14 @@ def share(me: str = "a") -> set[int]:
     return {number for number in range(COUNT) if shares.reader(number) == me}
 
 
-def test_where_others_have_all_the_source_is_not_read(pair: Pair) -> None:
+def test_where_others_have_all_the_source_is_not_read(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     assert pair.copy(fake) == SIZE
     pair.check()
     assert not pair.read
 
 
-def test_the_own_share_is_read_and_the_rest_comes_from_others(pair: Pair) -> None:
+def test_the_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patient: None) -> None:
     mine = sum(1 << number for number in share())
     fake = Fake(pair.data, everything() & ~mine)
     from_others = pair.copy(fake)
@@ -196,7 +207,7 @@ def test_a_copy_that_is_stopped_can_be_resumed(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
 
     def later(peer: str, number: int) -> None:
-        if len(fake.asked) == 9:
+        if len(fake.asked) >= 9:
             stop.set()
 
     fake.before = later
