@@ -15,17 +15,8 @@ import pytest
 TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the processes have in common
 CLUSTERS_FIRST = "FORESTAGE_TEST_CLUSTERS_FIRST"  # set: this one begins with those
 # These take longest; what begins last should be over soon.
-LONGEST = [
-    "load",
-    "suites",
-    "peers",
-    "job_waits",
-    "step_waits",
-    "step_sees",
-    "bad_input",
-    "job_stages",
-]
-LONGEST += ["linters", "source_hangs", "stager_killed", "waiting"]
+LONGEST = ["load", "suites", "peers", "job_waits", "step_waits", "step_sees", "bad_input"]
+LONGEST += ["job_stages", "linters", "source_hangs", "stager_killed", "waiting"]
 
 
 def taken_here() -> Path | None:

@@ -64,7 +64,7 @@ class Site(msgspec.Struct, frozen=True):
 
     def named(self, name: str) -> tuple[Setting, ...]:
         """Every setting of slurm.conf of that name, which is in lower case."""
-        return tuple(one for one in self.settings if one.name == name)
+        return _named(self.settings, name)
 
 
 def gather(places: Places, conf: Path) -> Site:
@@ -80,8 +80,8 @@ def gather(places: Places, conf: Path) -> Site:
     conf, companion = conf.absolute(), places.companion
     try:
         settings = tuple(slurmconf.settings(str(conf), text))
-        named = [one.value for one in settings if one.name == "plugstackconfig"]
-        stack = named[-1] if named else str(conf.parent / "plugstack.conf")
+        named = _named(settings, "plugstackconfig")
+        stack = named[-1].value if named else str(conf.parent / "plugstack.conf")
         plugins = tuple(plugstack.read(stack, text))
     except FileNotFoundError as error:
         raise Failed("slurm-conf", f"{error.filename} is included, but is not there") from None
@@ -106,8 +106,12 @@ def is_glob(value: str) -> bool:
     return glob.has_magic(value)
 
 
+def _named(settings: tuple[Setting, ...], name: str) -> tuple[Setting, ...]:
+    return tuple(one for one in settings if one.name == name)
+
+
 def _hook(every: tuple[Setting, ...], name: HookName, path: Path) -> Hook:
-    settings = tuple(one for one in every if one.name == name.lower())
+    settings = _named(every, name.lower())
     patterns = [one for one in settings if is_glob(one.value)]
     globs = tuple(_glob(one, path) for one in patterns)
     single = [one.value for one in settings if one.value != str(path) and one not in patterns]

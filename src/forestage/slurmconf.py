@@ -42,8 +42,9 @@ class Setting(msgspec.Struct, frozen=True, gc=False):
 def settings(path: str, text: Text) -> Iterator[Setting]:
     """What slurm.conf and its includes set, in their order; of a name the last one counts.
 
-    Raises what `text` does, and ValueError where includes never end: Slurm then starts with none of
-    it.
+    Raises what `text` does, and ValueError where includes never end or a line says more than one
+    thing. Slurm then starts with none of it; and slurmd may run with what the file said before, so
+    that nothing is known of a time-out that stands there.
     """
     found: dict[str, str] = {}  # so far, for %c in the name of an include
     for line in _lines(path, path, text, found, [MAX_FILES]):
@@ -51,7 +52,11 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
         name = name.rstrip(_OPERATORS).lower()
         if name in _OF_LINES or not equals:
             continue
-        found[name] = value = value.strip().strip('"')
+        value = value.strip()
+        quoted = value.startswith('"') and value.find('"', 1) == len(value) - 1
+        if not quoted and len(value.split(None, 1)) > 1:
+            raise ValueError(f"{line.where} says more than one thing, which Slurm refuses")
+        found[name] = value = value.strip('"')
         yield Setting(line, name, value)
 
 

@@ -50,10 +50,6 @@ def power(
         yield Power(node, disk(kind, "320M" if kind == "xfs" else "64M"), boot)
 
 
-def _entries_are_whole(node: Node) -> bool:
-    return all(node.cache.image(key).read_bytes() == image() for key in node.entries())
-
-
 @pytest.mark.parametrize(
     ("engine", "point", "nth"),
     [
@@ -117,6 +113,6 @@ def test_what_a_power_cut_brings_back_of_the_evicted_is_whole(power: Power) -> N
     node.cache.empty_evicted()
     power.cut()
     power.back()
-    assert _entries_are_whole(node)
+    assert all(node.cache.image(key).read_bytes() == image() for key in node.entries())
     assert node.prolog(2, path).outcome.result in ("hit", "copied")
     assert path.read_bytes() == image()

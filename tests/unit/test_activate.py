@@ -338,6 +338,14 @@ def test_the_file_is_never_there_with_another_owner(
     assert given == [(slurm.conf.stat().st_uid, slurm.conf.stat().st_gid)]
 
 
+def test_a_line_that_says_more_is_left_to_its_writer(slurm: Slurm) -> None:
+    text = f"{CONF}\nProlog={slurm.places.prolog} Epilog=/site/epilog\n"
+    slurm.write(text)
+    with pytest.raises(Failed, match=r"slurm\.conf:\d+ says more than one thing"):
+        slurm.disable()
+    assert slurm.conf.read_text() == text
+
+
 @pytest.mark.parametrize("folder", ["run/slurm/conf", "var/spool/slurmd/conf-cache"])
 def test_slurmds_own_copy_of_a_configuration_is_not_changed(slurm: Slurm, folder: str) -> None:
     cached = slurm.places.root / folder / "slurm.conf"

@@ -176,6 +176,10 @@ def test_the_files_settings_count(tmp_path: Path, text: str, expected: Limits) -
         # Slurm has no patterns there and takes off no quotes.
         "Include *.txt\n",
         'Include "a.txt"\n',
+        # Slurm refuses such a line; a slurmd that runs may have read it in two.
+        "MessageTimeout=60 PrologEpilogTimeout=60\n",
+        "PrologEpilogTimeout=60 MessageTimeout=60\n",
+        'MailProg="/bin/a b" PrologEpilogTimeout = "60"\n',
     ],
 )
 def test_what_cannot_be_read_to_its_end_means_the_safe_wait(tmp_path: Path, text: str) -> None:

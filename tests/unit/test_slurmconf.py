@@ -62,6 +62,14 @@ def test_what_slurm_takes_for_a_setting(text: str, expected: dict[str, str]) -> 
     assert said(text) == expected
 
 
+@pytest.mark.parametrize(
+    "text", ["A=1 B=2", "A=1 b", 'A="b c" D=1', 'A="b" "c"', 'A=b "', 'A="b c']
+)
+def test_what_slurm_refuses_to_read_is_not_read(text: str) -> None:
+    with pytest.raises(ValueError, match=r"slurm\.conf:2 says more"):
+        read(f"C=1\n{text}\n")
+
+
 def test_includes_are_followed_from_where_they_stand() -> None:
     text = "A=1\ninclude  more.conf  # x\nInclude /etc/opt/b.conf\nInclude\\\n last\nB=2\n"
     others = {"slurm__more_conf": "A=3\nB=1\nC=1\n", "opt__b_conf": "C=2\nD=1\n"}
