@@ -34,6 +34,9 @@ INSIDE = Path(__file__).with_name("inside.py")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 UP_SECONDS = 120.0
+COMMAND_SECONDS = 240.0  # what hangs is told before pytest ends the test
+# A node that gave no answer once is asked again after a third of SlurmdTimeout, 100 s.
+IDLE_SECONDS = 150.0
 UMASK = 0o022  # whatever that of the caller is
 # No journal, few inodes, nothing reserved: a 1 GiB disk holds 1007 MiB of images.
 MKFS = "mkfs.ext4 -q -m 0 -O ^has_journal,^resize_inode -i 1048576 -E lazy_itable_init=0"
@@ -233,7 +236,7 @@ class Cluster:
         listing = self.run(["sinfo", "-h", "-N", "-o", "%N %T"], user="root").stdout
         return dict(line.split() for line in sorted(set(listing.splitlines())))
 
-    def wait_idle(self, timeout: float = 90.0) -> None:
+    def wait_idle(self, timeout: float = IDLE_SECONDS) -> None:
         """Waits until every node is idle and no job is left, not even one in its Epilog."""
 
         def idle() -> bool:
@@ -268,7 +271,7 @@ class Cluster:
         node: str | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 120.0,
+        timeout: float = COMMAND_SECONDS,
         check: bool = True,
         input: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -297,6 +300,17 @@ class Cluster:
         """Submits a batch script; its job ID. Faster than `sbatch --wait`, which polls slowly."""
         done = self.run(["sbatch", "--parsable", *options], user=user, input=script)
         return int(done.stdout)
+
+    @staticmethod
+    def signal(process: subprocess.Popen[str], number: int) -> None:
+        """To what `popen` has started, so that `process` ends after it and as it does.
+
+        Its group has nsenter in it as well, which has forked to enter the PID namespace: that one
+        would die at once, whatever the other does. Raises ProcessLookupError.
+        """
+        children = Path("/proc", str(process.pid), "task", str(process.pid), "children")
+        for child in children.read_text().split():
+            os.kill(int(child), number)
 
     def popen(
         self,
@@ -363,7 +377,9 @@ class Cluster:
 
     def pyxis_reports(self, job: int | None = None) -> list[dict[str, object]]:
         """What the stand-in for pyxis found in each task: of one job, or of all."""
-        lines = map(json.loads, self.read(PYXIS_REPORT).splitlines())
+        # Without what may be the half of a line that a task is writing.
+        whole = self.read(PYXIS_REPORT).rpartition("\n")[0]
+        lines = map(json.loads, whole.splitlines())
         return [line for line in lines if job is None or line["job"] == job]
 
     def logs(self, lines: int = 15) -> str:

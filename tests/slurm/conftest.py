@@ -83,6 +83,7 @@ def site(site_cluster: Cluster) -> Iterator[Site]:
     yield site
     try:
         site_cluster.wait_idle()  # a drained node is not idle
+        site.await_stagers()
         assert site.leftovers() == []
     finally:
         # Else one job left running, or one node drained, fails all tests after this one.

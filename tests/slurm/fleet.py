@@ -67,7 +67,7 @@ class Fleet(Site):
         for node in nodes:
             wait_until(
                 lambda node=node: "serves at" in self.service_said(node),  # type: ignore[misc]
-                20,
+                60,
                 lambda node=node: f"no service on {node}: {self.service_said(node)}",  # type: ignore[misc]
             )
 
@@ -77,9 +77,10 @@ class Fleet(Site):
     def end_services(self, nodes: Iterable[str] | None = None) -> None:
         for node in list(self._services) if nodes is None else nodes:
             service = self._services.pop(node)
+            # Its port is free only when it has ended itself.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(service.pid, signal.SIGTERM)
-            service.communicate(timeout=20)
+                self.cluster.signal(service, signal.SIGTERM)
+            service.communicate(timeout=60)
 
     def _service_log(self, node: str) -> Path:
         return self.cluster.state / "log" / f"peer-{node}.log"
@@ -235,7 +236,7 @@ class Fleet(Site):
             self.cluster.node_reboot(node)
             self.root(["rm", "-rf", CACHE], node)
             if (service := self._services.pop(node, None)) is not None:
-                service.communicate(timeout=20)
+                service.communicate(timeout=60)
         self.serve(self._harmed)
         for kind in (self._slowed, self._late, self._harmed):
             kind.clear()

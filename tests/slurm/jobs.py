@@ -21,6 +21,7 @@ from forestage import events, mounts
 from forestage.cache import Cache, Stored
 from forestage.events import Outcome
 from forestage.lease import Lease, Leases
+from forestage.part import PROCESS_NAME
 
 CACHE = "/mnt/nvme/forestage"
 CLI = "/usr/lib/forestage/bin/forestage"
@@ -239,7 +240,10 @@ class Site:
         squeue = ["squeue", "--noheader", "--jobs", str(job), "--format=%T"]
 
         def over() -> bool:
-            return not self.cluster.run(squeue, user="root", check=False).stdout
+            ran = self.cluster.run(squeue, user="root", check=False)
+            # A controller that is too busy to answer has not said that the job is over.
+            forgotten = "Invalid job id" in ran.stderr
+            return not ran.stdout and (ran.returncode == 0 or forgotten)
 
         wait_until(over, 90, lambda: f"job {job} is not over\n{self.cluster.overview()}")
 
@@ -316,6 +320,20 @@ class Site:
 
     def leases(self, node: str = "n1") -> list[Lease]:
         return Leases(self.cluster.host_path("/run/forestage/leases", node)).all()
+
+    def await_stagers(self) -> None:
+        """Waits until none lives: copies go on when their jobs have ended, and a stager has files
+        of the disk open a moment longer than any hook waits for it."""
+        wait_until(lambda: not self._stagers(), 60, lambda: f"stagers live on: {self._stagers()}")
+
+    def _stagers(self) -> list[str]:
+        found = []
+        for node in self.cluster.nodes:
+            for process in self.cluster.host_path("/proc", node).glob("[0-9]*"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    if (process / "comm").read_text().strip() == PROCESS_NAME[:15]:
+                        found.append(f"{node}: {process.name}")
+        return found
 
     def leftovers(self) -> list[str]:
         """Whatever no finished job may leave behind, on all nodes."""

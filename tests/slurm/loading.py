@@ -78,16 +78,17 @@ class Load:
         self._look()
 
     def _until(self, done: Callable[[], bool]) -> None:
-        ended, since, looked = -1, time.monotonic(), 0.0
+        # Looks are counted, not seconds: while the machine stands still nobody looks.
+        ended, looks, looked = -1, 0, 0.0
         while not done():
             count, now = len(self.runs) - len(self._unfinished()), time.monotonic()
             if count != ended:
-                ended, since = count, now
-            elif now > since + STUCK:
+                ended, looks = count, 0
+            elif looks > STUCK / LOOK:
                 raise ClusterError(f"no job ends\n{self.site.cluster.overview()}")
             if now > looked + LOOK:
                 self._look()
-                looked = time.monotonic()
+                looks, looked = looks + 1, time.monotonic()
             self._strike()
             time.sleep(TICK)
 

@@ -151,6 +151,8 @@ def all_ways(site: Site) -> dict[str, Told]:
 def wrong(site: Site, image: str, seen: Sequence[Seen]) -> list[str]:
     """What is not as it should be: each task is shown its own node's copy, which was made once."""
     digest = site.sha256(image)
+    # An entry can be used before its stager has written down that it made it.
+    site.await_stagers()
     found = [] if seen else [f"nobody looked at {image}"]
     for one in seen:
         here = keys(site, image, one.node)

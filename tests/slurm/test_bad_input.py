@@ -156,6 +156,8 @@ def fate(job: Ran) -> tuple[int, str, list[str]]:
     than a pipe takes at once is cut by another one.
     """
     told = re.sub(r"\bn[12]\b", "node", job.stderr)
+    # Whether a busy slurmctld gave the node at once is chance as well.
+    told = re.sub(r"srun: job \d+ (queued and|has been) .*\n", "", told)
     return job.code, job.stdout, sorted(re.sub(r"[/x]{9,}", " ", told).split())
 
 
@@ -279,6 +281,7 @@ def test_a_disk_that_is_full(site: Site, made: bool) -> None:
     site.configure(min_free=0, max_size="100%")
     if made:
         site.srun(site.image("other"))
+        site.await_stagers()  # what one has open takes room, evicted or not
         site.command("evict", "--all")
     image = site.image("good", mib=4)
     with filled(site):
@@ -319,7 +322,7 @@ def test_a_lock_that_is_held_past_the_deadline(site: Site) -> None:
     try:
         job = site.srun(image)
     finally:
-        holder.communicate("", timeout=10)
+        holder.communicate("", timeout=240)
     assert (job.code, site.shows_source(site.saw(job.job))) == (0, True)
     assert_declined(site, job, "deadline")
     assert site.outcome(site.srun(image).job).result == "copied"

@@ -53,7 +53,7 @@ def test_two_jobs_share_a_node(trivial: Cluster) -> None:
         trivial.popen(["srun", "-t1", "-w", "n1", "sh", "-c", wait_for_other, mine, other])
         for mine, other in (("left", "right"), ("right", "left"))
     ]
-    assert [job.wait(60) for job in jobs] == [0, 0]
+    assert [job.wait(240) for job in jobs] == [0, 0]
 
 
 def test_nodes_keep_their_own_disks_and_share_one_file_system(trivial: Cluster) -> None:
@@ -116,8 +116,13 @@ def test_a_missing_image_fails_the_step_and_not_the_node(trivial: Cluster) -> No
 def test_no_squashfuse_survives_its_task(trivial: Cluster) -> None:
     trivial.run(["srun", "-N2", f"--container-image={IMAGE}", "sleep", "0.2"])
     trivial.wait_idle()
-    processes = trivial.run(["ps", "-e", "-o", "comm="], user="root").stdout.split()
-    assert "squashfuse" not in processes
+    # It is killed when its task ends, and may take a moment longer.
+    ps = ["ps", "-e", "-o", "comm="]
+    wait_until(
+        lambda: "squashfuse" not in trivial.run(ps, user="root").stdout.split(),
+        60,
+        trivial.overview,
+    )
 
 
 def test_the_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> None:
@@ -136,7 +141,7 @@ def test_a_reboot_keeps_the_disk_and_nothing_else(trivial: Cluster) -> None:
     trivial.write("/run/forestage/lost", "lost", node="n4")
     stray = trivial.popen(["sleep", "60"], node="n4")
     trivial.node_reboot("n4")
-    assert stray.wait(60) != 0
+    assert stray.wait(240) != 0
     assert trivial.read("/mnt/nvme/kept", "n4") == "kept"
     assert not trivial.host_path("/run/forestage/lost", "n4").exists()
     assert trivial.run(["srun", "-w", "n4", "hostname"]).stdout == "n4\n"
@@ -155,7 +160,7 @@ def test_images_are_the_same_for_the_same_seed_and_of_the_wanted_size(trivial: C
 def test_two_clusters_at_once_do_not_meet(trivial: Cluster) -> None:
     with Cluster.up(TRIVIAL) as second:
         steps = [c.popen(["srun", "-N4", "touch", "/shared/alice/here"]) for c in (trivial, second)]
-        assert [step.wait(60) for step in steps] == [0, 0]
+        assert [step.wait(240) for step in steps] == [0, 0]
         second.host_path("/shared/alice/here").unlink()
         assert trivial.host_path("/shared/alice/here").exists()
         second.wait_idle()
@@ -176,6 +181,11 @@ def processes_in(namespace: str) -> set[int]:
     return found
 
 
+def await_nobody_in(namespace: str) -> None:
+    """An nsenter that led there ends after those that it has led there."""
+    wait_until(lambda: not processes_in(namespace), 60, lambda: f"{processes_in(namespace)} live")
+
+
 def test_down_leaves_nothing_on_the_host(machine: None) -> None:
     with Cluster.up(TRIVIAL) as cluster:
         make_image(cluster, IMAGE)
@@ -187,7 +197,7 @@ def test_down_leaves_nothing_on_the_host(machine: None) -> None:
         disks = {file_identity(disk) for disk in cluster.state.glob("nodes/*/nvme.img")}
         assert len(processes_in(namespace)) > 10
         assert disks <= loop_files()
-    assert processes_in(namespace) == set()
+    await_nobody_in(namespace)
     assert not disks & loop_files()
     assert str(cluster.state) not in Path("/proc/self/mountinfo").read_text()
     assert not cluster.state.exists()
@@ -209,7 +219,7 @@ def test_a_cluster_ends_with_its_owner_however_that_ends(machine: None) -> None:
     namespace = net_namespace(cluster)
     owner.kill()
     owner.communicate()
-    wait_until(lambda: not processes_in(namespace), 60, lambda: "no change")
+    await_nobody_in(namespace)
     cluster.down()
 
 
@@ -218,7 +228,7 @@ def test_a_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None
     command = [str(Path(__file__).with_name("cluster"))]
 
     def call(*words: str) -> str:
-        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -239,8 +249,8 @@ def test_a_start_that_is_ended_by_sigterm_leaves_nothing(machine: None) -> None:
     wait_until(lambda: init.alive, 60, lambda: "no cluster")
     namespace = os.readlink(f"/proc/{init.pid}/ns/net")
     starting.terminate()
-    assert starting.wait(60) == 130
-    assert processes_in(namespace) == set()
+    assert starting.wait(240) == 130
+    await_nobody_in(namespace)
     assert not state_path(name).exists()
 
 

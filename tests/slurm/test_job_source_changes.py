@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from host import wait_until
 from images import MIB
 from jobs import RELEASE, Site
 
@@ -102,9 +103,14 @@ def test_a_superseded_entry_goes_first(site: Site) -> None:
 
 def test_a_source_that_keeps_changing_is_not_staged(site: Site) -> None:
     image = site.image("restless", mib=8)
+    site.configure(bandwidth="8MiB", chunk_size="1MiB")  # so that it changes before the copy ends
+    was = site.source(image).stat().st_mtime_ns
     touch = f"import os\nwhile True: os.utime({image!r})"
     writer = site.cluster.popen(["python3", "-c", touch])
     try:
+        wait_until(
+            lambda: site.source(image).stat().st_mtime_ns != was, 60, lambda: "no change begins"
+        )
         job = site.srun(image)
     finally:
         os.killpg(writer.pid, signal.SIGKILL)

@@ -51,7 +51,7 @@ def test_two_jobs_at_once_on_one_node_make_one_copy(site: Site) -> None:
         site.cluster.popen(["srun", "--nodelist=n1", f"--container-image={image}", *script])
         for script in [("sh", "-c", "echo $SLURM_JOB_ID")] * 2
     ]
-    said = [step.communicate(timeout=60) for step in steps]
+    said = [step.communicate(timeout=240) for step in steps]
     assert [step.returncode for step in steps] == [0, 0], said
     jobs = [int(stdout) for stdout, _ in said]
     first, second = sorted(site.outcome(job).result for job in jobs)

@@ -77,7 +77,8 @@ def test_one_slow_node_loses_no_srun_of_a_batch_job(site: Site, flags: str) -> N
 
 def test_a_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site, flags: str) -> None:
     image = site.image("hinted", mib=24, seed=2)
-    site.configure(deadline="1s", bandwidth="8MiB")
+    # Longer than the deadline, and by far shorter than what TIMEOUT leaves.
+    site.configure(deadline="1s", bandwidth="16MiB", chunk_size="1MiB")
     ran = site.srun(image, comment="stage-wait=5m")
     outcome = site.outcome(ran.job)
     assert outcome.result == "copied", outcome
@@ -91,7 +92,7 @@ def test_a_stager_outlives_its_cancelled_job(site: Site) -> None:
     parts = site.cache("n1").parts
     wait_until(lambda: parts.is_dir() and any(parts.iterdir()), 60, lambda: "no copy begins")
     site.cluster.run(["scancel", "--user=alice"], user="root")
-    step.communicate(timeout=60)
+    step.communicate(timeout=240)
     published(site, image)
     assert site.cached_paths("n1") == [image]
     site.cluster.wait_idle()

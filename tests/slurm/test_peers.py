@@ -53,7 +53,8 @@ def services(net_cluster: Cluster) -> Iterator[Fleet]:
 def fleet(services: Fleet) -> Iterator[Fleet]:
     services.reset()
     yield services
-    services.cluster.wait_idle(30)
+    services.cluster.wait_idle()
+    services.await_stagers()
     assert services.leftovers() == []
 
 
@@ -135,4 +136,4 @@ def test_a_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
     root = fleet.cluster.run(["munge"], user="root", node="n2", input=old).stdout
     assert asks(root) == [403, *nothing]
     # Told once a second, not for each.
-    wait_until(lambda: "refused=" in fleet.service_said("n1"), 10, lambda: "no word of it")
+    wait_until(lambda: "refused=" in fleet.service_said("n1"), 60, lambda: "no word of it")

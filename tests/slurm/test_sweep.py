@@ -94,15 +94,15 @@ def test_the_lease_of_a_job_whose_slurmd_was_killed_goes_when_slurm_has_given_it
     script = "#!/bin/sh\ntouch /shared/alice/began\nsleep 600\n"
     job = site.cluster.submit(script, *options, "--no-requeue")
     began = site.source("/shared/alice/began")
-    wait_until(began.exists, 30, lambda: site.cluster.overview())
+    wait_until(began.exists, 60, lambda: site.cluster.overview())
     with dead_slurmd(site, "n1"):
         assert (leased(site), site.redirected()) == ([job], [image])
         assert sweep(site) == (0, [], ""), "Slurm does not know it yet"
         site.root(["scancel", str(job)], "n1")
-        wait_until(lambda: state(site, job) == "COMPLETING", 20, lambda: state(site, job))
+        wait_until(lambda: state(site, job) == "COMPLETING", 60, lambda: state(site, job))
         assert sweep(site) == (0, [], ""), "its Epilog may still come"
         down(site, "n1")
-        wait_until(lambda: state(site, job) == "CANCELLED", 20, lambda: state(site, job))
+        wait_until(lambda: state(site, job) == "CANCELLED", 60, lambda: state(site, job))
         assert sweep(site, "--dry-run") == (0, [job], "")
         assert (leased(site), site.redirected()) == ([job], [image])
         assert sweep(site) == (0, [job], "")
@@ -170,7 +170,7 @@ def stopped_slurmctld(site: Site) -> Iterator[None]:
         ping = ["scontrol", "ping"]
         wait_until(
             lambda: "is UP" in site.cluster.run(ping, user="root", check=False).stdout,
-            30,
+            60,
             lambda: site.cluster.logs(),
         )
 

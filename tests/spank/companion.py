@@ -69,10 +69,13 @@ class Step:
             ["use", str(self.entry()), path or str(self.image), *map(str, numbers), str(tell)]
         )
 
-    def answers(self, *lines: str, then: str = "") -> None:
-        """Makes the helper write these lines, and then run some more of sh."""
+    def answers(self, *lines: str, first: str = "", then: str = "") -> None:
+        """Makes the helper run some sh, write these lines, and then run some more.
+
+        Once it has answered it may be ended: what a test is to find is noted before.
+        """
         text = "".join(f"printf '%s\\n' {shlex.quote(line)}\n" for line in lines)
-        self.script(f"echo x >> {self.folder}/runs\n{text}{then}")
+        self.script(f"echo x >> {self.folder}/runs\n{first}\n{text}{then}")
 
     def script(self, text: str) -> None:
         self.helper.write_text(f"#!/bin/sh\n{text}\n")
@@ -94,7 +97,7 @@ class Step:
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,  # a hang, told before pytest ends the test
             check=False,
         )
         found = "".join(path.read_text() for path in self.folder.glob("sanitizer*"))

@@ -34,7 +34,7 @@ def test_the_helper_ends_before_srun_would_kill_the_step(
     step: Step, given: list[str], told: str
 ) -> None:
     out = step.folder / "timeout"
-    step.answers("leave\tnone", then=f"printenv FORESTAGE_TIMEOUT > {out}")
+    step.answers("leave\tnone", first=f"printenv FORESTAGE_TIMEOUT > {out}")
     step.run(*given)
     assert out.read_text() == f"{told}\n"
 
