@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def looked(shared: Path, look: Callable[[Path], Look]) -> Iterator[Look]:
 
 @pytest.fixture
 def staging(staging_node: Node, asking: Job, looked: Look) -> Staging:
-    def run_stage(seconds: float = 60.0, **config: object) -> Staged:
+    def run_stage(seconds: float = 3600.0, **config: object) -> Staged:
         changed = msgspec.structs.replace(staging_node.config, **config)
         node = msgspec.structs.replace(staging_node, config=changed)
         return stage.stage(node, asking, looked, Deadline.after(seconds, node.clock))
@@ -91,25 +90,31 @@ def test_a_hit_starts_no_process(
 
 
 def test_who_waited_for_a_copy_joins_it(
-    cache: Cache, looked: Look, staging: Staging, copies: Callable[[], int]
+    cache: Cache,
+    looked: Look,
+    staging_node: Node,
+    staging: Staging,
+    copies: Callable[[], int],
+    monkeypatch: Patch,
 ) -> None:
     """The lock is somebody else's; while this hook waits the entry appears."""
     held = lock.held(cache.key_lock(looked.image.key), 0)
+    waits: list[float] = []
     part = cache.part(looked.image.key)
     part.directory.mkdir()
     part.image.write_bytes(CONTENT)
     entry = Entry(looked.image.key, looked.image.identity, looked.image.access, 1.0, "chunks")
 
-    def publish_then_let_go() -> None:
-        cache.publish(entry)
-        held.__exit__(None, None, None)
+    def publish_then_let_go(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            cache.publish(entry)
+            held.__exit__(None, None, None)
 
-    held.__enter__()
-    later = threading.Timer(0.7, publish_then_let_go)
-    later.start()
-    staged = staging()
-    later.join()
-    assert (staged.result, staged.entry) == ("joined", entry)
+    monkeypatch.setattr(staging_node.clock, "sleep", publish_then_let_go)
+    with held:
+        staged = staging()
+    assert (staged.result, staged.entry, len(waits)) == ("joined", entry, 3)
     assert copies() == 0
 
 
@@ -173,6 +178,22 @@ def test_a_stager_that_is_killed_again_and_again_is_our_failure(
     assert caught.value.reason == "copy"
     assert (tmp_path / "lives").stat().st_size == TRIES
     assert not list(cache.entries.iterdir())
+
+
+def test_a_killed_stager_whose_lock_is_not_free_at_once_counts_once(
+    looked: Look, staging: Staging, publish: Callable[[Image], Entry], monkeypatch: Patch
+) -> None:
+    """The kernel closes its line first: the next stager may find the key still taken, and go."""
+    ended = iter([("copied", None), ("joined", None)] * (TRIES - 1))
+
+    def once(*_: object) -> tuple[str, None]:
+        if (answer := next(ended, None)) is not None:
+            return answer
+        publish(looked.image)
+        return "copied", None
+
+    monkeypatch.setattr(stage, "_once", once)
+    assert staging().result == "copied"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
@@ -375,7 +396,7 @@ def test_a_copy_that_is_resumed_is_not_judged_by_the_one_that_was_killed(
         return claim(task)
 
     monkeypatch.setattr(bring, "claim", slow)
-    staged = stage.stage(node, asking, looked, Deadline.after(60, node.clock))
+    staged = stage.stage(node, asking, looked, Deadline.after(3600, node.clock))
     assert staged.result == "copied"
 
 
