@@ -21,6 +21,8 @@ from forestage.node import Node
 from forestage.places import Places
 from forestage.units import Amount
 
+PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
+
 
 def pytest_collection_finish() -> None:
     """The tests fork often: what is there already need not be looked at, nor copied, each time."""
@@ -74,7 +76,7 @@ def look(shared: Path, me: User) -> Callable[[Path], Look]:
     """What the hook has in hand before it stages."""
 
     def looking(path: Path) -> Look:
-        seen, source = image.look(str(path), me, [str(shared)], [], 10.0)
+        seen, source = image.look(str(path), me, [str(shared)], [], PATIENCE)
         assert source is not None
         return Look(image.judge(seen, None), me, source)
 

@@ -78,5 +78,7 @@ def test_a_process_really_leaves_its_job(cgroup: Path) -> None:
             os.write(said, b"yes" if inside and empty else b"no")
         finally:
             os._exit(0)
+    os.close(said)  # else a child that says nothing would be waited for
     os.waitpid(pid, 0)
     assert os.read(gone, 10) == b"yes"
+    os.close(gone)

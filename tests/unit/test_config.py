@@ -617,7 +617,9 @@ LINES = st.lists(
 
 @given(st.one_of(LINES, st.text(), st.binary()))
 @hypothesis_settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    deadline=None,
+    max_examples=300,
 )
 def test_any_file_gives_settings_or_a_config_error(tmp_path: Path, text: str | bytes) -> None:
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")

@@ -138,11 +138,11 @@ def test_munge_is_not_waited_for_when_nobody_wants_its_credential(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "munge"
-    program.write_text("#!/bin/sh\nsleep 5\necho MUNGE:late:\n")
+    program.write_text("#!/bin/sh\nsleep 600\necho MUNGE:late:\n")
     program.chmod(0o755)
     path = f"{tmp_path}:{run.PATH}"
     monkeypatch.setattr(run, "PATH", path)
     monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
-    monkeypatch.setattr(credential, "PATIENCE", 60.0)
+    monkeypatch.setattr(credential, "PATIENCE", 600.0)
     with pytest.raises(PeerError, match="signal 9"):
         Munge().offer("k", "c", lambda: True)

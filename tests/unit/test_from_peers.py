@@ -115,7 +115,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     real = from_peers.policy
 
     def policy(threads: int, downloads: int, nodes: int) -> Policy:
-        return msgspec.structs.replace(real(threads, downloads, nodes), probe=60.0, grace=60.0)
+        found = real(threads, downloads, nodes)
+        return msgspec.structs.replace(
+            found, probe=600.0, grace=600.0, patience=600.0, longest=600.0, hung=600.0
+        )
 
     monkeypatch.setattr(from_peers, "policy", policy)
 
@@ -146,7 +149,7 @@ def test_the_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patien
 
 
 @pytest.mark.parametrize("why", ["refused", "silent", "wrong", "slow"])
-def test_whatever_one_peer_does_the_bytes_are_right(pair: Pair, why: Why) -> None:
+def test_whatever_one_peer_does_the_bytes_are_right(pair: Pair, patient: None, why: Why) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["c"] = why
     pair.copy(fake)
@@ -164,7 +167,9 @@ def test_where_no_peer_is_of_use_all_is_read(pair: Pair, why: Why) -> None:
     assert sorted(pair.read) == list(range(COUNT))
 
 
-def test_a_source_that_fails_here_does_no_harm_where_others_have_all(pair: Pair) -> None:
+def test_a_source_that_fails_here_does_no_harm_where_others_have_all(
+    pair: Pair, patient: None
+) -> None:
     def fail(number: int) -> None:
         raise chunks.Unreadable(OSError(5, "broken"))
 
@@ -202,7 +207,7 @@ def test_a_full_disk_ends_the_copy_and_no_peer_is_blamed(
     assert pair.part.digests().strip(b"\0") == b""
 
 
-def test_a_copy_that_is_stopped_can_be_resumed(pair: Pair) -> None:
+def test_a_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> None:
     stop = threading.Event()
     fake = Fake(pair.data, everything())
 
@@ -246,7 +251,7 @@ def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> No
     def before(peer: str, number: int) -> None:
         if peer == "b":
             begun.set()
-            assert ended.wait(10)
+            assert ended.wait(600)
 
     fake.before = before
     fake.bad["b"] = "wrong"
@@ -255,7 +260,7 @@ def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> No
         run.guards.setdefault(number, threading.Lock())
     thread = threading.Thread(target=run._bring, args=(liar, bytes_of(CHUNK), False))
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(600)
     run._bring(honest, bytes_of(CHUNK), True)
     ended.set()
     thread.join()
@@ -282,7 +287,7 @@ def test_a_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     assert not any(pair.part.image.read_bytes())
 
 
-def test_how_much_came_from_peers_can_be_seen_meanwhile(pair: Pair) -> None:
+def test_how_much_came_from_peers_can_be_seen_meanwhile(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     seen: list[int] = []
     fake.before = lambda peer, number: seen.append(pair.part.of_peers())

@@ -69,7 +69,8 @@ def spoilt(draw: st.DrawFn) -> tuple[type[msgspec.Struct], bytes]:
 @example((Owner, b'{"pid":' + b"9" * 5000 + b"}"))
 @example((Given, b'{"since":1e999}'))
 @hypothesis_settings(
-    max_examples=120 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120 * MORE,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_any_bytes_are_a_record_or_damage(
     tmp_path: Path, found: tuple[type[msgspec.Struct], bytes]
@@ -103,7 +104,8 @@ def test_chunks_of_no_length_are_damage_and_no_division_by_zero(tmp_path: Path, 
 
 @given(st.lists(st.one_of(st.binary(), spoilt().map(lambda found: found[1])), max_size=4))
 @hypothesis_settings(
-    max_examples=30 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30 * MORE,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_no_garbage_hides_a_later_event(tmp_path: Path, garbage: list[bytes]) -> None:
     from forestage import events
@@ -193,7 +195,8 @@ SIZE = 2 * CHUNK + 5
     st.binary(max_size=20),
 )
 @hypothesis_settings(
-    max_examples=15 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15 * MORE,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_a_resumed_copy_believes_only_what_the_bytes_prove(
     tmp_path: Path, told: list[str], digests: bool, tail: bytes

@@ -113,7 +113,8 @@ def test_a_hint_asks_for_nothing_that_is_not_in_it(comment: str) -> None:
 
 @given(TEXT)
 @hypothesis_settings(
-    max_examples=15 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15 * MORE,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_an_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
     """A child that died over a name would be our failure, which may drain the node."""

@@ -28,6 +28,8 @@ from forestage.image import (
 )
 from forestage.job import Asked, User
 
+PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
+
 IDENTITIES = st.builds(
     Identity,
     path=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
@@ -194,7 +196,7 @@ def test_a_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: Us
     (shared / "a").write_bytes(b"12345")
     (shared / "a").chmod(0o640)
     (shared / "link").symlink_to("a")
-    found, source = image.look(str(shared / "link"), me, [str(shared)], [], 10)
+    found, source = image.look(str(shared / "link"), me, [str(shared)], [], PATIENCE)
     assert source is not None
     facts = (shared / "a").stat()
     assert os.read(source, 9) == b"12345"
@@ -208,7 +210,9 @@ def test_a_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: Us
 def test_a_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
     (shared / "a").write_bytes(b"1")
     (shared.parent / "lustre").symlink_to(shared)
-    found, source = image.look(f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], [], 10)
+    found, source = image.look(
+        f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], [], PATIENCE
+    )
     assert source is not None
     os.close(source)
     assert judge(found, None).path == str(shared / "a")
@@ -229,7 +233,7 @@ def test_what_is_not_ours_is_not_even_opened(
 ) -> None:
     """Opening a FIFO would block, opening a device or a file outside could do something."""
     make(shared / "a")
-    found, source = image.look(str(shared / "a"), me, [str(shared)], [], 10)
+    found, source = image.look(str(shared / "a"), me, [str(shared)], [], PATIENCE)
     assert source is None
     assert found.image is None
 
@@ -237,7 +241,7 @@ def test_what_is_not_ours_is_not_even_opened(
 def test_a_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
     (shared / "\udcff").write_bytes(b"1")
     (shared / "a").symlink_to("\udcff")
-    found, source = image.look(str(shared / "a"), me, [str(shared)], [], 10)
+    found, source = image.look(str(shared / "a"), me, [str(shared)], [], PATIENCE)
     assert (found.path, source) == ("", None)
 
 
@@ -250,7 +254,7 @@ def test_a_look_raises_what_the_user_would_get(
 ) -> None:
     (shared / "a").write_bytes(b"1")
     with pytest.raises(error):
-        image.look(str(shared / path), me, [str(shared)], [], 10)
+        image.look(str(shared / path), me, [str(shared)], [], PATIENCE)
 
 
 def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) -> None:
@@ -260,9 +264,9 @@ def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) ->
     nobody = User("", 65534, 65534)
     (shared / "a").chmod(0o600)
     with pytest.raises(PermissionError):
-        image.look(str(shared / "a"), nobody, [str(shared)], [], 10)
+        image.look(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
     (shared / "a").chmod(0o604)
-    _, source = image.look(str(shared / "a"), nobody, [str(shared)], [], 10)
+    _, source = image.look(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
     assert source is not None
     os.close(source)
 

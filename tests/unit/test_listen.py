@@ -22,11 +22,12 @@ def opened() -> Iterator[list[socket.socket]]:
 
 
 @pytest.fixture
-def port() -> int:
+def port() -> Iterator[int]:
+    """Bound without listening, by SO_REUSEADDR: we may have it, no other program is given it."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("0.0.0.0", 0))
+        yield probe.getsockname()[1]
 
 
 def where(sockets: list[socket.socket]) -> list[tuple[str, int]]:

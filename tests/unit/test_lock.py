@@ -41,9 +41,13 @@ def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        with lock.held(path, 0):
-            os.write(tell, b"x")
-            signal.pause()
+        try:
+            with lock.held(path, 0):
+                os.write(tell, b"x")
+                signal.pause()
+        finally:
+            os._exit(1)  # never on into pytest
+    os.close(tell)
     assert os.read(ready, 1) == b"x"
     with pytest.raises(lock.Busy), lock.held(path, 0):
         pass
@@ -52,7 +56,6 @@ def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     with lock.held(path, 0):
         pass
     os.close(ready)
-    os.close(tell)
 
 
 def test_an_error_inside_lets_go(tmp_path: Path) -> None:

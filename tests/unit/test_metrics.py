@@ -161,6 +161,7 @@ def test_runs_beside_each_other_and_beside_hooks_count_each_event_once(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "ROTATE_AT", 16_000)  # some 160 events: rotated twice or so
+    monkeypatch.setattr(metrics, "PATIENCE", 600.0)
 
     def hooks(number: int) -> None:
         for job in range(100):

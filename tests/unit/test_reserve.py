@@ -54,7 +54,10 @@ def test_the_chunks_with_data_are_told_from_the_holes(
     assert reserve.data_chunks(source, size, CHUNK) == found
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=50,
+)
 @given(st.sets(st.integers(0, 40)), st.integers(1, 42 * BLOCK), st.integers(1, 20 * BLOCK))
 def test_no_byte_is_taken_for_a_hole(source: int, blocks: set[int], size: int, chunk: int) -> None:
     os.truncate(source, 0)

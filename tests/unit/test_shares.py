@@ -78,9 +78,14 @@ def test_of_many_nodes_each_talks_to_few_and_up_to_thirty_all_to_all(count: int,
 
 def test_a_thousand_nodes_share_a_large_image_without_effort() -> None:
     """CPU seconds, of which there are ten times as many as are needed."""
-    start = time.process_time()
-    shares = Shares("key", names(1024))
-    me = shares.ring[5]
-    for number in range(4000):
-        shares.nearer(number, me)
-    assert time.process_time() - start < 1.0
+
+    def took() -> float:
+        start = time.process_time()
+        shares = Shares("key", names(1024))
+        me = shares.ring[5]
+        for number in range(4000):
+            shares.nearer(number, me)
+        return time.process_time() - start
+
+    # A virtual machine that stood still may have that on its bill.
+    assert min(took() for _ in range(3)) < 1.0

@@ -189,11 +189,11 @@ def test_words_arrive_whole_and_in_order() -> None:
     words = [Word("started"), Word("failed", "no-room", "ü" * 2000, ours=False)]
     for word in words:
         stager._tell(theirs, word)
-    assert [stager.hear(ours, 10), stager.hear(ours, 10)] == words
+    assert [stager.hear(ours, 600), stager.hear(ours, 600)] == words
     assert stager.hear(ours, 0) is None
     theirs.close()
     with pytest.raises(EOFError):
-        stager.hear(ours, 10)
+        stager.hear(ours, 600)
     ours.close()
 
 
@@ -319,7 +319,7 @@ def test_a_long_copy_says_how_far_it_is_and_then_no_more(
 
     monkeypatch.setattr(log, "say", say)
     with stager._spoken(task, owner_of(task.image, 1.0)):
-        assert spoken.wait(20)
+        assert spoken.wait(600)
     number = len(said)
     assert said[0].startswith(f"stager job=7 image={task.image.path} ")
     assert not [thread for thread in threading.enumerate() if thread.name == "speak"]
@@ -334,7 +334,7 @@ def last_words(task: Task) -> Callable[[], list[str]]:
         words = []
         with stager.start(task) as line, contextlib.suppress(EOFError):
             while True:
-                word = stager.hear(line, 20)
+                word = stager.hear(line, 600)
                 assert word is not None
                 words.append(word.state)
         return words

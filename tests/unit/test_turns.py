@@ -24,7 +24,7 @@ def test_each_waits_for_its_own_chunk(cache: Cache) -> None:
 
     async def scene() -> list[bool]:
         arrivals = Arrivals(cache)
-        waits = [asyncio.create_task(arrivals.wait(KEY, number, 60.0)) for number in (0, 1, 1)]
+        waits = [asyncio.create_task(arrivals.wait(KEY, number, 600.0)) for number in (0, 1, 1)]
         await asyncio.sleep(0.05)
         assert not any(wait.done() for wait in waits)
         note(cache, False, True)
@@ -73,7 +73,7 @@ def test_many_who_wait_cost_one_look(cache: Cache, monkeypatch: pytest.MonkeyPat
 
     async def scene() -> None:
         arrivals = Arrivals(cache)
-        await asyncio.gather(*(arrivals.wait(KEY, 0, 60.0) for _ in range(100)))
+        await asyncio.gather(*(arrivals.wait(KEY, 0, 600.0) for _ in range(100)))
 
     asyncio.run(scene())
     assert looks == 3
@@ -91,7 +91,7 @@ def test_a_disk_that_fails_does_not_end_the_waiting_of_others(
         return one
 
     monkeypatch.setattr(shelf, "arrived", arrived)
-    asyncio.run(Arrivals(cache).wait(KEY, 0, 60.0))
+    asyncio.run(Arrivals(cache).wait(KEY, 0, 600.0))
     assert said == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from forestage.job import read_hints
 from forestage.slurm import Slurm
 from forestage.warm import Answer, Order
 from forestage.warmed import Report, Said
+from node import until
 
 IMAGE = "/lustre/a.sqsh"
 ORDER = Order((IMAGE,), ("n1", "n2", "n3"))
@@ -191,8 +191,7 @@ def test_an_interrupted_command_cancels_its_jobs_and_waits_for_them(
         """Interrupts as soon as all jobs run."""
 
     def tell(text: str) -> None:
-        while not pids.exists() or len(pids.read_text().split()) < 2:
-            time.sleep(0.01)
+        until(lambda: pids.exists() and pids.read_text().count("\n") == 2, "both sruns")
         raise Interrupted
 
     order = msgspec.structs.replace(ORDER, at_once=2)
@@ -208,17 +207,17 @@ def test_an_interrupted_command_cancels_its_jobs_and_waits_for_them(
 
 
 def test_an_srun_that_asks_for_its_job_after_the_cancelling_is_cancelled_too(
-    fake: Fake, tmp_path: Path
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first scancel finds no job yet."""
+    monkeypatch.setattr(warm, "PATIENCE", 600.0)
     there = tmp_path / "there"
     srun = f"touch {tmp_path}/began; while ! test -e {tmp_path}/early; do sleep 0.02; done; "
     srun += f"touch {there}; while test -e {there}; do sleep 0.02; done"
     slurm = fake(srun, f"rm -f {there}; touch {tmp_path}/early")
 
     def tell(text: str) -> None:
-        while not (tmp_path / "began").exists():
-            time.sleep(0.01)
+        until((tmp_path / "began").exists, "an srun")
         raise Interrupted
 
     with pytest.raises(Interrupted):
@@ -244,17 +243,16 @@ def test_an_srun_that_does_not_heed_scancel_is_killed(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warm, "PATIENCE", 0.1)
-    slurm = fake(f"echo $$ >{tmp_path}/pid; exec sleep 600")
+    pid = tmp_path / "pid"
+    slurm = fake(f"echo $$ >{pid}; exec sleep 600")
 
     def tell(text: str) -> None:
-        while not (tmp_path / "pid").exists():
-            time.sleep(0.01)
+        until(lambda: pid.exists() and pid.read_text().endswith("\n"), "srun's pid")
         raise Interrupted
 
     with pytest.raises(Interrupted):
         warm.warm(Order((IMAGE,), ("n1",)), slurm, Clock(), "token", tell)
-    pid = (tmp_path / "pid").read_text().strip()
-    assert not Path("/proc", pid or "1").exists()
+    assert not Path("/proc", pid.read_text().strip()).exists()
 
 
 # --- on the node: what root's job reads
