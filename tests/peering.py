@@ -23,6 +23,7 @@ from forestage.image import Access, Identity, Image
 from forestage.part import ENTRY_BYTES, Owner, Part, boot_id
 from forestage.peers import Peers
 from forestage.places import Places
+from node import HANGS, until
 
 CHUNK = 1 << 20
 COUNT = 4
@@ -37,6 +38,14 @@ from forestage.places import Places
 from forestage.world import World
 root, munge, node = sys.argv[1:]
 main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
+"""
+
+# A machine may stand still: who waits, or takes no bytes, does so as long as he likes.
+PATIENT = """
+from forestage import connections, credential, listen, service, sessions
+service.WAIT, listen.USER_TIMEOUT = 99.0, 0
+connections.STRANGER = connections.IDLE = sessions.IDLE = 3600.0
+credential.CHALLENGE_SECONDS = 3600.0
 """
 
 LIVE = "import time, pathlib; pathlib.Path('/proc/self/comm').write_text('forestage-stage')\n"
@@ -62,10 +71,22 @@ def of_chunk(number: int, seed: int = 1) -> bytes:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that is kept: else the kernel may give it to somebody before it is made use of.
+
+    Who is to listen there can, as the service does, with SO_REUSEADDR: nobody listens yet.
+    """
+    if len(_kept) == KEPT:
+        _kept.pop(0).close()
+    probe = socket.socket()
+    _kept.append(probe)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    port: int = probe.getsockname()[1]
+    return port
+
+
+KEPT = 32  # ports; a test has a few
+_kept: list[socket.socket] = []
 
 
 class Node:
@@ -99,10 +120,12 @@ class Node:
         return settings.load(self.places.etc, owner=None).config
 
     def start(self, before: str = "") -> None:
-        """`before`: Python that the process runs first."""
+        """`before`: Python that the process runs first, after what makes it patient."""
         argv = [str(self.places.root), self.places.munge, self.name]
         self.process = subprocess.Popen(
-            [sys.executable, "-Bc", before + SERVE, *argv], stderr=subprocess.PIPE, cwd="/"
+            [sys.executable, "-Bc", PATIENT + before + SERVE, *argv],
+            stderr=subprocess.PIPE,
+            cwd="/",
         )
         self.said = b""
         self.until_said(b"peer serves at")
@@ -112,7 +135,7 @@ class Node:
         assert self.process is not None
         assert self.process.stderr is not None
         while words not in self.said:
-            assert select.select([self.process.stderr], [], [], 60)[0], self.said.decode()
+            assert select.select([self.process.stderr], [], [], HANGS)[0], self.said.decode()
             more = os.read(self.process.stderr.fileno(), 65536)
             assert more, f"ended: {self.said.decode()}"
             self.said += more
@@ -121,7 +144,7 @@ class Node:
         """SIGTERM, and the exit status."""
         assert self.process is not None
         self.process.terminate()
-        _, rest = self.process.communicate(timeout=60)
+        _, rest = self.process.communicate(timeout=HANGS)
         self.said += rest
         return self.process.returncode
 
@@ -201,8 +224,13 @@ class Munged:
             cwd="/",
             env={"PATH": "/usr/sbin:/usr/bin"},
         )
-        while not self.socket.exists():
-            assert self.process.poll() is None, (folder / "log-file").read_text()
+        until(self.listens, "munged")
+
+    def listens(self) -> bool:
+        """The socket is there a moment before that."""
+        assert self.process.poll() is None, (self.socket.parent / "log-file").read_text()
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(self.socket)) == 0
 
     def end(self) -> None:
         self.process.terminate()
@@ -225,7 +253,7 @@ class Client:
         self.blind = False  # what n1 said last
 
     def fetch(
-        self, number: int, peer: str = "n1", give_up: float = 20.0, wait: float | None = None
+        self, number: int, peer: str = "n1", give_up: float = HANGS, wait: float | None = None
     ) -> bytes:
         """The chunk's bytes. Raises peers.Failed."""
         pieces: dict[int, bytes] = {}
@@ -251,7 +279,7 @@ class Stranger:
     """Speaks HTTP to a service as it likes, with a session where it has got one."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        self.http = http.client.HTTPConnection(host, port, timeout=60)
+        self.http = http.client.HTTPConnection(host, port, timeout=HANGS)
         self.session = ""
         self.secret = b"guessed"
         self.counter = 0

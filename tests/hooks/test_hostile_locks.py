@@ -14,10 +14,15 @@ from node import Node
 
 
 @pytest.fixture
-def held_by_another(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The space lock is somebody else's, and nobody's patience is long."""
-    monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
-    node.configure(deadline="200ms")
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for a lock, but for all else: a short deadline may be over before it."""
+    held = lock.held
+    monkeypatch.setattr(lock, "held", lambda path, timeout: held(path, min(0.05, timeout)))
+
+
+@pytest.fixture
+def held_by_another(node: Node, impatient: None) -> Iterator[None]:
+    """The space lock is somebody else's."""
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.space_lock, 0):
         yield
@@ -29,13 +34,13 @@ def test_no_lease_is_taken_without_the_lock(node: Node, held_by_another: None) -
     assert node.lease(1) is None
 
 
-def test_no_redirect_is_laid_without_the_lock(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_redirect_is_laid_without_the_lock(
+    node: Node, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An Epilog that runs beside it could take it for one that nobody needs."""
-    node.configure(deadline="10s")
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
     node.epilog(1)
-    node.configure(deadline="1s")
     staged = stage.stage
 
     with contextlib.ExitStack() as undo:

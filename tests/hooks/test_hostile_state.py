@@ -26,7 +26,6 @@ from forestage.slurm import Slurm
 from node import ALICE, BOB, Node, content, read_as
 
 CHUNK = 1 << 20
-pytestmark = pytest.mark.timeout(60)  # seconds; a FIFO would hold a hook up for ever
 
 Damage = Callable[[Path, Path], None]
 

@@ -294,13 +294,13 @@ def _swap_while(node: Node, seed: int, targets: list[Path], run: Callable[[], No
 def test_paths_that_are_swapped_all_the_time_show_nobody_anything_new(
     node: Node, seed: int, rounds: int
 ) -> None:
-    node.configure(deadline="5s", on_error="drain")
     own = node.put("alice/own.sqsh", content(1))
     secret = node.put("bob/secret.sqsh", content(2), user=BOB, mode=0o600)
     passwd = node.places.root / "passwd"
     passwd.write_bytes(content(3))
     passwd.chmod(0o600)
     node.prolog(1, secret, user=BOB)  # it is in the cache, so that it could be shown
+    node.configure(deadline="5s", on_error="drain")
     before = [file.stat() for file in (secret, passwd)]
     dice = random.Random(seed)
     asked = [node.shared / "alice/swapped", node.shared / "alice/d0/image", own]

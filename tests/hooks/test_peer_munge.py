@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +17,19 @@ from forestage import credential
 from forestage.credential import Munge
 from forestage.errors import PeerError
 from forestage.peers import Failed
+from node import HANGS
 from peering import SERVE, Client, Munged, Node, Stranger, free_port, image, of_chunk
 
 
 @pytest.fixture(scope="module")
-def munged(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Munged]:
-    # Others than root have to reach the socket, to be refused by what it says of them.
-    top = tmp_path_factory.mktemp("munged")
-    for folder in (top, *top.parents[:2]):
-        folder.chmod(0o755)
-    made = Munged(top / "munge")
-    yield made
-    made.end()
+def munged(machine: None) -> Iterator[Munged]:
+    # Others than root have to reach the socket, to be refused by what it says of them: not below
+    # pytest's own folder, which the next pytest process that begins closes to them again.
+    with tempfile.TemporaryDirectory() as top:
+        Path(top).chmod(0o755)
+        made = Munged(Path(top) / "munge")
+        yield made
+        made.end()
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +186,7 @@ def test_a_peer_whose_munged_has_stopped_is_refused_and_says_why(tmp_path: Path)
 
 def start_in_vain(node: Node) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-Bc", SERVE, str(node.places.root), node.places.munge, node.name]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=HANGS)
 
 
 def test_a_client_without_munged_is_refused_by_itself(node: Node, tmp_path: Path) -> None:

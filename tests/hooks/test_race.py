@@ -13,14 +13,14 @@ import pytest
 from forestage import evict, image, mounts, redirect, stage
 from forestage.cache import Cache, Entry
 from forestage.image import Image
-from node import ALICE, BOB, Node, Ran, content
+from node import ALICE, BOB, HANGS, Node, Ran, content
 
 fork = multiprocessing.get_context("fork")
 
 
 def together(*runs: Callable[[], Ran]) -> list[Ran]:
     """Runs hooks in processes of their own; each goes on only when all have found no entry."""
-    barrier = fork.Barrier(len(runs), timeout=30)
+    barrier = fork.Barrier(len(runs), timeout=HANGS)
     answers = fork.SimpleQueue()
     find = Cache.find
 
@@ -42,7 +42,7 @@ def together(*runs: Callable[[], Ran]) -> list[Ran]:
     for process in children:
         process.start()
     for process in children:
-        process.join(60)
+        process.join(HANGS)
         assert process.exitcode == 0
     return [ran for _, ran in sorted((answers.get() for _ in runs), key=lambda item: item[0])]
 

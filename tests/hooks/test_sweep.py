@@ -17,7 +17,7 @@ from forestage.lease import Use
 from forestage.node import Node as Here
 from forestage.slurm import Slurm, Told
 from forestage.sweep import Swept
-from node import ALICE, BOB, Node, content, until
+from node import ALICE, BOB, HANGS, Node, content, until
 
 _fork = multiprocessing.get_context("fork")
 
@@ -179,7 +179,7 @@ def test_sweeps_beside_hooks_never_take_what_a_running_job_has(
             assert node.shows_entry(path, keys[path])
     stop.touch()
     for sweeper in sweepers:
-        sweeper.join(60)
+        sweeper.join(HANGS)
         assert sweeper.exitcode == 0
     for flag in running.proc.iterdir():
         flag.unlink()

@@ -77,7 +77,8 @@ def test_what_the_kernel_shows_its_owner_alone_stays_as_it_is(
 def test_one_that_is_for_all_and_then_hangs_and_dies_holds_up_nobody(
     node: Node, mount: Callable[..., Own]
 ) -> None:
-    own = mount("-o", "allow_other")
+    # Names are known for long: else, once a second is over, the Epilog has to ask for them.
+    own = mount("-o", "allow_other,entry_timeout=3600,attr_timeout=3600")
     assert node.prolog(1, own.image).outcome.result == "copied"
     assert read_as(ALICE, own.image) == content(5)
     own.server.send_signal(signal.SIGSTOP)

@@ -1,0 +1,23 @@
+"""Nothing here is about how long the product waits for what hangs, unless a test says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from forestage import exchange, opened, redirect, request, wire
+
+LIMITS = (
+    (request, "LOOK"),
+    (opened, "LOOK_TIMEOUT"),
+    (redirect, "TAKE_OFF_TIMEOUT"),
+    (wire, "CONNECT"),
+    (wire, "STALL"),
+    (exchange, "HANDSHAKE"),
+)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for seconds or minutes is neither a dead server nor a peer."""
+    for module, name in LIMITS:
+        monkeypatch.setattr(module, name, 600.0)
