@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -71,9 +72,26 @@ class Far:
         """How often it was called so far, by the name of the call."""
         return Counter(self._calls.read_text().split())
 
+    def is_left_alone(self) -> bool:
+        """Whether no other child of the test lives: what it has open there is closed at its end."""
+        me, left = os.getpid(), []
+        for child in map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()):
+            if child != self._process.pid and os.waitpid(child, os.WNOHANG)[0] == 0:
+                left.append(child)
+        return not left
+
     def hang(self) -> None:
         """Nothing is answered any more."""
         os.kill(self._process.pid, signal.SIGSTOP)
+        # Until one of its threads has heard of it, the others answer.
+        until(self._stands_still, "farfs to stop")
+
+    def _stands_still(self) -> bool:
+        states = []
+        for thread in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                states.append(thread.read_text().rpartition(")")[2].split()[0])
+        return set(states) <= set("TZX")
 
     def answer(self) -> None:
         """As if nothing had been."""

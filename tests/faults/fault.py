@@ -130,10 +130,9 @@ class Beside:
         os.setpgid(0, 0)
         self._answers.put(run())
 
-    def ran(self, within: float = 60) -> Ran:
+    def ran(self) -> Ran:
         """How it ended; one that hangs ends the test."""
-        self._process.join(within)
-        assert self._process.exitcode is not None, "the hook hangs"
+        until(lambda: self._process.exitcode is not None, "a hook to end")
         assert self._process.exitcode == 0
         answer: Ran = self._answers.get()
         return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from far import Far
@@ -43,6 +44,22 @@ def test_a_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, f
     assert path.read_bytes() == image()
 
 
+class Strike:
+    """Makes a source hang at a trace point, and tells when it does."""
+
+    def __init__(self, far: Far, hang: Callable[[Far], None], file: Path) -> None:
+        self._far = far
+        self._hang = hang
+        self._file = file
+
+    def __call__(self) -> None:
+        self._hang(self._far)
+        self._file.touch()
+
+    def done(self) -> bool:
+        return self._file.exists()
+
+
 HANGS = [
     (_reads_only, "chunk"),
     (_at_all, "reserved"),
@@ -58,13 +75,15 @@ def test_a_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     points: Points,
     hang: Callable[[Far], None],
     point: str,
+    tmp_path: Path,
 ) -> None:
-    node.configure(on_error="drain")
+    # One thread: more of them may have read all before the source hangs.
+    node.configure(on_error="drain", threads=1)
     path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
-    points.at(point, lambda: hang(far))
-    deadline = Until(lambda: points.count(point))
+    strike = Strike(far, hang, tmp_path / "struck")
+    points.at(point, strike)
 
-    ran = beside(lambda: node.prolog(1, path, clock=deadline))
+    ran = beside(lambda: node.prolog(1, path, clock=Until(strike.done)))
 
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
     assert node.lease(1) is None
@@ -89,12 +108,19 @@ def test_a_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
 
 @pytest.mark.parametrize(("hang", "point"), HANGS)
 def test_a_source_that_hangs_and_dies_sets_everybody_free(
-    node: Node, far: Far, points: Points, hang: Callable[[Far], None], point: str
+    node: Node,
+    far: Far,
+    points: Points,
+    hang: Callable[[Far], None],
+    point: str,
+    tmp_path: Path,
 ) -> None:
+    node.configure(threads=1)  # see above
     path = far.put("image.sqsh", image())
-    points.at(point, lambda: hang(far))
+    strike = Strike(far, hang, tmp_path / "struck")
+    points.at(point, strike)
     hook = Beside(lambda: node.prolog(1, path))
-    until(lambda: points.count(point), "the source to hang")
+    until(strike.done, "the source to hang")
     (part,) = node.parts()
 
     far.die()
@@ -125,12 +151,13 @@ def test_a_source_that_dies_under_the_copy_is_no_fault_of_the_node(
 def test_the_epilog_does_not_wait_for_a_redirect_on_a_file_system_that_hangs(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redirect, "TAKE_OFF_TIMEOUT", 0.3)
     path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
     key = node.prolog(1, path).outcome.key
     assert node.shows_entry(path, key)
     far.hang()
-    ran = beside(lambda: node.epilog(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(redirect, "TAKE_OFF_TIMEOUT", 0.3)
+        ran = beside(lambda: node.epilog(1))
     assert (ran.code, *ran.said) == (0, "released", "redirect")
     assert f"still redirected: {path} (hangs)" in ran.outcome.detail
     far.answer()
@@ -144,7 +171,6 @@ def test_the_epilog_does_not_wait_for_a_redirect_on_a_file_system_that_hangs(
 def test_a_redirect_on_a_file_system_that_hangs_is_in_no_other_jobs_way(
     node: Node, far: Far
 ) -> None:
-    node.configure(deadline="10s")
     path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
     node.prolog(1, path)
     far.hang()

@@ -203,18 +203,30 @@ def _rsync_of(node: Node, key: str) -> int | None:
     if owner is None or not part.image.exists() or part.image.stat().st_size == 0:
         return None
     children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
-    return int(children[0]) if children else None
+    for child in children:
+        # Another may be one that looked at the source, and has not quite ended yet.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{child}/comm").read_text() == "rsync\n":
+                return int(child)
+    return None
 
 
 @pytest.fixture
 def rsync_left_behind(node: Node) -> Iterator[Path]:
     """The source of an rsync in the middle of its copy, whose hook and stager were killed."""
-    node.configure(engine="rsync", bandwidth="1M")
+    node.configure(engine="rsync", bandwidth="300K")  # 20 seconds
     path = node.put("alice/image.sqsh", image())
     key = node.identity(path).key
     hook = Beside(lambda: node.prolog(1, path))
-    until(lambda: _rsync_of(node, key), "rsync to copy")
-    program = os.pidfd_open(_rsync_of(node, key) or 0)
+    found: list[int] = []
+
+    def copies() -> bool:
+        pid = _rsync_of(node, key)
+        found.extend([pid] if pid else [])
+        return bool(found)
+
+    until(copies, "rsync to copy")
+    program = os.pidfd_open(found[0])
     hook.kill()
     node.shut_down()
     yield path

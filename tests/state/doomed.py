@@ -28,7 +28,7 @@ from node import until
 Role = Literal["hook", "stager", "look"]
 
 NODE = "/mnt/"  # where the test's node lies
-PATIENCE = 60.0  # seconds; a hook that takes longer hangs
+PATIENCE = 60_000  # looks, a millisecond or more apart; a hook that needs more of them hangs
 EFFECTS = {
     "open",
     "os.chmod",
@@ -145,15 +145,14 @@ class Beside:
 
     def ended(self) -> Ended | None:
         """How it ended; None if it has stopped itself."""
-        end = time.monotonic() + PATIENCE
-        while True:
+        for _ in range(PATIENCE):
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
                 return None
             if pid:
                 return self._collected(status)
-            assert time.monotonic() < end, "a hook hangs"
             time.sleep(0.001)
+        raise AssertionError("a hook hangs")
 
     def _collected(self, status: int) -> Ended:
         with contextlib.suppress(FileNotFoundError):
@@ -173,10 +172,14 @@ class Beside:
 
 
 class Stagers:
-    """The stagers that have outlived their hooks; they have become the test's children."""
+    """The stagers that have outlived their hooks; they have become the test's children.
 
-    def __init__(self, cache: Cache) -> None:
+    `others` gives those children that are none.
+    """
+
+    def __init__(self, cache: Cache, others: Callable[[], set[int]]) -> None:
         self.cache = cache
+        self.others = others
         self.stopped: set[int] = set()
 
     def settle(self) -> None:
@@ -185,7 +188,13 @@ class Stagers:
 
     def _quiet(self) -> bool:
         self._collect()
-        return self._at_work() <= len(self.stopped)
+        # Locks tell of the stagers of a hook that is stopped; others may not have theirs yet.
+        return self._at_work() <= len(self.stopped) and self._children() <= self.stopped
+
+    def _children(self) -> set[int]:
+        me = os.getpid()
+        listed = Path(f"/proc/{me}/task/{me}/children").read_text().split()
+        return set(map(int, listed)) - self.others()
 
     def _collect(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -72,6 +72,10 @@ class Neighbour:
             self._service.communicate()
             self._service = None
 
+    def pids(self) -> set[int]:
+        """Of its service, if that runs."""
+        return {self._service.pid} if self._service is not None else set()
+
     def staging(self, path: Path, user_of: int) -> Callable[[], Ended]:
         """A job of its own comes and goes, and leaves its image there."""
         job = JOB + user_of

@@ -39,7 +39,11 @@ class Processes(Machine):
         super().__init__()
         # A little late: a stager waits for the tick in which a source was changed to be over.
         self.clock = Shifted(0.0)
-        self.stagers = Stagers(self.node.cache)
+        self.stagers = Stagers(self.node.cache, self.bystanders)
+
+    def bystanders(self) -> set[int]:
+        """The test's children that are no stagers."""
+        return {self.waiting[0].pid} if self.waiting else set()
 
     def run(self, work: Work, after: After) -> Ended:
         doom, self.doom = self.doom, None

@@ -30,6 +30,9 @@ class WithPeer(Processes):
         self.neighbour.forgets()
         super().__init__()
 
+    def bystanders(self) -> set[int]:
+        return super().bystanders() | self.neighbour.pids()
+
     @initialize(rotten=st.booleans())
     def neighbour_helps_at_first(self, rotten: bool) -> None:
         self.neighbour.serves()
