@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,12 +19,21 @@ import lanes  # it and `node` lie beside this file, not in a package
 from forestage import mounts
 from node import Node
 
-# No deadline: a slow machine is not a bug. No database: a run does not depend on the last one.
+# No deadline and no too_slow: a slow machine is not a bug. No database: a run does not depend on
+# the last one.
 # Fewer examples than usual, as many tests share the time; more of them where there is time.
 EXAMPLES = 300 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 50
 LONGEST = 3 * 3600  # seconds for a test that is known to take its time
-settings.register_profile("forestage", deadline=None, database=None, max_examples=EXAMPLES)
+settings.register_profile(
+    "forestage",
+    deadline=None,
+    database=None,
+    max_examples=EXAMPLES,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("forestage")
+
+os.umask(0o022)  # whatever whoever runs the tests has; what it must not matter to sets its own
 
 MS_PRIVATE = 1 << 18
 PR_SET_CHILD_SUBREAPER = 36
@@ -85,7 +94,7 @@ def private_mounts(machine: None) -> Iterator[None]:
         # setns(2) refuses a process of several threads, and one that was joined may still be on
         # its way out of the kernel.
         result = _libc.setns(home, mounts.CLONE_NEWNS)
-        for _ in range(500):
+        for _ in range(6000):
             if result == 0:
                 break
             time.sleep(0.01)
