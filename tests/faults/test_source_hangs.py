@@ -68,20 +68,21 @@ HANGS = [
 ]
 
 
-@pytest.mark.parametrize(("hang", "point"), HANGS)
+@pytest.fixture(params=HANGS, ids=["reads-chunk", "all-reserved", "all-chunk", "all-copied"])
+def strike(far: Far, points: Points, tmp_path: Path, request: pytest.FixtureRequest) -> Strike:
+    """Comes while the source is copied."""
+    hang, point = request.param
+    strike = Strike(far, hang, tmp_path / "struck")
+    points.at(point, strike)
+    return strike
+
+
 def test_a_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
-    node: Node,
-    far: Far,
-    points: Points,
-    hang: Callable[[Far], None],
-    point: str,
-    tmp_path: Path,
+    node: Node, far: Far, points: Points, strike: Strike
 ) -> None:
     # One thread: more of them may have read all before the source hangs.
     node.configure(on_error="drain", threads=1)
     path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
-    strike = Strike(far, hang, tmp_path / "struck")
-    points.at(point, strike)
 
     ran = beside(lambda: node.prolog(1, path, clock=Until(strike.done)))
 
@@ -106,19 +107,11 @@ def test_a_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     assert node.parts() == []
 
 
-@pytest.mark.parametrize(("hang", "point"), HANGS)
 def test_a_source_that_hangs_and_dies_sets_everybody_free(
-    node: Node,
-    far: Far,
-    points: Points,
-    hang: Callable[[Far], None],
-    point: str,
-    tmp_path: Path,
+    node: Node, far: Far, points: Points, strike: Strike
 ) -> None:
     node.configure(threads=1)  # see above
     path = far.put("image.sqsh", image())
-    strike = Strike(far, hang, tmp_path / "struck")
-    points.at(point, strike)
     hook = Beside(lambda: node.prolog(1, path))
     until(strike.done, "the source to hang")
     (part,) = node.parts()
