@@ -170,10 +170,13 @@ MISHAPS: Mapping[str, Mishap] = {
 }
 
 
-def meet(fleet: Fleet, name: str, nodes: Sequence[str], mib: int) -> Told:
-    """A job over these nodes that has this bad luck, to its end. All is mended then."""
+def meet(fleet: Fleet, name: str, nodes: Sequence[str], mib: int, number: int = 0) -> Told:
+    """A job over these nodes that has this bad luck, to its end. All is mended then.
+
+    `number` tells apart the files of those that have the same; events know them by their names.
+    """
     mishap = MISHAPS[name]
-    scene = Scene(fleet, fleet.data(f"image-{name}", mib), mib, nodes)
+    scene = Scene(fleet, fleet.data(f"image-{name}-{number}", mib), mib, nodes)
     mishap.before(scene)
     well = nodes if mishap.spared else scene.others
     before = fleet.read_of_store()
