@@ -45,7 +45,7 @@ PATIENT = """
 from forestage import connections, credential, listen, service, sessions
 service.WAIT, listen.USER_TIMEOUT = 99.0, 0
 connections.STRANGER = connections.IDLE = sessions.IDLE = 3600.0
-credential.CHALLENGE_SECONDS = 3600.0
+credential.CHALLENGE_SECONDS = credential.PATIENCE = 3600.0
 """
 
 LIVE = "import time, pathlib; pathlib.Path('/proc/self/comm').write_text('forestage-stage')\n"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from forestage import exchange, opened, redirect, request, wire
+from forestage import credential, exchange, opened, redirect, request, wire
 
 LIMITS = (
+    (credential, "PATIENCE"),
     (request, "LOOK"),
     (opened, "LOOK_TIMEOUT"),
     (redirect, "TAKE_OFF_TIMEOUT"),
