@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from forestage import events, image, lock, mounts, redirect
 from forestage.cache import Cache
@@ -24,6 +25,8 @@ from forestage.job import SAVE_OPTION, User
 from forestage.lease import Lease, Leases
 from forestage.part import Part
 from forestage.places import Places
+
+T = TypeVar("T")
 
 ALICE = User("alice", 65534, 65534)
 BOB = User("bob", 4242, 4242)
@@ -55,16 +58,27 @@ class Ran:
         return self.outcome.result, self.outcome.reason
 
 
-def until(happened: Callable[[], object], what: str) -> None:
-    """Waits until it happened; a test that waits for what never comes ends after a minute.
+def until(happened: Callable[[], T], what: str) -> T:
+    """Waits until it happened, and gives what it was told of that; what never comes ends the test
+    after a minute.
 
     Looks are counted, not seconds: a machine that stood still has not waited.
     """
     for _ in range(12000):
-        if happened():
-            return
+        if told := happened():
+            return told
         time.sleep(0.005)
     raise AssertionError(f"waited in vain for {what}")
+
+
+def children_left(besides: int = 0) -> set[int]:
+    """The test's own children that still live; `besides` is one that is to.
+
+    Who has lost its parent is among them: a look that lingers, or a stager (tests/conftest.py).
+    """
+    me = os.getpid()
+    listed = map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split())
+    return {pid for pid in listed if pid != besides and os.waitpid(pid, os.WNOHANG)[0] == 0}
 
 
 class Later(Clock):

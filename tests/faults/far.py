@@ -11,7 +11,7 @@ from pathlib import Path
 
 from forestage import mounts
 from forestage.job import User
-from node import ALICE, Node, unmount, until
+from node import ALICE, Node, children_left, unmount, until
 
 ROOT = User("root", 0, 0)
 OPTIONS = "allow_other,default_permissions"
@@ -74,11 +74,7 @@ class Far:
 
     def is_left_alone(self) -> bool:
         """Whether no other child of the test lives: what it has open there is closed at its end."""
-        me, left = os.getpid(), []
-        for child in map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()):
-            if child != self._process.pid and os.waitpid(child, os.WNOHANG)[0] == 0:
-                left.append(child)
-        return not left
+        return not children_left(besides=self._process.pid)
 
     def hang(self) -> None:
         """Nothing is answered any more."""

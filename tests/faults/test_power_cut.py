@@ -5,7 +5,6 @@ What only the page cache has is thrown away with the mount.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from fault import Points, image, shut_down
 
 from boot import Boot
 from forestage import mounts
-from node import Node, unmount, until
+from node import Node, children_left, unmount, until
 
 
 class Power:
@@ -37,20 +36,11 @@ class Power:
         for path in node.binds():
             mounts.umount(path)
         # One that lingers keeps the mounts of its own namespace, and with them this file system.
-        until(_alone, "all processes to end")
+        until(lambda: not children_left(), "all processes to end")
         unmount(node.nvme)
         shutil.rmtree(node.places.run, ignore_errors=True)
         subprocess.run(["mount", "-o", "loop", self._disk, node.nvme], check=True)
         self._boot.again()
-
-
-def _alone() -> bool:
-    """Whether no hook, nor what one has started, lives: all are the test's children by now."""
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
 
 
 @pytest.fixture(params=["ext4", "xfs"])

@@ -218,15 +218,7 @@ def rsync_left_behind(node: Node) -> Iterator[Path]:
     path = node.put("alice/image.sqsh", image())
     key = node.identity(path).key
     hook = Beside(lambda: node.prolog(1, path))
-    found: list[int] = []
-
-    def copies() -> bool:
-        pid = _rsync_of(node, key)
-        found.extend([pid] if pid else [])
-        return bool(found)
-
-    until(copies, "rsync to copy")
-    program = os.pidfd_open(found[0])
+    program = os.pidfd_open(until(lambda: _rsync_of(node, key), "rsync to copy") or 0)
     hook.kill()
     node.shut_down()
     yield path

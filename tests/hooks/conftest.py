@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forestage import credential, exchange, opened, redirect, request, wire
+from forestage import credential, exchange, lock, opened, redirect, request, wire
 
 LIMITS = (
     (credential, "PATIENCE"),
@@ -22,3 +22,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds or minutes is neither a dead server nor a peer."""
     for module, name in LIMITS:
         monkeypatch.setattr(module, name, 600.0)
+
+
+@pytest.fixture
+def short_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for a lock, but for all else: a short deadline may be over before it."""
+    held = lock.held
+    monkeypatch.setattr(lock, "held", lambda path, timeout: held(path, min(0.05, timeout)))

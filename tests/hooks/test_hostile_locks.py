@@ -14,14 +14,7 @@ from node import Node
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for a lock, but for all else: a short deadline may be over before it."""
-    held = lock.held
-    monkeypatch.setattr(lock, "held", lambda path, timeout: held(path, min(0.05, timeout)))
-
-
-@pytest.fixture
-def held_by_another(node: Node, impatient: None) -> Iterator[None]:
+def held_by_another(node: Node, short_locks: None) -> Iterator[None]:
     """The space lock is somebody else's."""
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.space_lock, 0):
@@ -35,7 +28,7 @@ def test_no_lease_is_taken_without_the_lock(node: Node, held_by_another: None) -
 
 
 def test_no_redirect_is_laid_without_the_lock(
-    node: Node, impatient: None, monkeypatch: pytest.MonkeyPatch
+    node: Node, short_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An Epilog that runs beside it could take it for one that nobody needs."""
     path = node.put("alice/image.sqsh")

@@ -223,11 +223,8 @@ def test_a_users_patience_ends_at_the_admins_cap(
 
 
 def test_space_that_is_locked_for_ever_is_our_failure_and_not_the_jobs(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    node: Node, short_locks: None
 ) -> None:
-    held = lock.held
-    # Not by a short deadline, which would be over too soon for all else.
-    monkeypatch.setattr(lock, "held", lambda path, timeout: held(path, min(0.05, timeout)))
     path = node.put("alice/image.sqsh")
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.space_lock, 0):

@@ -327,12 +327,19 @@ class Site:
         wait_until(lambda: not self._stagers(), 60, lambda: f"stagers live on: {self._stagers()}")
 
     def _stagers(self) -> list[str]:
-        found = []
-        for node in self.cluster.nodes:
-            for process in self.cluster.host_path("/proc", node).glob("[0-9]*"):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    if (process / "comm").read_text().strip() == PROCESS_NAME[:15]:
-                        found.append(f"{node}: {process.name}")
+        return [
+            f"{node}: {pid}"
+            for node in self.cluster.nodes
+            for pid, name in self.processes(node).items()
+            if name == PROCESS_NAME[:15]
+        ]
+
+    def processes(self, node: str) -> dict[str, str]:
+        """The names of all that live on a node, by pid."""
+        found = {}
+        for process in self.cluster.host_path("/proc", node).glob("[0-9]*"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                found[process.name] = (process / "comm").read_text().strip()
         return found
 
     def leftovers(self) -> list[str]:

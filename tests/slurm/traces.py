@@ -35,7 +35,7 @@ class Traces:
         ours = "/proc/sys/kernel/random/boot_id"  # see load.HOOK
         run, cache = path("/run/forestage", node), path(CACHE, node)
         kept = (cache / "entries", cache / "locks")
-        processes = _processes(site, node)
+        processes = site.processes(node)
         slurmd = [pid for pid, name in processes.items() if name == "slurmd"]
         return cls(
             processes=sorted(processes.values()),
@@ -68,17 +68,6 @@ class Traces:
 
 def _more(now: Sequence[str], then: Sequence[str]) -> list[str]:
     return sorted((Counter(now) - Counter(then)).elements())
-
-
-def _processes(site: Site, node: str) -> dict[str, str]:
-    found = {}
-    for pid in _listed(site, node, ""):
-        if pid.isdigit():
-            try:
-                found[pid] = site.cluster.read(f"/proc/{pid}/comm", node).strip()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    return found
 
 
 def _listed(site: Site, node: str, folder: str) -> list[str]:
