@@ -7,11 +7,12 @@ import os
 import threading
 from pathlib import Path
 
-from forestage import bring, copy, image
+from forestage.cache import image
+from forestage.cache.image import Access, Image, Look
+from forestage.cache.part import Part
 from forestage.config import Config
-from forestage.image import Access, Image, Look
-from forestage.job import User
-from forestage.part import Part
+from forestage.stage import engines, pipeline
+from forestage.system.as_user import User
 
 
 def copy_once(config: Config, path: str, directory: Path) -> None:
@@ -19,10 +20,10 @@ def copy_once(config: Config, path: str, directory: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     wanted = Image(image.identify(fd, path), Access(0, 0, 0o600))
     looked = Look(wanted, User("root", 0, 0), fd)
-    source = bring.open_source(looked, config)
+    source = pipeline.open_source(looked, config)
     part = Part(directory)
     part.directory.mkdir()
-    chosen = copy.engine(config)
+    chosen = engines.engine(config)
     chosen.reserve(source, part)
     chosen.copy(source, part, threading.Event())
     with part.image.open("rb") as file:

@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forestage import from_peers
 from forestage.asks import Ask, Why
 from forestage.shares import SOURCE
+from forestage.stage import with_peers
 from forestage.supply import Supply
 
 LATENCY = 0.0005  # seconds, of a question and its answer
@@ -121,7 +121,7 @@ class World:
         self.all = (1 << case.chunks) - 1
         self.asks = 0
         self.names = [f"n{number}" for number in range(case.nodes)]
-        self.policy = from_peers.policy(case.threads, case.downloads, case.nodes)
+        self.policy = with_peers.policy(case.threads, case.downloads, case.nodes)
         flows = min(self.policy.at_once, case.threads)
         self.source = Source(self, case.source, case.link / flows)
         self.nodes = {name: Node(name, case.link) for name in self.names}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forestage.part import PROCESS_NAME
+from forestage.cache.part import PROCESS_NAME
 
 TICKS = os.sysconf("SC_CLK_TCK")
 STAGER = PROCESS_NAME[:15]  # as the kernel keeps it

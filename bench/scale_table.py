@@ -22,14 +22,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage import events, evict, image, stage
-from forestage.cache import Cache, Entry
+from forestage import events
+from forestage.cache import evict, image
+from forestage.cache.image import Access, Image, Look
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
-from forestage.image import Access, Image, Look
-from forestage.job import Hints, Job, User
-from forestage.node import Node
-from forestage.places import Places
+from forestage.paths import Places
+from forestage.slurm.job import Hints, Job
+from forestage.stage import wait
+from forestage.system.as_user import User
 
 ENTRIES = (10, 1_000, 10_000)
 HOOKS = 200
@@ -41,8 +44,8 @@ HOOK = """
 import sys, time, os
 from pathlib import Path
 from forestage.clock import Clock
-from forestage.hooks import Hook
-from forestage.places import Places
+from forestage.hooks.boundary import Hook
+from forestage.paths import Places
 os._exit(Hook(sys.argv[1], os.environ, time.monotonic()).run(Places(Path(sys.argv[2])), Clock()))
 """
 
@@ -115,7 +118,7 @@ def measured(node: Node) -> tuple[float, float, float]:
     looked = Look(Image(some.identity, some.access), NOBODY, -1)
     job = Job(1, NOBODY, "", "", "/", (), None, Hints())
     end = Deadline.after(60, node.clock)
-    hit = per_call(lambda: stage.stage(node, job, looked, end), 200)
+    hit = per_call(lambda: wait.stage(node, job, looked, end), 200)
     read = per_call(node.cache.stored, 5)
     stored = node.cache.stored()
     room = evict.measure(node.cache, stored, node.config)

@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage import mounts, part
+from forestage.cache import part
+from forestage.system import mounts
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

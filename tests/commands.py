@@ -10,18 +10,20 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from forestage import chunks, digest, reserve, settings
-from forestage.cache import Entry
-from forestage.chunks import Source, Tuning
-from forestage.cli import World, main
+from forestage import settings
+from forestage.cache import digest, space
+from forestage.cache.image import Access, Identity, Image, read_acl
+from forestage.cache.layout import Entry
+from forestage.cache.lease import Lease, Use
+from forestage.cache.node import Node
+from forestage.cache.part import Owner, Part, boot_id
+from forestage.cli.exits import Exit
+from forestage.cli.main import World, main
 from forestage.clock import Clock
-from forestage.exits import Exit
-from forestage.image import Access, Identity, Image, read_acl
-from forestage.job import User
-from forestage.lease import Lease, Use
-from forestage.node import Node
-from forestage.part import Owner, Part, boot_id
-from forestage.places import Places
+from forestage.paths import Places
+from forestage.stage import chunks
+from forestage.stage.chunks import Source, Tuning
+from forestage.system.as_user import User
 
 NOW = 1_800_000_000.0
 CHUNK = 1 << 20
@@ -88,7 +90,7 @@ class Site:
         owner = Owner(os.getpid(), boot_id(), wanted, **known)
         part.write_owner(owner)
         size = wanted.size
-        reserve.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
+        space.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
         return part, owner
 
     def publish(self, path: Path, age: float = 60.0, digests: bool = True) -> str:

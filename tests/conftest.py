@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 import lanes  # it and `node` lie beside this file, not in a package
-from forestage import mounts
+from forestage.system import mounts
 from node import Node
 
 # No deadline and no too_slow: a slow machine is not a bug. No database: a run does not depend on

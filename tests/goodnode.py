@@ -11,9 +11,9 @@ from commands import NOW, Frozen
 from forestage import events
 from forestage.check import Asked, Checked, check, pieces
 from forestage.events import Event, Outcome
-from forestage.job import User
-from forestage.places import Places
-from forestage.screen import Line, harmless
+from forestage.paths import Places
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, harmless
 
 REPO = Path(__file__).resolve().parents[1]
 RELEASE = 0x160508  # 22.05.8

@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from forestage import events, image, lock, mounts, redirect
-from forestage.cache import Cache
+from forestage import events
+from forestage.cache import image, redirect
+from forestage.cache.image import Identity
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Leases
+from forestage.cache.part import Part
 from forestage.clock import Clock
 from forestage.events import Outcome
-from forestage.hooks import IMAGE_OPTION, Hook
-from forestage.image import Identity
-from forestage.job import SAVE_OPTION, User
-from forestage.lease import Lease, Leases
-from forestage.part import Part
-from forestage.places import Places
+from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.paths import Places
+from forestage.slurm.job import SAVE_OPTION
+from forestage.system import lock, mounts
+from forestage.system.as_user import User
 
 T = TypeVar("T")
 

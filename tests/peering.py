@@ -15,14 +15,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage import credential, digest, lock, settings
-from forestage.cache import Cache, Entry
+from forestage import credential, settings
+from forestage.cache import digest
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
 from forestage.config import Config
 from forestage.credential import Prover
-from forestage.image import Access, Identity, Image
-from forestage.part import ENTRY_BYTES, Owner, Part, boot_id
+from forestage.paths import Places
 from forestage.peers import Peers
-from forestage.places import Places
+from forestage.system import lock
 from node import HANGS, until
 
 CHUNK = 1 << 20
@@ -32,10 +34,10 @@ SIZE = COUNT * CHUNK - 1000  # the last chunk is short
 SERVE = """
 import sys
 from pathlib import Path
-from forestage.cli import main
+from forestage.cli.main import main
 from forestage.clock import Clock
-from forestage.places import Places
-from forestage.world import World
+from forestage.paths import Places
+from forestage.cli.world import World
 root, munge, node = sys.argv[1:]
 main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
 """

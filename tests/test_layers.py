@@ -13,128 +13,36 @@ import pytest
 import forestage
 
 PACKAGE = Path(forestage.__file__).parent
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
-
-LAYERS = (
-    ("slurmconf",),
-    ("errors", "units", "trace", "log", "child", "clock", "places", "address", "refusal"),
-    ("elf", "finding"),
-    ("kinds",),
-    ("job", "config", "deadline", "digest", "buffers", "switch", "throttle", "records"),
-    ("shares", "asks"),
-    ("standing",),
-    ("supply",),
-    ("settings", "asuser", "mounts", "lock", "atomic", "run", "listen", "wire"),
-    ("edits", "plugstack"),
-    ("activation",),
-    ("activate",),
-    ("image", "events", "credential", "counters"),
-    ("part", "lease", "exchange", "tally"),
-    ("cache", "reserve", "peers"),
-    ("slurm",),
-    ("node", "evict", "redirect", "chunks"),
-    ("from_peers",),
-    ("copy", "compare"),
-    ("opened", "resume"),
-    ("bring",),
-    ("stager",),
-    ("stage",),
-    ("request", "epilog"),
-    ("prolog", "step"),
-    ("hooks",),
-    # What only the command line shows.
-    ("exits", "screen", "source", "reasons"),
-    ("entries",),
-    ("copies",),
-    ("status", "show", "explain", "pins", "evictions", "verify"),
-    ("metrics",),
-    # What `report` makes of events.
-    ("report_sums", "report_markup", "report_style"),
-    ("report_logs",),
-    ("report",),
-    ("report_words",),
-    ("report_plots", "report_tables", "report_method"),
-    ("report_html",),
-    # What `check` looks at, below it.
-    ("files",),
-    ("blocks", "uses"),
-    ("check_slurm", "check_disk", "check_sources", "check_striping", "check_node"),
-    ("check_hooks", "check_plugins"),
-    ("check_pyxis",),
-    ("check",),
-    ("proof",),
-    ("sweep",),
-    ("swept",),
-    # The service for other nodes.
-    ("connections", "sessions", "shelf"),
-    ("turns",),
-    ("service",),
-    ("serve",),
-    ("world",),
-    ("unredirect",),
-    ("activated",),
-    ("warmed", "publish"),
-    ("warm", "pack"),
-    ("cli_site", "cli_check", "cli_images", "cli_report", "cli_unattended"),
-    ("cli",),
-    ("entry",),
+MODULES = sorted(
+    str(path.relative_to(PACKAGE).with_suffix("")).replace("/", ".")
+    for path in PACKAGE.rglob("*.py")
+    if path != PACKAGE / "__init__.py"
 )
-"""From below to above: a module imports only from layers below its own, never its neighbours."""
+GROUND = ("errors", "units", "trace", "log", "clock", "paths")
+FOLDERS = (
+    *("system", "config", "slurm", "events", "cache", "peers", "stage", "registry"),
+    *("hooks", "admin", "check", "report", "cli"),
+)
+"""Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 
 ALLOWED = {
-    "subprocess": {"run"},
-    "yaml": {"settings"},
-    "filelock": {"lock"},
-    "xxhash": {"digest"},
-    "concurrent": {"chunks", "warm"},
-    "threading": {
-        "bring",
-        "chunks",
-        "compare",
-        "copy",
-        "credential",
-        "from_peers",
-        "peers",
-        "run",
-        "stager",
-        "throttle",
-        "warm",
-        "wire",
-    },
-    "socket": {"asuser", "image", "stager", "stage", "cli_unattended", "listen", "serve", "wire"},
-    "asyncio": {"serve", "service", "turns"},
-    "aiohttp": {"serve", "service"},
-    "http": {"exchange", "wire"},
-    "hmac": {"credential"},
-    "ClusterShell": {"peers", "warm"},
-    "ctypes": {"mounts", "chunks", "reserve", "buffers"},
-    "syslog": {"log"},
-    "click": {
-        "cli",
-        "cli_check",
-        "cli_images",
-        "cli_report",
-        "cli_site",
-        "cli_unattended",
-        "world",
-    },
-    "rich": {"cli", "screen"},
-    "prometheus_client": {"metrics"},
+    "subprocess": {"system.run"},
+    "yaml": {"config"},
+    "filelock": {"system.lock"},
+    "xxhash": {"cache.digest"},
+    "aiohttp": {"peers"},
+    "ClusterShell": {"slurm", "admin"},
+    "click": {"cli"},
+    "rich": {"cli", "system.terminal"},
+    "jinja2": {"report"},
+    "prometheus_client": {"admin.metrics"},
 }
-"""Who may import what is costly or dangerous."""
-
-PLANNED: set[str] = set()
-"""In the design, but not here yet."""
-
-
-def rank(module: str) -> int:
-    ranks = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    assert module in ranks, f"{module}.py has no place in LAYERS"
-    return ranks[module]
+"""What is costly or dangerous, and the modules or folders that may import it."""
 
 
 def tree(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{module}.py").read_text())
+    path = PACKAGE / module.replace(".", "/")
+    return ast.parse(path.with_suffix(".py").read_text())
 
 
 def imported(module: str) -> Iterator[str]:
@@ -148,27 +56,24 @@ def imported(module: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def ours(module: str) -> set[str]:
-    names = (name.split(".") for name in imported(module))
-    return {parts[1] for parts in names if parts[0] == "forestage" and len(parts) > 1} & set(
-        MODULES
-    )
+def test_folder_imports_only_from_itself_and_from_those_before_it() -> None:
+    rank = dict.fromkeys(GROUND, 0) | {name: n for n, name in enumerate(FOLDERS, 1)}
+    for module in MODULES:
+        mine = module.split(".")[0]
+        for parts in (name.split(".") for name in imported(module)):
+            if parts[0] == "forestage" and len(parts) > 1:
+                assert rank[parts[1]] <= rank[mine], f"{module} imports {'.'.join(parts)}"
+                assert rank[mine] or parts[1] in GROUND, f"{module} imports {'.'.join(parts)}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_from_layers_below(module: str) -> None:
-    wrong = sorted(name for name in ours(module) if rank(name) >= rank(module))
-    assert not wrong, f"{module}.py must not import {', '.join(wrong)}"
+def test_costly_and_dangerous_imports_stay_behind_their_doors() -> None:
+    for module in MODULES:
+        for name in {name.split(".")[0] for name in imported(module)} & set(ALLOWED):
+            doors = ALLOWED[name] & {module, module.split(".")[0]}
+            assert doors, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_costly_and_dangerous_imports_stay_behind_their_door(module: str) -> None:
-    for name in {name.split(".")[0] for name in imported(module)} & set(ALLOWED):
-        assert module in ALLOWED[name], f"{module}.py imports {name}"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_only_run_starts_programs(module: str) -> None:
+def test_only_run_starts_programs() -> None:
     doors = {
         "system",
         "popen",
@@ -179,11 +84,10 @@ def test_only_run_starts_programs(module: str) -> None:
         "execvp",
         "spawnv",
     }
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            assert not (node.value.id == "os" and node.attr in doors), (
-                f"{module}.py: os.{node.attr}"
-            )
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os":
+                assert node.attr not in doors, f"{module}: os.{node.attr}"
 
 
 def broad(handler: ast.ExceptHandler) -> bool:
@@ -204,45 +108,43 @@ def test_the_fail_open_boundary_is_the_only_broad_except() -> None:
         for node in ast.walk(tree(module))
         if isinstance(node, ast.ExceptHandler) and broad(node)
     ]
-    assert found == ["hooks"]
+    assert found == ["hooks.boundary"]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_broad_is_suppressed(module: str) -> None:
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
-            names = {ast.unparse(argument) for argument in node.args}
-            assert not names & {"Exception", "BaseException"}
+def test_nothing_broad_is_suppressed() -> None:
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+                names = {ast.unparse(argument) for argument in node.args}
+                assert not names & {"Exception", "BaseException"}, module
 
 
 def test_the_hooks_import_nothing_before_they_know_that_there_is_work() -> None:
-    top = [node for node in tree("hooks").body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    top = [
+        node
+        for node in tree("hooks.boundary").body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
     names = {alias.name for node in top for alias in node.names}
     assert names == {"annotations", "gc", "log", "os", "time"}
     top = [node for node in tree("log").body if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert {alias.name for node in top for alias in node.names} == {"os"}
 
 
-def test_every_module_of_the_table_is_there() -> None:
-    """A name that is gone would let its next bearer in unseen."""
-    placed = [name for layer in LAYERS for name in layer]
-    assert len(placed) == len(set(placed))
-    assert set(placed) - set(MODULES) <= PLANNED
-    assert {name for doors in ALLOWED.values() for name in doors} - set(MODULES) <= PLANNED
+def test_every_folder_and_module_has_its_place() -> None:
+    found = {module.split(".")[0] for module in MODULES}
+    assert found - {*GROUND, *FOLDERS} == set()
+    doors = {door for doors in ALLOWED.values() for door in doors}
+    assert doors - {*MODULES, *FOLDERS} == set(), "a door that is gone would let another in unseen"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [name for name in MODULES if name not in ("cli", "cli_check", "cli_images", "cli_site")],
-)
-def test_the_environment_is_read_in_one_place(module: str) -> None:
-    reads = [
-        node
-        for node in ast.walk(tree(module))
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-        and isinstance(node.value, ast.Name) and node.value.id == "os"
-    ]  # fmt: skip
-    assert not reads or module == "hooks"
+def test_environment_is_read_by_the_hooks_and_the_command_line_only() -> None:
+    for module in MODULES:
+        if module == "hooks.boundary" or module.startswith("cli."):
+            continue
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                assert ast.unparse(node.value) != "os", f"{module} reads the environment"
 
 
 ALONE = """
@@ -290,7 +192,7 @@ def watch(event, args):
     if event == "open" and isinstance(args[2], int) and args[2] & WRITE:
         made.append(str(args[0]))
 sys.addaudithook(watch)
-from forestage.hooks import _main
+from forestage.hooks.boundary import _main
 code = _main(NAME)
 heavy = {"yaml", "msgspec", "filelock", "typing", "pathlib", "subprocess", "dataclasses", "re"}
 heavy |= {"ctypes", "socket", "threading", "xxhash", "contextlib", "hashlib"}
@@ -308,22 +210,24 @@ def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_no_file(name
         text=True,
         check=True,
     )
-    assert ran.stdout == "0 [] ['forestage.hooks', 'forestage.log'] []\n"
+    assert (
+        ran.stdout == "0 [] ['forestage.hooks', 'forestage.hooks.boundary', 'forestage.log'] []\n"
+    )
     assert ran.stderr == f"forestage: {name} job=4294967294 result=none\n"
 
 
 STEP = """
 import sys
-from forestage import hooks
+from forestage.hooks import boundary
 def body(name):
-    loaded = sorted({"click", "re", "typing", "forestage.cli"} & set(sys.modules) - before)
+    loaded = sorted({"click", "re", "typing", "forestage.cli.main"} & set(sys.modules) - before)
     print(name, loaded)
     sys.stdout.flush()
     return 0
-hooks._main = body
+boundary._main = body
 before = set(sys.modules)
 sys.argv = ["/usr/lib/forestage/bin/forestage", "step"]
-from forestage.entry import main
+from forestage.cli.entry import main
 main()
 """
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import edits, run
+from forestage import edits
 from forestage.activation import Glob, Hook, Site, hook_runs, is_glob
 from forestage.edits import Edit, Lines
 from forestage.errors import RefusedError
-from forestage.places import Places
-from forestage.slurmconf import Line, Setting
+from forestage.paths import Places
+from forestage.slurm.slurm_conf import Line, Setting
+from forestage.system import run
 
 LINK = "50-forestage"
 TIMER = "forestage-sweep.timer"

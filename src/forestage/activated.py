@@ -3,7 +3,7 @@
 import msgspec
 
 from forestage.activate import Plan
-from forestage.screen import Line, Piece, count
+from forestage.system.terminal import Line, Piece, count
 from forestage.unredirect import Undone
 
 RECONFIGURE = "scontrol reconfigure"

@@ -9,12 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from forestage import edits, plugstack, slurmconf
+from forestage import edits
 from forestage.edits import File
 from forestage.errors import Failed
-from forestage.places import Places
-from forestage.plugstack import Plugin
-from forestage.slurmconf import Setting
+from forestage.paths import Places
+from forestage.slurm import plugstack, slurm_conf
+from forestage.slurm.plugstack import Plugin
+from forestage.slurm.slurm_conf import Setting
 
 CALLED = 1 << 20  # bytes of a site's script that are searched for our hook's path
 
@@ -79,7 +80,7 @@ def gather(places: Places, conf: Path) -> Site:
 
     conf, companion = conf.absolute(), places.companion
     try:
-        settings = tuple(slurmconf.settings(str(conf), text))
+        settings = tuple(slurm_conf.settings(str(conf), text))
         named = _named(settings, "plugstackconfig")
         stack = named[-1].value if named else str(conf.parent / "plugstack.conf")
         plugins = tuple(plugstack.read(stack, text))

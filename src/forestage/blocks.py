@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from forestage.files import Files
+from forestage.system.tree import Files
 
 _NVME = re.compile(r"nvme\d+n\d+")
 

@@ -20,17 +20,17 @@ from forestage import (
     settings,
     uses,
 )
-from forestage.cache import Cache
+from forestage.cache.layout import Cache
 from forestage.check_slurm import Conf
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import ConfigError
-from forestage.files import Files
 from forestage.finding import Code, Finding, worst
-from forestage.job import User
-from forestage.places import Places
-from forestage.screen import Line, Piece, count, harmless
+from forestage.paths import Places
 from forestage.settings import DEFAULT, Settings
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, count, harmless
+from forestage.system.tree import Files
 from forestage.uses import Uses
 
 PRIVATE = ("/tmp", "/dev/shm")  # noqa: S108 - named to be refused

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import blocks, evict
-from forestage import files as tree
+from forestage import blocks
 from forestage.blocks import Disks, Raid
-from forestage.cache import Cache
+from forestage.cache import evict
+from forestage.cache.layout import Cache
 from forestage.config import Config
 from forestage.errors import Failed
-from forestage.files import Files, Filesystem
 from forestage.finding import Finding
+from forestage.system import tree as tree
+from forestage.system.tree import Files, Filesystem
 from forestage.units import format_size
 from forestage.uses import Used
 

@@ -12,12 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from forestage import run
 from forestage.check_slurm import Conf
 from forestage.errors import Failed
-from forestage.files import Files
 from forestage.finding import Finding
-from forestage.places import Places
+from forestage.paths import Places
+from forestage.system import run
+from forestage.system.tree import Files
 from forestage.uses import Uses
 
 NAMES = ("Prolog", "Epilog")

@@ -8,9 +8,9 @@ import msgspec
 from forestage import credential, switch
 from forestage.config import Config
 from forestage.errors import ForestageError
-from forestage.files import Files
 from forestage.finding import Finding
-from forestage.places import Places
+from forestage.paths import Places
+from forestage.system.tree import Files
 
 TIMER = "forestage-sweep.timer"
 _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN

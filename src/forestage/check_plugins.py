@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import elf, plugstack
+from forestage import elf
 from forestage.check_slurm import Conf
-from forestage.files import Files
 from forestage.finding import Finding
-from forestage.places import Places
+from forestage.paths import Places
 from forestage.settings import Settings
+from forestage.slurm import plugstack
+from forestage.system.tree import Files
 
 LIBRARY = Places().companion
 HELPER = "/usr/lib/forestage/bin/forestage"

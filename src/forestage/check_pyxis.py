@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import files as tree
 from forestage.check_plugins import Plugin
-from forestage.files import Files, Filesystem
 from forestage.finding import Finding
+from forestage.system import tree as tree
+from forestage.system.tree import Files, Filesystem
 
 ENROOT = "/etc/enroot/enroot.conf"
 _SETTING = re.compile(r"(?m)^\s*(ENROOT_\w+)[ \t=]+(\S.*?)\s*$")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import deadline, slurmconf
-from forestage.files import Files
 from forestage.finding import Finding
 from forestage.settings import Settings, dotted
+from forestage.slurm import slurm_conf, timeouts
+from forestage.system.tree import Files
 from forestage.units import format_duration
 
 # Where packages keep it, and where slurmd puts what it got from slurmctld.
@@ -50,7 +50,7 @@ def gather(files: Files, named: str) -> Conf | None:
     """The file that is `named` ($SLURM_CONF), else the usual one; None if it cannot be read."""
     for path in filter(None, (named, *USUAL)):
         try:
-            found = slurmconf.settings(path, lambda one: files.at(one).read_bytes().decode())
+            found = slurm_conf.settings(path, lambda one: files.at(one).read_bytes().decode())
             return Conf(path, tuple((one.name, one.value) for one in found))
         except FileNotFoundError:
             if path == named:
@@ -79,11 +79,11 @@ def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
 
 def launch_limit(conf: dict[str, str]) -> float:
     """Pure: seconds after which a step of the job may be lost, whatever would end the Prolog."""
-    return deadline.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
+    return timeouts.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
 
 
 def _flags(conf: Conf) -> Iterator[Finding]:
-    flags = deadline.prolog_flags(conf.settings)
+    flags = timeouts.prolog_flags(conf.settings)
     line = _prolog_flags(conf)
     waits = format_duration(launch_limit(conf.settings))
     if "alloc" not in flags:
@@ -127,14 +127,14 @@ def _flags(conf: Conf) -> Iterator[Finding]:
 def _prolog_flags(conf: Conf, but: str = "") -> str:
     """The line with the flags that forestage wants, the others kept."""
     flags = [flag for flag in conf.flags("prologflags") if flag.lower() != but]
-    has = deadline.prolog_flags({"prologflags": ",".join(flags)})
+    has = timeouts.prolog_flags({"prologflags": ",".join(flags)})
     flags += [flag for flag in ("Alloc", "DeferBatch") if flag.lower() not in has]
     return f"{conf.path}: PrologFlags={','.join(flags)}"
 
 
 def _timeouts(conf: Conf) -> Iterator[Finding]:
-    limits = deadline.limits(conf.settings)
-    if limits.drains is not None and limits.drains < deadline.SAFE:
+    limits = timeouts.limits(conf.settings)
+    if limits.drains is not None and limits.drains < timeouts.SAFE:
         name = "PrologTimeout" if "prologtimeout" in conf.settings else "PrologEpilogTimeout"
         yield Finding(
             "prolog-timeout",
@@ -164,12 +164,12 @@ def _authinfo(conf: Conf) -> str:
 
 
 def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
-    limits, launch = deadline.limits(conf.settings), launch_limit(conf.settings)
+    limits, launch = timeouts.limits(conf.settings), launch_limit(conf.settings)
     for name in (None, *settings.partitions):
         config = settings.for_partition(name)
         if config.deadline is None or (name and "deadline" not in settings.partitions[name]):
             continue
-        waits = deadline.patience(limits, config.deadline, None, 0.0)
+        waits = timeouts.patience(limits, config.deadline, None, 0.0)
         if config.prolog_wait is not None:
             waits = min(waits, config.prolog_wait)
         key = dotted(name, "deadline")
@@ -197,7 +197,7 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
 
 def _longer(conf: Conf, seconds: float) -> str:
     """What would let a Prolog take so long."""
-    if {"alloc", "deferbatch"} <= deadline.prolog_flags(conf.settings):
+    if {"alloc", "deferbatch"} <= timeouts.prolog_flags(conf.settings):
         return f"AuthInfo=cred_expire={seconds * 4 / 3 + 5:.0f}"
     return "PrologFlags=Alloc,DeferBatch"
 
@@ -220,7 +220,7 @@ def hidden_below(files: Files, conf: Conf | None) -> tuple[str, ...]:
         return ()
     path = str(Path(conf.path).with_name("job_container.conf"))
     found = ["/tmp", "/dev/shm"]  # noqa: S108 - its default
-    for line in slurmconf.joined(path, files.text(path) or ""):
+    for line in slurm_conf.joined(path, files.text(path) or ""):
         for word in line.text.split():
             name, _, value = word.partition("=")
             if name.lower() in ("basepath", "dirs") and value.lower() != "none":

@@ -7,12 +7,12 @@ from typing import Literal
 
 import msgspec
 
-from forestage import asuser
-from forestage import files as tree
 from forestage.errors import Failed
-from forestage.files import Files, Filesystem
 from forestage.finding import Finding
-from forestage.job import User
+from forestage.system import as_user
+from forestage.system import tree as tree
+from forestage.system.as_user import User
+from forestage.system.tree import Files, Filesystem
 
 TIMEOUT = 5.0  # seconds; a file server that takes longer makes jobs wait as well
 
@@ -52,15 +52,15 @@ def gather(
 def _entered(files: Files, path: str, user: User) -> tuple[State, str]:
     place = str(files.at(path))
 
-    def work() -> asuser.Found[str]:
+    def work() -> as_user.Found[str]:
         if os.geteuid() == 0:
-            asuser.become(user)
+            as_user.become(user)
         os.stat(f"{place}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
         return "", []
 
     try:
-        asuser.call(work, str, TIMEOUT)
-    except asuser.TooSlow:
+        as_user.call(work, str, TIMEOUT)
+    except as_user.TooSlow:
         return "hangs", f"no answer within {TIMEOUT:.0f} s"
     except (FileNotFoundError, NotADirectoryError):
         return "missing", ""

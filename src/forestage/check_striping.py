@@ -5,11 +5,11 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import files as tree
-from forestage import run
 from forestage.errors import Failed
-from forestage.files import Files, Filesystem
 from forestage.finding import Finding
+from forestage.system import run
+from forestage.system import tree as tree
+from forestage.system.tree import Files, Filesystem
 from forestage.units import format_size
 from forestage.uses import Used
 

@@ -9,10 +9,11 @@ from typing import Protocol
 
 import msgspec
 
-from forestage import buffers, chunks, digest
-from forestage.chunks import BLOCK, Source, Truncated, Unreadable
-from forestage.part import chunk_count
-from forestage.throttle import Throttle
+from forestage.cache import digest
+from forestage.cache.part import chunk_count
+from forestage.stage import buffers, chunks
+from forestage.stage.chunks import BLOCK, Source, Truncated, Unreadable
+from forestage.stage.throttle import Throttle
 
 TELL_EVERY = 0.2  # seconds
 

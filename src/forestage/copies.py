@@ -5,13 +5,14 @@ from typing import Literal
 
 import msgspec
 
-from forestage import counters, entries, lock, records
-from forestage.cache import Entry
-from forestage.image import Identity
-from forestage.lease import Lease
-from forestage.node import Node
-from forestage.part import Owner, Part, boot_id
-from forestage.screen import Bar, Column, Line, Piece, Table, age, count, moment
+from forestage import counters, entries
+from forestage.cache.image import Identity
+from forestage.cache.layout import Entry
+from forestage.cache.lease import Lease
+from forestage.cache.node import Node
+from forestage.cache.part import Owner, Part, boot_id
+from forestage.system import lock, records
+from forestage.system.terminal import Bar, Column, Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
 
 EVERY = 1.0  # seconds between two looks of `watch`

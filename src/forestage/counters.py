@@ -4,7 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import atomic, log, records
+from forestage import log
+from forestage.system import atomic, records
 from forestage.units import printable
 
 KEYS = 64  # whose bytes are told one by one: those served last

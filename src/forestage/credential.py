@@ -20,8 +20,8 @@ from typing import Protocol
 
 import msgspec
 
-from forestage import run
 from forestage.errors import PeerError
+from forestage.system import run
 
 PROTOCOL = "forestage-1"
 CHALLENGE_SECONDS = 30.0  # a busy node may take seconds to start munge

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import atomic
 from forestage.errors import Failed
+from forestage.system import atomic
 
 
 class File(msgspec.Struct, frozen=True):

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from forestage import evict
-from forestage.cache import Cache, Entry, Stored
-from forestage.errors import Failed
-from forestage.exits import NotFound
-from forestage.image import Image
-from forestage.lease import Lease, Leases
-from forestage.node import Node
+from forestage.cache import evict
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache, Entry, Stored
+from forestage.cache.lease import Lease, Leases
+from forestage.cache.node import Node
+from forestage.errors import Failed, NotFound
 
 MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
 

@@ -79,6 +79,12 @@ class SlurmError(ForestageError):
     exit_code: ClassVar[int] = 8
 
 
+class NotFound(ForestageError):
+    """What was named on the command line is not here, or not one thing."""
+
+    exit_code: ClassVar[int] = 1
+
+
 class ImageError(ForestageError):
     """No image can be made of this, or none can be put there."""
 

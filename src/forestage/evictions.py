@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import entries, evict
+from forestage import entries
+from forestage.cache import evict
+from forestage.cache.node import Node
 from forestage.entries import Item
-from forestage.node import Node
-from forestage.screen import Column, Line, Piece, Table, count, short
+from forestage.system.terminal import Column, Line, Piece, Table, count, short
 from forestage.units import format_size
 
 

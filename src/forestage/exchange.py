@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage import credential, digest, errors, wire
+from forestage import credential, errors, wire
+from forestage.cache import digest
 from forestage.credential import Prover, Refused
 from forestage.refusal import Failed, Why
 from forestage.wire import Limit, Line

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from forestage.cache.lease import Lease, Leases
 from forestage.entries import Holder, holder
-from forestage.errors import Failed
+from forestage.errors import Failed, NotFound
 from forestage.events import Event, Hook, Outcome, read
-from forestage.exits import NotFound
-from forestage.lease import Lease, Leases
-from forestage.places import Places
-from forestage.reasons import REASONS
-from forestage.screen import Facts, Line, Piece, age, count, moment, short
+from forestage.events.reasons import REASONS
+from forestage.paths import Places
+from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size
 
 STAGED = ("hit", "joined", "copied")

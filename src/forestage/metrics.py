@@ -21,16 +21,17 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from forestage import atomic, events, lock, log, records, settings, switch
 from forestage import counters as peer_counts
+from forestage import events, log, settings, switch
 from forestage import status as standing
+from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import ConfigError, MetricsError
-from forestage.node import Node
-from forestage.places import Places
-from forestage.reasons import REASONS
+from forestage.events.reasons import REASONS
+from forestage.paths import Places
 from forestage.status import Status
+from forestage.system import atomic, lock, records
 from forestage.tally import RATES, WAITS, Histogram, Tally
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import atomic, run
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
 from forestage.publish import refuse_replacing, unfinished
-from forestage.run import Ran
-from forestage.screen import Facts, Line, Piece
+from forestage.system import atomic, run
+from forestage.system.run import Ran
+from forestage.system.terminal import Facts, Line, Piece
 from forestage.units import format_duration, format_size
 
 # Level 3: reading is as fast with any, packing far faster than with zstd's default, 15.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from forestage.config import Config
-from forestage.places import Places
+from forestage.paths import Places
 from forestage.refusal import Failed as Failed
 from forestage.refusal import Why as Why
 

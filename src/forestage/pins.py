@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import atomic, lock
-from forestage.cache import Cache
+from forestage.cache.layout import Cache
 from forestage.entries import Item
-from forestage.exits import NotFound
-from forestage.screen import Column, Piece, Table, short
+from forestage.errors import NotFound
+from forestage.system import atomic, lock
+from forestage.system.terminal import Column, Piece, Table, short
 
 
 class Pinned(msgspec.Struct, frozen=True):

@@ -11,10 +11,11 @@ import os
 import shutil
 from pathlib import Path
 
-from forestage import entries, records, verify
+from forestage import entries, verify
+from forestage.cache.node import Node
+from forestage.cache.part import boot_id
 from forestage.entries import Item
-from forestage.node import Node
-from forestage.part import boot_id
+from forestage.system import records
 from forestage.verify import Tell, Verdict
 
 PROVEN = b"proven"  # in an entry's `boot`, in the place of the boot that wrote it

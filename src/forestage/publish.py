@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import atomic, run
-from forestage import files as tree
+from forestage.cache.digest import Running
 from forestage.clock import Clock
-from forestage.digest import Running
 from forestage.errors import Failed, ImageError
-from forestage.files import Files
-from forestage.screen import Facts, Line, Piece
+from forestage.system import atomic, run
+from forestage.system import tree as tree
+from forestage.system.terminal import Facts, Line, Piece
+from forestage.system.tree import Files
 from forestage.units import format_duration, format_rate, format_size
 
 PIECE = 16 << 20  # bytes read at once

@@ -9,8 +9,8 @@ from typing import BinaryIO
 import msgspec
 
 from forestage import events
+from forestage.errors import NotFound
 from forestage.events import Event
-from forestage.exits import NotFound
 from forestage.report_sums import Sums
 
 STDIN = "-"

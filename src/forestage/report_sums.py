@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from forestage.events import Event, Outcome
-from forestage.reasons import REASONS
+from forestage.events.reasons import REASONS
 from forestage.tally import Tally
 from forestage.units import MAX_DURATION, MAX_SIZE
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from forestage import report_words as say
-from forestage.reasons import REASONS
+from forestage.events.reasons import REASONS
 from forestage.report import TOP, Image, Report, Size
 from forestage.report_markup import Markup, join, tag
 

@@ -10,11 +10,11 @@ from typing import Any
 from aiohttp import http_exceptions, web
 
 from forestage import credential, listen, log
+from forestage.cache.node import Node
 from forestage.connections import IDLE
 from forestage.counters import Counters
 from forestage.credential import MAX_TEXT, Prover
 from forestage.errors import ConfigError, Problem
-from forestage.node import Node
 from forestage.service import Service
 
 SHUTDOWN = 2.0  # seconds for what is being sent when the service is stopped

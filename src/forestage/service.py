@@ -19,12 +19,12 @@ import msgspec
 from aiohttp import web
 
 from forestage import credential, log, shelf
+from forestage.cache.node import Node
+from forestage.cache.part import ENTRY_BYTES, MAX_SHARED
 from forestage.connections import Connections
 from forestage.counters import Counters
 from forestage.credential import MAX_TEXT, Challenges, Prover, Refused
 from forestage.errors import ForestageError
-from forestage.node import Node
-from forestage.part import ENTRY_BYTES, MAX_SHARED
 from forestage.sessions import Session, Sessions
 from forestage.shelf import Absent, Coming, Found, Held
 from forestage.turns import Arrivals, Pace

@@ -13,7 +13,7 @@ some 70, and a chunk is at most four hops from its reader.
 from collections.abc import Sequence
 from functools import lru_cache
 
-from forestage import digest
+from forestage.cache import digest
 
 SOURCE = ""
 """Stands for the shared file system where a node's name could stand."""

@@ -10,9 +10,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from forestage import digest, lock
-from forestage.cache import Cache, Entry
-from forestage.part import ENTRY_BYTES, Owner, boot_id, chunk_count
+from forestage.cache import digest
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.part import ENTRY_BYTES, Owner, boot_id, chunk_count
+from forestage.system import lock
 
 STEP = 1 << 20  # bytes read at a time for a digest that no map has
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import source
-from forestage.cache import Cache
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease
 from forestage.entries import Holder, Holdings, Item, holder
-from forestage.lease import Lease
-from forestage.screen import Column, Facts, Line, Piece, Table, age, count, moment, short
-from forestage.source import Source
+from forestage.stage import source
+from forestage.stage.source import Source
+from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count, moment, short
 from forestage.units import format_size
 
 

@@ -5,14 +5,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import copies, counters, entries, evict, mounts, redirect, switch
-from forestage.cache import Cache
+from forestage import copies, counters, entries, switch
+from forestage.cache import evict, redirect
+from forestage.cache.layout import Cache
+from forestage.cache.node import Node
 from forestage.copies import Copy
 from forestage.counters import Given
 from forestage.entries import Holder, Holdings, Item
 from forestage.errors import Failed
-from forestage.node import Node
-from forestage.screen import Column, Facts, Line, Piece, Table, age, count
+from forestage.system import mounts
+from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count
 from forestage.units import format_size
 
 

@@ -13,15 +13,19 @@ from typing import TypeVar
 
 import msgspec
 
-from forestage import entries, epilog, evict, evictions, lock, proof, redirect, source
-from forestage.cache import Cache
+from forestage import entries, evictions, proof
+from forestage.cache import evict, redirect
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Leases
+from forestage.cache.node import Node
+from forestage.cache.part import Part, boot_id
 from forestage.errors import Failed, SlurmError
 from forestage.events import Event, Outcome, append
-from forestage.job import User
-from forestage.lease import Lease, Leases
-from forestage.node import Node
-from forestage.part import Part, boot_id
-from forestage.slurm import Gone, Slurm, gone
+from forestage.hooks import epilog
+from forestage.slurm.queue import Gone, Slurm, gone
+from forestage.stage import source
+from forestage.system import lock
+from forestage.system.as_user import User
 from forestage.verify import Tell, Verdict
 
 ABANDONED = 24 * 3600.0  # seconds; what nobody has resumed in so long only takes room

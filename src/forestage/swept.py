@@ -1,8 +1,8 @@
 """What does `forestage sweep` print?"""
 
-from forestage.exits import Exit
-from forestage.screen import Line, Piece, count, short
+from forestage.cli.exits import Exit
 from forestage.sweep import Released, Swept
+from forestage.system.terminal import Line, Piece, count, short
 
 
 def pieces(done: Swept) -> list[Piece]:

@@ -6,7 +6,7 @@ way go on, the Epilog and the sweep clean up as ever.
 
 import os
 
-from forestage.places import Places
+from forestage.paths import Places
 from forestage.units import printable
 
 LONGEST = 200  # bytes of the reason

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable
 
 from forestage import shelf
-from forestage.cache import Cache
+from forestage.cache.layout import Cache
 
 POLL = 0.02  # seconds; one look at a copy's map, for all who wait for chunks of it
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import lock, redirect, source
-from forestage.cache import Cache
+from forestage.cache import redirect
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.cache.redirect import Bind
+from forestage.cli.world import World
 from forestage.errors import ConfigError, Failed
-from forestage.job import User
-from forestage.lease import Leases
-from forestage.redirect import Bind
-from forestage.world import World
+from forestage.stage import source
+from forestage.system import lock
+from forestage.system.as_user import User
 
 ROOT = User("root", 0, 0)
 

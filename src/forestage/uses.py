@@ -8,8 +8,8 @@ import msgspec
 
 from forestage import events
 from forestage.events import Event
-from forestage.job import User
-from forestage.places import Places
+from forestage.paths import Places
+from forestage.system.as_user import User
 
 
 class Used(msgspec.Struct, frozen=True):

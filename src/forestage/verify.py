@@ -11,15 +11,18 @@ from typing import Literal
 
 import msgspec
 
-from forestage import compare, copy, digest, image, lock, records, redirect, source
-from forestage.cache import Entry
+from forestage import compare
+from forestage.cache import digest, image, redirect
+from forestage.cache.image import Access
+from forestage.cache.layout import Entry
+from forestage.cache.node import Node
+from forestage.cache.part import chunk_count
 from forestage.compare import Compared, Digests, Expected, OfSource, SourceFailed
 from forestage.entries import Item
 from forestage.errors import Failed
-from forestage.image import Access
-from forestage.node import Node
-from forestage.part import chunk_count
-from forestage.screen import Column, Line, Piece, Table, count, short
+from forestage.stage import engines, source
+from forestage.system import lock, records
+from forestage.system.terminal import Column, Line, Piece, Table, count, short
 from forestage.units import format_size
 
 PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
@@ -123,7 +126,7 @@ def _judged(
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
     chunk = entry.chunk or node.config.chunk_size
-    threads = copy.tuning(node.config).threads
+    threads = engines.tuning(node.config).threads
 
     def against(expected: Expected) -> Compared:
         return compare.compare(fd, entry.identity.size, chunk, threads, expected, done)

@@ -16,13 +16,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from forestage import run
 from forestage.clock import Clock
 from forestage.errors import SlurmError
-from forestage.job import MAX_HINTED
-from forestage.run import Ran
-from forestage.screen import Column, Line, Piece, Table, count
-from forestage.slurm import TIMEOUT, Slurm
+from forestage.slurm.job import MAX_HINTED
+from forestage.slurm.queue import TIMEOUT, Slurm
+from forestage.system import run
+from forestage.system.run import Ran
+from forestage.system.terminal import Column, Line, Piece, Table, count
 from forestage.units import format_duration
 from forestage.warmed import Report, Said
 

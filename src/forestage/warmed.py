@@ -12,12 +12,13 @@ from typing import Literal
 
 import msgspec
 
-from forestage import copies, entries, events, mounts, settings
+from forestage import copies, entries, events, settings
+from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.errors import ConfigError
 from forestage.events import Event, Outcome
-from forestage.node import Node
-from forestage.places import Places
+from forestage.paths import Places
+from forestage.system import mounts
 from forestage.units import printable
 
 HERE = ("hit", "joined", "copied")

@@ -9,8 +9,8 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from forestage import mounts
-from forestage.job import User
+from forestage.system import mounts
+from forestage.system.as_user import User
 from node import ALICE, Node, children_left, unmount, until
 
 ROOT = User("root", 0, 0)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from forestage.cache.part import PROCESS_NAME, missing_chunks
 from forestage.clock import Clock
-from forestage.part import PROCESS_NAME, missing_chunks
 from node import Node, Ran, until
 
 MIB = 1024 * 1024

@@ -15,7 +15,8 @@ import pytest
 from far import Far
 from fault import CHUNKS, Beside, Points, Until, image, served
 
-from forestage import mounts, opened, stager
+from forestage.stage import opened, stager
+from forestage.system import mounts
 from node import ALICE, BOB, Later, Node, Ran, read_as, until
 
 CLOSED = "closed/image.sqsh"  # none but its owner gets there

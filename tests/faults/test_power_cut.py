@@ -14,7 +14,7 @@ import pytest
 from fault import Points, image, shut_down
 
 from boot import Boot
-from forestage import mounts
+from forestage.system import mounts
 from node import Node, children_left, unmount, until
 
 

@@ -9,8 +9,9 @@ import pytest
 from far import Far
 from fault import MIB, Beside, Points, Until, image
 
-from forestage import redirect, stage
+from forestage.cache import redirect
 from forestage.clock import Clock, Deadline
+from forestage.stage import wait
 from node import Node, Ran, until
 
 
@@ -195,7 +196,7 @@ def test_a_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
         return deadlines[-1]
 
     monkeypatch.setattr(Deadline, "after", noting)
-    monkeypatch.setattr(stage, "OBSERVE", 0.5)
+    monkeypatch.setattr(wait, "OBSERVE", 0.5)
     node.configure(deadline="20s", threads=1)
     path = far.put("image.sqsh", data)
     far.reads_wait(200)  # of up to 128 KiB each

@@ -18,8 +18,9 @@ import msgspec
 import pytest
 from fault import CHUNKS, Beside, Points, image, kill_stager, missing, served, untouched
 
-from forestage import evict, stager
-from forestage.part import Owner
+from forestage.cache import evict
+from forestage.cache.part import Owner
+from forestage.stage import stager
 from node import Node, until
 
 SOURCES = Path(stager.__file__).parent

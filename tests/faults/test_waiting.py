@@ -21,8 +21,8 @@ from fault import (
     untouched,
 )
 
-from forestage import stager
-from forestage.part import Owner, Part
+from forestage.cache.part import Owner, Part
+from forestage.stage import stager
 from node import ALICE, BOB, Node, until
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from forestage import credential, exchange, lock, opened, redirect, request, wire
+from forestage import credential, exchange, wire
+from forestage.cache import redirect
+from forestage.hooks import image as request
+from forestage.stage import opened
+from forestage.system import lock
 
 LIMITS = (
     (credential, "PATIENCE"),

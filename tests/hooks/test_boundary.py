@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage import hooks
-from forestage.hooks import DRAIN, Hook, _main, nothing_to_do
+from forestage.hooks import boundary as hooks
+from forestage.hooks.boundary import DRAIN, Hook, _main, nothing_to_do
 from node import Node
 
 IMAGE = hooks.IMAGE_OPTION
@@ -18,7 +18,7 @@ def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """`_main` as slurmd starts it for job 7, but on the test's node."""
     for name, value in node.environ(7, node.put("alice/image.sqsh")).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("forestage.places.Places", lambda: node.places)
+    monkeypatch.setattr("forestage.paths.Places", lambda: node.places)
     monkeypatch.setattr(hooks, "nothing_to_do", lambda *_: False)
     return node
 
@@ -58,7 +58,7 @@ def test_the_unexpected_becomes_one_line_and_exit_0(
 def test_the_unexpected_drains_only_where_the_admin_asked_for_it(
     slurmd: Node, monkeypatch: pytest.MonkeyPatch, on_error: str, code: int
 ) -> None:
-    from forestage import prolog
+    from forestage.hooks import prolog
 
     def broken(*_: object) -> None:
         raise RuntimeError

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forestage import evict, lock, stage
+from forestage.cache import evict
 from forestage.config import Config
+from forestage.stage import wait
+from forestage.system import lock
 from forestage.units import Amount
 from node import Node
 
@@ -34,7 +36,7 @@ def test_no_redirect_is_laid_without_the_lock(
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
     node.epilog(1)
-    staged = stage.stage
+    staged = wait.stage
 
     with contextlib.ExitStack() as undo:
 
@@ -43,7 +45,7 @@ def test_no_redirect_is_laid_without_the_lock(
             undo.enter_context(lock.held(node.cache.space_lock, 0))
             return found
 
-        monkeypatch.setattr(stage, "stage", then_locked)
+        monkeypatch.setattr(wait, "stage", then_locked)
         ran = node.prolog(2, path)
         assert (ran.code, *ran.said) == (0, "failed", "busy")
         assert node.binds() == {}

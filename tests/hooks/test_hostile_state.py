@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from forestage import counters, digest, events, image, reserve, sweep
-from forestage.cache import Cache, Entry
-from forestage.cli import World, main
+from forestage import counters, events, sweep
+from forestage.cache import digest, image, space
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.node import Node as Here
+from forestage.cache.part import Owner, boot_id
+from forestage.cli.exits import Exit
+from forestage.cli.main import World, main
 from forestage.clock import Clock
-from forestage.exits import Exit
-from forestage.hooks import Hook
-from forestage.image import Image
-from forestage.node import Node as Here
-from forestage.part import Owner, boot_id
+from forestage.hooks.boundary import Hook
 from forestage.settings import load
-from forestage.slurm import Slurm
+from forestage.slurm.queue import Slurm
 from node import ALICE, BOB, Node, content, read_as
 
 CHUNK = 1 << 20
@@ -171,7 +172,7 @@ def begin(node: Node, wanted: Image) -> Path:
     """A part of it that could be resumed: its owner has died just now."""
     part = node.cache.part(wanted.key)
     part.write_owner(Owner(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
-    reserve.reserve(part, wanted.size, CHUNK, {0})
+    space.reserve(part, wanted.size, CHUNK, {0})
     part.note_peers(5)
     return part.directory
 

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from forestage import asuser, redirect, stage
-from forestage.job import User
-from forestage.lease import Lease, Leases, Use
+from forestage.cache import redirect
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.stage import wait
+from forestage.system import as_user
+from forestage.system.as_user import User
 from node import ALICE, BOB, Node, content, read_as
 
 NAMES = [
@@ -162,7 +164,7 @@ def test_a_redirect_that_is_moved_while_it_is_taken_off_is_followed(
     """Whoever renames at the right moment would else keep it, and its old bytes, for later jobs."""
     path = node.put("alice/sub/image.sqsh")
     node.prolog(1, path)
-    reach = asuser.reach
+    reach = as_user.reach
 
     def moved(point: str, user: User) -> int:
         if point == str(path):
@@ -173,7 +175,7 @@ def test_a_redirect_that_is_moved_while_it_is_taken_off_is_followed(
                 (node.server / "alice/sub").symlink_to("sub")
         return reach(point, user)
 
-    monkeypatch.setattr(asuser, "reach", moved)
+    monkeypatch.setattr(as_user, "reach", moved)
     assert node.epilog(1).said == ("released", "")
     assert node.binds() == {}
 
@@ -183,14 +185,14 @@ def test_a_copy_that_this_user_cannot_read_is_not_laid(
 ) -> None:
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
-    staged = stage.stage
+    staged = wait.stage
 
     def closed(*args: object, **kwargs: object) -> object:
         found = staged(*args, **kwargs)  # type: ignore[arg-type]
         node.cache.image(found.entry.key).chmod(0o600)
         return found
 
-    monkeypatch.setattr(stage, "stage", closed)
+    monkeypatch.setattr(wait, "stage", closed)
     assert node.prolog(1, path, user=BOB).said == ("declined", "access")
     assert node.binds() == {}
     assert read_as(BOB, path) == content()

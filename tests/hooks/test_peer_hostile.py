@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage import credential, digest, exchange, peers, wire
+from forestage import credential, exchange, peers, wire
+from forestage.cache import digest
 from forestage.credential import Challenges, KeyFile
 from forestage.errors import PeerError
 from forestage.peers import Failed

@@ -16,9 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import counters, credential, digest
+from forestage import counters, credential
+from forestage.cache import digest
+from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.credential import KeyFile
-from forestage.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.peers import Failed
 from node import HANGS
 from peering import (

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from forestage import evict, image, mounts, redirect, stage
-from forestage.cache import Cache, Entry
-from forestage.image import Image
+from forestage.cache import evict, image, redirect
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache, Entry
+from forestage.stage import wait
+from forestage.system import mounts
 from node import ALICE, BOB, HANGS, Node, Ran, content
 
 fork = multiprocessing.get_context("fork")
@@ -89,7 +91,7 @@ def test_an_entry_is_not_evicted_between_stage_and_redirect(
     if warm:
         node.prolog(1, path)
         node.epilog(1)
-    staged = stage.stage
+    staged = wait.stage
     evicted: list[tuple[str, ...]] = []
 
     def pressed(*args: object, **kwargs: object) -> object:
@@ -97,7 +99,7 @@ def test_an_entry_is_not_evicted_between_stage_and_redirect(
         evicted.append(evict.evict_keys(node.cache, node.leases, [key]))
         return result
 
-    monkeypatch.setattr(stage, "stage", pressed)
+    monkeypatch.setattr(wait, "stage", pressed)
     assert node.prolog(2, path).outcome.result == ("hit" if warm else "copied")
     assert evicted == [()]
     assert node.shows_entry(path, key)
@@ -116,7 +118,7 @@ def test_a_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given
 ) -> None:
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
-    staged = stage.stage
+    staged = wait.stage
     calls = iter(range(10))
 
     def robbed(*args: object, **kwargs: object) -> object:
@@ -125,7 +127,7 @@ def test_a_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given
             node.cache.retire(key)
         return result
 
-    monkeypatch.setattr(stage, "stage", robbed)
+    monkeypatch.setattr(wait, "stage", robbed)
     ran = node.prolog(1, path)
     assert (ran.code, *ran.said) == (0, *said)
     assert node.shows_entry(path, key) if shown else node.shows_source(path)
@@ -180,7 +182,7 @@ def test_the_lease_is_there_before_the_redirect(
 def test_no_bind_of_the_cached_file_is_ever_writable_for_the_job(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from forestage import mounts
+    from forestage.system import mounts
 
     path = node.put("alice/image.sqsh")
     mount = mounts.mount
@@ -200,7 +202,7 @@ def test_a_redirect_that_another_hook_clears_half_made_shows_the_source(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a change of `cache:` both hold a lock. It must not be the empty file that is bound."""
-    from forestage import mounts
+    from forestage.system import mounts
 
     path = node.put("alice/image.sqsh")
     mount, umount = mounts.mount, mounts.umount

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from forestage import events, request
+from forestage import events
 from forestage.clock import Clock
-from forestage.hooks import Hook
+from forestage.hooks import image as request
+from forestage.hooks.boundary import Hook
 from node import ALICE, BOB, Node, content
 
 
@@ -330,7 +331,7 @@ def test_a_hint_with_nothing_to_stage_gets_an_outcome(node: Node) -> None:
 def test_a_folder_swapped_during_the_copy_is_the_users_doing(
     node: Node, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
 ) -> None:
-    from forestage import redirect
+    from forestage.cache import redirect
 
     node.configure(on_error="drain")
     path = node.put("alice/sub/image.sqsh")
@@ -352,7 +353,7 @@ def test_a_folder_swapped_during_the_copy_is_the_users_doing(
 def test_a_symlink_put_in_the_way_of_the_redirect_is_not_followed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from forestage import redirect
+    from forestage.cache import redirect
 
     path = node.put("alice/sub/image.sqsh")
     victim = node.put("bob/sub/image.sqsh", content(2), user=BOB, mode=0o600)

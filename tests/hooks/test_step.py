@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from forestage import hooks, redirect, trace
+from forestage import trace
+from forestage.cache import redirect
+from forestage.cache.lease import Use
 from forestage.clock import Clock
 from forestage.events import read
-from forestage.hooks import DRAIN, IMAGE_OPTION, Hook, _main
-from forestage.job import SAVE_OPTION, User
-from forestage.lease import Use
+from forestage.hooks import boundary
+from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
+from forestage.slurm.job import SAVE_OPTION
+from forestage.system.as_user import User
 from node import ALICE, BOB, HANGS, Node, content, until
 
 MIB = 1024 * 1024
@@ -27,14 +30,15 @@ MIB = 1024 * 1024
 HELPER = """
 import sys
 from pathlib import Path
-from forestage import places, step
+from forestage import paths
+from forestage.hooks import step
 step.EVERY = 3600.0  # however slow it is: nothing is said by the way
-real, root = places.Places, Path(sys.argv.pop())
-places.Places = lambda: real(root)
-from forestage.entry import main
+real, root = paths.Places, Path(sys.argv.pop())
+paths.Places = lambda: real(root)
+from forestage.cli.entry import main
 main()
 """
-BY_HAND = [sys.executable, "-Ic", "from forestage.entry import main; main()", "step"]
+BY_HAND = [sys.executable, "-Ic", "from forestage.cli.entry import main; main()", "step"]
 
 
 def environ(
@@ -429,7 +433,7 @@ def test_the_unexpected_is_an_answer_as_well(
     spank.configure(redirect="spank", on_error="drain")
     for name, value in environ(spank, 7, spank.put("alice/image.sqsh")).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("forestage.places.Places", lambda: spank.places)
+    monkeypatch.setattr("forestage.paths.Places", lambda: spank.places)
     monkeypatch.setattr(redirect, "binds", broken)
     assert _main("step") == 0
     assert capfd.readouterr().out == "leave\terror\n"
@@ -444,7 +448,7 @@ def test_an_answer_given_is_not_taken_back(
     path = spank.put("alice/image.sqsh")
     for name, value in environ(spank, 7, path).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("forestage.places.Places", lambda: spank.places)
+    monkeypatch.setattr("forestage.paths.Places", lambda: spank.places)
     monkeypatch.setattr(Hook, "_report", broken)
     assert _main("step") == 0
     assert capfd.readouterr().out == "\t".join(used(spank, path)) + "\n"
@@ -470,7 +474,7 @@ def test_typed_by_hand_it_says_whose_command_it_is(words: list[str]) -> None:
     ran = subprocess.run(
         [*BY_HAND, *words], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=False
     )
-    assert (ran.returncode, ran.stdout) == (hooks.USAGE, "")
+    assert (ran.returncode, ran.stdout) == (boundary.USAGE, "")
     assert ran.stderr.startswith("forestage: `step` is what forestage's SPANK plugin runs")
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from forestage import asuser, lock, redirect, sweep
+from forestage import sweep
+from forestage.cache import redirect
+from forestage.cache.lease import Use
+from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.job import User
-from forestage.lease import Use
-from forestage.node import Node as Here
-from forestage.slurm import Slurm, Told
+from forestage.slurm.queue import Slurm, Told
 from forestage.sweep import Swept
+from forestage.system import as_user, lock
+from forestage.system.as_user import User
 from node import ALICE, BOB, HANGS, Node, content, until
 
 _fork = multiprocessing.get_context("fork")
@@ -94,7 +96,7 @@ def test_what_hangs_is_told_by_the_mount_below_it(
     """So that the sweep waits for it once, and not for each owner's paths."""
 
     def hangs(binds: list[redirect.Bind], user: User) -> None:
-        raise asuser.TooSlow
+        raise as_user.TooSlow
 
     node.prolog(7, node.put("alice/a.sqsh"))
     (bind,) = redirect.binds(node.cache)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from forestage import evict, image, lock, mounts, request
+from forestage.cache import evict, image
 from forestage.clock import Clock, Deadline
-from forestage.hooks import DRAIN
-from forestage.job import User
+from forestage.hooks import image as request
+from forestage.hooks.boundary import DRAIN
+from forestage.system import lock, mounts
+from forestage.system.as_user import User
 from node import ALICE, BOB, Node, content, make_read_only, unmount
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from forestage import lock, trace, unredirect
+from forestage import trace, unredirect
+from forestage.cli.world import World
 from forestage.clock import Clock
+from forestage.system import lock
 from forestage.unredirect import Undone
-from forestage.world import World
 from node import BOB, Node, content
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage import mounts
+from forestage.system import mounts
 from node import ALICE, BOB, Node, content, read_as, until
 
 

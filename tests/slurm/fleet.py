@@ -18,8 +18,8 @@ from jobs import CACHE, CLI, HOOK_LOG, Site, hooked
 from spec import ALICE, REPO, STORE, ClusterSpec, Net
 
 from forestage import events
+from forestage.cache.part import missing_chunks
 from forestage.events import Event
-from forestage.part import missing_chunks
 
 MIB = 1 << 20
 EVENTS = "/var/log/forestage/events.jsonl"

@@ -17,11 +17,12 @@ from cluster import Cluster, ClusterError
 from host import wait_until
 from spec import ALICE, REPO, ClusterSpec, User
 
-from forestage import events, mounts
-from forestage.cache import Cache, Stored
+from forestage import events
+from forestage.cache.layout import Cache, Stored
+from forestage.cache.lease import Lease, Leases
+from forestage.cache.part import PROCESS_NAME
 from forestage.events import Outcome
-from forestage.lease import Lease, Leases
-from forestage.part import PROCESS_NAME
+from forestage.system import mounts
 
 CACHE = "/mnt/nvme/forestage"
 CLI = "/usr/lib/forestage/bin/forestage"

@@ -17,7 +17,7 @@ from jobs import RELEASE, Ran, Site
 from spec import ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
 
-from forestage.lease import Lease
+from forestage.cache.lease import Lease
 
 SLOW = 23  # seconds; Slurm loses a step at MessageTimeout + BatchStartTimeout, 20 by default
 TOLD = 40  # seconds; after 30 the user is told that it goes on

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from forestage.cache import Cache
+from forestage.cache.layout import Cache
 from forestage.proof import PROVEN
 
 Inode = tuple[int, int]  # device and number; a tmpfs never gives a number twice

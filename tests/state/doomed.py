@@ -21,8 +21,10 @@ from typing import Any, Literal
 
 from played import Ended
 
-from forestage import asuser, lock, mounts, stager, trace
-from forestage.cache import Cache
+from forestage import trace
+from forestage.cache.layout import Cache
+from forestage.stage import stager
+from forestage.system import as_user, lock, mounts
 from node import until
 
 Role = Literal["hook", "stager", "look"]
@@ -85,7 +87,7 @@ class _Watch:
         for name in ("mount", "umount"):
             setattr(mounts, name, self._counted(getattr(mounts, name)))
         stager._live = self._as("stager", stager._live)
-        asuser._answer = self._as("look", asuser._answer)
+        as_user._answer = self._as("look", as_user._answer)
 
     def passes(self) -> None:
         if self.role != self.doom.role:

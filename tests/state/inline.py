@@ -20,10 +20,12 @@ from typing import TypeVar
 import pytest
 from msgspec.structs import replace
 
-from forestage import asuser, lock, log, mounts, stager, trace
-from forestage.bring import Task
-from forestage.job import User
-from forestage.stager import Word
+from forestage import log, trace
+from forestage.stage import stager
+from forestage.stage.pipeline import Task
+from forestage.stage.stager import Word
+from forestage.system import as_user, lock, mounts
+from forestage.system.as_user import User
 
 T = TypeVar("T")
 
@@ -67,9 +69,9 @@ def expecting(mishap: Mishap | None) -> Iterator[None]:
 
 def without_processes(patch: pytest.MonkeyPatch) -> None:
     """From now on nothing is forked."""
-    patch.setattr(asuser, "become", _become)
-    patch.setattr(asuser, "acting", _acting)
-    patch.setattr(asuser, "ask", _ask)
+    patch.setattr(as_user, "become", _become)
+    patch.setattr(as_user, "acting", _acting)
+    patch.setattr(as_user, "ask", _ask)
     patch.setattr(stager, "start", _start)
     patch.setattr(mounts, "current", _current)
     patch.setattr(log, "say", lambda line, by_slurm: None)
@@ -105,12 +107,12 @@ def _sys(number: int, *arguments: object) -> None:
 
 
 def _ask(
-    work: Callable[[], asuser.Found[T]],
+    work: Callable[[], as_user.Found[T]],
     answer: type[T],
     timeout: float,
     keep: tuple[int, ...] = (),
 ) -> tuple[T, socket.socket]:
-    found: list[asuser.Found[T]] = []
+    found: list[as_user.Found[T]] = []
     failed: list[BaseException] = []
 
     def live() -> None:

@@ -16,11 +16,13 @@ from disk import Disk
 from model import MISSING, Seen, Source, Version
 
 from boot import Boot
-from forestage import evict, mounts, redirect, settings
+from forestage import settings
+from forestage.cache import evict, redirect
+from forestage.cache.image import identify
+from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.image import identify
-from forestage.node import Node as Here
+from forestage.system import mounts
 from node import Node
 
 NAMES = ("one", "two", "three")

@@ -13,9 +13,9 @@ from played import Shifted
 from promises import HOUR, Promises
 
 from forestage import entries, evictions, pins
-from forestage.job import User
+from forestage.cli.world import World
+from forestage.system.as_user import User
 from forestage.unredirect import unredirect
-from forestage.world import World
 from node import ALICE, BOB
 
 names = st.sampled_from(NAMES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from forestage.job import User
+from forestage.system.as_user import User
 from node import ALICE, BOB
 
 

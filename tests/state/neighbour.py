@@ -13,9 +13,9 @@ from pathlib import Path
 
 from played import Ended, Shifted, play
 
-from forestage.cache import Cache
-from forestage.lease import Leases
-from forestage.places import Places
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.paths import Places
 from node import Node
 from peering import SERVE, free_port
 

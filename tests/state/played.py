@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-import forestage.slurm
 from forestage import sweep
+from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.events import Outcome
-from forestage.hooks import Hook, nothing_to_do
-from forestage.job import Job
-from forestage.node import Node
-from forestage.places import Places
-from forestage.slurm import Told
+from forestage.hooks.boundary import Hook, nothing_to_do
+from forestage.paths import Places
+from forestage.slurm.job import Job
+from forestage.slurm.queue import Slurm as RealSlurm
+from forestage.slurm.queue import Told
 
 Name = Literal["prolog", "step", "epilog"]
 
@@ -94,9 +94,7 @@ class Slurm(NamedTuple):
 def swept(node: Node, jobs: frozenset[int], dry_run: bool) -> Ended:
     """`forestage sweep`, while Slurm knows these jobs; what it could not do is the error."""
     try:
-        done = sweep.sweep(
-            node, cast(forestage.slurm.Slurm, Slurm(jobs)), dry_run, lambda told: None
-        )
+        done = sweep.sweep(node, cast(RealSlurm, Slurm(jobs)), dry_run, lambda told: None)
     except Exception as error:
         return Ended(error=repr(error))
     bad = tuple(one.key for one in done.verified if one.result == "bad")

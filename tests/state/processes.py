@@ -15,7 +15,7 @@ from model import Seen
 from played import Ended, Shifted
 from promises import After, Work
 
-from forestage import lock
+from forestage.system import lock
 
 MIB = 1 << 20
 SOON = "300ms"  # how long a hook waits that may meet something stopped

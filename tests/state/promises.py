@@ -10,11 +10,11 @@ from lab import Lab
 from model import Job, Source, Stay, Version, allowed, owner_of, refusal
 from played import Ended, Name, Shifted, play, swept
 
-from forestage.cache import Stored, tree_bytes
+from forestage.cache.layout import Stored, tree_bytes
+from forestage.cache.space import SPARE
 from forestage.events import Outcome
-from forestage.hooks import IMAGE_OPTION
-from forestage.job import User
-from forestage.reserve import SPARE
+from forestage.hooks.boundary import IMAGE_OPTION
+from forestage.system.as_user import User
 from node import ALICE, BOB
 
 HOUR = 3600.0

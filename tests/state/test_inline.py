@@ -17,7 +17,7 @@ from played import Ended
 from promises import After, Work
 
 from forestage import trace
-from forestage.evict import evict_keys
+from forestage.cache.evict import evict_keys
 from node import Node
 
 STAGER = ("claimed", "reserved", "copied", "checked", "published")

@@ -10,15 +10,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import image, run
-from forestage.cache import Cache, Entry
+from forestage.cache import image
+from forestage.cache.image import Access, Identity, Image, Look
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.lease import Leases
+from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.image import Access, Identity, Image, Look
-from forestage.job import Hints, Job, User
-from forestage.lease import Leases
-from forestage.node import Node
-from forestage.places import Places
+from forestage.paths import Places
+from forestage.slurm.job import Hints, Job
+from forestage.system import run
+from forestage.system.as_user import User
 from forestage.units import Amount
 
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner

@@ -11,11 +11,11 @@ import pytest
 from commands import Site
 from forestage import activate, activation, edits
 from forestage.activate import Plan
-from forestage.cli_site import enable
+from forestage.cli.exits import Exit
+from forestage.cli.site import enable
 from forestage.errors import Failed, RefusedError
-from forestage.exits import Exit
-from forestage.places import Places
-from forestage.run import Ran
+from forestage.paths import Places
+from forestage.system.run import Ran
 
 # What admins write: a comment at the end, other settings, no line's end at the file's.
 CONF = "ClusterName=c  # ours\nPrologFlags=Alloc,DeferBatch\nNodeName=n[1-4] CPUs=8"
@@ -454,7 +454,7 @@ def test_where_systemd_runs_the_sweep_is_started_once_it_is_done(
         asked.append(argv[1:])
         return Ran(tuple(argv), ends, "", "Failed to connect to bus")
 
-    monkeypatch.setattr("forestage.run.run", systemctl)
+    monkeypatch.setattr("forestage.system.run.run", systemctl)
     run(slurm, tmp_path, "enable")
     assert asked == []
     slurm.places.etc.rename(tmp_path / "was")  # what Site made

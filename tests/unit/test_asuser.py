@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from forestage import asuser
 from forestage.errors import Failed
-from forestage.job import User
+from forestage.system import as_user
+from forestage.system.as_user import User
 from node import until
 
 NOBODY = User("", 65534, 65533)
@@ -32,10 +32,10 @@ class Facts(msgspec.Struct):
 def test_the_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
 
-    def work() -> asuser.Found[str]:
+    def work() -> as_user.Found[str]:
         return "found", [os.open(tmp_path / "a", os.O_RDONLY)]
 
-    value, (fd,) = asuser.call(work, str, TIMEOUT)
+    value, (fd,) = as_user.call(work, str, TIMEOUT)
     assert value == "found"
     assert os.read(fd, 100) == b"content"
     assert not os.get_inheritable(fd)
@@ -45,11 +45,11 @@ def test_the_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
 def test_only_effective_ids_and_groups_are_the_users(as_root: None) -> None:
     """With the real and saved ids the user could kill or trace a child that reads for the cache."""
 
-    def work() -> asuser.Found[Facts]:
-        asuser.become(NOBODY)
+    def work() -> as_user.Found[Facts]:
+        as_user.become(NOBODY)
         return Facts([*os.getresuid(), *os.getresgid()], os.getgroups()), []
 
-    facts, _ = asuser.call(work, Facts, TIMEOUT)
+    facts, _ = as_user.call(work, Facts, TIMEOUT)
     assert facts.ids == [0, 65534, 0, 0, 65533, 0]
     assert facts.groups == [65533]
 
@@ -59,31 +59,31 @@ def test_the_groups_of_the_user_are_those_of_the_name(
 ) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, len(name)])
 
-    def work() -> asuser.Found[list[int]]:
-        asuser.become(User("alice", 65534, 65533))
+    def work() -> as_user.Found[list[int]]:
+        as_user.become(User("alice", 65534, 65533))
         return os.getgroups(), []
 
-    assert sorted(asuser.call(work, list[int], TIMEOUT)[0]) == [5, 65533]
+    assert sorted(as_user.call(work, list[int], TIMEOUT)[0]) == [5, 65533]
 
 
 def test_the_hook_stays_what_it_was(as_root: None) -> None:
     before = os.getresuid(), os.getresgid(), os.getgroups()
 
-    def work() -> asuser.Found[None]:
-        asuser.become(NOBODY)
+    def work() -> as_user.Found[None]:
+        as_user.become(NOBODY)
         return None, []
 
-    asuser.call(work, type(None), TIMEOUT)
+    as_user.call(work, type(None), TIMEOUT)
     assert (os.getresuid(), os.getresgid(), os.getgroups()) == before
 
 
 def test_an_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
-    def work() -> asuser.Found[None]:
+    def work() -> as_user.Found[None]:
         os.open(tmp_path / "nothing", os.O_RDONLY)
         return None, []
 
     with pytest.raises(FileNotFoundError) as caught:
-        asuser.call(work, type(None), TIMEOUT)
+        as_user.call(work, type(None), TIMEOUT)
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename == str(tmp_path / "nothing")
 
@@ -92,10 +92,10 @@ def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
     """An ACL has up to 64 KiB, and more once it is written as JSON; one read gets less."""
     long = "x" * 200_000
 
-    def work() -> asuser.Found[str]:
+    def work() -> as_user.Found[str]:
         return long, [os.open(tmp_path, os.O_RDONLY)]
 
-    value, (fd,) = asuser.call(work, str, TIMEOUT)
+    value, (fd,) = as_user.call(work, str, TIMEOUT)
     os.close(fd)
     assert value == long
 
@@ -120,12 +120,12 @@ def test_a_path_is_reached_as_root_or_else_as_the_user(
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return opens(path, flags, *mode)
 
-    def work() -> asuser.Found[Reached]:
+    def work() -> as_user.Found[Reached]:
         os.open = server
-        fd = asuser.reach(str(tmp_path / "a"), NOBODY)
+        fd = as_user.reach(str(tmp_path / "a"), NOBODY)
         return Reached(os.readlink(f"/proc/self/fd/{fd}"), [os.geteuid(), os.getegid()]), []
 
-    reached, _ = asuser.call(work, Reached, TIMEOUT)
+    reached, _ = as_user.call(work, Reached, TIMEOUT)
     assert (reached.path, reached.ids) == (str(tmp_path / "a"), [0, 0])
 
 
@@ -139,12 +139,12 @@ def test_what_the_user_cannot_reach_either_is_an_error(as_root: None, tmp_path: 
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return opens(path, flags, *mode)
 
-    def work() -> asuser.Found[None]:
+    def work() -> as_user.Found[None]:
         os.open = server
-        return None, [asuser.reach(str(tmp_path / "a"), NOBODY)]
+        return None, [as_user.reach(str(tmp_path / "a"), NOBODY)]
 
     with pytest.raises(PermissionError):
-        asuser.call(work, type(None), TIMEOUT)
+        as_user.call(work, type(None), TIMEOUT)
 
 
 def _exits() -> Any:
@@ -166,7 +166,7 @@ def _recurses() -> Any:
 @pytest.mark.parametrize("work", [_exits, _dies, _raises, _recurses])
 def test_a_child_that_dies_without_an_answer_is_our_failure(work: Any) -> None:
     with pytest.raises(Failed) as caught:
-        asuser.call(work, type(None), TIMEOUT)
+        as_user.call(work, type(None), TIMEOUT)
     assert caught.value.reason == "helper"
 
 
@@ -174,7 +174,7 @@ def test_the_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
     """If it did, two processes would go on with the hook."""
     here = os.getpid()
     try:
-        asuser.call(_raises, type(None), TIMEOUT)
+        as_user.call(_raises, type(None), TIMEOUT)
     except BaseException:
         (tmp_path / str(os.getpid())).touch()
         if os.getpid() != here:
@@ -191,14 +191,14 @@ def test_a_child_that_hangs_is_left_after_the_timeout_and_killed() -> None:
         born.append(child)
         return child
 
-    def work() -> asuser.Found[None]:
+    def work() -> as_user.Found[None]:
         signal.pause()
         return None, []
 
     os.fork = noting
     try:
-        with pytest.raises(asuser.TooSlow):
-            asuser.call(work, type(None), 0.05)
+        with pytest.raises(as_user.TooSlow):
+            as_user.call(work, type(None), 0.05)
     finally:
         os.fork = fork
     until(lambda: _is_over(born[0]), "the end of a child that was killed")
@@ -213,8 +213,8 @@ def _is_over(child: int) -> bool:
 
 
 def test_a_hook_with_no_patience_left_does_not_wait_at_all() -> None:
-    with pytest.raises(asuser.TooSlow):
-        asuser.call(lambda: (signal.pause(), [])[::-1], type(None), 0.0)  # type: ignore[arg-type]
+    with pytest.raises(as_user.TooSlow):
+        as_user.call(lambda: (signal.pause(), [])[::-1], type(None), 0.0)  # type: ignore[arg-type]
 
 
 def test_a_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> N
     fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     kept = os.open(tmp_path / "kept", os.O_RDWR | os.O_CREAT)
 
-    def work() -> asuser.Found[list[str]]:
+    def work() -> as_user.Found[list[str]]:
         open_files = []
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -231,7 +231,7 @@ def test_a_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> N
                 continue
         return open_files, []
 
-    names, _ = asuser.call(work, list[str], TIMEOUT, keep=(kept,))
+    names, _ = as_user.call(work, list[str], TIMEOUT, keep=(kept,))
     os.close(fd)
     os.close(kept)
     assert str(tmp_path / "kept") in names
@@ -246,6 +246,6 @@ def test_a_call_leaks_no_descriptor() -> None:
     gc.collect()  # what earlier tests left open must not be closed in between
     before = sorted(os.listdir("/proc/self/fd"))
     for work in (lambda: (None, []), _raises, lambda: time.sleep(30)):
-        with contextlib.suppress(Failed, asuser.TooSlow):
-            asuser.call(work, type(None), 0.05)
+        with contextlib.suppress(Failed, as_user.TooSlow):
+            as_user.call(work, type(None), 0.05)
     assert sorted(os.listdir("/proc/self/fd")) == before

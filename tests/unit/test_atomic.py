@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage import atomic
+from forestage.system import atomic
 
 
 def test_a_file_is_written_replaced_and_private(tmp_path: Path) -> None:

@@ -13,18 +13,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import bring, copy, digest, events, evict, image, opened, reserve, stager
-from forestage.bring import Task
-from forestage.cache import Cache, Entry
-from forestage.chunks import Source
+from forestage import events
+from forestage.cache import digest, evict, image
+from forestage.cache import space as reserve
+from forestage.cache.image import Look
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.node import Node
+from forestage.cache.part import MAX_SHARED, Part, boot_id
 from forestage.config import Peering
 from forestage.errors import Declined, Failed
-from forestage.from_peers import Lender
-from forestage.image import Look
-from forestage.job import Job
-from forestage.node import Node
-from forestage.part import MAX_SHARED, Part, boot_id
-from forestage.stager import Word
+from forestage.slurm.job import Job
+from forestage.stage import engines, opened, pipeline, stager
+from forestage.stage.chunks import Source
+from forestage.stage.pipeline import Task
+from forestage.stage.stager import Word
+from forestage.stage.with_peers import Lender
 
 Looking = Callable[[Path], Look]
 CHUNK = 1 << 16
@@ -57,7 +60,7 @@ class During:
     """The chunks engine, and then something else; or that in its place."""
 
     def __init__(self, task: Task, then: Callable[[], None], copies: bool = True) -> None:
-        self.real = copy.engine(task.node.config)
+        self.real = engines.engine(task.node.config)
         self.then = then
         self.copies = copies
         self.calls = 0
@@ -202,7 +205,7 @@ def test_a_source_that_changes_during_the_copy_is_never_published(
     task: Task, source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
     engine = During(task, lambda: change(source))
-    monkeypatch.setattr(copy, "engine", lambda _: engine)
+    monkeypatch.setattr(engines, "engine", lambda _: engine)
     word = serve(task)
     assert (word.state, word.reason, word.ours) == ("failed", "changed", False)
     assert nothing_is_left(task.node.cache)
@@ -219,7 +222,7 @@ def test_a_copy_that_fails_because_the_user_changed_the_source_is_not_our_failur
         raise Failed("copy", "rsync: exit 23")
 
     engine = During(task, fail)
-    monkeypatch.setattr(copy, "engine", lambda _: engine)
+    monkeypatch.setattr(engines, "engine", lambda _: engine)
     word = serve(task)
     assert (word.state, word.reason, word.ours) == ("failed", "changed", False)
     assert nothing_is_left(task.node.cache)
@@ -230,7 +233,7 @@ def test_a_copy_of_another_size_is_never_published(
     task: Task, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     engine = During(task, lambda: os.truncate(task.part.image, size))
-    monkeypatch.setattr(copy, "engine", lambda _: engine)
+    monkeypatch.setattr(engines, "engine", lambda _: engine)
     word = serve(task)
     assert (word.state, word.reason, word.ours) == ("failed", "copy", True)
     assert nothing_is_published(task.node.cache)
@@ -243,10 +246,10 @@ def test_the_open_file_is_looked_at_as_well_as_the_path(
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
     seen = image.Seen(task.image.path, task.node.config.sources, 0, task.image)
     monkeypatch.setattr(image, "glance", lambda *_: (seen, socket.socket()))
-    bring._check_unchanged(task)
+    pipeline._check_unchanged(task)
     change(source)
     with pytest.raises(Declined) as caught:
-        bring._check_unchanged(task)
+        pipeline._check_unchanged(task)
     assert caught.value.reason == "changed"
 
 
@@ -263,7 +266,7 @@ def test_rights_that_the_cache_cannot_hold_are_not_left_out(
     def unable(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(bring, "_check_unchanged", lambda _: None)
+    monkeypatch.setattr(pipeline, "_check_unchanged", lambda _: None)
     monkeypatch.setattr(os, "setxattr", unable)
     word = serve(task)
     assert (word.reason, word.ours) == ("acl", False)
@@ -272,7 +275,7 @@ def test_rights_that_the_cache_cannot_hold_are_not_left_out(
 
 def claimed(task: Task, **changes: object) -> Part:
     """A part with all bytes but the first chunk, as a stager that was killed leaves it."""
-    owner = bring.claim(task)
+    owner = pipeline.claim(task)
     task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
     reserve.reserve(task.part, len(CONTENT), CHUNK, set(range(3)))
     task.part.image.write_bytes(b"y" * len(CONTENT))
@@ -283,13 +286,13 @@ def claimed(task: Task, **changes: object) -> Part:
 
 def test_a_killed_copy_is_resumed_from_its_map(task: Task) -> None:
     claimed(task)
-    owner = bring.claim(task)
+    owner = pipeline.claim(task)
     assert (owner.phase, owner.began, owner.pid) == ("queued", 0.0, os.getpid())
-    owner, source = bring.ready(task, owner, [])
+    owner, source = pipeline.ready(task, owner, [])
     assert owner.phase == "copying"
     assert owner.resumed == len(CONTENT) - CHUNK
     assert task.part.owner() == owner
-    bring.fetch(task, source, threading.Event())
+    pipeline.fetch(task, source, threading.Event())
     assert task.part.image.read_bytes() == CONTENT[:CHUNK] + b"y" * (len(CONTENT) - CHUNK)
 
 
@@ -318,7 +321,7 @@ def test_a_part_without_an_owner_is_begun_anew(task: Task) -> None:
 
 
 def test_who_copies_says_so_before_anything_else(task: Task) -> None:
-    owner = bring.claim(task)
+    owner = pipeline.claim(task)
     assert task.part.owner() == owner
     assert (owner.pid, owner.boot, owner.job) == (os.getpid(), boot_id(), 7)
     assert (owner.image, owner.chunk, owner.engine) == (task.image, CHUNK, "chunks")
@@ -345,7 +348,7 @@ def test_space_taken_by_others_in_between_is_looked_for_once_more(
     monkeypatch.setattr(reserve, "allocate", full_once)
     monkeypatch.setattr(evict, "make_room", noting)
     evicted: list[str] = []
-    _, source = bring.ready(task, bring.claim(task), evicted)
+    _, source = pipeline.ready(task, pipeline.claim(task), evicted)
     assert rooms == [len(CONTENT)] * 2
     assert evicted == ["victim"] * 2
     assert source.size == len(CONTENT)
@@ -367,7 +370,7 @@ def test_a_disk_without_space_is_told_before_a_byte_is_copied(
         raise OSError(number, os.strerror(number))
 
     engine = During(task, lambda: None)
-    monkeypatch.setattr(copy, "engine", lambda _: engine)
+    monkeypatch.setattr(engines, "engine", lambda _: engine)
     monkeypatch.setattr(reserve, "allocate", full)
     word = serve(task)
     assert (word.state, word.reason, word.ours) == ("failed", reason, ours)
@@ -387,7 +390,7 @@ def test_what_is_reserved_already_is_not_asked_for_again(
 
     monkeypatch.setattr(evict, "make_room", noting)
     for _ in range(2):
-        bring.ready(task, bring.claim(task), [])
+        pipeline.ready(task, pipeline.claim(task), [])
     assert asked == [len(CONTENT), 0]
 
 
@@ -407,8 +410,8 @@ def test_the_source_settles_before_it_is_opened_for_the_copy(
     monkeypatch.setattr(opened, "settling", lambda wanted, now: 1.5)
     monkeypatch.setattr(task.node.clock, "sleep", done.append)
     monkeypatch.setattr(opened, "open_source", lambda *_: done.append("open"))
-    monkeypatch.setattr(bring, "_reserve", lambda *_: done.append("reserve"))
-    bring.ready(task, bring.claim(task), [])
+    monkeypatch.setattr(pipeline, "_reserve", lambda *_: done.append("reserve"))
+    pipeline.ready(task, pipeline.claim(task), [])
     assert done == [1.5, "open", "reserve"]
 
 
@@ -445,7 +448,7 @@ def test_what_came_from_other_nodes_is_on_record_and_nothing_of_it_stays(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lending = Lending()
-    monkeypatch.setattr(bring, "_peers", lambda task: lending)
+    monkeypatch.setattr(pipeline, "_peers", lambda task: lending)
     assert serve(task) == Word("published")
     (event,) = events.read(task.node.places.events)
     assert event.outcome.from_peers == event.outcome.bytes == len(CONTENT)
@@ -468,11 +471,11 @@ def test_peers_are_not_asked_for_more_chunks_than_they_can_tell_of(
     lending = Lending()
     said: list[str] = []
     monkeypatch.setattr("forestage.peers.Peers.of", lambda *_: lending)
-    monkeypatch.setattr(bring.log, "say", lambda line, by_slurm: said.append(line))
+    monkeypatch.setattr(pipeline.log, "say", lambda line, by_slurm: said.append(line))
     config = msgspec.structs.replace(task.node.config, chunk_size=1, peers=Peering(enabled=True))
     identity = msgspec.structs.replace(task.image.identity, size=count)
     image = msgspec.structs.replace(task.image, identity=identity)
     looked = msgspec.structs.replace(task.looked, image=image)
     node = msgspec.structs.replace(task.node, config=config)
-    found = bring._peers(Task(node, task.job, looked))
+    found = pipeline._peers(Task(node, task.job, looked))
     assert (found is lending, len(said)) == (helped, 0 if helped else 1)

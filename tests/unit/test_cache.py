@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import cache as module
-from forestage import mounts
-from forestage.cache import Cache, Entry, tree_bytes
+from forestage.cache import layout as module
+from forestage.cache.image import Access, Image
+from forestage.cache.layout import Cache, Entry, tree_bytes
 from forestage.errors import Failed
-from forestage.image import Access, Image
-from forestage.mounts import Mount
+from forestage.system import mounts
+from forestage.system.mounts import Mount
 
 Publish = Callable[[Image], Entry]
 Make = Callable[..., Image]

@@ -16,9 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from commands import Frozen
-from forestage import asuser, check_disk, check_sources
-from forestage.cli import World, main
+from forestage import check_disk, check_sources
+from forestage.cli.main import World, main
 from forestage.finding import Code, Finding, Level, worst
+from forestage.system import as_user
 from goodnode import COMPANION, RELEASE, REPO, GoodNode, words
 
 G = 1 << 30
@@ -632,9 +633,9 @@ def test_a_source_that_a_user_cannot_read_is_told(
     node: GoodNode, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call(*_: object) -> object:
-        raise PermissionError(13, "no") if state == "denied" else asuser.TooSlow("no answer")
+        raise PermissionError(13, "no") if state == "denied" else as_user.TooSlow("no answer")
 
-    monkeypatch.setattr(asuser, "call", call)
+    monkeypatch.setattr(as_user, "call", call)
     node.use("/lustre/a.sqsh", 1)
     assert node.ids() == [f"source-{state}"]
 
@@ -647,7 +648,7 @@ def test_a_source_of_another_group_is_no_finding(
     def call(*_: object) -> object:
         raise PermissionError(13, "no")
 
-    monkeypatch.setattr(asuser, "call", call)
+    monkeypatch.setattr(as_user, "call", call)
     node.use("/lustre2/a.sqsh", 1)
     assert node.ids() == []
 
@@ -655,8 +656,8 @@ def test_a_source_of_another_group_is_no_finding(
 def test_whether_a_user_may_enter_a_source_is_tried_as_that_user(
     tmp_path: Path, as_root: None
 ) -> None:
-    from forestage.files import Files
-    from forestage.job import User
+    from forestage.system.as_user import User
+    from forestage.system.tree import Files
 
     for above in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         above.chmod(above.stat().st_mode | 0o011)
@@ -713,11 +714,11 @@ def test_nobody_is_asked_about_a_file_system_that_hangs(
     node: GoodNode, lfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call(*_: object) -> object:
-        raise asuser.TooSlow("no answer")
+        raise as_user.TooSlow("no answer")
 
     asked = lfs("echo 1")
     node.use("/lustre/a.sqsh", G)
-    monkeypatch.setattr(asuser, "call", call)
+    monkeypatch.setattr(as_user, "call", call)
     assert "source-hangs" in node.ids()
     assert asked.read_text() == ""
 
@@ -845,7 +846,7 @@ def invoke(node: GoodNode, *args: str) -> tuple[int, str]:
 @pytest.fixture
 def as_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sources are looked at as who runs the test: pytest's folders are closed to others."""
-    monkeypatch.setattr(asuser, "become", lambda user: None)
+    monkeypatch.setattr(as_user, "become", lambda user: None)
 
 
 def test_the_command_ends_as_nagios_wants_it(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage import child
+from forestage.system import child
 
 SPOTS = ("freezer", "memory", "unified", "")
 

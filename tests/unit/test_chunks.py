@@ -20,11 +20,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forestage import buffers, chunks, digest, reserve, throttle, trace
-from forestage.chunks import BLOCK, READ_TRIES, Source, Stopped, Truncated, Tuning
+from forestage import trace
+from forestage.cache import digest
+from forestage.cache import space as reserve
+from forestage.cache.part import Part, missing_chunks
 from forestage.errors import Failed
-from forestage.part import Part, missing_chunks
-from forestage.throttle import Throttle
+from forestage.stage import buffers, chunks, throttle
+from forestage.stage.chunks import BLOCK, READ_TRIES, Source, Stopped, Truncated, Tuning
+from forestage.stage.throttle import Throttle
 
 CHUNK = 4 * BLOCK
 TUNING = Tuning(threads=3, chunk=CHUNK)

@@ -19,17 +19,18 @@ import pytest
 from click.testing import CliRunner
 
 from commands import CHUNK, NOW, Site
-from forestage import copies, lock, trace
-from forestage.cache import Entry
-from forestage.cli import World, main
+from forestage import copies, trace
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Entry
+from forestage.cache.lease import Lease, Use
+from forestage.cache.part import ENTRY_BYTES, Owner
+from forestage.cli.exits import Exit
+from forestage.cli.main import World, main
 from forestage.clock import Clock
 from forestage.copies import Copy, Found, Snapshot, bars, jobs, lines, state, table, under_way
-from forestage.exits import Exit
-from forestage.image import Access, Identity, Image
-from forestage.job import User
-from forestage.lease import Lease, Use
-from forestage.part import ENTRY_BYTES, Owner
-from forestage.screen import Piece, write
+from forestage.system import lock
+from forestage.system.as_user import User
+from forestage.system.terminal import Piece, write
 from node import Node, content, until
 
 MIB = 1 << 20
@@ -215,8 +216,8 @@ def test_a_cache_that_must_not_be_used_ends_the_watch(site: Site) -> None:
 
 
 SHELL = (
-    "from pathlib import Path; from forestage.cli import *;"
-    "from forestage.places import Places; from forestage.clock import Clock;"
+    "from pathlib import Path; from forestage.cli.main import *;"
+    "from forestage.paths import Places; from forestage.clock import Clock;"
     "main(['status', '--watch'], obj=World(Places(Path({!r})), Clock()))"
 )
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import chunks, copy, digest, run
-from forestage.chunks import Source, Stopped, Tuning
+from forestage.cache import digest
+from forestage.cache.part import Part, chunk_count, missing_chunks
 from forestage.config import Config
-from forestage.copy import Chunks, Engine, Rsync
 from forestage.errors import Failed
-from forestage.part import Part, chunk_count, missing_chunks
+from forestage.stage import chunks
+from forestage.stage import engines as copy
+from forestage.stage.chunks import Source, Stopped, Tuning
+from forestage.stage.engines import Chunks, Engine, Rsync
+from forestage.system import run
 
 CHUNK = 1 << 20
 TUNING = Tuning(threads=2, chunk=CHUNK)

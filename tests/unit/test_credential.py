@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import credential, run
+from forestage import credential
 from forestage.credential import CHALLENGE_SECONDS, Challenges, KeyFile, Munge, Refused
 from forestage.errors import PeerError
+from forestage.system import run
 
 OURS = KeyFile(b"a" * 32)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.deadline import SAFE, UNKNOWN, Limits, limits, patience, read, step_patience
+from forestage.slurm.timeouts import SAFE, UNKNOWN, Limits, limits, patience, read, step_patience
 
 BOTH = "PrologFlags=Alloc,DeferBatch"
 

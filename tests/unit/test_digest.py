@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import digest
-from forestage.digest import MISSING, UNKNOWN, of_chunk, of_image, split
-from forestage.part import ENTRY_BYTES
+from forestage.cache import digest
+from forestage.cache.digest import MISSING, UNKNOWN, of_chunk, of_image, split
+from forestage.cache.part import ENTRY_BYTES
 
 
 def test_digests_are_the_same_in_every_release() -> None:

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from forestage.cache import Entry, Stored
+from forestage.cache.evict import Goal, Room, plan
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Entry, Stored
+from forestage.cache.lease import Lease, Use
 from forestage.entries import Item, items_of, pick
-from forestage.evict import Goal, Room, plan
-from forestage.exits import NotFound
-from forestage.image import Access, Identity, Image
-from forestage.job import User
-from forestage.lease import Lease, Use
-from forestage.source import compared
+from forestage.errors import NotFound
+from forestage.stage.source import compared
+from forestage.system.as_user import User
 
 
 def stored(key: str, path: str = "/a", created: float = 1.0, used: float = 1.0) -> Stored:

@@ -8,15 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import epilog, lock, redirect, stage
-from forestage.cache import Cache, Entry
+from forestage.cache import redirect
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.node import Node
 from forestage.config import Config
-from forestage.deadline import UNKNOWN, Limits
-from forestage.image import Image
-from forestage.job import Job
+from forestage.hooks import epilog
 from forestage.kinds import OnDeadline
-from forestage.lease import Lease, Leases, Use
-from forestage.node import Node
+from forestage.slurm.job import Job
+from forestage.slurm.timeouts import UNKNOWN, Limits
+from forestage.stage import wait
+from forestage.system import lock
 from forestage.units import Amount
 
 
@@ -150,7 +153,7 @@ def test_the_copies_of_a_job_that_ended_stop_where_the_admin_wants_that(
         assert leases.read(job) is None, "its own lease would keep the copy going"
         keys.append(key)
 
-    monkeypatch.setattr(stage, "abort", noting)
+    monkeypatch.setattr(wait, "abort", noting)
     config = msgspec.structs.replace(config, on_deadline=on_deadline)
     assert ended(node, asking, config) == ("released", "")
     assert keys == stopped

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from forestage import events
 from forestage.events import Event, Outcome, append, read, summary
-from forestage.job import Hints, Job, User
+from forestage.slurm.job import Hints, Job
+from forestage.system.as_user import User
 from forestage.units import MAX_TOLD, printable
 
 JOB = Job(

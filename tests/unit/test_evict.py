@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import evict, lock
-from forestage.cache import Cache, Entry, Stored
+from forestage.cache import evict
+from forestage.cache.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache, Entry, Stored
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.part import Owner, boot_id
 from forestage.config import Config
 from forestage.errors import Declined
-from forestage.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
-from forestage.image import Access, Identity, Image
-from forestage.job import User
-from forestage.lease import Lease, Leases, Use
-from forestage.part import Owner, boot_id
+from forestage.system import lock
+from forestage.system.as_user import User
 from forestage.units import Amount
 
 NO_LIMIT = 10**12

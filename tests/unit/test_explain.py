@@ -8,15 +8,16 @@ from typing import Any, get_args
 
 import pytest
 
-from forestage import explain, image
+from forestage import explain
+from forestage.cache import image
+from forestage.cache.lease import Lease, Use
 from forestage.entries import Holder, Leased
+from forestage.errors import NotFound
 from forestage.events import Event, Hook, Outcome, Result
-from forestage.exits import NotFound
+from forestage.events.reasons import REASONS
 from forestage.explain import pieces, sentences, story
-from forestage.job import User
-from forestage.lease import Lease, Use
-from forestage.reasons import REASONS
-from forestage.screen import Line, write
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, write
 
 SOURCE = Path(explain.__file__).parent
 NOW = 1_800_000_000.0
@@ -41,7 +42,7 @@ def told(*events: Event, lease: Lease | None = None) -> str:
 
 def test_every_reason_that_the_code_can_give_has_its_words() -> None:
     found = {image.declined_by(OSError(n, ""), "/x").reason for n in errno.errorcode}
-    for file in SOURCE.glob("*.py"):
+    for file in SOURCE.rglob("*.py"):
         text = file.read_text()
         if "refusal import Failed" in text:  # why a peer gave no chunk is the engine's affair
             continue

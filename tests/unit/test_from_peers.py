@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import chunks, digest, from_peers, reserve
 from forestage.asks import Policy
-from forestage.chunks import Source, Tuning
-from forestage.part import Part, missing_chunks
+from forestage.cache import digest, space
+from forestage.cache.part import Part, missing_chunks
 from forestage.refusal import Failed, Why
 from forestage.shares import Shares
+from forestage.stage import chunks, with_peers
+from forestage.stage.chunks import Source, Tuning
 
 CHUNK = 4 * chunks.BLOCK
 TUNING = Tuning(threads=2, chunk=CHUNK)
@@ -77,8 +78,8 @@ class Pair:
         self.source = Source(self.fd, None, SIZE)
         self.part = Part(folder / "key")
         self.part.directory.mkdir()
-        found = reserve.data_chunks(self.fd, SIZE, CHUNK)
-        reserve.reserve(self.part, SIZE, CHUNK, found)
+        found = space.data_chunks(self.fd, SIZE, CHUNK)
+        space.reserve(self.part, SIZE, CHUNK, found)
         self.read: list[int] = []
         self.reading: Callable[[int], None] = lambda number: None
         real = chunks.read_piece
@@ -92,7 +93,7 @@ class Pair:
 
     def copy(self, fake: Fake, stop: threading.Event | None = None) -> int:
         stop = stop or threading.Event()
-        return from_peers.copy(self.source, self.part, TUNING, stop, fake, 3)
+        return with_peers.copy(self.source, self.part, TUNING, stop, fake, 3)
 
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
@@ -112,7 +113,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is busy a second is soon over, and then nobody is hoped for any more."""
-    real = from_peers.policy
+    real = with_peers.policy
 
     def policy(threads: int, downloads: int, nodes: int) -> Policy:
         found = real(threads, downloads, nodes)
@@ -120,7 +121,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
             found, probe=600.0, grace=600.0, patience=600.0, longest=600.0, hung=600.0
         )
 
-    monkeypatch.setattr(from_peers, "policy", policy)
+    monkeypatch.setattr(with_peers, "policy", policy)
 
 
 def everything() -> int:
@@ -236,8 +237,8 @@ def test_holes_are_asked_of_nobody(tmp_path: Path, pair: Pair) -> None:
     assert (pair.read, fake.asked) == ([], [])
 
 
-def run_of(pair: Pair, fake: Fake) -> from_peers.Shared:
-    return from_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake, 3)
+def run_of(pair: Pair, fake: Fake) -> with_peers.Shared:
+    return with_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake, 3)
 
 
 def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None:
@@ -246,7 +247,7 @@ def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> No
     run = run_of(pair, fake)
     begun, ended = threading.Event(), threading.Event()
     number = min(set(range(COUNT)) - share())
-    liar, honest = from_peers.Ask(number, "b"), from_peers.Ask(number, "c")
+    liar, honest = with_peers.Ask(number, "b"), with_peers.Ask(number, "c")
 
     def before(peer: str, number: int) -> None:
         if peer == "b":
@@ -272,14 +273,14 @@ def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> No
 
 
 def bytes_of(size: int) -> memoryview:
-    return from_peers.buffers.piece(size)
+    return with_peers.buffers.piece(size)
 
 
 def test_a_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["b"] = "wrong"
     run = run_of(pair, fake)
-    ask = from_peers.Ask(3, "b")
+    ask = with_peers.Ask(3, "b")
     run.supply.asks[ask] = 0.0
     run.guards[3] = threading.Lock()
     run._bring(ask, bytes_of(CHUNK), True)
@@ -299,4 +300,4 @@ def test_how_much_came_from_peers_can_be_seen_meanwhile(pair: Pair, patient: Non
 
 @pytest.mark.parametrize(("nodes", "at_once"), [(1, 4), (4, 4), (8, 2), (16, 1), (9999, 1)])
 def test_many_nodes_read_one_chunk_at_a_time(nodes: int, at_once: int) -> None:
-    assert from_peers.policy(4, 8, nodes).at_once == at_once
+    assert with_peers.policy(4, 8, nodes).at_once == at_once

@@ -14,15 +14,17 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from forestage import digest, records, resume
-from forestage.cache import Cache, Entry
+from forestage.cache import digest
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.lease import Lease, Use
+from forestage.cache.part import Owner, Part, chunk_count, done_bytes
 from forestage.config import Config
 from forestage.counters import Given
 from forestage.events import Event
-from forestage.image import Access, Identity, Image
-from forestage.job import User
-from forestage.lease import Lease, Use
-from forestage.part import Owner, Part, chunk_count, done_bytes
+from forestage.stage import resume
+from forestage.system import records
+from forestage.system.as_user import User
 
 IMAGE = Image(Identity("/lustre/a.sqsh", 1, 5, 10, 20), Access(0, 0, 0o644, b"acl"))
 RECORDS: list[msgspec.Struct] = [

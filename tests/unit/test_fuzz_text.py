@@ -14,14 +14,19 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from forestage import address, asuser, config, events, image, request, settings, stager
-from forestage.bring import Task
+from forestage import address, config, events, settings
+from forestage.cache import image
+from forestage.cache.image import Image, Look
+from forestage.cache.node import Node
+from forestage.cache.part import Owner
 from forestage.errors import ConfigError, Declined, JobError
 from forestage.events import Outcome
-from forestage.image import Image, Look
-from forestage.job import IMAGE_OPTION, SAVE_OPTION, Job, User, read_hints
-from forestage.node import Node
-from forestage.part import Owner
+from forestage.hooks import image as request
+from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job, read_hints
+from forestage.stage import stager
+from forestage.stage.pipeline import Task
+from forestage.system import as_user
+from forestage.system.as_user import User
 from forestage.units import Amount, parse_duration, parse_share, parse_size
 
 # What the environment of a process can hold: any bytes but NUL, as Python decodes them.
@@ -119,11 +124,11 @@ def test_a_hint_asks_for_nothing_that_is_not_in_it(comment: str) -> None:
 def test_an_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
     """A child that died over a name would be our failure, which may drain the node."""
 
-    def work() -> asuser.Found[None]:
+    def work() -> as_user.Found[None]:
         raise OSError(2, "No such file", name)
 
     with pytest.raises(FileNotFoundError) as caught:
-        asuser.call(work, type(None), 10.0)
+        as_user.call(work, type(None), 10.0)
     # As bytes: two pieces that are no text may be text together.
     assert os.fsencode(caught.value.filename or "") == os.fsencode(name)
 

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from forestage import events, hooks
-from forestage.cache import Entry
-from forestage.hooks import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
-from forestage.image import Image, Look
-from forestage.job import User
-from forestage.places import Places
+from forestage import events
+from forestage.cache.image import Image, Look
+from forestage.cache.layout import Entry
+from forestage.hooks import boundary
+from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
+from forestage.paths import Places
+from forestage.system.as_user import User
 
 END = """
 import atexit, sys
 from forestage import hooks
+from forestage.hooks import boundary
 atexit.register(print, "taken apart")
 def body(name):
     BODY
-hooks._main = body
+boundary._main = body
 try:
     hooks.main("prolog")
 finally:
@@ -117,7 +119,7 @@ def test_whatever_rises_ends_in_one_line_and_0_unless_the_admin_wants_a_drain(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv(IMAGE_OPTION, "/a")
     monkeypatch.delenv("SLURM_SCRIPT_CONTEXT", raising=False)
-    assert hooks._main("prolog") == code
+    assert boundary._main("prolog") == code
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("forestage: prolog job=7 result=failed reason=RuntimeError at=")
     assert "test_hooks.py:" in line
@@ -127,17 +129,18 @@ def test_whatever_rises_ends_in_one_line_and_0_unless_the_admin_wants_a_drain(
 
 HIT = """
 import sys, time
-from forestage.hooks import Hook
+from forestage.hooks.boundary import Hook
 from pathlib import Path
 forks = []
 sys.addaudithook(lambda event, args: forks.append(event) if event == "os.fork" else None)
 start = time.monotonic()
 from forestage.clock import Clock
-from forestage.places import Places
+from forestage.paths import Places
 code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
 heavy = {"subprocess", "xxhash", "concurrent.futures", "threading.local", "rich", "click"}
-heavy |= {f"forestage.{name}" for name in ("bring", "stager", "chunks", "copy", "run", "evict")}
-heavy |= {f"forestage.{name}" for name in ("digest", "reserve", "epilog", "step", "cli", "screen")}
+heavy |= {f"forestage.{name}" for name in ("stage.pipeline", "stage.stager", "stage.chunks")}
+heavy |= {f"forestage.{name}" for name in ("stage.engines", "system.run", "cache.evict")}
+heavy |= {f"forestage.{name}" for name in ("cache.digest", "cache.space", "hooks.epilog", "hooks.step", "cli")}
 print(code, sorted(heavy & set(sys.modules)), len(forks))
 """
 

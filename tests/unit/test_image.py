@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import asuser, image
-from forestage.errors import Declined, Failed
-from forestage.image import (
+from forestage.cache import image
+from forestage.cache.image import (
     Access,
     Identity,
     Image,
@@ -26,7 +25,10 @@ from forestage.image import (
     judge,
     wanted_path,
 )
-from forestage.job import Asked, User
+from forestage.errors import Declined, Failed
+from forestage.slurm.job import Asked
+from forestage.system import as_user
+from forestage.system.as_user import User
 
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
 
@@ -279,5 +281,5 @@ def test_a_look_at_a_file_system_that_hangs_comes_back(
             signal.pause()
 
     monkeypatch.setattr(image, "_see", hanging)
-    with pytest.raises(asuser.TooSlow):
+    with pytest.raises(as_user.TooSlow):
         image.look(str(shared / "a"), me, [str(shared)], [], 0.05)

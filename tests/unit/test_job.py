@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.errors import JobError
-from forestage.job import (
+from forestage.slurm.job import (
     IMAGE_OPTION,
     MAX_HINTED,
     MAX_PROBLEMS,
@@ -15,9 +15,9 @@ from forestage.job import (
     Asked,
     Hints,
     Job,
-    User,
     read_hints,
 )
+from forestage.system.as_user import User
 from forestage.units import MAX_TOLD
 
 ENVIRON = {

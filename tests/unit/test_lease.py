@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forestage.cache.lease import Lease, Leases, Use
 from forestage.errors import Failed
-from forestage.job import User
-from forestage.lease import Lease, Leases, Use
+from forestage.system.as_user import User
 
 ALICE = User("alice", 1000, 100)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage import lock, mounts
+from forestage.system import lock, mounts
 
 
 def test_a_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:

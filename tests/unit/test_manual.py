@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from forestage.cli import main
+from forestage.cli.main import main
 from forestage.config import KEYS
 
 REPO = Path(__file__).parents[2]

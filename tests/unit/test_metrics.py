@@ -15,14 +15,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from commands import Site
-from forestage import atomic, events, lock, metrics
-from forestage.cache import Cache
+from forestage import events, metrics
+from forestage.cache.layout import Cache
+from forestage.cli.exits import Exit
 from forestage.clock import Clock
 from forestage.events import Event, Outcome, append
-from forestage.exits import Exit
+from forestage.events.reasons import REASONS
 from forestage.metrics import Facts
-from forestage.places import Places
-from forestage.reasons import REASONS
+from forestage.paths import Places
+from forestage.system import atomic, lock
 from forestage.tally import Tally
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import mounts
-from forestage.mounts import Mount, binds_from, holder, listed
+from forestage.system import mounts
+from forestage.system.mounts import Mount, binds_from, holder, listed
 
 TABLE = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import opened
-from forestage.chunks import Source, Unreadable
+from forestage.cache.image import Identity, Image, Look
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.image import Identity, Image, Look
-from forestage.opened import COARSE_TICK_NS, FINE_TICK_NS, SKEW_NS
+from forestage.stage import opened
+from forestage.stage.chunks import Source, Unreadable
+from forestage.stage.opened import COARSE_TICK_NS, FINE_TICK_NS, SKEW_NS
 
 SECOND = 1_000_000_000
 NOW = 1_700_000_000

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage import pack, run
-from forestage.exits import Exit
+from forestage import pack
+from forestage.cli.exits import Exit
+from forestage.system import run
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from forestage.config import Config
-from forestage.places import Places
+from forestage.paths import Places
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGING = REPO / "packaging"
@@ -114,7 +114,7 @@ def test_a_node_without_forestage_does_not_tell_its_last_state_for_ever(
         ("/usr/lib/forestage/bin/forestage", "true"),
         ("/usr/lib/forestage/bin/python3", sys.executable),
         ("/run/", f"{tmp_path}/run/"),
-        ("places.Places().etc", f'places.Path("{etc}")'),
+        ("paths.Places().etc", f'paths.Path("{etc}")'),
         ('"$textfile" ||', f'"{tmp_path}$textfile" ||'),
     ):
         assert old in script

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.image import Access, Image
-from forestage.part import (
+from forestage.cache.image import Access, Image
+from forestage.cache.part import (
     ENTRY_BYTES,
     Owner,
     Part,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.files import Files
-from forestage.plugstack import Plugin, read
+from forestage.slurm.plugstack import Plugin, read
+from forestage.system.tree import Files
 
 
 def plugins(root: Path, path: str) -> list[Plugin]:

@@ -10,8 +10,8 @@ import pytest
 
 from commands import Site
 from forestage import check_striping, publish
+from forestage.cli.exits import Exit
 from forestage.errors import Failed
-from forestage.exits import Exit
 
 DATA = bytes(range(256)) * 300
 LUSTRE = "1 0 0:1 / / rw - ext4 /dev/sda rw\n2 1 0:2 / {} rw - lustre ost@tcp:/fs rw\n"

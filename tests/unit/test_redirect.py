@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import mounts, redirect
-from forestage.cache import Cache, Entry
+from forestage.cache import redirect
+from forestage.cache.image import Image, Look
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.redirect import Bind, next_step, stale, unneeded
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
-from forestage.image import Image, Look
-from forestage.job import User
-from forestage.lease import Lease, Leases, Use
-from forestage.mounts import Mount
-from forestage.places import Places
-from forestage.redirect import Bind, next_step, stale, unneeded
+from forestage.paths import Places
+from forestage.system import mounts
+from forestage.system.as_user import User
+from forestage.system.mounts import Mount
 
 
 def bind(path: str, key: str) -> Bind:
@@ -93,7 +94,7 @@ def test_a_bind_of_anything_but_a_live_entry_has_no_key(
 
 
 def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me: User) -> None:
-    monkeypatch.setattr(redirect.asuser, "call", None)
+    monkeypatch.setattr(redirect.as_user, "call", None)
     redirect.take_off([], me)
 
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from forestage import report as work
 from forestage import report_sums
-from forestage.cli import main
+from forestage.cli.exits import Exit
+from forestage.cli.main import main
+from forestage.cli.world import World
 from forestage.clock import Clock
 from forestage.events import Event, Hook, Outcome
-from forestage.exits import Exit
-from forestage.places import Places
+from forestage.paths import Places
 from forestage.report import DAY, HOUR, PERIODS, Report, fitting, periods
 from forestage.report_logs import Read
 from forestage.report_sums import OTHERS, QUARTER, Slot, Spread, Sums, Window
-from forestage.world import World
 
 GIB = 1 << 30
 NOW = 1_800_000_000.0

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forestage import reserve
-from forestage.part import ENTRY_BYTES, Part
+from forestage.cache import space
+from forestage.cache.part import ENTRY_BYTES, Part
 
 CHUNK = 64 * 1024
 BLOCK = 4096
@@ -51,7 +51,7 @@ def test_the_chunks_with_data_are_told_from_the_holes(
     os.truncate(source, size)
     for start in data:
         os.pwrite(source, b"x" * min(BLOCK, size - start), start)
-    assert reserve.data_chunks(source, size, CHUNK) == found
+    assert space.data_chunks(source, size, CHUNK) == found
 
 
 @settings(
@@ -65,7 +65,7 @@ def test_no_byte_is_taken_for_a_hole(source: int, blocks: set[int], size: int, c
     written = {block * BLOCK for block in blocks if block * BLOCK < size}
     for start in written:
         os.pwrite(source, b"x", start)
-    found = reserve.data_chunks(source, size, chunk)
+    found = space.data_chunks(source, size, chunk)
     assert {start // chunk for start in written} <= found
     assert found <= set(range(-(-size // chunk)))
 
@@ -80,11 +80,11 @@ def test_a_file_system_that_cannot_tell_has_no_holes(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "lseek", unable)
-    assert reserve.data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
+    assert space.data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
 
 
 def test_the_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
-    reserve.reserve(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
+    space.reserve(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
     assert part.image.stat().st_size == 3 * CHUNK + 5
     assert part.allocated() >= 3 * CHUNK + 5
     assert part.digests() == bytes(4 * 16)
@@ -93,27 +93,27 @@ def test_the_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
 
 def test_holes_take_no_space(part: Part) -> None:
     size = 1000 * CHUNK
-    reserve.reserve(part, size, CHUNK, {1, 2, 500})
+    space.reserve(part, size, CHUNK, {1, 2, 500})
     assert part.image.stat().st_size == size
     assert 3 * CHUNK <= part.allocated() < 4 * CHUNK
     fd = os.open(part.image, os.O_RDONLY)
-    assert reserve.data_chunks(fd, size, CHUNK) <= {1, 2, 500}
+    assert space.data_chunks(fd, size, CHUNK) <= {1, 2, 500}
     os.close(fd)
 
 
 def test_a_file_of_nothing_but_a_hole_is_one_too(part: Part) -> None:
-    reserve.reserve(part, 1 << 40, CHUNK * 1024, set())
+    space.reserve(part, 1 << 40, CHUNK * 1024, set())
     assert (part.image.stat().st_size, part.allocated()) == (1 << 40, 0)
 
 
 def test_what_is_in_already_stays(part: Part) -> None:
-    reserve.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    space.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
     with part.image.open("r+b") as file:
         file.write(b"first")
     with part.map.open("r+b") as file:
         file.write(b"\1" * 16)
     before = part.image.stat().st_ino
-    reserve.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    space.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
     assert part.image.read_bytes() == b"first".ljust(2 * CHUNK, b"\0")
     assert part.digests() == b"\1" * 16 + bytes(16)
     assert part.image.stat().st_ino == before
@@ -137,9 +137,9 @@ def test_a_full_disk_is_an_error_at_once(
     part: Part, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     kernel = Kernel(number)
-    monkeypatch.setattr(reserve, "_libc", kernel)
+    monkeypatch.setattr(space, "_libc", kernel)
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
-        reserve.reserve(part, 9 * CHUNK, CHUNK, {0, 2})
+        space.reserve(part, 9 * CHUNK, CHUNK, {0, 2})
     assert caught.value.errno == number
     assert len(kernel.asked) == 1
 
@@ -147,17 +147,17 @@ def test_a_full_disk_is_an_error_at_once(
 def test_a_file_system_that_cannot_reserve_is_used_all_the_same(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reserve, "_libc", Kernel(errno.EOPNOTSUPP))
-    reserve.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    monkeypatch.setattr(space, "_libc", Kernel(errno.EOPNOTSUPP))
+    space.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
     assert part.image.stat().st_size == 2 * CHUNK
 
 
 def test_an_old_errno_is_no_failure(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     ctypes.set_errno(errno.ENOSPC)
     kernel = Kernel(0)
-    monkeypatch.setattr(reserve, "_libc", kernel)
+    monkeypatch.setattr(space, "_libc", kernel)
     monkeypatch.setattr(ctypes, "get_errno", lambda: errno.ENOSPC)
-    reserve.reserve(part, CHUNK, CHUNK, {0})
+    space.reserve(part, CHUNK, CHUNK, {0})
     assert kernel.asked
 
 
@@ -166,9 +166,9 @@ def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
 ) -> None:
     """One extent for each run: a file in thousands of pieces is read slowly."""
     kernel = Kernel(0)
-    monkeypatch.setattr(reserve, "_libc", kernel)
-    reserve.reserve(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
-    keep = reserve.FALLOC_FL_KEEP_SIZE
+    monkeypatch.setattr(space, "_libc", kernel)
+    space.reserve(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
+    keep = space.FALLOC_FL_KEEP_SIZE
     runs = [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7)]
-    small = [(keep, 0, 7 * ENTRY_BYTES), (keep, 0, reserve.SPARE)]
+    small = [(keep, 0, 7 * ENTRY_BYTES), (keep, 0, space.SPARE)]
     assert kernel.asked == runs + small

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage import run
 from forestage.errors import Failed
+from forestage.system import run
 from node import until
 
 

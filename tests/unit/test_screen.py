@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from forestage.screen import (
+from forestage.system.terminal import (
     Bar,
     Column,
     Facts,

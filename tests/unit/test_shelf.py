@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import digest, lock, part, shelf
-from forestage.cache import Cache, Entry
-from forestage.image import Access, Identity, Image
-from forestage.part import ENTRY_BYTES, Owner, boot_id
+from forestage import shelf
+from forestage.cache import digest, part
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.part import ENTRY_BYTES, Owner, boot_id
 from forestage.shelf import Absent, Coming, Found, Held
+from forestage.system import lock
 
 CHUNK = 8
 DATA = b"aaaaaaaabbbbbbbbcc"  # three chunks, the last one short

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import run, slurm
+from forestage.cli.exits import Exit
 from forestage.errors import SlurmError
-from forestage.exits import Exit
-from forestage.slurm import OVER, Slurm, Told, found, why_over
+from forestage.slurm import queue
+from forestage.slurm.queue import OVER, Slurm, Told, found, why_over
+from forestage.system import run
 
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
 
@@ -170,7 +171,7 @@ def test_only_slurms_own_words_say_that_a_job_is_unknown(
 
 
 def test_a_slurmctld_that_hangs_is_no_answer(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "TIMEOUT", 0.1)
+    monkeypatch.setattr(queue, "TIMEOUT", 0.1)
     with pytest.raises(SlurmError, match="did not end"):
         fake("sleep 600").job(7)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.slurmconf import MAX_FILES, Setting, joined, settings
+from forestage.slurm.slurm_conf import MAX_FILES, Setting, joined, settings
 
 CONF = "/etc/slurm/slurm.conf"
 

@@ -13,17 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage import bring, lock, stage
-from forestage.bring import Task
-from forestage.cache import Cache, Entry
+from forestage.cache.image import Image, Look
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.lease import Lease, Use
+from forestage.cache.node import Node
+from forestage.cache.part import Owner, boot_id
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
-from forestage.image import Image, Look
-from forestage.job import Job, User
-from forestage.lease import Lease, Use
-from forestage.node import Node
-from forestage.part import Owner, boot_id
-from forestage.stage import DOUBT, OBSERVE, TRIES, Outlook, Staged, remaining
+from forestage.slurm.job import Job
+from forestage.stage import pipeline
+from forestage.stage import wait as stage
+from forestage.stage.pipeline import Task
+from forestage.stage.wait import DOUBT, OBSERVE, TRIES, Outlook, Staged, remaining
+from forestage.system import lock
+from forestage.system.as_user import User
 from forestage.units import Amount
 
 CHUNK = 1 << 16
@@ -55,14 +58,14 @@ def copies(tmp_path: Path, monkeypatch: Patch) -> Callable[[], int]:
     """Counts copies in whatever process; a file is what all of them see."""
     counter = tmp_path / "copies"
     counter.touch()
-    real = bring.fetch
+    real = pipeline.fetch
 
     def counting(*arguments: object) -> None:
         with counter.open("ab") as file:
             file.write(b"x")
         real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bring, "fetch", counting)
+    monkeypatch.setattr(pipeline, "fetch", counting)
     return lambda: counter.stat().st_size
 
 
@@ -145,7 +148,7 @@ def test_a_copy_under_way_that_does_not_end_is_not_waited_for_for_ever(
 
 def killed(times: int, counter: Path, monkeypatch: Patch) -> None:
     """The first stagers die in their copy as of kill -9."""
-    real = bring.fetch
+    real = pipeline.fetch
     counter.touch()
 
     def die(*arguments: object) -> None:
@@ -155,7 +158,7 @@ def killed(times: int, counter: Path, monkeypatch: Patch) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bring, "fetch", die)
+    monkeypatch.setattr(pipeline, "fetch", die)
 
 
 @pytest.mark.parametrize("times", [1, TRIES - 1])
@@ -203,7 +206,7 @@ def test_a_bug_in_the_stager_is_our_failure_and_publishes_nothing(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(bring, "fetch", fail)
+    monkeypatch.setattr(pipeline, "fetch", fail)
     with pytest.raises(Failed) as caught:
         staging()
     assert caught.value.reason == "copy"
@@ -217,7 +220,7 @@ def test_what_the_stager_says_is_what_the_hook_raises(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(bring, "fetch", fail)
+    monkeypatch.setattr(pipeline, "fetch", fail)
     with pytest.raises(Declined) as caught:
         staging()
     assert type(caught.value) is type(error)
@@ -383,19 +386,19 @@ def test_a_copy_that_is_resumed_is_not_judged_by_the_one_that_was_killed(
 ) -> None:
     """`started` is said before the claim: the hook sees half of it done in the last hour."""
     node = staging_node
-    killed_one = bring.claim(Task(node, asking, looked))
+    killed_one = pipeline.claim(Task(node, asking, looked))
     began = node.clock.monotonic() - 3600
     part = cache.part(looked.image.key)
     part.write_owner(msgspec.structs.replace(killed_one, phase="copying", began=began))
     part.image.write_bytes(CONTENT)
     part.map.write_bytes(b"\1" * 16 + bytes(32))
-    claim = bring.claim
+    claim = pipeline.claim
 
     def slow(task: Task) -> Owner:
         node.clock.sleep(0.3)
         return claim(task)
 
-    monkeypatch.setattr(bring, "claim", slow)
+    monkeypatch.setattr(pipeline, "claim", slow)
     staged = stage.stage(node, asking, looked, Deadline.after(3600, node.clock))
     assert staged.result == "copied"
 
@@ -496,7 +499,7 @@ def test_a_stager_is_heard_to_have_left_the_hooks_session_before_the_hook_goes_o
     staging: Staging, staging_node: Node, monkeypatch: Patch, seconds: float
 ) -> None:
     """Slurm kills the hook's process group at its end, also of one that may not wait."""
-    from forestage import stager
+    from forestage.stage import stager
 
     patient: list[float] = []
     hear = stager.hear

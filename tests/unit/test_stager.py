@@ -14,15 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from forestage import asuser, bring, chunks, events, lock, log, stager
-from forestage.bring import Task
+from forestage import events, log
+from forestage.cache.image import Image, Look
+from forestage.cache.node import Node
+from forestage.cache.part import PROCESS_NAME, Owner, Part, boot_id
 from forestage.counters import Counters
 from forestage.errors import Declined, Failed
-from forestage.image import Image, Look
-from forestage.job import Job
-from forestage.node import Node
-from forestage.part import PROCESS_NAME, Owner, Part, boot_id
-from forestage.stager import HANGS, Word
+from forestage.slurm.job import Job
+from forestage.stage import chunks, pipeline, stager
+from forestage.stage.pipeline import Task
+from forestage.stage.stager import HANGS, Word
+from forestage.system import as_user, lock
 
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
@@ -62,7 +64,7 @@ def io(number: int) -> OSError:
         (Declined("acl", "no ACL here"), "acl", False),
         (chunks.Truncated(), "changed", False),
         (chunks.Stopped(), "stopped", False),
-        (asuser.TooSlow("no answer"), "source-hangs", False),
+        (as_user.TooSlow("no answer"), "source-hangs", False),
         (lock.Busy("space.lock is held"), "busy", True),
         (chunks.Unreadable(io(errno.ESTALE)), "changed", False),
         (chunks.Unreadable(io(errno.EIO)), "source-error", False),
@@ -78,7 +80,7 @@ def test_what_ends_a_copy_has_its_word_its_event_and_no_entry(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(bring, "fetch", fail)
+    monkeypatch.setattr(pipeline, "fetch", fail)
     word = serve(task)
     assert (word.state, word.reason, word.ours) == ("failed", reason, ours)
     assert word.detail
@@ -114,7 +116,7 @@ def test_what_can_be_resumed_stays_and_nothing_else(
                 file.write(b"\1" * 16)
         raise error
 
-    monkeypatch.setattr(bring, "fetch", half)
+    monkeypatch.setattr(pipeline, "fetch", half)
     assert serve(task).state == "failed"
     assert task.part.directory.exists() is kept
 
@@ -129,14 +131,14 @@ def test_a_copy_tells_what_was_given_away_meanwhile_and_not_what_was_before(
     given.served(task.key, 100)
     given.served("another", 1000)
     given.flush()
-    fetch = bring.fetch
+    fetch = pipeline.fetch
 
     def meanwhile(*arguments: Any) -> int:
         given.served(task.key, 11)
         given.flush()
         return fetch(*arguments)
 
-    monkeypatch.setattr(bring, "fetch", meanwhile)
+    monkeypatch.setattr(pipeline, "fetch", meanwhile)
     assert serve(task).state == "published"
     (event,) = events.read(task.node.places.events)
     assert event.outcome.served == 11
@@ -178,7 +180,7 @@ def test_an_event_that_cannot_be_written_changes_nothing(
     def cut(*_: object) -> None:
         raise chunks.Truncated
 
-    monkeypatch.setattr(bring, "fetch", cut)
+    monkeypatch.setattr(pipeline, "fetch", cut)
     monkeypatch.setattr(events, "record", full)
     word = serve(task)
     assert (word.reason, word.ours) == ("changed", False)
@@ -295,7 +297,7 @@ def test_a_stopped_copy_in_the_queue_leaves_nothing(
 
 
 def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> None:
-    bring.claim(task)
+    pipeline.claim(task)
     owner = msgspec.structs.replace(
         owner_of(task.image, 1.0), phase="copying", began=10.0, resumed=CHUNK
     )
@@ -309,7 +311,7 @@ def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> N
 def test_a_long_copy_says_how_far_it_is_and_then_no_more(
     task: Task, monkeypatch: Patch, said: list[str]
 ) -> None:
-    bring.claim(task)
+    pipeline.claim(task)
     spoken = threading.Event()
     monkeypatch.setattr(stager, "SAY_EVERY", 0.001)
 

@@ -10,14 +10,15 @@ import pytest
 from rich.console import Console
 
 from commands import CHUNK, NOW, Site
-from forestage import lock, status
+from forestage import status
+from forestage.cache.evict import Room
+from forestage.cache.lease import Use
 from forestage.copies import Copy
 from forestage.counters import Given
 from forestage.entries import Holder, Leased
-from forestage.evict import Room
-from forestage.lease import Use
-from forestage.screen import draw
 from forestage.status import Counts, Disk, Status, counts, pieces
+from forestage.system import lock
+from forestage.system.terminal import draw
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"

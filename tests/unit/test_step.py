@@ -9,18 +9,20 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from forestage import request, step
-from forestage.cache import Cache
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease
+from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome
-from forestage.image import Image
-from forestage.job import Asked, Job, User
-from forestage.lease import Lease
-from forestage.node import Node
-from forestage.request import LOOK, Patience, Served
-from forestage.stage import Outlook
-from forestage.step import EVERY, Watch, answer, message, named
+from forestage.hooks import image as request
+from forestage.hooks import step
+from forestage.hooks.image import LOOK, Patience, Served
+from forestage.hooks.step import EVERY, Watch, answer, message, named
+from forestage.slurm.job import Asked, Job
+from forestage.stage.wait import Outlook
+from forestage.system.as_user import User
 
 Make = Callable[..., Image]
 PATH = "/lustre/a.sqsh"

@@ -14,20 +14,23 @@ import msgspec
 import pytest
 
 from commands import CHUNK, NOW, Frozen, Site
-from forestage import epilog, events, lock, proof, source, sweep, verify
-from forestage import redirect as redirects
-from forestage.cache import Cache
-from forestage.cli import World, main
+from forestage import events, proof, sweep, verify
+from forestage.cache import redirect as redirects
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.node import Node
+from forestage.cache.part import boot_id
+from forestage.cache.redirect import Bind, Stays
+from forestage.cli.exits import Exit
+from forestage.cli.main import World, main
 from forestage.entries import Item
 from forestage.errors import Failed, SlurmError
-from forestage.exits import Exit
-from forestage.job import User
-from forestage.lease import Lease, Leases, Use
-from forestage.node import Node
-from forestage.part import boot_id
-from forestage.redirect import Bind, Stays
-from forestage.slurm import Slurm, Told
+from forestage.hooks import epilog
+from forestage.slurm.queue import Slurm, Told
+from forestage.stage import source
 from forestage.sweep import Swept
+from forestage.system import lock
+from forestage.system.as_user import User
 
 ALICE = User("alice", 1000, 1000)
 ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
@@ -102,7 +105,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
 
 
 def bind(path: str, key: str = "k" * 32, number: int = 1, parent: int = 0) -> Bind:
-    from forestage.mounts import Mount
+    from forestage.system.mounts import Mount
 
     return Bind(Mount(number, parent, "0:1", f"/entries/{key}/image", path), key)
 

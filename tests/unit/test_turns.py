@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from forestage import digest, shelf, turns
-from forestage.cache import Cache
+from forestage import shelf, turns
+from forestage.cache import digest
+from forestage.cache.layout import Cache
 from forestage.turns import Arrivals, Pace
 
 KEY = "k"

@@ -17,13 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import CHUNK, Site
-from forestage import buffers, chunks, compare, digest, lock, redirect, verify
-from forestage.cli import World, main
+from forestage import compare, verify
+from forestage.cache import digest, redirect
+from forestage.cache.lease import Use
+from forestage.cli.exits import Exit
+from forestage.cli.main import World, main
 from forestage.clock import Clock
 from forestage.compare import SourceFailed, first_difference
 from forestage.errors import Failed
-from forestage.exits import Exit
-from forestage.lease import Use
+from forestage.stage import buffers, chunks
+from forestage.system import lock
 from node import ALICE, BOB, Node, content
 
 DATA = os.urandom(3 * CHUNK + 4711)

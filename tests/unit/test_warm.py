@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import NOW, Site
-from forestage import events, lock, run, warm, warmed
+from forestage import events, warm, warmed
+from forestage.cli.exits import Exit
 from forestage.clock import Clock
 from forestage.errors import SlurmError
 from forestage.events import Event, Outcome
-from forestage.exits import Exit
-from forestage.job import read_hints
-from forestage.slurm import Slurm
+from forestage.slurm.job import read_hints
+from forestage.slurm.queue import Slurm
+from forestage.system import lock, run
 from forestage.warm import Answer, Order
 from forestage.warmed import Report, Said
 from node import until

@@ -1,0 +1,1 @@
+"""What the NVMe holds: entries, parts, leases, redirects, and who has to go."""

@@ -1,0 +1,224 @@
+"""Why was it removed? A pure plan from what is here, who uses it and the room; then its doing."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.layout import Cache, Stored, tree_bytes
+from forestage.cache.lease import Leases
+from forestage.cache.part import Part, boot_id
+from forestage.config import Config
+from forestage.errors import Declined
+from forestage.system import lock
+from forestage.units import format_size
+
+
+class Room(msgspec.Struct, frozen=True):
+    """Bytes: free on the file system, used by the cache, and the limits of the configuration."""
+
+    free: int
+    used: int
+    max_size: int
+    min_free: int
+    low: int
+
+
+class Goal(msgspec.Struct, frozen=True):
+    """When evicting may stop: at least `free` bytes free and at most `used` used by the cache."""
+
+    free: int
+    used: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Keys to evict, in order; `enough` tells whether the goal is met once they are gone."""
+
+    victims: tuple[str, ...]
+    freed: int
+    enough: bool
+
+
+def room_for_copy(room: Room, size: int) -> Goal:
+    """Pure: what must be so before `size` bytes may be reserved."""
+    return Goal(free=room.min_free + size, used=room.max_size - size)
+
+
+def room_at_rest(room: Room) -> Goal:
+    """Pure: what the Epilog and the timer leave behind, so that the next copy need not wait."""
+    return Goal(free=room.min_free, used=room.low)
+
+
+def plan(
+    stored: Iterable[Stored],
+    leased: frozenset[str],
+    room: Room,
+    goal: Goal,
+    superseded_path: str = "",
+) -> Plan:
+    """Pure: the entries to evict, fewest bytes of use lost first.
+
+    Damaged entries go first, then superseded ones (an older identity of a path that has a newer
+    entry, or of `superseded_path`), then the least recently used. Leased and pinned ones never.
+    """
+    everything = list(stored)
+    old = superseded(everything, superseded_path)
+    candidates = sorted(
+        (s for s in everything if s.key not in leased and not s.pinned),
+        key=lambda s: (s.entry is not None, s.key not in old, s.used),
+    )
+    victims: list[str] = []
+    freed = 0
+    for candidate in candidates:
+        if _met(room, goal, freed):
+            break
+        victims.append(candidate.key)
+        freed += candidate.bytes
+    return Plan(tuple(victims), freed, _met(room, goal, freed))
+
+
+def _met(room: Room, goal: Goal, freed: int) -> bool:
+    return room.free + freed >= goal.free and room.used - freed <= goal.used
+
+
+def superseded(stored: Iterable[Stored], path: str = "") -> frozenset[str]:
+    """Pure: the keys whose path has a newer entry, and all those of `path`."""
+    stored = list(stored)
+    newest: dict[str, tuple[float, str]] = {}
+    for one in stored:
+        if one.entry is not None:
+            its = one.entry.identity.path
+            newest[its] = max(newest.get(its, (0.0, "")), (one.entry.created, one.key))
+    return frozenset(
+        one.key
+        for one in stored
+        if one.entry is not None
+        and (one.entry.identity.path == path or newest[one.entry.identity.path][1] != one.key)
+    )
+
+
+def measure(cache: Cache, stored: Iterable[Stored], config: Config) -> Room:
+    """The cache's room now. Parts under way count as used: their space is reserved."""
+    parts = sum(_bytes_if_there(part) for part in cache.parts.iterdir())
+    return _room(cache, config, sum(one.bytes for one in stored) + parts)
+
+
+def at_least(cache: Cache, config: Config) -> Room:
+    """The same with all that is used on the disk taken for the cache's: no entry is looked at.
+
+    It has at least so much room. On a disk of the cache's own that is all there is to know, and
+    ten thousand entries cost a hook no more than ten.
+    """
+    disk = os.statvfs(cache.root)
+    return _room(cache, config, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
+
+
+def _room(cache: Cache, config: Config, used: int) -> Room:
+    disk = os.statvfs(cache.root)
+    total = disk.f_blocks * disk.f_frsize
+    max_size = config.max_size.of(total)
+    return Room(
+        free=disk.f_bavail * disk.f_frsize,
+        used=used,
+        max_size=max_size,
+        min_free=config.min_free.of(total),
+        low=config.low_watermark.of(max_size),
+    )
+
+
+def make_room(
+    cache: Cache, leases: Leases, config: Config, path: str, size: int
+) -> tuple[str, ...]:
+    """Evicts until `size` bytes for a copy of `path` fit; gives the keys that went.
+
+    Raises Declined, and evicts nothing, where even everything evictable would not do.
+    """
+    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        room = at_least(cache, config)
+        if _met(room, room_for_copy(room, size), 0):
+            return ()
+        stored = cache.stored()
+        room = measure(cache, stored, config)
+        goal = room_for_copy(room, size)
+        if not _met(room, goal, 0):
+            # What might be resumed one day goes before anything that is whole.
+            drop_dead_parts(cache, lambda part: True)
+            room = measure(cache, stored, config)
+        if _met(room, goal, 0):
+            return ()
+        made = plan(stored, leases.keys(), room, goal, path)
+        if not made.enough:
+            raise Declined(
+                "no-room",
+                f"needs {format_size(size)}; {format_size(room.free)} are free, of which"
+                f" {format_size(room.min_free)} stay so, and {format_size(made.freed)} can be"
+                f" evicted (the cache may take {format_size(room.max_size)})",
+            )
+        _retire(cache, made)
+    cache.empty_evicted()
+    return made.victims
+
+
+def tidy(
+    cache: Cache, leases: Leases, config: Config, timeout: float = lock.SPACE_TIMEOUT
+) -> tuple[str, ...]:
+    """Evicts to the low watermark, as far as leases and pins allow; gives the keys that went.
+
+    `timeout` in seconds is for the space lock. Raises lock.Busy.
+    """
+    boot = boot_id()
+    with lock.held(cache.space_lock, timeout):
+        drop_dead_parts(cache, lambda part: not part.resumable_in(boot))
+        room = at_least(cache, config)
+        victims: tuple[str, ...] = ()
+        if not _met(room, room_at_rest(room), 0):
+            stored = cache.stored()
+            room = measure(cache, stored, config)
+            made = plan(stored, leases.keys(), room, room_at_rest(room))
+            _retire(cache, made)
+            victims = made.victims
+    cache.empty_evicted()
+    return victims
+
+
+def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, ...]:
+    """Evicts exactly these, but none that is leased or pinned; gives the keys that went."""
+    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        leased = leases.keys()
+        free = [s for s in cache.stored() if s.key not in leased and not s.pinned]
+        wanted = frozenset(keys)
+        victims = tuple(s.key for s in free if s.key in wanted)
+        for key in victims:
+            cache.retire(key)
+    cache.empty_evicted()
+    return victims
+
+
+def _retire(cache: Cache, made: Plan) -> None:
+    # Renamed under the lock, deleted after it: unlinking tens of gigabytes takes seconds.
+    for key in made.victims:
+        cache.retire(key)
+
+
+def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
+    """Deletes unwanted parts whose stager has died: nobody holds their key's lock.
+
+    Gives their keys.
+    """
+    dropped = []
+    for part in [Part(directory) for directory in cache.parts.iterdir()]:
+        if not unwanted(part):
+            continue
+        with contextlib.suppress(lock.Busy), lock.held(cache.key_lock(part.directory.name), 0):
+            cache.drop_part(part.directory.name)
+            dropped.append(part.directory.name)
+    return tuple(dropped)
+
+
+def _bytes_if_there(directory: Path) -> int:
+    try:
+        return tree_bytes(directory)
+    except FileNotFoundError:
+        return 0

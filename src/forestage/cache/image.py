@@ -1,0 +1,302 @@
+"""Is it ours to stage, and which bytes are meant? A path the user wrote in, an `Image` out.
+
+Looking is done as the user, in a child, with our own binds out of sight: what it finds is what the
+job would have found on the shared file system.
+"""
+
+import errno
+import hashlib
+import os
+import socket
+import stat
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from forestage import trace
+from forestage.errors import Declined
+from forestage.slurm.job import Asked
+from forestage.system import as_user, mounts
+from forestage.system.as_user import User
+from forestage.units import format_size
+
+ACL = "system.posix_acl_access"
+
+LOOKS = 8  # tries of one look: one more for each redirect of ours that lies over the path
+
+PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Which bytes are meant. `path` is resolved; times are in ns, of the file server's clock."""
+
+    path: str
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def key(self) -> str:
+        """The cache's name for these bytes: 32 hex digits."""
+        parts = (self.path, self.inode, self.size, self.mtime_ns, self.ctime_ns)
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+class Access(msgspec.Struct, frozen=True):
+    """Who may read the file: mirrored on the cached copy. `acl` is the raw xattr, or empty."""
+
+    uid: int
+    gid: int
+    mode: int
+    acl: bytes = b""
+
+
+class Image(msgspec.Struct, frozen=True):
+    """A regular file below a configured source that the user may read."""
+
+    identity: Identity
+    access: Access
+
+    @property
+    def key(self) -> str:
+        return self.identity.key
+
+    @property
+    def path(self) -> str:
+        return self.identity.path
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.identity.size
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """Raw facts from the look; `judge` decides what they mean. `path` is "" if it is no text."""
+
+    path: str
+    sources: tuple[str, ...]
+    mode: int
+    image: Image | None = None
+
+
+class Look(msgspec.Struct, frozen=True):
+    """An image and its source, opened with the user's rights; the caller closes it.
+
+    A hook has the source only as a `line` (as_user.ask), of which the stager makes a descriptor.
+    """
+
+    image: Image
+    user: User
+    source: int
+    line: socket.socket | None = None
+
+    def taken(self) -> "Look":
+        """The same with the source as a descriptor."""
+        if self.line is None:
+            return self
+        return Look(self.image, self.user, as_user.take(self.line)[0])
+
+    def close(self) -> None:
+        if self.line is None:
+            os.close(self.source)
+        else:
+            self.line.close()
+
+
+def wanted_path(asked: Asked, work_dir: str) -> str:
+    """The absolute path a request names. Pure. Raises Declined for what is no path.
+
+    A value that begins with `.` or `/` is a path for pyxis, relative to the working directory;
+    everything else names an image in a registry (pyxis `pyxis_slurmstepd.c`).
+    """
+    if not asked.path.startswith(("/", ".")):
+        raise Declined("registry", f"{asked.path} is no path: registry images are not staged")
+    path = os.path.join(work_dir, asked.path)
+    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+        raise Declined("bad-path", "the path holds control characters")
+    if not path.startswith("/"):
+        raise Declined("bad-path", f"{asked.path} is relative and Slurm names no working directory")
+    try:
+        too_long = len(path.encode()) >= PATH_MAX
+    except UnicodeEncodeError:
+        raise Declined("bad-path", "the path is not UTF-8") from None
+    if too_long:
+        raise Declined("bad-path", f"the path is longer than {PATH_MAX} bytes")
+    return path
+
+
+def look(
+    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
+) -> tuple[Seen, int | None]:
+    """As `glance`, with the source as a descriptor, if there is one; the caller closes it."""
+    seen, line = glance(path, user, sources, caches, timeout)
+    fds = as_user.take(line)
+    return seen, fds[0] if fds else None
+
+
+def glance(
+    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
+) -> tuple[Seen, socket.socket]:
+    """Opens `path` as the user, binds from `caches` (real paths) out of sight.
+
+    The source waits in the line, if `Seen.image` is there; the caller closes the line, or takes it.
+    Raises OSError as the user would get it; as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[Seen]:
+        is_private = False
+        for _ in range(LOOKS):
+            trace.point("looking")
+            try:
+                with as_user.acting(user):
+                    return _see(path, tuple(sources), caches)
+            except _Covered as covered:
+                # Our own redirect. Off with it, in a mount namespace of this process' own; the
+                # host's table stays. A descriptor from before is of the old namespace.
+                if covered.handle is None:
+                    continue
+                if is_private:
+                    mounts.umount(f"/proc/self/fd/{covered.handle}")
+                else:
+                    mounts.private_namespace()
+                    is_private = True
+        raise OSError(errno.EBUSY, "redirects come and go", path)
+
+    return as_user.ask(work, Seen, timeout)
+
+
+def judge(seen: Seen, max_size: int | None) -> Image:
+    """Pure: the image, or Declined with the reason that the user and the admin will read."""
+    if not seen.path:
+        raise Declined("bad-path", "the path resolves to a name that is not UTF-8")
+    if not stat.S_ISREG(seen.mode):
+        raise Declined("not-a-file", f"{seen.path} is {_kind(seen.mode)}, not a regular file")
+    if not seen.sources:
+        raise Declined("outside-sources", "no sources are configured", "set `sources:`")
+    if not is_below(seen.path, seen.sources):
+        raise Declined(
+            "outside-sources",
+            f"{seen.path} is not below {', '.join(seen.sources)}",
+            "the admin can add its directory to `sources:`",
+        )
+    if seen.image is None:
+        raise Declined("missing", f"{seen.path} was removed while it was looked at")
+    if seen.image.size == 0:
+        raise Declined("empty", f"{seen.path} is empty")
+    if max_size is not None and seen.image.size > max_size:
+        raise Declined(
+            "too-large",
+            f"{seen.path} has {format_size(seen.image.size)}, more than"
+            f" max_image_size {format_size(max_size)}",
+        )
+    return seen.image
+
+
+def declined_by(error: OSError, path: str) -> Declined:
+    """Pure: what an error of the user's own look means. pyxis will tell the user the same."""
+    known = {
+        errno.ENOENT: ("missing", "does not exist"),
+        errno.ENOTDIR: ("missing", "does not exist"),
+        errno.EACCES: ("no-permission", "is not readable by this user"),
+        errno.EPERM: ("no-permission", "is not readable by this user"),
+        errno.ELOOP: ("bad-path", "has too many symbolic links"),
+        errno.ENAMETOOLONG: ("bad-path", "has a name that is too long"),
+    }
+    reason, text = known.get(error.errno or 0, ("source-error", f"cannot be opened: {error}"))
+    return Declined(reason, f"{path} {text}")
+
+
+def is_below(path: str, directories: Iterable[str]) -> bool:
+    """Pure: whether a resolved path lies inside one of the resolved directories."""
+    return any(path.startswith(directory.rstrip("/") + "/") for directory in directories)
+
+
+def identify(fd: int, path: str) -> Identity:
+    """The identity of an open file that is known to lie at the resolved `path`."""
+    return identity(os.fstat(fd), path)
+
+
+def identity(facts: os.stat_result, path: str) -> Identity:
+    """Pure: the identity of a file of which stat(2) says this."""
+    return Identity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
+def resolve(path: str, user: User, timeout: float) -> str:
+    """Where a path leads for this user, also if its last part does not exist. Raises TooSlow."""
+
+    def work() -> as_user.Found[bytes]:
+        as_user.become(user)
+        # As bytes: a name need not be text, and JSON takes no other.
+        return os.fsencode(os.path.realpath(path)), []
+
+    return os.fsdecode(as_user.call(work, bytes, timeout)[0])
+
+
+def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
+    listed = mounts.current() if caches else []
+    return [bind for cache in caches for bind, _ in mounts.binds_from(listed, cache)]
+
+
+class _Covered(Exception):
+    """A redirect lies over the path: this would be a look at our own copy. None: it lay there."""
+
+    def __init__(self, handle: int | None) -> None:
+        super().__init__()
+        self.handle = handle
+
+
+def _see(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.Found[Seen]:
+    # O_PATH first: opening a FIFO would block and opening a device may do something.
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
+        raise _Covered(handle)
+    mode = os.fstat(handle).st_mode
+    resolved = os.readlink(f"/proc/self/fd/{handle}")
+    if resolved == "/" and not stat.S_ISDIR(mode):
+        # A redirect, taken off since it was opened: so reads the path of a file without its mount.
+        raise _Covered(None)
+    try:
+        resolved.encode()
+    except UnicodeEncodeError:
+        return Seen("", sources, mode), []
+    sources = _resolved(sources, resolved)
+    seen = Seen(resolved, sources, mode)
+    if not (stat.S_ISREG(mode) and is_below(resolved, sources)):
+        return seen, []
+    # Through the handle, so that it is the same file whatever the path has become.
+    source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    facts = os.fstat(source)
+    if facts.st_nlink == 0:
+        return seen, []
+    access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), read_acl(source))
+    image = Image(identity(facts, resolved), access)
+    return Seen(resolved, sources, mode, image), [source]
+
+
+def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
+    """The sources without links: one above the resolved `path` has none, others may hang."""
+    named = tuple(source for source in sources if is_below(path, (source,)))
+    return named or tuple(map(as_user.real, sources))
+
+
+def read_acl(fd: int) -> bytes:
+    """The raw POSIX ACL of an open file, or nothing where there is none or none can be."""
+    try:
+        return os.getxattr(fd, ACL)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+            return b""
+        raise
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "no file")

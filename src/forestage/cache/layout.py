@@ -1,0 +1,298 @@
+"""Is it here? The layout on the node's disk, look-up, and publishing a finished copy.
+
+    <root>/CACHEDIR.TAG  format
+    <root>/entries/<key>/{image, map, entry.json, boot, used, pinned}  used: mtime is the last use
+    <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
+    <root>/evicted/<key>.<n>                     retired, soon deleted
+    <root>/locks/{<key>.lock, space.lock}
+
+A published entry is read without a lock: it appears by one rename and leaves by one.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.part import Part, boot_id
+from forestage.errors import Failed
+from forestage.system import atomic, mounts, records
+
+FORMAT = "1\n"
+
+# The signature is fixed by https://bford.info/cachedir/: backup programs leave such a folder out.
+_CACHEDIR_TAG = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# Copies of container images, made by forestage. Each can be fetched again.\n"
+)
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """entry.json: what was copied, how, and when (seconds since the epoch).
+
+    `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
+    """
+
+    key: str
+    identity: Identity
+    access: Access
+    created: float
+    engine: str
+    chunk: int = 0
+    digest: str = ""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A directory below entries/: `bytes` on disk, `used` in seconds since the epoch.
+
+    `entry` is None where entry.json cannot be read; such a one is never served, only evicted.
+    """
+
+    key: str
+    bytes: int
+    used: float
+    pinned: bool
+    entry: Entry | None
+
+
+class Cache:
+    """The paths of one cache root. Making a Cache touches nothing; `prepare` does."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.entries = root / "entries"
+        self.parts = root / "parts"
+        self.evicted = root / "evicted"
+        self.locks = root / "locks"
+        self.space_lock = self.locks / "space.lock"
+
+    @property
+    def real(self) -> str:
+        """The root as the kernel's mount table knows it."""
+        return os.path.realpath(self.root)
+
+    def key_lock(self, key: str) -> Path:
+        return self.locks / f"{key}.lock"
+
+    def entry_dir(self, key: str) -> Path:
+        return self.entries / key
+
+    def image(self, key: str) -> Path:
+        return self.entries / key / "image"
+
+    def part_dir(self, key: str) -> Path:
+        return self.parts / key
+
+    def part(self, key: str) -> Part:
+        return Part(self.parts / key)
+
+    def prepare(self, require_mount: bool) -> None:
+        """Makes the layout, or finds it made. Raises Failed where it must not be used."""
+        if require_mount:
+            self.must_be_mounted()
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.root.mkdir(mode=0o700)
+        facts = os.lstat(self.root)
+        # The parent may be a scratch disk on which users can make directories: one of theirs by
+        # our name would let them change what other users' jobs read.
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or not self.root.is_dir():
+            raise Failed(
+                "cache-not-ours",
+                f"{self.root} is not a directory of root's with mode 0700",
+                "remove it, or set `cache:` to another path",
+            )
+        self._must_be_out_of_reach()
+        found = self._format()
+        for directory in (self.entries, self.parts, self.evicted, self.locks):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        if found:
+            return
+        atomic.write(self.root / "CACHEDIR.TAG", _CACHEDIR_TAG.encode())
+        # Last: whoever reads it finds the directories above.
+        atomic.write(self.root / "format", FORMAT.encode())
+
+    def _format(self) -> bool:
+        """Whether the cache is made. Raises Failed where it is not one of this release's."""
+        file = self.root / "format"
+        try:
+            found = records.read(file)
+        except FileNotFoundError:
+            return False
+        except records.Damaged as damaged:
+            raise Failed("cache-format", str(damaged), "empty the cache") from None
+        if found != FORMAT.encode():
+            raise Failed(
+                "cache-format",
+                f"{self.root} has format {_short(found)}, this forestage writes {FORMAT.strip()}",
+                "empty it, or install the release that wrote it",
+            )
+        return True
+
+    def find(self, image: Image) -> Entry | None:
+        """The published entry with exactly this image's bytes and access rights, if it is here."""
+        entry = self.read(image.key)
+        if entry is None or entry.identity != image.identity or entry.access != image.access:
+            return None
+        return entry
+
+    def read(self, key: str) -> Entry | None:
+        """The record of a published entry; None where there is none, or it is damaged."""
+        try:
+            entry = records.load(self.entry_dir(key) / "entry.json", Entry)
+            facts = os.lstat(self.image(key))
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+            return None
+        # A directory has a size too, and a link may lead to a file of another user's.
+        whole = stat.S_ISREG(facts.st_mode) and facts.st_size == entry.identity.size
+        return entry if whole and entry.key == key else None
+
+    def stored(self) -> list[Stored]:
+        """Everything below entries/, damaged ones too, in no order."""
+        found = []
+        for directory in self.entries.iterdir():
+            try:
+                found.append(self._stored(directory))
+            except FileNotFoundError:  # retired meanwhile
+                continue
+        return found
+
+    def _stored(self, directory: Path) -> Stored:
+        facts = os.lstat(directory)
+        if not stat.S_ISDIR(facts.st_mode):
+            return Stored(directory.name, facts.st_blocks * 512, 0.0, pinned=False, entry=None)
+        return Stored(
+            key=directory.name,
+            bytes=tree_bytes(directory),
+            used=_mtime(directory / "used", directory),
+            pinned=(directory / "pinned").exists(),
+            entry=self.read(directory.name),
+        )
+
+    def publish(self, entry: Entry) -> None:
+        """Turns the finished part into an entry. The caller holds the key's lock.
+
+        The image's bytes must be complete; they are made durable here, before the name is.
+        """
+        part = self.part_dir(entry.key)
+        (part / "spare").unlink(missing_ok=True)  # what is written next may need its room
+        self.part(entry.key).forget_peers()
+        atomic.write(part / "entry.json", msgspec.json.encode(entry))
+        atomic.write(part / "used", b"")
+        (part / "owner.json").unlink(missing_ok=True)
+        (part / "boot").write_text(boot_id())
+        atomic.sync(part / "image")
+        with contextlib.suppress(FileNotFoundError):
+            atomic.sync(part / "map")
+        atomic.sync_directory(part)
+        # A damaged entry of the same key would be in the way of the rename.
+        self.retire(entry.key)
+        part.rename(self.entry_dir(entry.key))
+        atomic.sync_directory(self.entries)
+
+    def touch(self, key: str, now: float) -> None:
+        """Notes a use at `now` (seconds since the epoch)."""
+        os.utime(self.entry_dir(key) / "used", (now, now), follow_symlinks=False)
+
+    def retire(self, key: str) -> None:
+        """Takes an entry out of sight by one rename; `empty_evicted` deletes it later.
+
+        Who has it open, or bound over a path, keeps reading it: unlinked files stay until closed.
+        """
+        self._out_of_sight(self.entry_dir(key))
+
+    def empty_evicted(self) -> None:
+        """Deletes what was retired, also what a crash left. Two at once do no harm."""
+        for retired in self.evicted.iterdir():
+            _delete(retired)
+
+    def drop_part(self, key: str) -> None:
+        """Deletes a part. The caller holds the key's lock.
+
+        By one rename first: a part that is half gone would pass for one that can be resumed.
+        """
+        gone = self._out_of_sight(self.part_dir(key))
+        if gone is not None:
+            _delete(gone)
+
+    def _out_of_sight(self, directory: Path) -> Path | None:
+        """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
+        for number in range(1000):
+            target = self.evicted / f"{directory.name}.{number}"
+            try:
+                directory.rename(target)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                # An earlier one of this key is still being deleted. The latter two: what has that
+                # name there, or here, is no directory.
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+                    continue
+                raise
+            return target
+        raise Failed("evicted-stays", f"{self.evicted} cannot be emptied", "delete what it holds")
+
+    def _must_be_out_of_reach(self) -> None:
+        """Raises Failed where somebody else could put another directory in the cache's place."""
+        # Mostly the same directories: each is looked at once, as each hook does it.
+        for above in dict.fromkeys((*self.root.parents, *Path(self.real).parents)):
+            facts = above.stat()
+            others = stat.S_IWOTH | (stat.S_IWGRP if facts.st_gid else 0)
+            # In a sticky directory, such as /tmp, nobody renames what is not his.
+            by_them = facts.st_mode & others and not facts.st_mode & stat.S_ISVTX
+            if by_them or facts.st_uid not in (0, os.geteuid()):
+                raise Failed(
+                    "cache-not-ours",
+                    f"{above} lets others rename what is in it, {self.root} too",
+                    f"give it to root, `chmod go-w {above}`, or set `cache:` to another path",
+                )
+
+    def must_be_mounted(self) -> None:
+        """Raises Failed where the cache lies, or would lie, on the root file system."""
+        under = mounts.holder(mounts.current(), os.path.realpath(self.root))
+        if under is None or under.point == "/":
+            raise Failed(
+                "cache-not-mounted",
+                f"{self.root} is on the root file system: its disk is not mounted",
+                "mount it, or set `require_mount: false`",
+            )
+
+
+def tree_bytes(directory: Path) -> int:
+    """Bytes on disk, as du(1) counts them, of a directory of plain files and itself.
+
+    Something else by that name, which somebody has put there, counts as well: it can be evicted.
+    """
+    facts = os.lstat(directory)
+    total = facts.st_blocks
+    if stat.S_ISDIR(facts.st_mode):
+        with os.scandir(directory) as files:
+            for file in files:
+                total += file.stat(follow_symlinks=False).st_blocks
+    return total * 512
+
+
+def _delete(retired: Path) -> None:
+    """Deletes what it can; the next hook tries again."""
+    if retired.is_dir() and not retired.is_symlink():
+        shutil.rmtree(retired, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            retired.unlink()
+
+
+def _mtime(path: Path, otherwise: Path) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return os.lstat(otherwise).st_mtime
+
+
+def _short(text: bytes) -> str:
+    """A file's words for a log line; there may be a gigabyte of them."""
+    return repr(text[:40].decode(errors="replace").strip())

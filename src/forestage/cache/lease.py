@@ -1,0 +1,158 @@
+"""Who uses it now? One small file for each job that uses an entry, gone after a reboot as jobs are.
+
+Reading is free; taking and dropping happen under the cache's space lock, the one that evict plans
+under, so that no entry goes between the look at it and its lease.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from forestage.errors import Failed
+from forestage.system import atomic, records
+from forestage.system.as_user import User
+
+
+class Use(msgspec.Struct, frozen=True):
+    """One entry a job may read. `path` is the resolved path if it is redirected, else ""."""
+
+    key: str
+    path: str = ""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
+
+    `off`: the job said stage=off, which its steps could not see otherwise. `node` is this node as
+    Slurm calls it, "" where the hook was not told.
+    """
+
+    job: int
+    user: User
+    since: float
+    cache: str
+    uses: tuple[Use, ...] = ()
+    off: bool = False
+    node: str = ""
+
+    def with_use(self, use: Use) -> "Lease":
+        """The same lease with one use more; a redirect replaces the plain use of the same entry."""
+        others = tuple(u for u in self.uses if u not in (use, Use(use.key)))
+        return msgspec.structs.replace(self, uses=(*others, use))
+
+    def without(self, key: str) -> "Lease":
+        """The same lease, this entry no longer used."""
+        return msgspec.structs.replace(self, uses=tuple(u for u in self.uses if u.key != key))
+
+    def switched_off(self) -> "Lease":
+        """The same lease of a job that wants to be left alone."""
+        return msgspec.structs.replace(self, off=True)
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """One state of a lease's file: no two have the same, whatever the clock does."""
+
+    inode: int
+    ctime_ns: int
+
+
+class Leases:
+    """The directory of leases. Only `read` and `all` may be called without the space lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def file(self, job: int) -> Path:
+        return self.directory / f"{job}.json"
+
+    def read(self, job: int) -> Lease | None:
+        """One job's lease. Raises Failed if it is damaged."""
+        return _decode(self.file(job))
+
+    def all(self) -> list[Lease]:
+        """Every lease, by file name. Raises Failed for a damaged one: it may protect any entry."""
+        # glob() of a directory that is not there is empty, and so are the leases of a fresh boot.
+        found = map(_decode, sorted(self.directory.glob("*.json")))
+        return [lease for lease in found if lease is not None]
+
+    def keys(self) -> frozenset[str]:
+        """The keys in use by any job: what must not be evicted."""
+        return frozenset(use.key for lease in self.all() for use in lease.uses)
+
+    def redirected(self) -> frozenset[str]:
+        """The paths that some job needs redirected. A damaged lease needs none.
+
+        It protects its entries, but taking a redirect off does nobody harm.
+        """
+        paths: set[str] = set()
+        for file in self.directory.glob("*.json"):
+            with contextlib.suppress(Failed):
+                lease = _decode(file)
+                paths.update(use.path for use in lease.uses if use.path) if lease else None
+        return frozenset(paths)
+
+    def write(self, lease: Lease) -> None:
+        """Takes or extends a job's lease. Under the space lock."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic.write(self.file(lease.job), msgspec.json.encode(lease))
+
+    def put(self, lease: Lease) -> None:
+        """Writes a lease, or drops one that says nothing any more. Under the space lock."""
+        if lease.uses or lease.off:
+            self.write(lease)
+        else:
+            self.drop(lease.job)
+
+    def confirm(self, job: int) -> None:
+        """Says that a hook goes on with the lease as it is. Under the space lock."""
+        os.utime(self.file(job))
+
+    def mark(self, job: int) -> Mark | None:
+        """What changes whenever a hook has to do with the lease; None where there is none."""
+        try:
+            facts = os.lstat(self.file(job))
+        except FileNotFoundError:
+            return None
+        return Mark(facts.st_ino, facts.st_ctime_ns)
+
+    def jobs(self) -> tuple[int, ...]:
+        """The jobs that have a lease, damaged ones too, in order."""
+        # glob() of a directory that is not there is empty.
+        names = (file.stem for file in self.directory.glob("*.json"))
+        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+
+    def caches(self) -> tuple[str, ...]:
+        """The roots of the caches that leases name; damaged ones name none."""
+        found: dict[str, None] = {}
+        for job in self.jobs():
+            with contextlib.suppress(Failed):
+                lease = self.read(job)
+                if lease is not None:
+                    found[lease.cache] = None
+        return tuple(found)
+
+    def drop_unfinished(self) -> None:
+        """Deletes what hooks left that were killed while they wrote. Under the space lock."""
+        for file in self.directory.glob(".*.json.*"):  # as atomic.py names them
+            file.unlink(missing_ok=True)
+
+    def drop(self, job: int) -> None:
+        """Ends a job's lease. Under the space lock."""
+        file = self.file(job)
+        try:
+            file.unlink(missing_ok=True)
+        except IsADirectoryError:
+            shutil.rmtree(file)
+
+
+def _decode(file: Path) -> Lease | None:
+    try:
+        return records.load(file, Lease)
+    except FileNotFoundError:
+        return None
+    except records.Damaged as damaged:
+        # No licence to evict. The job's own Epilog removes what is there without reading it.
+        raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None

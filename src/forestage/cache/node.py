@@ -1,0 +1,27 @@
+"""What a hook, a stager or a command works on: this node, under one configuration."""
+
+import os
+
+import msgspec
+
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.paths import Places
+
+
+class Node(msgspec.Struct, frozen=True):
+    """The node's cache, leases and places."""
+
+    config: Config
+    places: Places
+    cache: Cache
+    leases: Leases
+    clock: Clock
+
+    @classmethod
+    def of(cls, config: Config, places: Places, clock: Clock) -> "Node":
+        # The kernel's mount table knows the cache by its real path only.
+        cache = Cache(places.root / os.path.realpath(config.cache).lstrip("/"))
+        return cls(config, places, cache, Leases(places.leases), clock)

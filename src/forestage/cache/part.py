@@ -1,0 +1,191 @@
+"""How far is the copy? A part on disk: the bytes so far, and which chunks of them are in.
+
+    parts/<key>/image        as long as the source; space is reserved for all that holds data
+    parts/<key>/map          16 bytes for each chunk: its digest once it is in, zeros before
+    parts/<key>/spare        room for the small files that an entry has beside its image
+    parts/<key>/peers        how many bytes came from peers, in decimal, while they help
+    parts/<key>/blind        is there while peers help and the source gives errors here
+    parts/<key>/owner.json   what is copied, by whom, since when; good for one boot
+
+The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
+bytes, so a killed copy leaves a map that is true. After a power cut the map may have reached the
+disk and the bytes not: that is why a part is good for the boot it was written in, and no longer.
+"""
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from forestage.cache.image import Image
+from forestage.system import atomic, records
+
+PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
+ENTRY_BYTES = 16  # of the map, for one chunk
+MAX_SHARED = 131072  # chunks: more of them are not told in a header (32 KiB), nor asked of peers
+Phase = Literal["queued", "copying"]
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
+
+    `chunk` in bytes; `resumed` bytes were in when it began; `job` is the one that asked first.
+    """
+
+    pid: int
+    boot: str
+    image: Image
+    chunk: Positive
+    engine: str
+    job: int
+    since: float
+    phase: Phase = "queued"
+    began: float = 0.0
+    resumed: int = 0
+    digest: bool = True
+
+    def lives(self) -> bool:
+        """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
+        try:
+            # As bytes: a user's process may have the pid by now, and any name.
+            name = Path(f"/proc/{self.pid}/comm").read_bytes().strip()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            # It ends this very moment, or /proc is mounted with hidepid=: then it is not seen.
+            return False
+        return self.boot == boot_id() and name == PROCESS_NAME[:15].encode()
+
+
+class Part:
+    """One directory below parts/. Who writes holds the key's lock; reading needs none."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.image = directory / "image"
+        self.map = directory / "map"
+        self.record = directory / "owner.json"
+        self.spare = directory / "spare"
+        self.peers = directory / "peers"
+        self.blind = directory / "blind"
+
+    def owner(self) -> Owner | None:
+        """Who copies, or copied; None where nothing can be read."""
+        try:
+            return records.load(self.record, Owner)
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+            return None
+
+    def write_owner(self, owner: Owner) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        self.forget_peers()  # what one that was killed noted of them
+        atomic.write(self.record, msgspec.json.encode(owner))
+
+    def digests(self) -> bytes:
+        """The whole map; empty where there is none yet, or something else has its name."""
+        try:
+            return records.read(self.map)
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+            return b""
+
+    def copied(self, owner: Owner) -> int:
+        """Bytes that are in. Of a copy without a map (rsync): how far the file has grown."""
+        if owner.engine == "rsync":
+            return _size(self.image)
+        return done_bytes(self.digests(), owner.chunk, owner.image.size)
+
+    def note_peers(self, count: int) -> None:
+        """Says how many bytes came from peers; nobody but people reads it."""
+        with contextlib.suppress(OSError):  # a disk that others filled must not matter
+            self.peers.write_text(str(count))
+
+    def note_blind(self) -> None:
+        """Says that nothing can be read here; the peer service tells the others."""
+        with contextlib.suppress(OSError):
+            self.blind.touch()
+
+    def forget_peers(self) -> None:
+        self.peers.unlink(missing_ok=True)
+        self.blind.unlink(missing_ok=True)
+
+    def of_peers(self) -> int:
+        """Bytes that peers gave to the stager that runs now."""
+        try:
+            return int(records.read(self.peers) or b"0")
+        except (FileNotFoundError, NotADirectoryError, records.Damaged, ValueError):
+            return 0
+
+    def stood_still(self, now: float) -> float:
+        """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch."""
+        times = [0.0]
+        for file in (self.map, self.image, self.record):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                times.append(os.lstat(file).st_mtime)
+        return now - max(times)
+
+    def allocated(self) -> int:
+        """Bytes of disk that the image's file has."""
+        try:
+            return os.lstat(self.image).st_blocks * 512
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    def resumable_in(self, boot: str) -> bool:
+        """Whether somebody could go on with it in this boot."""
+        owner = self.owner()
+        return owner is not None and owner.boot == boot
+
+    def resumable(self, owner: Owner) -> bool:
+        """Whether what is here is the beginning of just this copy, written in this boot."""
+        before = self.owner()
+        # rsync's file grows; a file of chunks has its full length from the start.
+        return (
+            before is not None
+            and self._is_plain()
+            and (owner.engine == "rsync" or _size(self.image) == owner.image.size)
+            and (
+                (before.boot, before.image, before.chunk, before.engine, before.digest)
+                == (owner.boot, owner.image, owner.chunk, owner.engine, owner.digest)
+            )
+        )
+
+    def _is_plain(self) -> bool:
+        """Whether all that is here are files: a directory by the map's name is never written."""
+        with os.scandir(self.directory) as files:
+            return all(file.is_file(follow_symlinks=False) for file in files)
+
+
+def chunk_count(size: int, chunk: int) -> int:
+    """Pure: how many chunks an image of `size` bytes has."""
+    return -(-size // chunk)
+
+
+def missing_chunks(digests: bytes, size: int, chunk: int) -> list[int]:
+    """Pure: the numbers of the chunks that are not in, in order."""
+    whole = digests.ljust(chunk_count(size, chunk) * ENTRY_BYTES, b"\0")
+    return [
+        number
+        for number in range(chunk_count(size, chunk))
+        if not any(whole[number * ENTRY_BYTES : (number + 1) * ENTRY_BYTES])
+    ]
+
+
+def done_bytes(digests: bytes, chunk: int, size: int) -> int:
+    """Pure: the bytes that a map says are in; the last chunk may be short."""
+    missing = missing_chunks(digests, size, chunk)
+    return size - sum(min(chunk, size - number * chunk) for number in missing)
+
+
+@functools.cache  # the peer service asks for each chunk
+def boot_id() -> str:
+    """Names this boot of the machine (proc(5), random/boot_id)."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return 0

@@ -1,0 +1,289 @@
+"""Which bytes does the path show? A read-only bind of the entry over the path, for the whole node.
+
+Taking a redirect off is always right: the path then shows the shared file system, only slower.
+Laying one is right only over the very file that was staged, so that is checked last of all.
+"""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage import switch
+from forestage.cache import image
+from forestage.cache.image import Identity, Image
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed
+from forestage.paths import Places
+from forestage.system import as_user, lock, mounts
+from forestage.system.as_user import User
+
+TAKE_OFF_TIMEOUT = 5.0  # seconds; walking to a path on a dead file system may take for ever
+CHASES = 20  # tries to reach a redirect whose path is being renamed
+MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
+
+Step = Literal["keep", "lay", "take-off"]
+Laid = Literal["kept", "laid"]
+
+
+class Bind(msgspec.Struct, frozen=True):
+    """One of our binds as the kernel shows it. `key` is "" where the entry is gone or going."""
+
+    mount: mounts.Mount
+    key: str
+
+    @property
+    def path(self) -> str:
+        return self.mount.point
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """What lies at the path in the host's namespace, and whether the user can read the copy."""
+
+    identity: Identity
+    readable: bool
+
+
+def binds(cache: Cache) -> list[Bind]:
+    """Every bind of this cache on the node, oldest first."""
+    found = []
+    for mount, inside in mounts.binds_from(mounts.current(), cache.real):
+        parts = inside.split("/")
+        is_entry = parts[0] == "entries" and parts[2:] == ["image"]
+        found.append(Bind(mount, parts[1] if is_entry else ""))
+    return found
+
+
+def next_step(bound: list[Bind], path: str, key: str) -> Step:
+    """Pure: what the path needs so that it shows the entry `key`, given all binds of ours."""
+    at_path = [bind for bind in bound if bind.path == path]
+    if not at_path:
+        return "lay"
+    return "keep" if at_path[-1].key == key else "take-off"
+
+
+def unneeded(bound: list[Bind], needed: frozenset[str]) -> list[Bind]:
+    """Pure: the binds whose path no lease redirects."""
+    return [bind for bind in bound if bind.path not in needed]
+
+
+def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
+    """Pure: the binds at one of the paths that show other bytes than the entry `key`."""
+    # One without a key shows an entry that was evicted: nobody can say what it is.
+    return [one for one in bound if one.path in paths and (not one.key or one.key != key)]
+
+
+class Stays(Failed):
+    """Redirects whose sources are dead: `off` others have gone. The next Epilog tries again.
+
+    `hung` are the ids of the mounts below those that could not be reached in time.
+    """
+
+    def __init__(self, stuck: list[str], off: int, hung: frozenset[int] = frozenset()) -> None:
+        super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
+        self.off = off
+        self.hung = hung
+
+
+def take_off(taken: list[Bind], user: User) -> None:
+    """Takes binds off their paths, newest first; `user` gets where a squashed root does not.
+
+    One whose source hangs or is dead keeps no other from going. Raises OSError, and Stays at last.
+    """
+    stuck: list[str] = []
+    dead: set[int] = set()
+    left = taken[::-1]
+    while left:
+        try:
+            unreached = _taken_off(left, user)
+        except as_user.TooSlow:
+            there = {mount.id for mount in mounts.current()}
+            left = [bind for bind in left if bind.mount.id in there]
+            # The first of them, and those beside it would hang as well, each for as long.
+            hung = [bind for bind in left if bind.mount.parent == left[0].mount.parent]
+            stuck += [f"{bind.path} (hangs)" for bind in hung]
+            dead |= {bind.mount.parent for bind in hung}
+            left = [bind for bind in left if bind not in hung]
+        else:
+            stuck += [f"{left[n].path} ({os.strerror(number)})" for n, number in unreached]
+            break
+    if stuck:
+        raise Stays(stuck, len(taken) - len(stuck), frozenset(dead))
+
+
+def _taken_off(binds: list[Bind], user: User) -> list[tuple[int, int]]:
+    """Those that could not be reached, each with its errno. Raises OSError, as_user.TooSlow."""
+
+    def work() -> as_user.Found[list[tuple[int, int]]]:
+        unreached = []
+        for n, bind in enumerate(binds):
+            try:
+                _follow(bind, user)
+            except OSError as error:
+                unreached.append((n, error.errno or 0))
+        return unreached, []
+
+    return as_user.call(work, list[tuple[int, int]], TAKE_OFF_TIMEOUT)[0]
+
+
+def _follow(bind: Bind, user: User) -> None:
+    """Takes off one bind. A user may rename the folders above it all the time: it goes along."""
+    point, failed = bind.path, OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    for _ in range(CHASES):
+        try:
+            if mounts.take_off(bind.mount, as_user.reach(point, user)):
+                return
+        except OSError as error:  # of a path that may lead nowhere by now
+            failed = error
+        found = [mount.point for mount in mounts.current() if mount.id == bind.mount.id]
+        if not found:  # gone already
+            return
+        if found[-1] == point and failed.errno not in (errno.EBUSY, *MOVED):
+            break
+        point = found[-1]
+    raise failed
+
+
+def lay(
+    cache: Cache,
+    places: Places,
+    leases: Leases,
+    lease: Lease,
+    wanted: Image,
+    deadline: Deadline,
+) -> tuple[Lease, Laid]:
+    """Makes the image's path show the entry, and notes it in the job's lease.
+
+    Raises Declined where the path no longer leads to the staged file or the copy is not readable
+    for the job's user; OSError, as_user.TooSlow.
+    """
+    for _ in range(3):
+        # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
+        target, identity = _open_target(cache, wanted, lease.user, deadline.left())
+        try:
+            with lock.held(cache.space_lock, deadline.left()):
+                bound = binds(cache)
+                step = next_step(bound, wanted.path, wanted.key)
+                if step == "take-off":
+                    take_off(stale(bound, frozenset({wanted.path}), wanted.key), lease.user)
+                    continue
+                # `unredirect` switches staging off and then takes this lock: none is laid after it.
+                if step == "lay" and (off := switch.by_file(places)):
+                    raise Declined("disabled", off)
+                if step == "lay" and identity != wanted.identity:
+                    raise Declined("changed", f"{wanted.path} was changed or replaced just now")
+                # Lease first: an Epilog that runs next takes off what no lease mentions.
+                # Read again: another step of the job may have taken something meanwhile.
+                # If it is gone, its Epilog has run: what it held besides may be evicted.
+                lease = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
+                lease = lease.with_use(Use(wanted.key, wanted.path))
+                leases.write(lease)
+                if step == "lay":
+                    _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
+                return lease, "laid" if step == "lay" else "kept"
+        finally:
+            os.close(target)
+    raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
+
+
+def clear(cache: Cache, leases: Leases, places: Places, user: User, ended: Lease | None) -> int:
+    """Takes off every redirect that no lease needs; gives their number. Under the space lock.
+
+    `user` and `ended` are the job's whose lease was dropped just now, if it could be read.
+    """
+    if places.redirects.exists():
+        for spot in places.redirects.iterdir():
+            with contextlib.suppress(IsADirectoryError):  # not ours, and in nobody's way
+                _free(spot)
+    needed = leases.redirected()
+    taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
+    taken = list({bind.mount.id: bind for bind in taken}.values())
+    take_off(taken, user)
+    return len(taken)
+
+
+def _left_by(lease: Lease) -> list[Bind]:
+    """The lease's binds by path and name: umount(8) may have taken the cache's disk from below."""
+    wanted = {(use.path, f"/entries/{use.key}/image") for use in lease.uses if use.path}
+    return [
+        Bind(mount, "")
+        for mount in mounts.current()
+        if any(mount.point == path and mount.root.endswith(end) for path, end in wanted)
+    ]
+
+
+def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:
+    try:
+        copy = os.open(cache.image(wanted.key), os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # `verify` evicts what is bad, leased or not; the next look stages it anew.
+        raise Declined("changed", f"the copy of {wanted.path} has just gone") from None
+
+    def work() -> as_user.Found[_Target]:
+        as_user.become(user)
+        fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        identity = image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))
+        try:
+            os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError:
+            return _Target(identity, readable=False), []
+        return _Target(identity, readable=True), [fd]
+
+    try:
+        target, fds = as_user.call(work, _Target, timeout, keep=(copy,))
+    except OSError as error:
+        raise Declined("changed", f"{wanted.path} was moved just now: {error.strerror}") from None
+    finally:
+        os.close(copy)
+    if not target.readable:
+        # A server may grant what mode and ACL do not show (NFSv4): never lay a copy that this
+        # user, who could read the source, cannot open.
+        raise Declined("access", f"this user cannot read the copy of {wanted.path}")
+    return fds[0], target.identity
+
+
+def _bind(source: Path, spot: Path, target: int) -> None:
+    """Lays `source` over the open file `target`, read-only from the first moment on.
+
+    A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
+    root reaches, is remounted read-only, and the second is made from it: one call, no moment in
+    which the job could open the cached file for writing.
+
+    Raises OSError, also where somebody has cleared the spot meanwhile: after a change of `cache:`
+    two hooks may hold each the lock of another cache.
+    """
+    spot.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _free(spot)
+    spot.touch(mode=0o600)
+    mounts.mount(str(source), str(spot), mounts.MS_BIND)
+    try:
+        flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
+        mounts.mount("none", str(spot), mounts.MS_REMOUNT | mounts.MS_BIND | flags)
+        # Opened and compared: by its name it could be the bare file by now. The kernel makes no
+        # bind from a mount that was taken off.
+        made = os.open(spot, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not os.path.samestat(os.fstat(made), os.lstat(source)):
+                raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
+            mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+        finally:
+            os.close(made)
+    finally:
+        _free(spot)
+
+
+def _free(spot: Path) -> None:
+    """Clears where a redirect is made of what a hook left that was killed there: a file, and
+    perhaps a bind on it. Under the space lock. Raises OSError."""
+    while True:
+        try:
+            return spot.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        mounts.umount(str(spot))

@@ -1,0 +1,80 @@
+"""Is there room for all of it? Space taken before the first byte; a sparse file keeps its holes."""
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
+
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
+SPARE = 256 * 1024  # bytes: entry.json, and what directories and inodes may take on the way
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def data_chunks(source: int, size: int, chunk: int) -> set[int]:
+    """The numbers of the chunks that hold any data; the others are holes of a sparse file."""
+    found: set[int] = set()
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(source, at, os.SEEK_DATA)
+            end = min(size, os.lseek(source, start, os.SEEK_HOLE))
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                break
+            start, end = at, size  # a file system that cannot tell has no holes
+        found.update(range(start // chunk, chunk_count(end, chunk)))
+        at = end
+    return found
+
+
+def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
+    """Makes the part's files and takes their space at once. Raises OSError (ENOSPC)."""
+    with opened(part.image) as fd:
+        for _, run in groupby(enumerate(sorted(data)), lambda item: item[1] - item[0]):
+            numbers = [number for _, number in run]
+            start = numbers[0] * chunk
+            allocate(fd, start, min(size, (numbers[-1] + 1) * chunk) - start)
+        os.ftruncate(fd, size)
+    reserve_small(part, size, chunk)
+
+
+def reserve_small(part: Part, size: int, chunk: int) -> None:
+    """Takes the space of all but the image. Raises OSError (ENOSPC)."""
+    with opened(part.map) as fd:
+        allocate(fd, 0, chunk_count(size, chunk) * ENTRY_BYTES)
+        os.ftruncate(fd, chunk_count(size, chunk) * ENTRY_BYTES)
+    with opened(part.spare) as fd:
+        allocate(fd, 0, SPARE)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """One of a part's files, made if need be; what it has stays."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def punch(fd: int, start: int, length: int) -> None:
+    """Makes a hole again of what an earlier copy may have left there. Raises OSError."""
+    _fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, length)
+
+
+def allocate(fd: int, start: int, length: int) -> None:
+    """Takes the space, the file's size left as it is. Raises OSError; not for want of the call."""
+    _fallocate(fd, FALLOC_FL_KEEP_SIZE, start, length)
+
+
+def _fallocate(fd: int, mode: int, start: int, length: int) -> None:
+    result = _libc.fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(length))
+    number = ctypes.get_errno() if result else 0
+    if number and number != errno.EOPNOTSUPP:
+        raise OSError(number, os.strerror(number))

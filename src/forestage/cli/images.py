@@ -1,0 +1,162 @@
+"""`forestage warm`, `publish`, `pack`: images before any job wants them."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.cli.exits import Exit
+
+if TYPE_CHECKING:
+    from forestage.cli.world import World
+
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+force = click.option("-f", "--force", is_flag=True, help="Replace what has the name already.")
+
+
+def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+    from forestage.units import parse_duration
+
+    try:
+        parse_duration(value or "0")
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+@contextlib.contextmanager
+def _cancelling() -> Iterator[None]:
+    """A closed terminal and `kill` are as ^C here: jobs are cancelled that would stay else."""
+    before = {one: signal.signal(one, signal.default_int_handler) for one in ENDS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@click.command()
+@as_json
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
+@click.option("-w", "--nodes", required=True, metavar="NODESET", help="As ClusterShell reads it.")
+@click.option("-p", "--partition", metavar="NAME", help="The jobs' partition.")
+@click.option("--reservation", metavar="NAME", help="The jobs' reservation.")
+@click.option("--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun.")
+@click.option(
+    "--busy",
+    default="5m",
+    callback=_duration,
+    metavar="TIME",
+    help="How long a node may be busy; 5m.",
+)
+@click.option("--stage-wait", default="", callback=_duration, metavar="TIME", help="For the hint.")
+@click.option("--at-once", default=64, type=click.IntRange(1), help="Jobs at once; 64.")
+@click.pass_context
+def warm(
+    ctx: click.Context,
+    images: tuple[str, ...],
+    nodes: str,
+    partition: str | None,
+    reservation: str | None,
+    more: tuple[str, ...],
+    busy: str,
+    stage_wait: str,
+    at_once: int,
+    as_json: bool,
+) -> None:
+    """Have nodes copy images before a job wants them.
+
+    Runs a tiny job with the hint on each node, as the user who asks. May be run again: what is
+    there is a hit. Ends with status 1 if an image is not on each of the nodes.
+    """
+    import secrets
+
+    from forestage import warm as work
+    from forestage.slurm.queue import Slurm
+    from forestage.system import terminal as screen
+    from forestage.units import parse_duration
+
+    if len(images) > work.MAX_IMAGES:
+        raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
+    try:
+        where = work.nodes_of(nodes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--nodes") from None
+    named = (("partition", partition), ("reservation", reservation))
+    order = work.Order(
+        tuple(dict.fromkeys(map(os.path.abspath, images))),
+        where,
+        (*(f"--{name}={value}" for name, value in named if value), *more),
+        stage_wait,
+        parse_duration(busy),
+        at_once,
+    )
+    with _cancelling(), screen.busy() as tell:
+        done = work.warm(order, Slurm.of(os.environ), ctx.obj.clock, secrets.token_hex(4), tell)
+    screen.show(done, work.pieces(done), as_json)
+    if done.failed:
+        ctx.exit(Exit.NOT_FOUND)
+
+
+@click.command()
+@as_json
+@force
+@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--stripes", default=-1, type=int, help="Lustre: over so many OSTs; -1, all.")
+@click.option("--stripe-size", default="1M", metavar="SIZE", help="Lustre: pieces of SIZE; 1M.")
+@click.pass_obj
+def publish(
+    world: "World",
+    image: Path,
+    folder: Path,
+    stripes: int,
+    stripe_size: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Copy IMAGE into DIR, on Lustre spread over all OSTs.
+
+    The copy gets its name when it is whole, read back and compared.
+    """
+    from forestage import publish as work
+    from forestage.system import terminal as screen
+    from forestage.system.tree import Files
+
+    layout = work.Layout(stripes, stripe_size)
+    files = Files(world.places.root)
+    source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
+    with screen.busy() as tell:
+        done = work.publish(source, target, layout, force, files, world.clock, tell)
+    screen.show(done, work.pieces(done), as_json)
+
+
+@click.command()
+@as_json
+@force
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("-o", "--output", "image", required=True, type=click.Path(path_type=Path))
+@click.pass_obj
+def pack(world: "World", folder: Path, image: Path, force: bool, as_json: bool) -> None:
+    """Make one squashfs image of all that is in DIR.
+
+    For virtual environments and other trees of many small files.
+    """
+    from forestage import pack as work
+    from forestage.system import terminal as screen
+
+    with screen.busy() as tell:
+        done = work.pack(folder, image, force, world.clock, tell)
+    screen.show(done, work.pieces(done), as_json)
+
+
+def add_to(main: click.Group) -> None:
+    """The commands of this file."""
+    for command in (warm, publish, pack):
+        main.add_command(command)

@@ -1,0 +1,292 @@
+"""The admin's view: `forestage status`, `ls`, `show`, `explain`, `verify`, `evict`, `pin`, ...
+
+Each command gathers facts, makes a view of them and shows it. What a command needs is imported when
+it runs, so that `forestage --help` and completion stay quick.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.cli import check, exits, report, site, unattended
+from forestage.cli import images as cli_images
+from forestage.cli.exits import Exit
+from forestage.cli.world import Commands
+from forestage.cli.world import World as World
+
+if TYPE_CHECKING:
+    from forestage.entries import Item
+
+
+def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
+    """Slurm's numeric id; `12_3` and `12.0` are other names, which only Slurm can translate."""
+    if not (value.isascii() and value.isdigit() and len(value) <= 10):
+        raise click.BadParameter(f"{value!r} is no job id: expected a number such as 4242")
+    return int(value)
+
+
+@click.group(
+    cls=Commands,
+    epilog=f"\b\nExit status:\n{exits.table()}",  # \b keeps click from filling the lines
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="forestage")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Look after the container images that forestage keeps on this node.
+
+    KEY is an entry's key or its beginning, PATH the image's path as `forestage ls` prints it or a
+    link to it.
+    """
+    if ctx.obj is None:
+        ctx.obj = World.real()
+
+
+site.add_to(main)
+check.add_to(main)
+report.add_to(main)
+cli_images.add_to(main)
+unattended.add_to(main)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
+
+
+@main.command()
+@as_json
+@click.option("-w", "--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
+@click.pass_context
+def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
+    """The cache, its room, copies under way, leases.
+
+    Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
+    terminal, ^C ends it; else it ends when no copy is under way any more.
+    """
+    from forestage import copies
+    from forestage import status as view
+    from forestage.system import terminal as screen
+
+    node = ctx.obj.node()
+    if watch:
+        live = screen.is_live(as_json)
+        with contextlib.suppress(KeyboardInterrupt):
+            screen.follow(copies.watch(node, live), copies.bars if live else copies.lines, as_json)
+        return
+    found = view.gather(node)
+    screen.show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
+    if found.unusable:
+        ctx.exit(Exit.CACHE)
+
+
+@main.command()
+@as_json
+@click.pass_obj
+def ls(world: World, as_json: bool) -> None:
+    """List the entries, last used first."""
+    from forestage import entries
+    from forestage import show as view
+    from forestage.system import terminal as screen
+
+    found = entries.gather(world.node())
+    screen.show(found.items, view.listing(found, world.clock.wall()), as_json)
+
+
+@main.command()
+@as_json
+@click.argument("word", metavar="KEY|PATH")
+@click.pass_obj
+def show(world: World, word: str, as_json: bool) -> None:
+    """All about an entry, and whether its source is unchanged.
+
+    A PATH may have several entries, of which the first is the newest.
+    """
+    from forestage import entries
+    from forestage import show as view
+    from forestage.stage import source
+    from forestage.system import terminal as screen
+
+    node = world.node()
+    held = entries.gather(node)
+    picked = entries.pick(held.items, word, source.resolved)
+    found = view.found(node.cache, picked, held.leases)
+    screen.show(found, view.told(found, world.clock.wall()), as_json)
+
+
+@main.command()
+@as_json
+@click.argument("job", callback=_job_id, metavar="JOBID")
+@click.pass_obj
+def explain(world: World, job: int, as_json: bool) -> None:
+    """What a job asked for, what was done, why, and how long it took.
+
+    Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
+    """
+    from forestage import explain as view
+    from forestage.system import terminal as screen
+
+    found = view.gather(world.places, job)
+    screen.show(found, view.pieces(found, world.clock.wall()), as_json)
+
+
+@main.command()
+@as_json
+@click.argument("image")
+@click.pass_obj
+def path(world: World, image: str, as_json: bool) -> None:
+    """Print the path of IMAGE's local copy.
+
+    Only if the copy is exactly what IMAGE is now; else it says why not and ends with status 1.
+    """
+    from forestage import entries
+    from forestage.stage import source
+    from forestage.system import terminal as screen
+
+    node = world.node()
+    held = entries.gather(node)
+    wanted = source.look(node.cache, source.wanted(image), source.invoking_user())
+    copy = entries.copy_of(node.cache, held.items, wanted)
+    screen.show(copy, [screen.Line(copy.copy, whole=True)], as_json)
+
+
+@main.command()
+@as_json
+@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@click.option("--to-watermark", is_flag=True, help="As far as the Epilog would; the default.")
+@click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
+@click.option("-n", "--dry-run", is_flag=True, help="Only tell what would be evicted.")
+@click.pass_context
+def evict(
+    ctx: click.Context,
+    words: tuple[str, ...],
+    to_watermark: bool,
+    everything: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Evict entries: exactly those named, or down to the low watermark.
+
+    Leased and pinned entries stay. Ends with status 1 if one that was named stays.
+    """
+    from forestage import entries, evictions
+    from forestage.system import terminal as screen
+
+    if bool(words) + to_watermark + everything > 1:
+        raise click.UsageError("KEY|PATH, --to-watermark and --all exclude each other")
+    node = ctx.obj.node()
+    held = entries.gather(node)
+    if words or everything:
+        chosen = _picked(held.items, words) if words else held.items
+        done = evictions.exactly(node, chosen, dry_run)
+    else:
+        done = evictions.to_watermark(node, dry_run)
+    screen.show(done, evictions.pieces(done), as_json)
+    if words and done.left_out:
+        ctx.exit(Exit.NOT_FOUND)
+
+
+@main.command()
+@as_json
+@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@click.option("--all", "everything", is_flag=True, help="Every entry.")
+@click.option("-n", "--dry-run", is_flag=True, help="Only tell; evict nothing.")
+@click.pass_context
+def verify(
+    ctx: click.Context, words: tuple[str, ...], everything: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Compare entries with their sources, or with the digests of their copying.
+
+    A bad entry is evicted, though it be leased or pinned, and the exit status is 7.
+    """
+    from forestage import entries
+    from forestage import verify as view
+    from forestage.system import terminal as screen
+
+    if bool(words) == everything:
+        raise click.UsageError("either KEY|PATH, or --all")
+    node = ctx.obj.node()
+    items = entries.gather(node).items
+    with screen.busy() as tell:
+        done = view.verify(node, items if everything else _picked(items, words), dry_run, tell)
+    screen.show(done, view.pieces(done), as_json)
+    if done.bad:
+        ctx.exit(Exit.BAD)
+
+
+@main.command()
+@as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Only tell; change and read nothing.")
+@click.pass_context
+def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
+    """Clean up what crashes left: leases of jobs that are over, redirects, parts.
+
+    Asks Slurm about the jobs that hold a lease here; if it does not answer, no lease is released
+    and the exit status is 8. Run by forestage-sweep.timer.
+    """
+    import os
+
+    from forestage import sweep as work
+    from forestage import swept
+    from forestage.slurm.queue import Slurm
+    from forestage.system import terminal as screen
+
+    with screen.busy() as tell:
+        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ), dry_run, tell)
+    screen.show(done, swept.pieces(done), as_json)
+    ctx.exit(swept.exit_code(done))
+
+
+@main.command()
+@as_json
+@words
+@click.pass_obj
+def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
+    """Keep entries from being evicted; of a PATH, its newest."""
+    from forestage import entries, pins
+    from forestage.system import terminal as screen
+
+    node = world.node()
+    picked = _picked(entries.gather(node).items, words, newest=True)
+    done = [pins.pin(node.cache, item) for item in picked]
+    screen.show(done, pins.pieces(done), as_json)
+
+
+@main.command()
+@as_json
+@words
+@click.pass_obj
+def unpin(world: World, words: tuple[str, ...], as_json: bool) -> None:
+    """Let entries be evicted again; of a PATH, all of them."""
+    from forestage import entries, pins
+    from forestage.system import terminal as screen
+
+    node = world.node()
+    done = [pins.unpin(node.cache, item) for item in _picked(entries.gather(node).items, words)]
+    screen.show(done, pins.pieces(done), as_json)
+
+
+def _picked(
+    items: "tuple[Item, ...]", words: tuple[str, ...], newest: bool = False
+) -> "list[Item]":
+    """The entries that all the words mean, each once. Raises NotFound before anything is done."""
+    from forestage import entries
+    from forestage.stage import source
+
+    found: dict[str, Item] = {}
+    for word in words:
+        picked = entries.pick(items, word, source.resolved)
+        found |= {item.key: item for item in (picked[:1] if newest else picked)}
+    return list(found.values())
+
+
+@main.command()
+@as_json
+@click.option("-p", "--partition", metavar="NAME", help="As it holds for this partition's jobs.")
+@click.pass_obj
+def config(world: World, partition: str | None, as_json: bool) -> None:
+    """Every setting, and which file says so."""
+    from forestage import settings
+    from forestage import show as view
+    from forestage.system import terminal as screen
+
+    rows = settings.load(world.places.etc).rows(partition)
+    screen.show([row._asdict() for row in rows], view.settings(rows), as_json)

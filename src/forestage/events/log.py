@@ -1,0 +1,236 @@
+"""What happened: a JSON line for each image of each hook run, read by `forestage explain`."""
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import msgspec
+
+from forestage.slurm.job import Job, Via
+from forestage.units import printable
+
+Result = Literal["hit", "joined", "copied", "started", "declined", "failed", "released"]
+Hook = Literal["prolog", "step", "stager", "epilog", "sweep"]
+
+ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
+LONGEST = 1024 * 1024  # bytes of a line; 16 images with all that is told of them are below 64 KiB
+REMEMBERED = 4  # logs that `unread` knows: at most two are there at once
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of one request. `reason` is one word; `detail` a sentence for people.
+
+    `started`: the job's steps will wait for the copy. Bytes are those copied by this hook; `wait`
+    is seconds spent on staging. Of a stager's own outcome `copying` seconds went into the bytes,
+    `resumed` of them were here before and `from_peers` came from other nodes, to which `served`
+    bytes went meanwhile. In the Epilog `evicted` are the keys that went and `released` counts
+    redirects taken off.
+    """
+
+    result: Result
+    asked: str = ""
+    via: Via | None = None
+    image: str = ""
+    key: str = ""
+    reason: str = ""
+    detail: str = ""
+    redirect: str = ""
+    bytes: int = 0
+    size: int = 0
+    wait: float = 0.0
+    copying: float = 0.0
+    resumed: int = 0
+    from_peers: int = 0
+    served: int = 0
+    evicted: tuple[str, ...] = ()
+    released: int = 0
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of events.jsonl; `time` in seconds since the epoch, `total` the hook's seconds."""
+
+    time: float
+    hook: Hook
+    job: int
+    outcome: Outcome
+    user: str = ""
+    uid: int = -1
+    node: str = ""
+    partition: str = ""
+    total: float = 0.0
+    problems: tuple[str, ...] = ()
+    step: int | None = None
+
+
+def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
+    """The canonical log line of a hook run, after its name and job; logfmt. Pure."""
+    parts = [f"user={job.user.name}"]
+    for outcome in outcomes:
+        facts = {
+            "image": outcome.image or outcome.asked,
+            "key": outcome.key,
+            "result": outcome.result,
+            "reason": outcome.reason,
+            "redirect": outcome.redirect,
+            "bytes": outcome.bytes,
+            "from_peers": outcome.from_peers,
+            "served": outcome.served,
+            "wait": f"{outcome.wait:.3f}s" if outcome.wait else "",
+            "released": outcome.released,
+            "evicted": ",".join(outcome.evicted),
+            "detail": outcome.detail,
+        }
+        parts += [f"{name}={field(value)}" for name, value in facts.items() if value]
+    parts += [f"problem={field(problem)}" for problem in job.hints.problems]
+    return " ".join([*parts, f"total={total:.3f}s"])
+
+
+def field(value: object) -> str:
+    """Pure: a value of the log line, in quotes where it would not be one word."""
+    text = printable(str(value))
+    if not any(char in text for char in ' ="\\'):
+        return text
+    # A user's path must not be able to end the quotes and go on with fields of its own.
+    escaped = text.replace('"', "\\x22")
+    return f'"{escaped[:-1]}\\x5c"' if escaped.endswith("\\") else f'"{escaped}"'
+
+
+def record(
+    file: Path, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
+) -> None:
+    """Adds an event for each outcome of one run; all have the run's time and total (seconds)."""
+    append(
+        file,
+        [
+            Event(
+                time=round(now, 3),
+                hook=hook,
+                job=job.id,
+                outcome=outcome,
+                user=job.user.name,
+                uid=job.user.uid,
+                node=job.node,
+                partition=job.partition,
+                total=round(total, 4),
+                problems=job.hints.problems if hook == "prolog" else (),
+                step=job.step,
+            )
+            for outcome in outcomes
+        ],
+    )
+
+
+def append(file: Path, events: Iterable[Event]) -> None:
+    """Adds lines. Each is one write to a file opened for appending, so hooks do not mix theirs."""
+    lines = [msgspec.json.encode(event) + b"\n" for event in events]
+    if not lines:
+        return
+    file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    _rotate(file)
+    # No link is followed, and a FIFO without a reader is an error and no wait.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(file, flags, 0o640)
+    try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            lines[0] = b"\n" + lines[0]  # a crash cut the last line short; ours must not follow it
+        for line in lines:
+            os.write(fd, line)
+    finally:
+        os.close(fd)
+
+
+def read(file: Path) -> Iterator[Event]:
+    """Every event that can be read, oldest first; a line cut short by a crash is passed over."""
+    for handle in _logs(file):
+        yield from (event for event in each(handle) if event)
+
+
+def _logs(file: Path) -> Iterator[BinaryIO]:
+    """The logs that are there, open, oldest first."""
+    for path in (_older(file), file):
+        try:
+            handle = open(path, "rb", opener=_opener)  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            continue
+        with handle:
+            yield handle
+
+
+def each(log: BinaryIO) -> Iterator[Event | None]:
+    """Every line of an open log, in its order; None for one that cannot be read."""
+    # A bounded piece at a time: what is no line of ours may be a terabyte without an end.
+    while line := log.readline(LONGEST):
+        yield _decoded(line)
+
+
+def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
+    """Every event that was not given before, oldest first; for one reader at a time.
+
+    `seen` says how far each log was read, and grows: bytes, by a hash of the log's first line. No
+    inode tells a log, as the next one may get it; no name does, as logs move on.
+    """
+    for handle in _logs(file):
+        first = handle.readline(LONGEST)
+        if not _is_whole(first):
+            continue
+        name = _name(first)
+        # The tail may be lost in a crash: what comes in its place is new.
+        at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
+        handle.seek(at)
+        while _is_whole(line := handle.readline(LONGEST)):
+            at += len(line)
+            if event := _decoded(line):
+                yield event
+        seen[name] = at
+    # A log that was moved between our two looks is found next time; older ones are gone for good.
+    for name in list(seen)[:-REMEMBERED]:
+        del seen[name]
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether nobody is writing it: the end of the line is there, or will never be."""
+    return line.endswith(b"\n") or len(line) == LONGEST
+
+
+def _name(line: bytes) -> str:
+    from hashlib import blake2b  # no hook needs it
+
+    return blake2b(line, digest_size=12).hexdigest()
+
+
+def _decoded(line: bytes) -> Event | None:
+    try:
+        return msgspec.json.decode(line, type=Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _opener(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _older(file: Path) -> Path:
+    return file.with_name(file.name + ".1")
+
+
+def _rotate(file: Path) -> None:
+    try:
+        if file.stat().st_size < ROTATE_AT:
+            return
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # Not there yet, or another hook has just moved it.
+        return
+    try:
+        # Two hooks may see the full log. The second would move the new one, of a line or two, over
+        # the full one, which is gone then.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), file.stat()):
+            file.replace(_older(file))
+    except (FileNotFoundError, BlockingIOError):
+        return
+    finally:
+        os.close(fd)

@@ -1,0 +1,230 @@
+"""The hooks as Slurm runs them: stay out of the way, fail open, one line in the log.
+
+slurmd drains a node whose Prolog or Epilog does not exit 0 (slurm.conf(5), `Prolog`). So nothing
+that goes wrong here gets out, unless the admin asked for it with `on_error: drain`. A hook must run
+no Slurm command, gets no PATH, and imports next to nothing before it knows that there is work: a
+job without an image pays for one bare interpreter start. The SPANK companion's helper, the step, is
+a hook like the others; it has an answer besides, and no failure of a step drains its node.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+from forestage import log
+
+TYPE_CHECKING = False  # the real one costs the import of typing, 9 ms; checkers know it by name
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Literal, NoReturn
+
+    from forestage.clock import Clock
+    from forestage.config import Config
+    from forestage.errors import ConfigError
+    from forestage.events import Outcome
+    from forestage.paths import Places
+    from forestage.slurm.job import Job
+
+    Name = Literal["prolog", "step", "epilog"]
+
+DRAIN = 75
+"""The one exit status that the shell guard of the hooks does not turn into 0."""
+
+USAGE = 2
+"""As click's: the command was called in a wrong way."""
+
+IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
+
+BY_HAND = b"""\
+forestage: `step` is what forestage's SPANK plugin runs when a step starts, with an environment of
+ its own (to see what it did for a job: forestage explain JOBID)
+"""
+
+
+def main(name: Name) -> NoReturn:
+    """What prolog/forestage, epilog/forestage and the companion call, as root. Ends the process."""
+    # A hook lives for a tenth of a second and leaves nothing to clean up: collecting garbage and
+    # taking the interpreter apart cost a warm hit 14 ms of 100.
+    gc.disable()
+    os._exit(_main(name))
+
+
+def _main(name: Name) -> int:
+    hook = Hook(name, os.environ, time.monotonic())
+    if name == "step" and os.environ.get("SLURM_SCRIPT_CONTEXT") != "spank_step":
+        os.write(2, BY_HAND)
+        return USAGE
+    if nothing_to_do(name, os.environ, "/run/forestage/leases"):
+        hook.say("result=none")
+        hook.answer("leave", "no-image")
+        return 0
+    try:
+        from forestage.clock import Clock
+        from forestage.paths import Places
+
+        return hook.run(Places(), Clock())
+    except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
+        what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
+        hook.say(f"result=failed {what}")
+        hook.answer("leave", "error")
+        return DRAIN if hook.drains else 0
+
+
+def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
+    """Whether this job is none of ours: told without an import, and never wrongly."""
+    if name == "prolog":
+        return IMAGE_OPTION not in environ and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
+    if name == "step":
+        return not environ.get(IMAGE_OPTION)
+    return not os.path.exists(f"{leases}/{environ.get('SLURM_JOB_ID', '')}.json")
+
+
+class Hook:
+    """One run of a hook. `drains` tells the boundary what the admin wants of a failure."""
+
+    def __init__(self, name: Name, environ: Mapping[str, str], start: float) -> None:
+        self.name = name
+        self.environ = environ
+        self.start = start
+        self.drains = False
+        self.off = ""  # why the admin has switched staging off on this node
+        self.answered = name != "step"
+
+    def run(self, places: Places, clock: Clock) -> int:
+        """The work, its log line and its events. Expected errors become outcomes; others rise."""
+        from forestage.slurm.job import Job
+
+        job = Job.from_environ(self.environ)
+        if self.name == "step":
+            from forestage.hooks import step
+
+            job = step.named(job)
+        work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
+        outcomes = work(job, places, clock)
+        self._report(job, outcomes, places, clock)
+        failed = any(outcome.result == "failed" for outcome in outcomes)
+        return DRAIN if failed and self.drains else 0
+
+    def _prolog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
+        from forestage.cache.node import Node
+        from forestage.errors import ConfigError
+        from forestage.hooks import image as request
+        from forestage.hooks import prolog
+        from forestage.slurm import timeouts
+
+        if not (job.asked or job.hints.off):
+            return prolog.misread(job)
+        limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
+        try:
+            config = self._config(job, places)
+        except ConfigError as error:
+            seconds = timeouts.patience(limits, request.LOOK, None, 0.0)
+            return self._misconfigured(job, error, places, clock, seconds)
+        return prolog.prolog(Node.of(config, places, clock), job, limits, self.off)
+
+    def _step(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
+        from forestage.cache.node import Node
+        from forestage.errors import ConfigError
+        from forestage.hooks import image as request
+        from forestage.hooks import step
+        from forestage.slurm import timeouts
+        from forestage.system import child
+
+        # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
+        child.leave_job()
+        timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
+        try:
+            config = self._config(job, places)
+        except ConfigError as error:
+            seconds = timeouts.step_patience(request.LOOK, timeout)
+            outcomes = self._misconfigured(job, error, places, clock, seconds)
+            self.answer("leave", "disabled" if self.off else "config")
+            return outcomes
+        done = step.step(Node.of(config, places, clock), job, timeout, _speak, self.off)
+        # At once: the log can wait, the step does not.
+        self.answer(*done.answer)
+        return done.outcomes
+
+    def _epilog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
+        from forestage.errors import ConfigError
+        from forestage.hooks import epilog
+        from forestage.slurm import timeouts
+
+        try:
+            config = self._config(job, places)
+        except ConfigError as error:
+            self.say(f"result=failed reason=config detail={error.one_line!r}")
+            config = None
+        limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
+        return epilog.epilog(config, places, clock, job, limits)
+
+    def _config(self, job: Job, places: Places) -> Config:
+        from forestage import settings, switch
+
+        # First, as the configuration may be why somebody has switched it off.
+        self.off = switch.by_file(places)
+        found = settings.load(places.etc, owner=os.geteuid()).for_partition(job.partition)
+        # Not while it is off: during an upgrade old and new code may meet.
+        self.drains = found.on_error == "drain" and self.name != "step" and not self.off
+        return found
+
+    def _misconfigured(
+        self, job: Job, error: ConfigError, places: Places, clock: Clock, seconds: float
+    ) -> list[Outcome]:
+        from forestage.clock import Deadline
+        from forestage.errors import Declined, Failed
+        from forestage.hooks import image as request
+
+        end = Deadline.after(seconds, clock)
+        off = self.off and Declined("disabled", self.off)
+        return request.misconfigured(
+            places, clock, job, off or Failed("config", error.one_line), end
+        )
+
+    def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
+        from forestage import events
+
+        total = time.monotonic() - self.start
+        self.say(events.summary(job, outcomes, total))
+        try:
+            events.record(places.events, clock.wall(), self.name, job, outcomes, total)
+        except OSError as error:
+            # The job is served; a full log disk is no reason to drain its node.
+            self.say(f"result=unrecorded detail={str(error)!r}")
+
+    def say(self, text: str) -> None:
+        """The hook's line in the log."""
+        of_step = f"step={self.environ.get('SLURM_STEP_ID', '?')[:20]} " * (self.name == "step")
+        line = f"{self.name} job={self.environ.get('SLURM_JOB_ID', '?')[:20]} {of_step}{text}"
+        log.say(line, by_slurm="SLURM_SCRIPT_CONTEXT" in self.environ)
+
+    def answer(self, *fields: str) -> None:
+        """The companion's answer, if it waits for one and has none yet."""
+        if not self.answered:
+            self.answered = True
+            _write(*fields)
+
+
+def _write(*fields: str) -> None:
+    """One line for the companion, which may have gone."""
+    try:
+        os.write(1, "\t".join(fields).encode(errors="backslashreplace") + b"\n")
+    except OSError:
+        return
+
+
+def _speak(text: str) -> None:
+    """One line for the user, whatever the name of his file."""
+    from forestage.units import printable
+
+    _write("say", f"forestage: {printable(text)}")
+
+
+def _place(error: Exception) -> str:
+    """File and line of the code that raised, for a log that has one line."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at else "?"

@@ -1,0 +1,118 @@
+"""What happens when a job ends: drop its lease, take off redirects nobody needs, evict."""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache import evict, redirect
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Leases
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.errors import Failed
+from forestage.events import Outcome
+from forestage.paths import Places
+from forestage.slurm.job import Job
+from forestage.slurm.timeouts import Limits
+from forestage.system import lock
+from forestage.system.as_user import User
+from forestage.units import printable
+
+
+def epilog(
+    config: Config | None, places: Places, clock: Clock, job: Job, limits: Limits
+) -> list[Outcome]:
+    """Releases what the job held here; may be run again. Gives one outcome, also for a failure.
+
+    Works on the cache that the lease names: the configuration may have changed since, or be broken
+    (`config` is None), and the job's redirects must go all the same.
+    """
+    leases = Leases(places.leases)
+    # Half for each of the two times that the lock is needed.
+    limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
+    patience = min(lock.SPACE_TIMEOUT, limit / 2)
+    try:
+        lease = leases.read(job.id)
+    except Failed as failed:
+        if config is None:
+            return [_failed(failed)]
+        lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
+    except OSError as error:
+        return [_failed(Failed("io", str(error)))]
+    cache = Cache(Path(lease.cache)) if lease else None
+    try:
+        if config is not None:
+            node = Node.of(config, places, clock)
+            cache = cache or node.cache
+        done = Outcome(result="released")
+        if cache:
+            done = _release(cache, leases, lease, places, clock, job, patience)
+        if cache and lease and config and config.on_deadline == "abort":
+            abort(cache, leases, lease)
+        made = cache is not None and cache.locks.is_dir()
+        evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
+    except lock.Busy as busy:
+        # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
+        # next Epilog takes the redirects off that nobody needs any more.
+        leases.drop(job.id)
+        return [_failed(busy)]
+    except Failed as failed:
+        return [_failed(failed)]
+    except OSError as error:
+        return [_failed(Failed("io", str(error)))]
+    return [msgspec.structs.replace(done, evicted=evicted)]
+
+
+def _failed(failed: Failed) -> Outcome:
+    return Outcome(result="failed", reason=failed.reason, detail=str(failed))
+
+
+def _release(
+    cache: Cache,
+    leases: Leases,
+    lease: Lease | None,
+    places: Places,
+    clock: Clock,
+    job: Job,
+    patience: float,
+) -> Outcome:
+    with lock.held_if_writable(cache.space_lock, patience):
+        if lease is not None:
+            with contextlib.suppress(OSError):  # only a note for evict
+                _note_use(cache, lease, clock.wall())
+        try:
+            count = let_go(cache, leases, lease, places, job.id, job.user)
+        except redirect.Stays as stays:
+            # A dead file server is no fault of the node. It shows nothing, redirect or not.
+            detail = printable(str(stays))
+            return Outcome("released", released=stays.off, reason=stays.reason, detail=detail)
+    return Outcome("released", released=count)
+
+
+def let_go(
+    cache: Cache, leases: Leases, lease: Lease | None, places: Places, job: int, user: User
+) -> int:
+    """The lease, then every redirect that no other lease mentions; gives their number.
+
+    Under the space lock. `lease` is None where it is damaged. Raises OSError, Failed.
+    """
+    leases.drop(job)
+    # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
+    return redirect.clear(cache, leases, places, user, lease)
+
+
+def abort(cache: Cache, leases: Leases, ended: Lease) -> None:
+    """Stops copies that only this job wanted; a step that is killed cannot do it."""
+    from forestage.stage import wait  # few Epilogs need it
+
+    for use in ended.uses:
+        wait.abort(cache, leases, ended.job, use.key)
+
+
+def _note_use(cache: Cache, lease: Lease, now: float) -> None:
+    """The end of a job is a use as well: a week-long job's image is not the least recently used."""
+    for use in lease.uses:
+        if cache.read(use.key) is not None:
+            cache.touch(use.key, now)

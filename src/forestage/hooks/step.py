@@ -1,0 +1,128 @@
+"""What a step gets when it starts: asked by the SPANK companion, once per step and node.
+
+The answer is one line of fields between tabs: `use` this entry for that file, or `leave` the path
+as it is. Lines with `say` before it are for the user, who sits at the terminal and waits.
+"""
+
+import pwd
+from collections.abc import Callable
+
+import msgspec
+
+from forestage.cache.node import Node
+from forestage.clock import Clock, Deadline
+from forestage.events import Outcome
+from forestage.hooks import image as request
+from forestage.hooks.image import Patience, Served
+from forestage.kinds import UserMessages
+from forestage.slurm import timeouts
+from forestage.slurm.job import Job
+from forestage.stage.wait import Outlook
+from forestage.units import format_duration
+
+EVERY = 30.0  # seconds between two lines for a user who waits
+
+PYXIS_TELLS = frozenset(("bad-path", "missing", "no-permission", "not-a-file", "empty"))
+AS_DECIDED = frozenset(("registry", "outside-sources", "too-large", "off", "disabled"))
+
+Say = Callable[[str], None]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The outcomes for log and events, and the fields of the answer's line."""
+
+    outcomes: list[Outcome]
+    answer: tuple[str, ...]
+
+
+def step(node: Node, job: Job, timeout: str, say: Say, off: str = "") -> Done:
+    """Stages the step's image. `timeout` is the companion's own limit, `say` tells the user.
+
+    `off`: why the admin has switched staging off on this node; "" if not.
+    """
+    if not job.asked:
+        return Done([], ("leave", "no-image"))
+    config, clock = node.config, node.clock
+    asked = job.asked[0]  # pyxis' option has one; a step sees no comment
+    copy = Deadline.after(timeouts.step_patience(config.step_wait, timeout), clock)
+    seconds = timeouts.step_patience(max(config.step_wait, request.LOOK), timeout)
+    if off or not config.enabled:
+        end = Deadline.after(seconds, clock)
+        return _done(node, request.refuse(node, job, asked, off or "`enabled: false`", end))
+    watch = Watch(clock, say) if config.user_messages != "none" else None
+    patience = Patience(Deadline.after(seconds, clock), copy, "keep", watch)
+
+    def serve() -> Served:
+        return request.serve(node, _as_noted(node, job), asked, patience)
+
+    served = request.told(asked, clock, serve)
+    line = message(served.outcome, config.user_messages)
+    if line:
+        say(line)
+    return _done(node, served)
+
+
+def named(job: Job) -> Job:
+    """With the user's name, by which his groups are looked up; an unknown uid has its gid only."""
+    try:
+        name = pwd.getpwuid(job.user.uid).pw_name
+    except KeyError:
+        return job
+    return msgspec.structs.replace(job, user=msgspec.structs.replace(job.user, name=name))
+
+
+def _as_noted(node: Node, job: Job) -> Job:
+    """With stage=off, if the Prolog noted that: a step sees no comment."""
+    lease = node.leases.read(job.id)
+    off = lease is not None and lease.off
+    return msgspec.structs.replace(job, hints=msgspec.structs.replace(job.hints, off=off))
+
+
+class Watch:
+    """While a step waits: a line now and then, so that nobody thinks it hangs."""
+
+    def __init__(self, clock: Clock, say: Say) -> None:
+        self.clock = clock
+        self.say = say
+        self.next = clock.monotonic() + EVERY
+
+    def __call__(self, outlook: Outlook) -> None:
+        if self.clock.monotonic() >= self.next:
+            self.next += EVERY
+            self.say(outlook.progress())
+
+
+def message(outcome: Outcome, wanted: UserMessages) -> str:
+    """Pure: what the user is told in the end; "" for nothing."""
+    name = outcome.image or outcome.asked
+    if wanted == "none":
+        return ""
+    if outcome.result in ("declined", "failed"):
+        quiet = outcome.reason in PYXIS_TELLS | AS_DECIDED
+        return "" if quiet else f"{name} is read from its original path: {outcome.detail}"
+    if wanted != "all":
+        return ""
+    took = format_duration(outcome.wait)
+    return f"{name} is read from this node's copy ({outcome.result} in {took})"
+
+
+def _done(node: Node, served: Served) -> Done:
+    return Done([served.outcome], answer(node, served))
+
+
+def answer(node: Node, served: Served) -> tuple[str, ...]:
+    """Pure: the fields of the line that ends the companion's wait."""
+    outcome, wanted = served.outcome, served.image
+    if outcome.reason or wanted is None:
+        return "leave", outcome.reason
+    # With `bind` too: job_container/tmpfs has given the job its own, older, view of the mounts, and
+    # where a task already sees the entry there is nothing to do.
+    if outcome.redirect == "none":
+        return "leave", "none" if node.config.redirect == "none" else "saves"
+    found = wanted.identity
+    facts = (found.inode, found.size, found.mtime_ns, found.ctime_ns)
+    tell = "0" if node.config.user_messages == "none" else "1"
+    fields = (str(node.cache.image(wanted.key)), found.path, *map(str, facts), tell)
+    if any(map(request.has_control, fields)):
+        return "leave", "bad-path"
+    return "use", *fields

@@ -1,0 +1,1 @@
+"""What Slurm says: a job's environment, slurm.conf, time limits, the queue."""

@@ -1,0 +1,180 @@
+"""Is this job over on this node? Asked of Slurm by the timer and by people, never by a hook.
+
+One small question for each job, by its own number, so that a node's sweep costs slurmctld nothing
+that grows with the cluster: `squeue --json` of Slurm 22.05 brings every job there is, whatever it
+is asked for (tried). The three columns that are asked for instead have been the same since long
+before that. See docs/decisions/0015.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from forestage.cache.lease import Lease, Leases, Mark
+from forestage.errors import Failed, SlurmError
+from forestage.system import run
+
+TIMEOUT = 30.0  # seconds for one question; squeue itself tries a dead slurmctld for longer
+
+# slurm.h, enum job_states from JOB_COMPLETE on. Whatever else Slurm may call a job, now or in
+# another release (COMPLETING: its Epilog is not over), the job is not over.
+OVER = frozenset(
+    (
+        "COMPLETED",
+        "CANCELLED",
+        "FAILED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "PREEMPTED",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "OUT_OF_MEMORY",
+    )
+)
+UNKNOWN_JOB = "Invalid job id specified"  # slurm_errno.c, ESLURM_INVALID_JOB_ID
+
+_LINE = re.compile(r"([0-9]+)\|([A-Z_]+)\|(\S*)", re.ASCII)
+# setproctitle() in slurmstepd.c; the second may be `batch`, `extern`, `0`.
+_MANAGER = re.compile(rb"slurmstepd: \[([0-9]{1,10})[.+]")
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What Slurm says of a job: its state in capitals, and its nodes as a list in brackets."""
+
+    state: str
+    nodes: str
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """A lease of a job that is over here, as it was before Slurm said so; None: it is damaged."""
+
+    job: int
+    mark: Mark
+    lease: Lease | None
+    why: str
+
+
+class Slurm(NamedTuple):
+    """How Slurm is asked. `path` is where its commands are looked for, `conf` SLURM_CONF or ""."""
+
+    path: str
+    conf: str = ""
+    proc: Path = Path("/proc")
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> "Slurm":
+        """As who calls has it, with the usual directories behind it."""
+        path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
+        return cls(path, environ.get("SLURM_CONF", ""))
+
+    def job(self, job: int) -> Told | None:
+        """What becomes of a job; None: Slurm does not know it any more.
+
+        Raises SlurmError where there is no answer, or one that may mean anything.
+        """
+        # --local: a job of another cluster of the federation may have the same number.
+        ran = self._ask(
+            "squeue", "--noheader", "--local", "--states=all", "--format=%A|%T|%N", f"--jobs={job}"
+        )
+        if ran.code == 1 and ran.err.rstrip().endswith(UNKNOWN_JOB) and not ran.out:
+            return None
+        if ran.code != 0:
+            raise SlurmError(ran.explained())
+        return found(ran.out, job)
+
+    def knows_node(self, node: str) -> bool:
+        """Whether this Slurm has such a node. Raises SlurmError where it does not answer."""
+        ran = self._ask("scontrol", "--oneliner", "show", "node", node)
+        if ran.code == 0:
+            return f"NodeName={node} " in ran.out
+        if f"Node {node} not found" in ran.out + ran.err:
+            return False
+        raise SlurmError(ran.explained())
+
+    def at_work(self) -> frozenset[int]:
+        """The jobs that have a step on this node: known without asking anybody."""
+        found = set()
+        for process in self.proc.glob("[0-9]*"):
+            try:
+                title = (process / "cmdline").read_bytes()
+                is_root = process.stat().st_uid == 0
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+                continue
+            manager = _MANAGER.match(title)
+            if manager and is_root:  # any user's process may call itself so
+                found.add(int(manager[1]))
+        return frozenset(found)
+
+    def _ask(self, program: str, *words: str) -> run.Ran:
+        """Runs one of Slurm's commands. Raises SlurmError."""
+        there = shutil.which(program, path=self.path)
+        if there is None:
+            raise SlurmError(f"{program} is not installed", "its directory belongs into PATH")
+        variables = {"SLURM_CONF": self.conf} if self.conf else {}
+        ran = run.run([there, *words], timeout=TIMEOUT, variables=variables)
+        if ran.code < 0:
+            raise SlurmError(f"{program} did not end within {TIMEOUT:.0f} s")
+        return ran
+
+
+def found(listing: str, job: int) -> Told | None:
+    """Pure: the job's own line among those of its array or its other parts.
+
+    Raises SlurmError where any line is of another form, or there is none at all.
+    """
+    lines = [_LINE.fullmatch(line.rstrip()) for line in listing.splitlines()]
+    told = [line for line in lines if line is not None]
+    own = [Told(line[2], line[3]) for line in told if int(line[1]) == job]
+    if not lines or len(told) < len(lines) or len(own) > 1:
+        raise SlurmError(f"squeue's answer about job {job} cannot be understood: {listing[:200]!r}")
+    return own[0] if own else None
+
+
+def why_over(told: Told | None, node: str) -> str:
+    """Pure: why a job is over on the node of that name, for people; "" where it may not be.
+
+    `node` is "" where nobody knows it. A job without nodes waits, and may come (back) to this one.
+    """
+    if told is None:
+        return "Slurm does not know the job any more"
+    if told.state in OVER:
+        return f"the job is {told.state}"
+    if not (told.nodes and node):
+        return ""
+    from forestage.peers import expand  # few jobs need it
+
+    nodes = expand(told.nodes)
+    return f"the job is {told.state} on other nodes" if nodes and node not in nodes else ""
+
+
+def gone(leases: Leases, slurm: Slurm) -> tuple[Gone, ...]:
+    """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
+    # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
+    marks = {job: leases.mark(job) for job in leases.jobs()}
+    at_work = slurm.at_work() if marks else frozenset()
+    found = []
+    for job, mark in marks.items():
+        if mark is None or job in at_work:
+            continue
+        lease = _read(leases, job)
+        why = why_over(slurm.job(job), lease.node if lease else "")
+        if why:
+            found.append(Gone(job, mark, lease, why))
+    # Another cluster's Slurm knows none of our jobs.
+    for node in sorted({one.lease.node for one in found if one.lease and one.lease.node}):
+        if not slurm.knows_node(node):
+            raise SlurmError(
+                f"the Slurm that was asked has no node {node}", "is SLURM_CONF the one of slurmd?"
+            )
+    return tuple(found)
+
+
+def _read(leases: Leases, job: int) -> Lease | None:
+    try:
+        return leases.read(job)
+    except Failed:
+        return None

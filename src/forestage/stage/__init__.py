@@ -1,0 +1,1 @@
+"""How the bytes come: the wait, the stager, its pipeline and engines."""

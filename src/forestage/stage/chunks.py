@@ -1,0 +1,302 @@
+"""The fast engine: large chunks by several threads, past the page cache where the disks allow it.
+
+Every long call (preadv, pwritev, copy_file_range, sync_file_range, the digest) runs without
+Python's global lock, so the threads overlap; what is left under it is microseconds a chunk.
+"""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from forestage import trace
+from forestage.cache import digest, space
+from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
+from forestage.errors import Failed
+from forestage.stage import buffers
+from forestage.stage.throttle import Throttle
+
+SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
+READ_TRIES = 3  # a network file system may fail a read once and serve it the next moment
+
+Write = Callable[[int, memoryview], None]  # takes where in the image a piece begins, and the piece
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Truncated(Exception):
+    """The source ended before its size said so: it is being changed."""
+
+
+class Unreadable(Exception):
+    """The source gives an error when it is read; `error` is its OSError."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Stopped(Exception):
+    """The copy was asked to stop; what is in stays in."""
+
+
+class Tuning(msgspec.Struct, frozen=True):
+    """`chunk` in bytes, `bandwidth` in bytes a second or None; each thread takes a `PIECE`."""
+
+    threads: int = 4
+    chunk: int = 16 * 1024 * 1024
+    direct: bool = True
+    digest: bool = True
+    bandwidth: int | None = None
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The same file opened twice with the user's rights; `direct` is past the page cache."""
+
+    buffered: int
+    direct: int | None
+    size: int
+
+
+def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
+    """Brings every chunk in that the part's map does not have yet.
+
+    Raises Stopped, Truncated, Unreadable, OSError of the part; the map says how far it came.
+    """
+    run = Run(source, part, tuning, stop)
+    try:
+        run.all()
+    finally:
+        run.close()
+
+
+def digests(image: Path, size: int, tuning: Tuning, numbers: Sequence[int] | None = None) -> bytes:
+    """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
+    fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
+    source = Source(fd, None, size)
+    wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
+    own = threading.local()
+
+    def take(number: int) -> bytes:
+        if not hasattr(own, "buffer"):
+            own.buffer = buffers.piece(tuning.chunk)
+        start = number * tuning.chunk
+        running = digest.Running()
+        for _, piece in pieces(source, start, min(tuning.chunk, size - start), own.buffer):
+            running.add(piece)
+        return running.digest()
+
+    try:
+        if not tuning.digest:
+            return digest.UNKNOWN * len(wanted)
+        with ThreadPoolExecutor(tuning.threads) as pool:
+            return b"".join(pool.map(take, wanted))
+    finally:
+        os.close(fd)
+
+
+class Run:
+    """One run of the engine: what its threads share. The map's file is written by offset."""
+
+    def __init__(self, source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
+        self.source = source
+        self.tuning = tuning
+        self.stop = stop
+        self.halt = threading.Event()  # a thread failed: the others end as well
+        self.errors: list[OSError | Truncated | Unreadable] = []
+        self.throttle = Throttle(tuning.bandwidth)
+        self.part = part
+        self.image = os.open(part.image, os.O_RDWR | os.O_CLOEXEC)
+        self.map = os.open(part.map, os.O_RDWR | os.O_CLOEXEC)
+        self.past_cache = _direct(part) if tuning.direct else None
+        self.in_kernel = not tuning.digest
+        self.holes: dict[int, bytes] = {}
+        self.data = space.data_chunks(source.buffered, source.size, tuning.chunk)
+        self.todo = deque(missing_chunks(part.digests(), source.size, tuning.chunk))
+
+    def all(self) -> None:
+        self.join([self._work] * min(self.tuning.threads, len(self.todo)))
+
+    def join(self, works: Sequence[Callable[[], None]]) -> None:
+        """Does all this at once, and sees to it that nothing is missing afterwards."""
+        threads = [threading.Thread(target=do, name=f"copy-{n}") for n, do in enumerate(works)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            # Not for ever in one wait: CPython may sleep through a signal that comes just before.
+            while thread.is_alive():
+                thread.join(0.5)
+        if self.errors:
+            raise self.errors[0]
+        if self.stop.is_set():
+            raise Stopped
+        left = missing_chunks(self.part.digests(), self.source.size, self.tuning.chunk)
+        if left:  # a thread that died of something unforeseen
+            raise Failed("copy", f"{len(left)} chunks are missing after the copy")
+
+    def close(self) -> None:
+        for fd in (self.image, self.map, self.past_cache):
+            if fd is not None:
+                os.close(fd)
+
+    def _work(self) -> None:
+        buffer = buffers.piece(self.tuning.chunk)
+        try:
+            while not (self.stop.is_set() or self.halt.is_set()):
+                number = self.todo.popleft()
+                self.note(number, self.take(number, buffer, self.write))
+        except IndexError:
+            return  # nothing left to do
+        except (OSError, Truncated, Unreadable) as error:
+            self.errors.append(error)
+            self.halt.set()
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Where a chunk begins, and how long it is."""
+        start = number * self.tuning.chunk
+        return start, min(self.tuning.chunk, self.source.size - start)
+
+    def take(self, number: int, buffer: memoryview, write: Write) -> bytes:
+        """Brings a chunk from the source; its digest."""
+        start, size = self.span(number)
+        if number not in self.data:
+            space.punch(self.image, start, size)
+            return self._of_hole(size)
+        self.throttle.take(size, self.stop)
+        if self.in_kernel and self._copied_in_kernel(start, size):
+            return digest.UNKNOWN
+        running = digest.Running() if self.tuning.digest else None
+        for at, piece in pieces(self.source, start, size, buffer):
+            if running:
+                running.add(piece)
+            write(at, piece)
+        return running.digest() if running else digest.UNKNOWN
+
+    def _of_hole(self, size: int) -> bytes:
+        """The digest of so many zeros, taken once for each size that occurs (two at the most)."""
+        if not self.tuning.digest:
+            return digest.UNKNOWN
+        if size not in self.holes:
+            # Private memory that is only read is one page of zeros, however long.
+            zeros = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.holes[size] = digest.of_chunk(memoryview(zeros))
+        return self.holes[size]
+
+    def note(self, number: int, found: bytes) -> None:
+        """From now on the chunk is in."""
+        os.pwrite(self.map, found, number * ENTRY_BYTES)
+        trace.point("chunk")
+
+    def write(self, start: int, data: memoryview) -> None:
+        whole = 0
+        if self.past_cache is not None:
+            whole = len(data) - len(data) % BLOCK
+            _write_all(self.past_cache, start, data[:whole])
+        if whole < len(data):
+            _write_all(self.image, start + whole, data[whole:])
+            # Begun now, so that the fsync at the end finds little left to do.
+            _libc.sync_file_range(
+                self.image, ctypes.c_int64(start), ctypes.c_int64(len(data)), SYNC_FILE_RANGE_WRITE
+            )
+
+    def _copied_in_kernel(self, start: int, size: int) -> bool:
+        """copy_file_range(2): a reflink or a server-side copy where both sides can."""
+        done = 0
+        while done < size:
+            try:
+                count = os.copy_file_range(
+                    self.source.buffered, self.image, size - done, start + done, start + done
+                )
+            except OSError as error:
+                # Whatever it is, the reading path tries again, and tells if it is a fault: file
+                # systems refuse this call with EXDEV, EOPNOTSUPP, EPERM, ENOENT (CIFS) and others.
+                self.in_kernel = error.errno == errno.EIO
+                return False
+            if count == 0:  # the end of the file; some file systems say so for want of the call
+                return False
+            done += count
+        return True
+
+
+def pieces(
+    source: Source, start: int, size: int, buffer: memoryview
+) -> Iterator[tuple[int, memoryview]]:
+    """Reads a chunk through the buffer: where each piece begins in the file, and the piece."""
+    end = start + size
+    for at in range(start, end, len(buffer)):
+        piece = buffer[: min(len(buffer), end - at)]
+        read_piece(source, at, piece, buffer)
+        yield at, piece
+
+
+def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+    """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, Unreadable.
+
+    What the page cache has is taken from there; the rest comes past it, or is dropped behind.
+    """
+    done = _from_cache(source, start, want) if source.direct is not None else 0
+    tries = 0
+    while done < len(want):
+        try:
+            if source.direct is not None and done % BLOCK == 0:
+                rest = buffer[done : -(-len(want) // BLOCK) * BLOCK]
+                count = os.preadv(source.direct, [rest], start + done)
+            else:
+                count = os.preadv(source.buffered, [want[done:]], start + done)
+        except OSError as error:
+            tries += 1
+            if error.errno != errno.EIO or tries == READ_TRIES:
+                raise Unreadable(error) from None
+            time.sleep(0.1 * tries)
+            continue
+        if count == 0:
+            raise Truncated
+        done += count
+        tries = 0
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(source.buffered, start, len(want), os.POSIX_FADV_DONTNEED)
+
+
+def _from_cache(source: Source, start: int, want: memoryview) -> int:
+    """Bytes, whole blocks of them, that the page cache had; RWF_NOWAIT never waits for a disk.
+
+    One block is asked for first. A miss makes the kernel read ahead, NOWAIT or not, as far as the
+    request goes and its window allows: of whole chunks that was a sixth more than the image.
+    """
+    count = 0
+    try:
+        for size in (min(BLOCK, len(want)), len(want)):
+            count = os.preadv(source.buffered, [want[:size]], start, os.RWF_NOWAIT)
+            if count < size:
+                break
+    except OSError as error:
+        # A fault is for the read that waits, which tries again and tells.
+        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO):
+            raise Unreadable(error) from None
+    return count if count == len(want) else count - count % BLOCK
+
+
+def _write_all(fd: int, start: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwritev(fd, [data[done:]], start + done)
+
+
+def _direct(part: Part) -> int | None:
+    """The image opened past the page cache, where the cache's file system can do that."""
+    try:
+        return os.open(part.image, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise

@@ -1,0 +1,125 @@
+"""How the bytes cross: one small interface, and the engines behind it."""
+
+import os
+import threading
+from typing import Protocol
+
+from forestage.cache import space as reserve
+from forestage.cache.part import Part
+from forestage.config import Config
+from forestage.errors import Failed
+from forestage.stage import chunks, with_peers
+from forestage.stage.chunks import Source, Tuning
+from forestage.stage.with_peers import Lender
+from forestage.system import run
+
+
+class Engine(Protocol):
+    """Brings a source into a part, from wherever the part already is."""
+
+    def reserve(self, source: Source, part: Part) -> None:
+        """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
+
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+    ) -> int:
+        """Leaves exactly the source's bytes in the part, and its map complete.
+
+        Gives how many of them came from other nodes, if there is a `lender`.
+        Raises chunks.Stopped, chunks.Truncated, Failed, OSError; what is in can be resumed.
+        """
+
+
+class Chunks:
+    """Several threads, large chunks."""
+
+    def __init__(self, tuning: Tuning, downloads: int = 8) -> None:
+        self.tuning = tuning
+        self.downloads = downloads
+
+    def reserve(self, source: Source, part: Part) -> None:
+        data = reserve.data_chunks(source.buffered, source.size, self.tuning.chunk)
+        reserve.reserve(part, source.size, self.tuning.chunk, data)
+
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+    ) -> int:
+        # A peer's bytes are proven by their digest; without, the source alone can be trusted.
+        if lender is not None and self.tuning.digest:
+            return with_peers.copy(source, part, self.tuning, stop, lender, self.downloads)
+        chunks.copy(source, part, self.tuning, stop)
+        return 0
+
+
+class Rsync:
+    """The conservative choice: rsync, one stream.
+
+    It opens the source again through our descriptor, as root; where root is squashed on the shared
+    file system it says so and the job goes on with its original path.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+
+    def reserve(self, source: Source, part: Part) -> None:
+        # The size stays as far as rsync has come: that is its progress, and where it resumes.
+        with reserve.opened(part.image) as fd:
+            reserve.allocate(fd, 0, source.size)
+        reserve.reserve_small(part, source.size, self.tuning.chunk)
+
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+    ) -> int:
+        _must_open(source.buffered)
+        begun = part.image.stat().st_size > 0
+        argv = [
+            "rsync",
+            "--copy-links",  # /proc/self/fd/N is a link
+            "--inplace",  # keeps the space that was reserved
+            "--partial",
+            # What a killed rsync left is the head of the same file, checked against the source.
+            *(["--append-verify"] if begun else ["--whole-file", "--ignore-times"]),
+            f"--bwlimit={-(-(self.tuning.bandwidth or 0) // 1024)}",  # KiB/s, 0 is no limit
+            f"/proc/self/fd/{source.buffered}",
+            os.fspath(part.image),
+        ]
+        ran = run.run(argv, pass_fds=[source.buffered], stop=stop)
+        if stop.is_set():
+            raise chunks.Stopped
+        if ran.code != 0:
+            raise Failed("copy", ran.explained())
+        self._write_map(source, part)
+        return 0
+
+    def _write_map(self, source: Source, part: Part) -> None:
+        """rsync keeps its own sums to itself, so the digests are taken from the copy."""
+        found = chunks.digests(part.image, source.size, self.tuning)
+        with reserve.opened(part.map) as fd:  # not truncated: its space stays its own
+            os.pwrite(fd, found, 0)
+
+
+def _must_open(fd: int) -> None:
+    """Raises Unreadable where root may not open the source: that is no fault of rsync's."""
+    try:
+        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise chunks.Unreadable(error) from None
+
+
+def engine(config: Config) -> Engine:
+    """The engine that the admin chose."""
+    if config.engine == "chunks":
+        return Chunks(tuning(config), config.peers.downloads)
+    return Rsync(tuning(config))
+
+
+def tuning(config: Config) -> Tuning:
+    """Pure but for the number of cores: what the configuration means for an engine."""
+    cores = os.cpu_count() or 1
+    return Tuning(
+        threads=config.threads or min(8, max(4, 2 * cores)),
+        chunk=config.chunk_size,
+        direct=config.direct != "off",
+        digest=config.digest,
+        bandwidth=config.bandwidth,
+    )

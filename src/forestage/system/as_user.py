@@ -1,0 +1,202 @@
+"""Act as the job's user: in a child that can hang, be killed and be left behind, never the hook.
+
+The child changes its effective ids only. Its real and saved ids stay root's, so the user can
+neither signal nor ptrace it (kill(2), ptrace(2)): whatever it reads for the cache stays untouched.
+"""
+
+import array
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NoReturn, TypeVar
+
+import msgspec
+
+from forestage.errors import Declined, Failed
+from forestage.system import child
+
+T = TypeVar("T")
+
+Found = tuple[T, list[int]]
+"""What the child found: a value, and open file descriptors that go with it."""
+
+_LONGEST = 256 * 1024  # bytes of an answer: an ACL has up to 64 KiB, more as text
+_MAX_FDS = 4
+
+
+class User(msgspec.Struct, frozen=True):
+    """The job's owner. `gid` is the primary group; the others are looked up by `name`."""
+
+    name: str
+    uid: int
+    gid: int
+
+
+class TooSlow(Declined):
+    """The child did not answer in time: the file system under it hangs, most likely.
+
+    No fault of the node: the request is declined.
+    """
+
+    exit_code: ClassVar[int] = 6
+
+    def __init__(self, what: str) -> None:
+        super().__init__("source-hangs", f"the source does not answer: {what}")
+
+
+class _Answer(msgspec.Struct):
+    """What crosses the socket: a value, or the errno and file name of an OSError."""
+
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    errno: int = 0
+    filename: bytes = b""  # it need not be text
+
+
+def become(user: User) -> None:
+    """Takes on the user's effective ids and groups, for file access, until the process ends."""
+    # Groups first: they can only be set while the effective uid is still root's.
+    if os.geteuid() == 0:
+        os.setgroups(os.getgrouplist(user.name, user.gid) if user.name else [user.gid])
+    os.setegid(user.gid)
+    os.seteuid(user.uid)
+
+
+@contextlib.contextmanager
+def acting(user: User) -> Iterator[None]:
+    """Takes the user's effective ids on for some file access, in a child of `call`."""
+    uid, gid = os.geteuid(), os.getegid()
+    become(user)
+    try:
+        yield
+    finally:
+        os.seteuid(uid)
+        os.setegid(gid)
+
+
+def reach(path: str, user: User) -> int:
+    """An O_PATH descriptor of what lies at `path`, as root or, where root is squashed, as the user.
+
+    Call it in a child of `call`. Raises OSError.
+    """
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except PermissionError:
+        with acting(user):
+            return os.open(path, flags)
+
+
+def real(path: str) -> str:
+    """Where a path leads, without links; the path itself where that cannot be said.
+
+    Not realpath(3): opening the root of a file system in this way asks its server nothing, so one
+    that hangs does not matter.
+    """
+    try:
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return path
+    try:
+        return os.readlink(f"/proc/self/fd/{handle}")
+    finally:
+        os.close(handle)
+
+
+def ask(
+    work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
+) -> tuple[T, socket.socket]:
+    """Runs `work` in a child; gives its value, decoded as `answer`, and a line.
+
+    In the line wait the descriptors that `work` gave, for whoever calls `take`: close(2) may ask
+    the file server and then hangs with it, but a descriptor that nobody took is dropped unclosed.
+    `work` decides by `become` when it stops being root; of the descriptors open here it has only
+    `keep`. OSErrors of `work` are raised again here.
+    Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        _answer(work, theirs, keep)
+    theirs.close()
+    with contextlib.ExitStack() as undo:
+        undo.callback(_reap, pid)
+        on_error = undo.enter_context(contextlib.ExitStack())
+        on_error.callback(ours.close)
+        data = _peek(ours, timeout)
+        if not data:
+            raise Failed("helper", "the process that looks at the image died without an answer")
+        got = msgspec.json.decode(data, type=_Answer)
+        if got.errno:
+            raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
+        value = msgspec.json.decode(got.value, type=answer)
+        on_error.pop_all()
+        return value, ours
+
+
+def take(line: socket.socket) -> list[int]:
+    """The descriptors that wait in a line of `ask`; this process' end of it is closed.
+
+    They stay in it for other holders of the line: a second stager, when the first was killed.
+    """
+    fds = array.array("i")
+    with line:
+        # By hand: socket.recv_fds of Python 3.11 takes flags and forgets them.
+        space = socket.CMSG_LEN(_MAX_FDS * fds.itemsize)
+        _, control, _, _ = line.recvmsg(_LONGEST, space, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def call(
+    work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
+) -> Found[T]:
+    """`ask` and `take` in one, for descriptors that are safe to close."""
+    value, line = ask(work, answer, timeout, keep)
+    return value, take(line)
+
+
+def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int, ...]) -> NoReturn:
+    """The child's whole life. It must never return into the hook's code above it."""
+    try:
+        child.let_go({theirs.fileno(), *keep})
+        fds: list[int] = []
+        try:
+            value, fds = work()
+            answer = _Answer(value=msgspec.Raw(msgspec.json.encode(value)))
+        except OSError as error:
+            answer = _Answer(errno=error.errno or 0, filename=_name(error))
+        # One packet holds it all, however long; by default a socket takes 208 KiB at once.
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
+        socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)
+    finally:
+        # Whatever went wrong: no answer tells the parent, and a traceback has nowhere to go.
+        os._exit(0)
+
+
+def _name(error: OSError) -> bytes:
+    """The file that an error is about: open(2) by descriptor has a number, others none."""
+    return os.fsencode(error.filename if isinstance(error.filename, (str, bytes)) else "")
+
+
+def _peek(ours: socket.socket, timeout: float) -> bytes:
+    """The child's answer, left in the socket together with its descriptors."""
+    ready, _, _ = select.select([ours], [], [], max(0.0, timeout))
+    if not ready:
+        raise TooSlow(f"no answer after {timeout:.1f} s")
+    return ours.recv(_LONGEST, socket.MSG_PEEK)
+
+
+def _reap(pid: int) -> None:
+    """Kills without waiting: a child in an uninterruptible read dies when its file system wakes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(20):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(0.0005)

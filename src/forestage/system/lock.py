@@ -1,0 +1,90 @@
+"""The locks of a node: one for each key's copy, one for the cache's space and its leases.
+
+Order, where both are held: key first, then space. Space is held for milliseconds only, and never
+across a look at the shared file system.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from forestage.errors import Failed
+
+SPACE_TIMEOUT = 60.0  # seconds; held for milliseconds, but hundreds of hooks may stand in line
+POLL = 0.02  # seconds; how soon a waiting hook notices that a copy has ended
+
+
+class Busy(Failed):
+    """Another process holds the lock and did not release it in time."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("busy", what)
+
+
+@contextlib.contextmanager
+def held(path: Path, timeout: float) -> Iterator[None]:
+    """Holds the lock file `path` (flock(2), gone when the process is). Raises Busy, OSError.
+
+    `timeout` in seconds; 0 tries once. The file stays: unlinking it would split those who wait.
+    """
+    # filelock would make the folder, on the root disk if the cache's own is not mounted.
+    path.parent.stat()
+    lock = FileLock(
+        path,
+        timeout=max(0.0, timeout),
+        mode=0o600,
+        poll_interval=POLL,
+        # A lock that is only a file outlives a crash, and then nobody stages on this node again.
+        fallback_to_soft=False,
+        preserve_lock_file=True,
+    )
+    try:
+        lock.acquire()
+    except Timeout:
+        raise Busy(f"{path.name} is held by another process") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
+    """The same, but goes on without the lock on a disk gone read-only, or gone altogether.
+
+    For taking redirects off, which is right without a lock as well. Raises Busy, OSError.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held(path, timeout))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EIO):
+                raise
+        yield
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds the lock now. Raises OSError.
+
+    It shares the lock for an instant, so that those who look do not see each other; takers need
+    patience. Reading suffices: the peer service has the cache read-only.
+    """
+    try:
+        # Something else may have the lock's name: a FIFO must not hold up who looks.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,119 @@
+"""The files of a node as `check` reads them: below a root, small, and never the reason to fail."""
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from forestage.system import mounts, run
+
+LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
+
+NETWORK = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
+    *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
+}
+MEMORY = {"tmpfs", "ramfs"}
+
+
+class Filesystem(msgspec.Struct, frozen=True):
+    """A mount: where, of which kind, from what, on which device (major:minor)."""
+
+    point: str
+    kind: str
+    source: str
+    device: str
+    read_only: bool = False
+
+    @property
+    def network(self) -> bool:
+        # Whatever a user space file system is, it is no disk of this node.
+        return self.kind in NETWORK or self.kind.startswith("fuse.")
+
+    @property
+    def memory(self) -> bool:
+        return self.kind in MEMORY
+
+
+class Files(msgspec.Struct, frozen=True):
+    """A node's file system tree; tests have one of their own below `root`."""
+
+    root: Path = Path("/")
+
+    def at(self, path: str) -> Path:
+        return self.root / path.lstrip("/")
+
+    def real(self, path: str) -> str:
+        """Where a path of the node leads, links followed."""
+        found = os.path.realpath(self.at(path))
+        top = os.path.realpath(self.root).rstrip("/")
+        return (found[len(top) :] or "/") if found.startswith(f"{top}/") else found
+
+    def data(self, path: str, most: int = LONGEST) -> bytes | None:
+        """What a regular file begins with; None where it cannot be read."""
+        try:
+            fd = os.open(self.at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            try:
+                return file.read(most)
+            except OSError:
+                return None
+
+    def text(self, path: str, most: int = LONGEST) -> str | None:
+        """The same as text; `most` bytes of it."""
+        data = self.data(path, most)
+        return None if data is None else data.decode(errors="replace")
+
+    def number(self, path: str) -> int | None:
+        """Of a file of /proc or /sys that holds one."""
+        text = (self.text(path) or "").strip()
+        return int(text) if text.isascii() and text.isdigit() else None
+
+    def names(self, path: str) -> list[str]:
+        """What a directory holds, sorted; nothing where it cannot be read."""
+        try:
+            return sorted(os.listdir(self.at(path)))  # noqa: PTH208 - names are what is wanted
+        except OSError:
+            return []
+
+    def mode(self, path: str) -> int | None:
+        """Of what a path leads to; None where that is nothing."""
+        try:
+            return self.at(path).stat().st_mode
+        except OSError:
+            return None
+
+    def program(self, name: str) -> str:
+        """Where a program of the system lies, as run.py looks for it; "" where it is missing."""
+        for folder in run.PATH.split(":"):
+            mode = self.mode(f"{folder}/{name}")
+            if mode is not None and stat.S_ISREG(mode) and mode & 0o111:
+                return f"{folder}/{name}"
+        return ""
+
+    def filesystems(self) -> tuple[Filesystem, ...]:
+        return listed(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
+
+
+def listed(mountinfo: str) -> tuple[Filesystem, ...]:
+    """Pure: all mounts, oldest first (proc(5): the fields behind the dash)."""
+    lines = [line for line in mountinfo.split("\n") if line]
+    found = []
+    for mount, line in zip(mounts.listed(mountinfo), lines, strict=True):
+        kind, source, of_disk, *_ = [*line.partition(" - ")[2].split(" "), "", "", ""]
+        # A disk with errors goes read-only in the last field alone (errors=remount-ro).
+        options = {*line.split(" ")[5].split(","), *of_disk.split(",")}
+        read_only = not options.isdisjoint(("ro", "emergency_ro"))
+        found.append(Filesystem(mount.point, kind, source, mount.device, read_only))
+    return tuple(found)
+
+
+def under(filesystems: tuple[Filesystem, ...], path: str) -> Filesystem | None:
+    """Pure: the one that a resolved path lies on; the newest of those at the same place."""
+    above = [one for one in filesystems if f"{path}/".startswith(f"{one.point.rstrip('/')}/")]
+    return sorted(above, key=lambda one: len(one.point))[-1] if above else None
