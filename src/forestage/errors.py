@@ -106,5 +106,12 @@ class Declined(ForestageError):
         self.reason = reason
 
 
+class Stopped(Declined):
+    """A copy was asked to stop; what it has brought stays in the part."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped", "the copy was stopped")
+
+
 class Failed(Declined):
     """The node or forestage itself is at fault, not the request: `on_error` applies."""

@@ -185,7 +185,7 @@ def _copied(outcome: Outcome) -> str:
 
 def _redirect(outcome: Outcome) -> str:
     return {
-        "laid": "redirect laid: the path showed the local copy",
+        "mounted": "redirect laid: the path showed the local copy",
         "kept": "redirect kept: the path showed the local copy already, for another job or step",
         "spank": "redirect by the SPANK plugin: each step gets the local copy when it starts",
         "none": "no redirect: the job read the original path (`redirect: none`, or it saves its"

@@ -195,7 +195,7 @@ class _Run:
             node.leases.drop_unfinished()
             stray = redirect.unneeded(redirect.binds(node.cache), node.leases.redirected())
             if not stray:  # what is left is where redirects are made
-                redirect.clear(node.cache, node.leases, node.places, ROOT, None)
+                redirect.unmount_unneeded(node.cache, node.leases, node.places, ROOT, None)
                 return False
             owned: dict[User, list[redirect.Bind]] = {}
             for bind in stray:
@@ -213,7 +213,7 @@ class _Run:
 
     def _take_off(self, binds: list[redirect.Bind], owner: User) -> None:
         try:
-            redirect.take_off(binds, owner)
+            redirect.unmount(binds, owner)
         except (OSError, Failed) as error:
             self._stuck(error)
         there = {bind.mount.id for bind in redirect.binds(self.node.cache)}
@@ -222,7 +222,7 @@ class _Run:
     def _stuck(self, error: OSError | Failed) -> int:
         """Notes that redirects stay; how many others went."""
         self.problems.append(str(error))
-        if not isinstance(error, redirect.Stays):
+        if not isinstance(error, redirect.StillMounted):
             return 0
         self.hung |= error.hung
         return error.off

@@ -113,7 +113,7 @@ class Tally(msgspec.Struct):
         if self._is_told_twice(event):
             return None
         _more(self.starts, outcome.result)
-        is_local = outcome.redirect in ("laid", "kept", "spank")
+        is_local = outcome.redirect in ("mounted", "kept", "spank")
         if not (is_local and outcome.result in ("hit", "joined")):
             return Start()
         _more(self.spared, outcome.result, outcome.size)

@@ -67,4 +67,4 @@ def _caches(world: World) -> list[Cache]:
 
 def _take_off(cache: Cache, bind: Bind) -> None:
     entry = cache.read(bind.key) if bind.key else None
-    redirect.take_off([bind], source.owner(entry.access) if entry else ROOT)
+    redirect.unmount([bind], source.owner(entry.access) if entry else ROOT)

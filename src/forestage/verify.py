@@ -229,7 +229,7 @@ def _take_out_of_service(node: Node, item: Item, fd: int | None) -> str:
                 return ""
             laid = [bind for bind in redirect.binds(cache) if bind.key == item.key]
             try:
-                redirect.take_off(laid, user)
+                redirect.unmount(laid, user)
             except (OSError, Failed) as error:
                 # It is retired all the same: the next Prolog that names the path takes it off.
                 trouble = f"its redirect is still there: {error}"

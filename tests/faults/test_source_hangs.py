@@ -150,7 +150,7 @@ def test_the_epilog_does_not_wait_for_a_redirect_on_a_file_system_that_hangs(
     assert node.shows_entry(path, key)
     far.hang()
     with monkeypatch.context() as patch:
-        patch.setattr(redirect, "TAKE_OFF_TIMEOUT", 0.3)
+        patch.setattr(redirect, "UNMOUNT_TIMEOUT", 0.3)
         ran = beside(lambda: node.epilog(1))
     assert (ran.code, *ran.said) == (0, "released", "redirect")
     assert f"still redirected: {path} (hangs)" in ran.outcome.detail

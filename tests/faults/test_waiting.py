@@ -195,7 +195,7 @@ def test_twenty_hooks_for_one_image_make_one_copy_and_all_get_it(
     results = [ran.outcome.result for ran in rans]
     assert results.count("copied") == 1
     assert set(results) <= {"copied", "joined", "hit"}
-    assert sorted({ran.outcome.redirect for ran in rans}) == ["kept", "laid"]
+    assert sorted({ran.outcome.redirect for ran in rans}) == ["kept", "mounted"]
     assert [outcome.result for outcome in node.outcomes("stager")] == ["copied"]
     assert points.count("chunk") == CHUNKS
     assert served(node, path, image())

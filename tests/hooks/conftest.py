@@ -14,7 +14,7 @@ LIMITS = (
     (credential, "PATIENCE"),
     (request, "LOOK"),
     (opened, "LOOK_TIMEOUT"),
-    (redirect, "TAKE_OFF_TIMEOUT"),
+    (redirect, "UNMOUNT_TIMEOUT"),
     (wire, "CONNECT"),
     (wire, "STALL"),
     (exchange, "HANDSHAKE"),

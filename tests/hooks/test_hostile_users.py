@@ -60,7 +60,7 @@ def test_any_name_of_a_file_is_staged_shown_and_released(
 
     ran = node.prolog(1, comment=f"stage={asked}")
 
-    assert [(o.result, o.redirect) for o in ran.outcomes] == [("copied", "laid")] * len(NAMES)
+    assert [(o.result, o.redirect) for o in ran.outcomes] == [("copied", "mounted")] * len(NAMES)
     assert [path.read_bytes() for path in paths] == [content(n) for n in range(len(NAMES))]
     assert set(node.binds()) == set(map(str, paths))
     assert node.epilog(1).outcome.released == len(NAMES)
@@ -122,7 +122,7 @@ def test_a_path_that_the_user_may_no_longer_walk_is_not_redirected(
 ) -> None:
     """Root could: so the target is opened as the user as well."""
     path = node.put("alice/sub/image.sqsh")
-    lay = redirect.lay
+    lay = redirect.mount
 
     def closed(*args: object) -> object:
         os.chown(node.server / "alice/sub", BOB.uid, BOB.gid)

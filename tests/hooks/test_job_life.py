@@ -16,7 +16,7 @@ def test_a_cold_image_is_copied_and_its_path_shows_the_copy(node: Node) -> None:
 
     ran = node.prolog(7, path)
 
-    assert (ran.code, *ran.said, ran.outcome.redirect) == (0, "copied", "", "laid")
+    assert (ran.code, *ran.said, ran.outcome.redirect) == (0, "copied", "", "mounted")
     assert ran.outcome.bytes == ran.outcome.size == len(content(1))
     key = node.identity(path).key
     assert ran.outcome.key == key
@@ -49,7 +49,7 @@ def test_a_warm_image_is_not_copied_again(node: Node) -> None:
 
     ran = node.prolog(2, path, user=BOB)
 
-    assert (*ran.said, ran.outcome.bytes, ran.outcome.redirect) == ("hit", "", 0, "laid")
+    assert (*ran.said, ran.outcome.bytes, ran.outcome.redirect) == ("hit", "", 0, "mounted")
     assert (copy.stat().st_ino, copy.stat().st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
     assert node.shows_entry(path, ran.outcome.key)
 
@@ -165,7 +165,7 @@ def test_the_next_job_sees_a_changed_source_while_an_older_lease_lives(
 
         ran = node.prolog(2, path)
 
-        assert (ran.outcome.result, ran.outcome.redirect) == ("copied", "laid")
+        assert (ran.outcome.result, ran.outcome.redirect) == ("copied", "mounted")
         assert ran.outcome.key != old
         assert path.read_bytes() == content(2)
         # The first job's bytes: what it has open, and its leased entry.

@@ -63,7 +63,7 @@ def test_two_prologs_for_one_image_make_one_copy_and_both_get_it(node: Node) -> 
 
     seen = {event.job: event.outcome for event in events.read(node.places.events)}
     assert sorted(o.result for o in seen.values()) == ["copied", "joined"]
-    assert sorted(o.redirect for o in seen.values()) == ["kept", "laid"]
+    assert sorted(o.redirect for o in seen.values()) == ["kept", "mounted"]
     assert sum(o.bytes for o in seen.values()) == len(content())
     (key,) = node.entries()
     assert node.shows_entry(path, key)
@@ -142,7 +142,7 @@ def test_a_source_changed_between_copy_and_redirect_is_not_covered(
 ) -> None:
     path = node.put("alice/image.sqsh", content(1))
     source = node.server / "alice/image.sqsh"
-    lay = redirect.lay
+    lay = redirect.mount
 
     def late(*args: object) -> object:
         if how == "write":
@@ -221,7 +221,7 @@ def test_a_redirect_that_another_hook_clears_half_made_shows_the_source(
     assert str(path) not in Path("/proc/self/mountinfo").read_text()
     assert len(spots) == 1
     assert not spots[0].exists()
-    assert node.prolog(2, path).outcome.redirect == "laid"
+    assert node.prolog(2, path).outcome.redirect == "mounted"
 
 
 def test_a_mount_that_covers_another_ones_is_not_mistaken_for_ours(node: Node) -> None:
@@ -256,5 +256,5 @@ def test_a_redirect_that_goes_while_the_next_job_looks_costs_that_job_nothing(
 
     monkeypatch.setattr(image, "_ours", after_its_end)
     ran = node.prolog(2, path)
-    assert (*ran.said, ran.outcome.redirect) == ("hit", "", "laid")
+    assert (*ran.said, ran.outcome.redirect) == ("hit", "", "mounted")
     assert node.shows_entry(path, ran.outcome.key)

@@ -336,7 +336,7 @@ def test_a_folder_swapped_during_the_copy_is_the_users_doing(
     node.configure(on_error="drain")
     path = node.put("alice/sub/image.sqsh")
     folder = node.server / "alice/sub"
-    lay = redirect.lay
+    lay = redirect.mount
 
     def swapped(*args: object) -> object:
         folder.rename(node.server / "alice/old")
@@ -357,7 +357,7 @@ def test_a_symlink_put_in_the_way_of_the_redirect_is_not_followed(
 
     path = node.put("alice/sub/image.sqsh")
     victim = node.put("bob/sub/image.sqsh", content(2), user=BOB, mode=0o600)
-    lay = redirect.lay
+    lay = redirect.mount
 
     def swapped(*args: object) -> object:
         (node.server / "alice/sub").rename(node.server / "alice/old")

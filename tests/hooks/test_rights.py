@@ -79,7 +79,7 @@ def test_a_redirect_of_an_evicted_entry_shows_nothing_to_whom_the_source_refuses
     node.prolog(1, path)
     source = node.server / "alice/image.sqsh"
     source.write_bytes(content(2))
-    assert node.prolog(2, path, user=BOB).outcome.redirect == "laid"
+    assert node.prolog(2, path, user=BOB).outcome.redirect == "mounted"
     key = node.prolog(2, path, user=BOB).outcome.key
     node.epilog(2)
     assert path.as_posix() in node.binds(), "job 1 still has a lease that names the path"
@@ -97,7 +97,7 @@ def test_rights_given_beneath_a_redirect_are_there_for_the_next_job(node: Node) 
     (node.server / "alice/image.sqsh").chmod(0o640)
     os.chown(node.server / "alice/image.sqsh", ALICE.uid, BOB.gid)
     ran = node.prolog(2, path, user=BOB)
-    assert (ran.outcome.result, ran.outcome.redirect) == ("copied", "laid")
+    assert (ran.outcome.result, ran.outcome.redirect) == ("copied", "mounted")
     assert read_as(BOB, path) == content()
 
 

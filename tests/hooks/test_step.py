@@ -304,7 +304,7 @@ def test_a_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(
     gate()
     until(node.entries, "the copy to go on for the next job")
     assert node.shows_source(path)
-    assert node.prolog(8, path).outcome.redirect == "laid"
+    assert node.prolog(8, path).outcome.redirect == "mounted"
 
 
 @pytest.mark.parametrize("with_image", [True, False])
@@ -333,7 +333,7 @@ def test_a_step_that_redirects_keeps_what_another_one_took_meanwhile(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = node.put("alice/1.sqsh", content(1)), node.put("alice/2.sqsh", content(2))
-    lay = redirect.lay
+    lay = redirect.mount
 
     def late(*arguments: object) -> object:
         monkeypatch.setattr(redirect, "lay", lay)

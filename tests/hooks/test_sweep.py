@@ -101,8 +101,8 @@ def test_what_hangs_is_told_by_the_mount_below_it(
     node.prolog(7, node.put("alice/a.sqsh"))
     (bind,) = redirect.binds(node.cache)
     monkeypatch.setattr(redirect, "_taken_off", hangs)
-    with pytest.raises(redirect.Stays) as caught:
-        redirect.take_off([bind], ALICE)
+    with pytest.raises(redirect.StillMounted) as caught:
+        redirect.unmount([bind], ALICE)
     assert caught.value.hung == {bind.mount.parent}
 
 

@@ -360,9 +360,9 @@ def test_a_hook_that_was_killed_where_it_makes_a_redirect_is_in_nobodys_way(
         if evicted:
             evict.evict_keys(node.cache, node.leases, [key])
         ran = node.prolog(job, path)
-        assert (ran.code, ran.outcome.redirect) == (0, "laid")
+        assert (ran.code, ran.outcome.redirect) == (0, "mounted")
         killed()
-        assert node.prolog(9, other).outcome.redirect == "laid"
+        assert node.prolog(9, other).outcome.redirect == "mounted"
         assert [node.epilog(one).said for one in (9, job)] == [("released", "")] * 2
         assert node.binds() == {}
         assert list(node.places.redirects.iterdir()) == []

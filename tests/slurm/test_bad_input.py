@@ -354,5 +354,5 @@ def test_another_jobs_damaged_lease_keeps_no_redirect_for_ever(site: Site) -> No
     site.srun(image)
     with damaged_lease(site):
         job = site.srun(image)
-        assert site.outcome(job.job).redirect == "laid"
+        assert site.outcome(job.job).redirect == "mounted"
         assert site.redirected() == [], "the job is over, and later ones would see an old copy"

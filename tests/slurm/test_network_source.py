@@ -56,7 +56,7 @@ def test_an_image_that_root_may_not_read_is_staged_for_its_owner_alone(fleet: Fl
         ran = read_in_a_job(fleet, path)
         assert ran.stdout.split() == [fleet.sha256(path), path]
         outcome = fleet.outcome(ran.job)
-        assert (outcome.result, outcome.redirect) == (result, "laid")
+        assert (outcome.result, outcome.redirect) == (result, "mounted")
     assert fleet.wrong(path, ["n1"]) == []
 
     ran = read_in_a_job(fleet, path, "bob")

@@ -20,7 +20,7 @@ def test_an_inner_step_is_staged_and_redirected_on_the_node(site: Site) -> None:
     job = batch(site, f"{step}\n{step}\ngrep -c entries /proc/self/mountinfo")
     assert job.stdout.splitlines()[-1] == "1", "not on the node: the batch script sees no bind"
     first, second = served(site, job.job, "n1")
-    assert (first.result, first.redirect) == ("copied", "laid")
+    assert (first.result, first.redirect) == ("copied", "mounted")
     assert (second.result, second.redirect) == ("hit", "kept")
     assert wrong(site, image, site.seen(job.job)) == []
 

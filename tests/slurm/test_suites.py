@@ -47,5 +47,5 @@ def test_an_inner_step_on_two_nodes(spank: Site) -> None:
 def test_a_redirect_of_the_whole_node(site: Site) -> None:
     image = site.image("bound", mib=2)
     job = site.srun(image)
-    assert (site.outcome(job.job).result, site.outcome(job.job).redirect) == ("copied", "laid")
+    assert (site.outcome(job.job).result, site.outcome(job.job).redirect) == ("copied", "mounted")
     assert wrong(site, image, site.seen(job.job)) == []

@@ -144,7 +144,7 @@ EVICTED = "{0}; mv {1} {2}/evicted/{3}.17"
 
 
 @pytest.mark.parametrize(
-    "laid",
+    "mounted",
     ["{0}; {0}", "{0}; rm {1}/image", EVICTED, EVICTED + "; rm -r {2}/evicted/{3}.17"],
 )
 def test_an_older_copy_is_taken_off_for_the_task_alone(step: Step, laid: str) -> None:

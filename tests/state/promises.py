@@ -202,7 +202,7 @@ class Promises(RuleBasedStateMachine):
             reasons = (self.lab.broken, "disabled", refusal(stay.source, user))
             assert outcome.reason in reasons, outcome
         elif off != self.lab.is_off():
-            assert outcome.redirect != "laid", "redirected though staging was off by then"
+            assert outcome.redirect != "mounted", "redirected though staging was off by then"
         elif off:
             assert outcome.reason == "disabled" or not calm, outcome
         elif calm and stay.since == stay.source.latest:
@@ -222,7 +222,7 @@ class Promises(RuleBasedStateMachine):
         assert outcome.key in held, "served without a lease"
         redirect = self.lab.config.redirect
         if redirect == "bind":
-            assert outcome.redirect in ("laid", "kept"), outcome
+            assert outcome.redirect in ("mounted", "kept"), outcome
             assert self.node.binds()[str(source.path)] == outcome.key == self.lab.key(source)
         else:
             assert outcome.redirect == redirect, outcome

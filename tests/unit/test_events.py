@@ -58,7 +58,7 @@ def test_what_is_shown_of_a_text(text: str, shown: str) -> None:
 
 def test_the_canonical_line_of_a_copy() -> None:
     outcome = Outcome(
-        "copied", asked="/a", image="/lustre/a", key="0a", redirect="laid", bytes=5, wait=0.25
+        "copied", asked="/a", image="/lustre/a", key="0a", redirect="mounted", bytes=5, wait=0.25
     )
     assert summary(JOB, [outcome], 0.5) == (
         "user=alice image=/lustre/a key=0a result=copied redirect=laid bytes=5 wait=0.250s"

@@ -31,7 +31,7 @@ def event(outcome: Outcome, **changes: Any) -> Event:
 
 def hit(**changes: Any) -> Outcome:
     facts: dict[str, Any] = {"asked": "/a.sqsh", "via": "option", "image": "/a.sqsh", "key": KEY}
-    return Outcome(**{"result": "hit", **facts, "redirect": "laid", "wait": 0.01, **changes})
+    return Outcome(**{"result": "hit", **facts, "redirect": "mounted", "wait": 0.01, **changes})
 
 
 def told(*events: Event, lease: Lease | None = None) -> str:
@@ -64,7 +64,7 @@ def test_every_result_has_its_words(result: Result, hook: str) -> None:
     ("outcome", "expected"),
     [
         (hit(), "hit: the cache had it"),
-        (hit(redirect="laid"), "the path showed the local copy"),
+        (hit(redirect="mounted"), "the path showed the local copy"),
         (hit(redirect="kept"), "already, for another job"),
         (hit(redirect="none"), "the job read the original path"),
         (hit(redirect="spank"), "SPANK plugin: each step gets the local copy"),

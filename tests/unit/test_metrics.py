@@ -33,7 +33,7 @@ TEXTFILE = "var/lib/prometheus/node-exporter/forestage.prom"
 
 
 def hit(job: int, **changes: object) -> Event:
-    outcome = msgspec.structs.replace(Outcome("hit", redirect="laid", size=1), **changes)
+    outcome = msgspec.structs.replace(Outcome("hit", redirect="mounted", size=1), **changes)
     return Event(time=float(job), hook="prolog", job=job, outcome=outcome)
 
 
@@ -255,8 +255,8 @@ def test_each_count_has_its_series() -> None:
     tally = Tally()
     for job, outcome in enumerate(
         (
-            Outcome("hit", redirect="laid", size=100, wait=0.02),
-            Outcome("joined", redirect="laid", size=30, wait=4.0),
+            Outcome("hit", redirect="mounted", size=100, wait=0.02),
+            Outcome("joined", redirect="mounted", size=30, wait=4.0),
             Outcome("declined", reason="deadline", wait=15.0),
         )
     ):

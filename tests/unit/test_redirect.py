@@ -95,13 +95,13 @@ def test_a_bind_of_anything_but_a_live_entry_has_no_key(
 
 def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me: User) -> None:
     monkeypatch.setattr(redirect.as_user, "call", None)
-    redirect.take_off([], me)
+    redirect.unmount([], me)
 
 
 def test_a_redirect_that_is_gone_already_is_taken_off(tmp_path: Path, me: User) -> None:
     (tmp_path / "file").touch()
     paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
-    redirect.take_off([Bind(Mount(-1, 0, "0:0", "/", path), "") for path in paths], me)
+    redirect.unmount([Bind(Mount(-1, 0, "0:0", "/", path), "") for path in paths], me)
 
 
 def _to_file(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redir
     lease = Lease(7, me, 0.0, str(cache.root), (Use(looked.image.key),))
     deadline = Deadline.after(20, Clock())
     with pytest.raises(Declined) as caught:
-        redirect.lay(cache, Places(shared), leases, lease, looked.image, deadline)
+        redirect.mount(cache, Places(shared), leases, lease, looked.image, deadline)
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("changed", False)
     assert leases.read(7) is None
 

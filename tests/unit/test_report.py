@@ -39,7 +39,7 @@ def event(hook: Hook, outcome: Outcome, at: float = 0.0, job: int = 7, node: str
     return Event(time=THEN + at, hook=hook, job=job, outcome=outcome, node=node)
 
 
-def hit(wait: float = 0.0, redirect: str = "laid", path: str = PATH, size: int = GIB) -> Outcome:
+def hit(wait: float = 0.0, redirect: str = "mounted", path: str = PATH, size: int = GIB) -> Outcome:
     return Outcome("hit", image=path, key=path, size=size, redirect=redirect, wait=wait)
 
 
@@ -76,7 +76,7 @@ MISSED = Outcome("declined", image=PATH, key="k", size=GIB, reason="deadline")
 OFF = Outcome("declined", image=PATH, key="k", size=GIB, reason="off")
 RULE = Outcome("declined", asked="docker://x", reason="registry")
 BROKEN = Outcome("failed", reason="cache-not-mounted")
-MINE = Outcome("copied", image=PATH, key=PATH, size=GIB, bytes=GIB, redirect="laid")
+MINE = Outcome("copied", image=PATH, key=PATH, size=GIB, bytes=GIB, redirect="mounted")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_the_entry_is_answered_with_the_very_file_it_stands_for(
     assert fields == ("use", entry, PATH, "1", "7", "10", "20", tell)
 
 
-@pytest.mark.parametrize("laid", ["laid", "kept"])
+@pytest.mark.parametrize("mounted", ["mounted", "kept"])
 def test_a_task_that_may_not_see_the_nodes_redirect_gets_its_own(
     configured: Callable[..., Node], make_image: Make, laid: str
 ) -> None:

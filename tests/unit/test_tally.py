@@ -21,7 +21,7 @@ def event(hook: Hook, outcome: Outcome, job: int = 7) -> Event:
     return Event(time=1.0, hook=hook, job=job, outcome=outcome)
 
 
-def served(result: Result, key: str = "a", redirect: str = "laid", size: int = 10) -> Outcome:
+def served(result: Result, key: str = "a", redirect: str = "mounted", size: int = 10) -> Outcome:
     return Outcome(result, key=key, redirect=redirect, size=size, wait=0.05)
 
 
@@ -191,7 +191,7 @@ outcomes = st.builds(
     result=st.sampled_from(("hit", "joined", "copied", "started", "declined", "failed")),
     key=st.sampled_from("ab"),
     reason=st.sampled_from(("", "io", "deadline")),
-    redirect=st.sampled_from(("laid", "kept", "spank", "none", "")),
+    redirect=st.sampled_from(("mounted", "kept", "spank", "none", "")),
     bytes=st.integers(0, 99),
     size=st.integers(0, 99),
     wait=st.floats(0, 1e4),

@@ -15,14 +15,14 @@ import msgspec
 
 from forestage import trace
 from forestage.errors import Declined
-from forestage.slurm.job import Asked
+from forestage.slurm.job import Request
 from forestage.system import as_user, mounts
 from forestage.system.as_user import User
 from forestage.units import format_size
 
 ACL = "system.posix_acl_access"
 
-LOOKS = 8  # tries of one look: one more for each redirect of ours that lies over the path
+OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
 
 PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
 
@@ -72,8 +72,8 @@ class Image(msgspec.Struct, frozen=True):
         return self.identity.size
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """Raw facts from the look; `judge` decides what they mean. `path` is "" if it is no text."""
+class Facts(msgspec.Struct, frozen=True):
+    """What was found at a path; `judge` decides what it means. `path` is "" if it is not text."""
 
     path: str
     sources: tuple[str, ...]
@@ -81,43 +81,21 @@ class Seen(msgspec.Struct, frozen=True):
     image: Image | None = None
 
 
-class Look(msgspec.Struct, frozen=True):
-    """An image and its source, opened with the user's rights; the caller closes it.
-
-    A hook has the source only as a `line` (as_user.ask), of which the stager makes a descriptor.
-    """
-
-    image: Image
-    user: User
-    source: int
-    line: socket.socket | None = None
-
-    def taken(self) -> "Look":
-        """The same with the source as a descriptor."""
-        if self.line is None:
-            return self
-        return Look(self.image, self.user, as_user.take(self.line)[0])
-
-    def close(self) -> None:
-        if self.line is None:
-            os.close(self.source)
-        else:
-            self.line.close()
-
-
-def wanted_path(asked: Asked, work_dir: str) -> str:
+def wanted_path(request: Request, work_dir: str) -> str:
     """The absolute path a request names. Pure. Raises Declined for what is no path.
 
     A value that begins with `.` or `/` is a path for pyxis, relative to the working directory;
     everything else names an image in a registry (pyxis `pyxis_slurmstepd.c`).
     """
-    if not asked.path.startswith(("/", ".")):
-        raise Declined("registry", f"{asked.path} is no path: registry images are not staged")
-    path = os.path.join(work_dir, asked.path)
+    if not request.path.startswith(("/", ".")):
+        raise Declined("registry", f"{request.path} is no path: registry images are not staged")
+    path = os.path.join(work_dir, request.path)
     if any(ord(char) < 32 or ord(char) == 127 for char in path):
         raise Declined("bad-path", "the path holds control characters")
     if not path.startswith("/"):
-        raise Declined("bad-path", f"{asked.path} is relative and Slurm names no working directory")
+        raise Declined(
+            "bad-path", f"{request.path} is relative and Slurm names no working directory"
+        )
     try:
         too_long = len(path.encode()) >= PATH_MAX
     except UnicodeEncodeError:
@@ -127,31 +105,31 @@ def wanted_path(asked: Asked, work_dir: str) -> str:
     return path
 
 
-def look(
+def open_file(
     path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
-) -> tuple[Seen, int | None]:
-    """As `glance`, with the source as a descriptor, if there is one; the caller closes it."""
-    seen, line = glance(path, user, sources, caches, timeout)
+) -> tuple[Facts, int | None]:
+    """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
+    found, line = open_as_user(path, user, sources, caches, timeout)
     fds = as_user.take(line)
-    return seen, fds[0] if fds else None
+    return found, fds[0] if fds else None
 
 
-def glance(
+def open_as_user(
     path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
-) -> tuple[Seen, socket.socket]:
+) -> tuple[Facts, socket.socket]:
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
-    The source waits in the line, if `Seen.image` is there; the caller closes the line, or takes it.
-    Raises OSError as the user would get it; as_user.TooSlow.
+    The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
+    it. Raises OSError as the user would get it; as_user.TooSlow.
     """
 
-    def work() -> as_user.Found[Seen]:
+    def work() -> as_user.Found[Facts]:
         is_private = False
-        for _ in range(LOOKS):
+        for _ in range(OPEN_TRIES):
             trace.point("looking")
             try:
                 with as_user.acting(user):
-                    return _see(path, tuple(sources), caches)
+                    return _open(path, tuple(sources), caches)
             except _Covered as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
                 # host's table stays. A descriptor from before is of the old namespace.
@@ -164,34 +142,34 @@ def glance(
                     is_private = True
         raise OSError(errno.EBUSY, "redirects come and go", path)
 
-    return as_user.ask(work, Seen, timeout)
+    return as_user.ask(work, Facts, timeout)
 
 
-def judge(seen: Seen, max_size: int | None) -> Image:
+def judge(found: Facts, max_size: int | None) -> Image:
     """Pure: the image, or Declined with the reason that the user and the admin will read."""
-    if not seen.path:
+    if not found.path:
         raise Declined("bad-path", "the path resolves to a name that is not UTF-8")
-    if not stat.S_ISREG(seen.mode):
-        raise Declined("not-a-file", f"{seen.path} is {_kind(seen.mode)}, not a regular file")
-    if not seen.sources:
+    if not stat.S_ISREG(found.mode):
+        raise Declined("not-a-file", f"{found.path} is {_kind(found.mode)}, not a regular file")
+    if not found.sources:
         raise Declined("outside-sources", "no sources are configured", "set `sources:`")
-    if not is_below(seen.path, seen.sources):
+    if not is_below(found.path, found.sources):
         raise Declined(
             "outside-sources",
-            f"{seen.path} is not below {', '.join(seen.sources)}",
+            f"{found.path} is not below {', '.join(found.sources)}",
             "the admin can add its directory to `sources:`",
         )
-    if seen.image is None:
-        raise Declined("missing", f"{seen.path} was removed while it was looked at")
-    if seen.image.size == 0:
-        raise Declined("empty", f"{seen.path} is empty")
-    if max_size is not None and seen.image.size > max_size:
+    if found.image is None:
+        raise Declined("missing", f"{found.path} was removed while it was looked at")
+    if found.image.size == 0:
+        raise Declined("empty", f"{found.path} is empty")
+    if max_size is not None and found.image.size > max_size:
         raise Declined(
             "too-large",
-            f"{seen.path} has {format_size(seen.image.size)}, more than"
+            f"{found.path} has {format_size(found.image.size)}, more than"
             f" max_image_size {format_size(max_size)}",
         )
-    return seen.image
+    return found.image
 
 
 def declined_by(error: OSError, path: str) -> Declined:
@@ -247,7 +225,7 @@ class _Covered(Exception):
         self.handle = handle
 
 
-def _see(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.Found[Seen]:
+def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.Found[Facts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
@@ -260,19 +238,19 @@ def _see(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.
     try:
         resolved.encode()
     except UnicodeEncodeError:
-        return Seen("", sources, mode), []
+        return Facts("", sources, mode), []
     sources = _resolved(sources, resolved)
-    seen = Seen(resolved, sources, mode)
+    found = Facts(resolved, sources, mode)
     if not (stat.S_ISREG(mode) and is_below(resolved, sources)):
-        return seen, []
+        return found, []
     # Through the handle, so that it is the same file whatever the path has become.
     source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     facts = os.fstat(source)
     if facts.st_nlink == 0:
-        return seen, []
+        return found, []
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), read_acl(source))
     image = Image(identity(facts, resolved), access)
-    return Seen(resolved, sources, mode, image), [source]
+    return Facts(resolved, sources, mode, image), [source]
 
 
 def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:

@@ -23,12 +23,12 @@ from forestage.paths import Places
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 
-TAKE_OFF_TIMEOUT = 5.0  # seconds; walking to a path on a dead file system may take for ever
+UNMOUNT_TIMEOUT = 5.0  # seconds; walking to a path on a dead file system may take for ever
 CHASES = 20  # tries to reach a redirect whose path is being renamed
 MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
 
-Step = Literal["keep", "lay", "take-off"]
-Laid = Literal["kept", "laid"]
+Step = Literal["keep", "mount", "unmount"]
+Shown = Literal["kept", "mounted"]
 
 
 class Bind(msgspec.Struct, frozen=True):
@@ -63,8 +63,8 @@ def next_step(bound: list[Bind], path: str, key: str) -> Step:
     """Pure: what the path needs so that it shows the entry `key`, given all binds of ours."""
     at_path = [bind for bind in bound if bind.path == path]
     if not at_path:
-        return "lay"
-    return "keep" if at_path[-1].key == key else "take-off"
+        return "mount"
+    return "keep" if at_path[-1].key == key else "unmount"
 
 
 def unneeded(bound: list[Bind], needed: frozenset[str]) -> list[Bind]:
@@ -78,7 +78,7 @@ def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
     return [one for one in bound if one.path in paths and (not one.key or one.key != key)]
 
 
-class Stays(Failed):
+class StillMounted(Failed):
     """Redirects whose sources are dead: `off` others have gone. The next Epilog tries again.
 
     `hung` are the ids of the mounts below those that could not be reached in time.
@@ -90,17 +90,18 @@ class Stays(Failed):
         self.hung = hung
 
 
-def take_off(taken: list[Bind], user: User) -> None:
+def unmount(taken: list[Bind], user: User) -> None:
     """Takes binds off their paths, newest first; `user` gets where a squashed root does not.
 
-    One whose source hangs or is dead keeps no other from going. Raises OSError, and Stays at last.
+    One whose source hangs or is dead keeps no other from going. Raises OSError, and StillMounted at
+    last.
     """
     stuck: list[str] = []
     dead: set[int] = set()
     left = taken[::-1]
     while left:
         try:
-            unreached = _taken_off(left, user)
+            unreached = _unmount_all(left, user)
         except as_user.TooSlow:
             there = {mount.id for mount in mounts.current()}
             left = [bind for bind in left if bind.mount.id in there]
@@ -113,10 +114,10 @@ def take_off(taken: list[Bind], user: User) -> None:
             stuck += [f"{left[n].path} ({os.strerror(number)})" for n, number in unreached]
             break
     if stuck:
-        raise Stays(stuck, len(taken) - len(stuck), frozenset(dead))
+        raise StillMounted(stuck, len(taken) - len(stuck), frozenset(dead))
 
 
-def _taken_off(binds: list[Bind], user: User) -> list[tuple[int, int]]:
+def _unmount_all(binds: list[Bind], user: User) -> list[tuple[int, int]]:
     """Those that could not be reached, each with its errno. Raises OSError, as_user.TooSlow."""
 
     def work() -> as_user.Found[list[tuple[int, int]]]:
@@ -128,7 +129,7 @@ def _taken_off(binds: list[Bind], user: User) -> list[tuple[int, int]]:
                 unreached.append((n, error.errno or 0))
         return unreached, []
 
-    return as_user.call(work, list[tuple[int, int]], TAKE_OFF_TIMEOUT)[0]
+    return as_user.call(work, list[tuple[int, int]], UNMOUNT_TIMEOUT)[0]
 
 
 def _follow(bind: Bind, user: User) -> None:
@@ -136,7 +137,7 @@ def _follow(bind: Bind, user: User) -> None:
     point, failed = bind.path, OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     for _ in range(CHASES):
         try:
-            if mounts.take_off(bind.mount, as_user.reach(point, user)):
+            if mounts.unmount_same(bind.mount, as_user.reach(point, user)):
                 return
         except OSError as error:  # of a path that may lead nowhere by now
             failed = error
@@ -149,14 +150,24 @@ def _follow(bind: Bind, user: User) -> None:
     raise failed
 
 
-def lay(
+def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end: Deadline) -> None:
+    """Unmounts what shows something else than the entry `key` at one of the paths.
+
+    Raises StillMounted, lock.Busy, OSError.
+    """
+    if stale(binds(cache), paths, key):
+        with lock.held_if_writable(cache.space_lock, end.left()):
+            unmount(stale(binds(cache), paths, key), user)
+
+
+def mount(
     cache: Cache,
     places: Places,
     leases: Leases,
     lease: Lease,
     wanted: Image,
     deadline: Deadline,
-) -> tuple[Lease, Laid]:
+) -> Shown:
     """Makes the image's path show the entry, and notes it in the job's lease.
 
     Raises Declined where the path no longer leads to the staged file or the copy is not readable
@@ -169,13 +180,13 @@ def lay(
             with lock.held(cache.space_lock, deadline.left()):
                 bound = binds(cache)
                 step = next_step(bound, wanted.path, wanted.key)
-                if step == "take-off":
-                    take_off(stale(bound, frozenset({wanted.path}), wanted.key), lease.user)
+                if step == "unmount":
+                    unmount(stale(bound, frozenset({wanted.path}), wanted.key), lease.user)
                     continue
                 # `unredirect` switches staging off and then takes this lock: none is laid after it.
-                if step == "lay" and (off := switch.by_file(places)):
+                if step == "mount" and (off := switch.by_file(places)):
                     raise Declined("disabled", off)
-                if step == "lay" and identity != wanted.identity:
+                if step == "mount" and identity != wanted.identity:
                     raise Declined("changed", f"{wanted.path} was changed or replaced just now")
                 # Lease first: an Epilog that runs next takes off what no lease mentions.
                 # Read again: another step of the job may have taken something meanwhile.
@@ -183,15 +194,17 @@ def lay(
                 lease = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
                 lease = lease.with_use(Use(wanted.key, wanted.path))
                 leases.write(lease)
-                if step == "lay":
+                if step == "mount":
                     _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
-                return lease, "laid" if step == "lay" else "kept"
+                return "mounted" if step == "mount" else "kept"
         finally:
             os.close(target)
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
 
 
-def clear(cache: Cache, leases: Leases, places: Places, user: User, ended: Lease | None) -> int:
+def unmount_unneeded(
+    cache: Cache, leases: Leases, places: Places, user: User, ended: Lease | None
+) -> int:
     """Takes off every redirect that no lease needs; gives their number. Under the space lock.
 
     `user` and `ended` are the job's whose lease was dropped just now, if it could be read.
@@ -203,7 +216,7 @@ def clear(cache: Cache, leases: Leases, places: Places, user: User, ended: Lease
     needed = leases.redirected()
     taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
     taken = list({bind.mount.id: bind for bind in taken}.values())
-    take_off(taken, user)
+    unmount(taken, user)
     return len(taken)
 
 

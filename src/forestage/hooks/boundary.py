@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Literal, NoReturn
 
+    from forestage.cache.node import Node
     from forestage.clock import Clock
     from forestage.config import Config
-    from forestage.errors import ConfigError
+    from forestage.errors import Declined
     from forestage.events import Outcome
     from forestage.paths import Places
     from forestage.slurm.job import Job
@@ -89,7 +90,6 @@ class Hook:
         self.environ = environ
         self.start = start
         self.drains = False
-        self.off = ""  # why the admin has switched staging off on this node
         self.answered = name != "step"
 
     def run(self, places: Places, clock: Clock) -> int:
@@ -97,10 +97,6 @@ class Hook:
         from forestage.slurm.job import Job
 
         job = Job.from_environ(self.environ)
-        if self.name == "step":
-            from forestage.hooks import step
-
-            job = step.named(job)
         work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
         outcomes = work(job, places, clock)
         self._report(job, outcomes, places, clock)
@@ -108,41 +104,30 @@ class Hook:
         return DRAIN if failed and self.drains else 0
 
     def _prolog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
-        from forestage.cache.node import Node
-        from forestage.errors import ConfigError
-        from forestage.hooks import image as request
         from forestage.hooks import prolog
         from forestage.slurm import timeouts
 
-        if not (job.asked or job.hints.off):
-            return prolog.misread(job)
+        if not (job.requests or job.hints.off):
+            return prolog.bad_hint(job)
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
-        try:
-            config = self._config(job, places)
-        except ConfigError as error:
-            seconds = timeouts.patience(limits, request.LOOK, None, 0.0)
-            return self._misconfigured(job, error, places, clock, seconds)
-        return prolog.prolog(Node.of(config, places, clock), job, limits, self.off)
+        outcomes: list[Outcome] = []
+        nodes, refusal = self._nodes(job, places, clock)
+        for node in nodes:
+            outcomes = prolog.prolog(node, job, limits, refusal)
+        return outcomes
 
     def _step(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
-        from forestage.cache.node import Node
-        from forestage.errors import ConfigError
-        from forestage.hooks import image as request
         from forestage.hooks import step
-        from forestage.slurm import timeouts
         from forestage.system import child
 
+        job = step.named(job)
         # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
         child.leave_job()
         timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
-        try:
-            config = self._config(job, places)
-        except ConfigError as error:
-            seconds = timeouts.step_patience(request.LOOK, timeout)
-            outcomes = self._misconfigured(job, error, places, clock, seconds)
-            self.answer("leave", "disabled" if self.off else "config")
-            return outcomes
-        done = step.step(Node.of(config, places, clock), job, timeout, _speak, self.off)
+        done = step.Done([], ("leave", "no-image"))
+        nodes, refusal = self._nodes(job, places, clock)
+        for node in nodes:
+            done = step.step(node, job, timeout, _speak, refusal)
         # At once: the log can wait, the step does not.
         self.answer(*done.answer)
         return done.outcomes
@@ -161,27 +146,44 @@ class Hook:
         return epilog.epilog(config, places, clock, job, limits)
 
     def _config(self, job: Job, places: Places) -> Config:
+        """Reads what the admin decided for the job's partition. Raises ConfigError."""
         from forestage import settings, switch
 
-        # First, as the configuration may be why somebody has switched it off.
-        self.off = switch.by_file(places)
         found = settings.load(places.etc, owner=os.geteuid()).for_partition(job.partition)
         # Not while it is off: during an upgrade old and new code may meet.
-        self.drains = found.on_error == "drain" and self.name != "step" and not self.off
+        off = switch.by_file(places)
+        self.drains = found.on_error == "drain" and self.name != "step" and not off
         return found
 
-    def _misconfigured(
-        self, job: Job, error: ConfigError, places: Places, clock: Clock, seconds: float
-    ) -> list[Outcome]:
-        from forestage.clock import Deadline
-        from forestage.errors import Declined, Failed
-        from forestage.hooks import image as request
+    def _nodes(self, job: Job, places: Places, clock: Clock) -> tuple[list[Node], Declined | None]:
+        """The node to work on, and why nothing may be staged on it now.
 
-        end = Deadline.after(seconds, clock)
-        off = self.off and Declined("disabled", self.off)
-        return request.misconfigured(
-            places, clock, job, off or Failed("config", error.one_line), end
-        )
+        Where the configuration cannot be used nobody can say which cache is meant: there is a node
+        for each cache that a lease names, so that no redirect shows the job an outdated file.
+        """
+        from pathlib import Path
+
+        from forestage import switch
+        from forestage.cache.layout import Cache
+        from forestage.cache.lease import Leases
+        from forestage.cache.node import Node
+        from forestage.config import Config
+        from forestage.errors import ConfigError, Declined, Failed
+
+        # First, as the configuration may be why somebody has switched it off.
+        off = switch.by_file(places)
+        try:
+            config = self._config(job, places)
+        except ConfigError as error:
+            leases = Leases(places.leases)
+            bare = Config(sources=("/",))
+            nodes = [
+                Node(bare, places, Cache(Path(root)), leases, clock) for root in leases.caches()
+            ]
+            refusal = Declined("disabled", off) if off else Failed("config", error.one_line)
+            return nodes or [Node.of(bare, places, clock)], refusal
+        off = off or ("" if config.enabled else "`enabled: false`")
+        return [Node.of(config, places, clock)], Declined("disabled", off) if off else None
 
     def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
         from forestage import events

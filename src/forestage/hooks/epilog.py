@@ -84,7 +84,7 @@ def _release(
                 _note_use(cache, lease, clock.wall())
         try:
             count = let_go(cache, leases, lease, places, job.id, job.user)
-        except redirect.Stays as stays:
+        except redirect.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(str(stays))
             return Outcome("released", released=stays.off, reason=stays.reason, detail=detail)
@@ -100,7 +100,7 @@ def let_go(
     """
     leases.drop(job)
     # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
-    return redirect.clear(cache, leases, places, user, lease)
+    return redirect.unmount_unneeded(cache, leases, places, user, lease)
 
 
 def abort(cache: Cache, leases: Leases, ended: Lease) -> None:

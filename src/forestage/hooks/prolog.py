@@ -1,19 +1,20 @@
-"""What happens when a job starts: each image it asks for is staged; one outcome for each."""
+"""The Prolog: stages each image that a starting job names, one outcome for each."""
 
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
+from forestage.errors import Declined, ForestageError
 from forestage.events import Outcome
-from forestage.hooks import image as request
-from forestage.hooks.image import Patience, Served
+from forestage.hooks import image
+from forestage.hooks.image import Wait
 from forestage.slurm import timeouts
-from forestage.slurm.job import Asked, Job
+from forestage.slurm.job import Job, Request
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock
 from forestage.units import printable
 
 
-def misread(job: Job) -> list[Outcome]:
+def bad_hint(job: Job) -> list[Outcome]:
     """Pure: the outcome of a job that names no image, but tried to tell us something."""
     if not job.hints.problems:
         return []
@@ -21,37 +22,43 @@ def misread(job: Job) -> list[Outcome]:
     return [Outcome(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(node: Node, job: Job, limits: Limits, off: str = "") -> list[Outcome]:
+def prolog(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> list[Outcome]:
     """Stages all that the job asks for. Never raises for a request: each gets its outcome.
 
-    `off`: why the admin has switched staging off on this node; "" if not.
+    `refusal` is why nothing may be staged on this node now.
     """
-    config = node.config
-    seconds = timeouts.patience(limits, config.deadline, job.hints.wait, config.max_stage_wait)
-    end = Deadline.after(seconds, node.clock)
-    copy = end
-    if config.prolog_wait is not None:
-        copy = Deadline.after(min(config.prolog_wait, seconds), node.clock)
-    patience = Patience(end, copy, "hand-over" if config.redirect == "spank" else "release")
-    if off or not config.enabled:
-        why = off or "`enabled: false`"
-        outcomes = [request.refuse(node, job, asked, why, end).outcome for asked in job.asked]
-    else:
-        outcomes = [request.serve(node, job, asked, patience).outcome for asked in job.asked]
+    limit = waiting(node, job, limits)
+    outcomes = [
+        image.handle(node, job, request, limit, refusal).outcome for request in job.requests
+    ]
     if job.hints.off:
-        noted = request.told(Asked("", "hint"), node.clock, lambda: _note_off(node, job, end))
+        noted = _note_off(node, job, limit.end)
         # Each image has its own outcome, which says the same.
-        if noted.outcome.result == "failed" or not outcomes:
-            outcomes.append(noted.outcome)
+        if noted.result == "failed" or not outcomes:
+            outcomes.append(noted)
     return outcomes
 
 
-def _note_off(node: Node, job: Job, end: Deadline) -> Served:
-    """Notes stage=off for the job's steps, which see no comment."""
-    with lock.held_if_writable(node.cache.space_lock, end.left()):
-        since = node.clock.wall()
-        held = node.leases.read(job.id) or Lease(
-            job.id, job.user, since, str(node.cache.root), node=job.node
-        )
-        node.leases.put(held.switched_off())
-    return Served(Outcome(result="declined", via="hint", reason="off", detail="stage=off"))
+def waiting(node: Node, job: Job, limits: Limits) -> Wait:
+    """How long this job's Prolog may go on, and wait for a copy."""
+    config = node.config
+    hint = job.hints.wait
+    seconds = timeouts.patience(limits, config.deadline, hint, config.max_stage_wait)
+    end = copy = Deadline.after(seconds, node.clock)
+    if config.prolog_wait is not None:
+        copy = Deadline.after(min(config.prolog_wait, seconds), node.clock)
+    return Wait(end, copy, "hand-over" if config.redirect == "spank" else "release")
+
+
+def _note_off(node: Node, job: Job, end: Deadline) -> Outcome:
+    """Notes stage=off in the lease for the job's steps, which see no comment."""
+    try:
+        with lock.held_if_writable(node.cache.space_lock, end.left()):
+            since = node.clock.wall()
+            lease = node.leases.read(job.id) or Lease(
+                job.id, job.user, since, str(node.cache.root), node=job.node
+            )
+            node.leases.put(lease.switched_off())
+    except (ForestageError, OSError) as error:
+        return image.of_error(Request("", "hint"), error)
+    return Outcome(result="declined", via="hint", reason="off", detail="stage=off")

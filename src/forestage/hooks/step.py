@@ -1,4 +1,4 @@
-"""What a step gets when it starts: asked by the SPANK companion, once per step and node.
+"""The step hook: the SPANK companion runs it once per step and node, before the tasks start.
 
 The answer is one line of fields between tabs: `use` this entry for that file, or `leave` the path
 as it is. Lines with `say` before it are for the user, who sits at the terminal and waits.
@@ -11,19 +11,21 @@ import msgspec
 
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
+from forestage.errors import Declined, Failed
 from forestage.events import Outcome
-from forestage.hooks import image as request
-from forestage.hooks.image import Patience, Served
+from forestage.hooks import image
+from forestage.hooks.image import Answer, Wait
 from forestage.kinds import UserMessages
 from forestage.slurm import timeouts
 from forestage.slurm.job import Job
-from forestage.stage.wait import Outlook
+from forestage.stage import source
+from forestage.stage.wait import Eta
 from forestage.units import format_duration
 
 EVERY = 30.0  # seconds between two lines for a user who waits
 
 PYXIS_TELLS = frozenset(("bad-path", "missing", "no-permission", "not-a-file", "empty"))
-AS_DECIDED = frozenset(("registry", "outside-sources", "too-large", "off", "disabled"))
+AS_DECIDED = frozenset(("registry", "outside-sources", "too-large", "off", "disabled", "config"))
 
 Say = Callable[[str], None]
 
@@ -35,31 +37,28 @@ class Done(msgspec.Struct, frozen=True):
     answer: tuple[str, ...]
 
 
-def step(node: Node, job: Job, timeout: str, say: Say, off: str = "") -> Done:
+def step(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | None) -> Done:
     """Stages the step's image. `timeout` is the companion's own limit, `say` tells the user.
 
-    `off`: why the admin has switched staging off on this node; "" if not.
+    `refusal` is why nothing may be staged on this node now.
     """
-    if not job.asked:
+    if not job.requests:
         return Done([], ("leave", "no-image"))
     config, clock = node.config, node.clock
-    asked = job.asked[0]  # pyxis' option has one; a step sees no comment
+    request = job.requests[0]  # pyxis' option has one; a step sees no comment
     copy = Deadline.after(timeouts.step_patience(config.step_wait, timeout), clock)
-    seconds = timeouts.step_patience(max(config.step_wait, request.LOOK), timeout)
-    if off or not config.enabled:
-        end = Deadline.after(seconds, clock)
-        return _done(node, request.refuse(node, job, asked, off or "`enabled: false`", end))
+    seconds = timeouts.step_patience(max(config.step_wait, source.HOOK_TIMEOUT), timeout)
     watch = Watch(clock, say) if config.user_messages != "none" else None
-    patience = Patience(Deadline.after(seconds, clock), copy, "keep", watch)
-
-    def serve() -> Served:
-        return request.serve(node, _as_noted(node, job), asked, patience)
-
-    served = request.told(asked, clock, serve)
-    line = message(served.outcome, config.user_messages)
+    limit = Wait(Deadline.after(seconds, clock), copy, "keep", watch)
+    try:
+        job = _as_noted(node, job)
+    except Failed as failed:  # a damaged lease
+        refusal = refusal or failed
+    answer = image.handle(node, job, request, limit, refusal)
+    line = message(answer.outcome, config.user_messages)
     if line:
         say(line)
-    return _done(node, served)
+    return Done([answer.outcome], fields(node, answer))
 
 
 def named(job: Job) -> Job:
@@ -86,10 +85,10 @@ class Watch:
         self.say = say
         self.next = clock.monotonic() + EVERY
 
-    def __call__(self, outlook: Outlook) -> None:
+    def __call__(self, eta: Eta) -> None:
         if self.clock.monotonic() >= self.next:
             self.next += EVERY
-            self.say(outlook.progress())
+            self.say(eta.progress())
 
 
 def message(outcome: Outcome, wanted: UserMessages) -> str:
@@ -106,13 +105,9 @@ def message(outcome: Outcome, wanted: UserMessages) -> str:
     return f"{name} is read from this node's copy ({outcome.result} in {took})"
 
 
-def _done(node: Node, served: Served) -> Done:
-    return Done([served.outcome], answer(node, served))
-
-
-def answer(node: Node, served: Served) -> tuple[str, ...]:
+def fields(node: Node, answer: Answer) -> tuple[str, ...]:
     """Pure: the fields of the line that ends the companion's wait."""
-    outcome, wanted = served.outcome, served.image
+    outcome, wanted = answer.outcome, answer.image
     if outcome.reason or wanted is None:
         return "leave", outcome.reason
     # With `bind` too: job_container/tmpfs has given the job its own, older, view of the mounts, and
@@ -122,7 +117,7 @@ def answer(node: Node, served: Served) -> tuple[str, ...]:
     found = wanted.identity
     facts = (found.inode, found.size, found.mtime_ns, found.ctime_ns)
     tell = "0" if node.config.user_messages == "none" else "1"
-    fields = (str(node.cache.image(wanted.key)), found.path, *map(str, facts), tell)
-    if any(map(request.has_control, fields)):
+    words = (str(node.cache.image(wanted.key)), found.path, *map(str, facts), tell)
+    if any(map(image.has_control, words)):
         return "leave", "bad-path"
-    return "use", *fields
+    return "use", *words

@@ -27,7 +27,7 @@ MAX_PROBLEMS = 8
 Via = Literal["option", "hint"]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True):
     """One image as the user wrote it, and where: pyxis' option or a `stage=` hint."""
 
     path: str
@@ -54,7 +54,7 @@ class Job(msgspec.Struct, frozen=True):
     node: str
     partition: str
     work_dir: str
-    asked: tuple[Asked, ...]
+    requests: tuple[Request, ...]
     saves: str | None
     hints: Hints
     step: int | None = None
@@ -68,8 +68,8 @@ class Job(msgspec.Struct, frozen=True):
         """
         hints = read_hints(environ.get("SLURM_JOB_COMMENT", ""))
         image = environ.get(IMAGE_OPTION, "")
-        from_option = (Asked(image, "option"),) if image else ()
-        hinted = tuple(Asked(path, "hint") for path in hints.paths if path != image)
+        from_option = (Request(image, "option"),) if image else ()
+        hinted = tuple(Request(path, "hint") for path in hints.paths if path != image)
         return cls(
             id=_number(environ, "SLURM_JOB_ID"),
             user=User(
@@ -80,7 +80,7 @@ class Job(msgspec.Struct, frozen=True):
             node=environ.get("SLURMD_NODENAME", ""),
             partition=environ.get("SLURM_JOB_PARTITION", ""),
             work_dir=environ.get("SLURM_JOB_WORK_DIR", ""),
-            asked=from_option + hinted,
+            requests=from_option + hinted,
             saves=environ.get(SAVE_OPTION) or None,
             hints=hints,
             step=_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else None,

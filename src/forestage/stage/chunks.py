@@ -4,15 +4,13 @@ Every long call (preadv, pwritev, copy_file_range, sync_file_range, the digest) 
 Python's global lock, so the threads overlap; what is left under it is microseconds a chunk.
 """
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,33 +19,15 @@ import msgspec
 from forestage import trace
 from forestage.cache import digest, space
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
-from forestage.errors import Failed
-from forestage.stage import buffers
-from forestage.stage.throttle import Throttle
+from forestage.errors import Declined, Failed, Stopped
+from forestage.stage import reading
+from forestage.stage.source import Source
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
-READ_TRIES = 3  # a network file system may fail a read once and serve it the next moment
 
 Write = Callable[[int, memoryview], None]  # takes where in the image a piece begins, and the piece
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Truncated(Exception):
-    """The source ended before its size said so: it is being changed."""
-
-
-class Unreadable(Exception):
-    """The source gives an error when it is read; `error` is its OSError."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class Stopped(Exception):
-    """The copy was asked to stop; what is in stays in."""
 
 
 class Tuning(msgspec.Struct, frozen=True):
@@ -58,14 +38,6 @@ class Tuning(msgspec.Struct, frozen=True):
     direct: bool = True
     digest: bool = True
     bandwidth: int | None = None
-
-
-class Source(msgspec.Struct, frozen=True):
-    """The same file opened twice with the user's rights; `direct` is past the page cache."""
-
-    buffered: int
-    direct: int | None
-    size: int
 
 
 def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
@@ -83,16 +55,16 @@ def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> N
 def digests(image: Path, size: int, tuning: Tuning, numbers: Sequence[int] | None = None) -> bytes:
     """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
     fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
-    source = Source(fd, None, size)
+    source = Source(fd, None, size, os.fspath(image))
     wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
     own = threading.local()
 
     def take(number: int) -> bytes:
         if not hasattr(own, "buffer"):
-            own.buffer = buffers.piece(tuning.chunk)
+            own.buffer = reading.buffer(tuning.chunk)
         start = number * tuning.chunk
         running = digest.Running()
-        for _, piece in pieces(source, start, min(tuning.chunk, size - start), own.buffer):
+        for _, piece in reading.pieces(source, start, min(tuning.chunk, size - start), own.buffer):
             running.add(piece)
         return running.digest()
 
@@ -113,8 +85,8 @@ class Run:
         self.tuning = tuning
         self.stop = stop
         self.halt = threading.Event()  # a thread failed: the others end as well
-        self.errors: list[OSError | Truncated | Unreadable] = []
-        self.throttle = Throttle(tuning.bandwidth)
+        self.errors: list[OSError | Declined] = []
+        self.throttle = reading.Throttle(tuning.bandwidth)
         self.part = part
         self.image = os.open(part.image, os.O_RDWR | os.O_CLOEXEC)
         self.map = os.open(part.map, os.O_RDWR | os.O_CLOEXEC)
@@ -150,14 +122,14 @@ class Run:
                 os.close(fd)
 
     def _work(self) -> None:
-        buffer = buffers.piece(self.tuning.chunk)
+        buffer = reading.buffer(self.tuning.chunk)
         try:
             while not (self.stop.is_set() or self.halt.is_set()):
                 number = self.todo.popleft()
                 self.note(number, self.take(number, buffer, self.write))
         except IndexError:
             return  # nothing left to do
-        except (OSError, Truncated, Unreadable) as error:
+        except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
 
@@ -176,7 +148,7 @@ class Run:
         if self.in_kernel and self._copied_in_kernel(start, size):
             return digest.UNKNOWN
         running = digest.Running() if self.tuning.digest else None
-        for at, piece in pieces(self.source, start, size, buffer):
+        for at, piece in reading.pieces(self.source, start, size, buffer):
             if running:
                 running.add(piece)
             write(at, piece)
@@ -200,7 +172,7 @@ class Run:
     def write(self, start: int, data: memoryview) -> None:
         whole = 0
         if self.past_cache is not None:
-            whole = len(data) - len(data) % BLOCK
+            whole = len(data) - len(data) % reading.BLOCK
             _write_all(self.past_cache, start, data[:whole])
         if whole < len(data):
             _write_all(self.image, start + whole, data[whole:])
@@ -226,64 +198,6 @@ class Run:
                 return False
             done += count
         return True
-
-
-def pieces(
-    source: Source, start: int, size: int, buffer: memoryview
-) -> Iterator[tuple[int, memoryview]]:
-    """Reads a chunk through the buffer: where each piece begins in the file, and the piece."""
-    end = start + size
-    for at in range(start, end, len(buffer)):
-        piece = buffer[: min(len(buffer), end - at)]
-        read_piece(source, at, piece, buffer)
-        yield at, piece
-
-
-def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
-    """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, Unreadable.
-
-    What the page cache has is taken from there; the rest comes past it, or is dropped behind.
-    """
-    done = _from_cache(source, start, want) if source.direct is not None else 0
-    tries = 0
-    while done < len(want):
-        try:
-            if source.direct is not None and done % BLOCK == 0:
-                rest = buffer[done : -(-len(want) // BLOCK) * BLOCK]
-                count = os.preadv(source.direct, [rest], start + done)
-            else:
-                count = os.preadv(source.buffered, [want[done:]], start + done)
-        except OSError as error:
-            tries += 1
-            if error.errno != errno.EIO or tries == READ_TRIES:
-                raise Unreadable(error) from None
-            time.sleep(0.1 * tries)
-            continue
-        if count == 0:
-            raise Truncated
-        done += count
-        tries = 0
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(source.buffered, start, len(want), os.POSIX_FADV_DONTNEED)
-
-
-def _from_cache(source: Source, start: int, want: memoryview) -> int:
-    """Bytes, whole blocks of them, that the page cache had; RWF_NOWAIT never waits for a disk.
-
-    One block is asked for first. A miss makes the kernel read ahead, NOWAIT or not, as far as the
-    request goes and its window allows: of whole chunks that was a sixth more than the image.
-    """
-    count = 0
-    try:
-        for size in (min(BLOCK, len(want)), len(want)):
-            count = os.preadv(source.buffered, [want[:size]], start, os.RWF_NOWAIT)
-            if count < size:
-                break
-    except OSError as error:
-        # A fault is for the read that waits, which tries again and tells.
-        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO):
-            raise Unreadable(error) from None
-    return count if count == len(want) else count - count % BLOCK
 
 
 def _write_all(fd: int, start: int, data: memoryview) -> None:

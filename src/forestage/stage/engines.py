@@ -4,13 +4,14 @@ import os
 import threading
 from typing import Protocol
 
-from forestage.cache import space as reserve
+from forestage.cache import space
 from forestage.cache.part import Part
 from forestage.config import Config
-from forestage.errors import Failed
+from forestage.errors import Failed, Stopped
 from forestage.stage import chunks, with_peers
-from forestage.stage.chunks import Source, Tuning
-from forestage.stage.with_peers import Lender
+from forestage.stage.chunks import Tuning
+from forestage.stage.source import Source, Unreadable
+from forestage.stage.with_peers import Peers
 from forestage.system import run
 
 
@@ -21,12 +22,12 @@ class Engine(Protocol):
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
     ) -> int:
         """Leaves exactly the source's bytes in the part, and its map complete.
 
-        Gives how many of them came from other nodes, if there is a `lender`.
-        Raises chunks.Stopped, chunks.Truncated, Failed, OSError; what is in can be resumed.
+        Gives how many of them came from other nodes, if there is a `peers`.
+        Raises Stopped, Truncated, Failed, OSError; what is in can be resumed.
         """
 
 
@@ -38,15 +39,15 @@ class Chunks:
         self.downloads = downloads
 
     def reserve(self, source: Source, part: Part) -> None:
-        data = reserve.data_chunks(source.buffered, source.size, self.tuning.chunk)
-        reserve.reserve(part, source.size, self.tuning.chunk, data)
+        data = space.data_chunks(source.buffered, source.size, self.tuning.chunk)
+        space.reserve(part, source.size, self.tuning.chunk, data)
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
     ) -> int:
         # A peer's bytes are proven by their digest; without, the source alone can be trusted.
-        if lender is not None and self.tuning.digest:
-            return with_peers.copy(source, part, self.tuning, stop, lender, self.downloads)
+        if peers is not None and self.tuning.digest:
+            return with_peers.copy(source, part, self.tuning, stop, peers, self.downloads)
         chunks.copy(source, part, self.tuning, stop)
         return 0
 
@@ -63,14 +64,14 @@ class Rsync:
 
     def reserve(self, source: Source, part: Part) -> None:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.
-        with reserve.opened(part.image) as fd:
-            reserve.allocate(fd, 0, source.size)
-        reserve.reserve_small(part, source.size, self.tuning.chunk)
+        with space.opened(part.image) as fd:
+            space.allocate(fd, 0, source.size)
+        space.reserve_small(part, source.size, self.tuning.chunk)
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, lender: Lender | None = None
+        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
     ) -> int:
-        _must_open(source.buffered)
+        _must_open(source.buffered, source.path)
         begun = part.image.stat().st_size > 0
         argv = [
             "rsync",
@@ -85,7 +86,7 @@ class Rsync:
         ]
         ran = run.run(argv, pass_fds=[source.buffered], stop=stop)
         if stop.is_set():
-            raise chunks.Stopped
+            raise Stopped
         if ran.code != 0:
             raise Failed("copy", ran.explained())
         self._write_map(source, part)
@@ -94,19 +95,19 @@ class Rsync:
     def _write_map(self, source: Source, part: Part) -> None:
         """rsync keeps its own sums to itself, so the digests are taken from the copy."""
         found = chunks.digests(part.image, source.size, self.tuning)
-        with reserve.opened(part.map) as fd:  # not truncated: its space stays its own
+        with space.opened(part.map) as fd:  # not truncated: its space stays its own
             os.pwrite(fd, found, 0)
 
 
-def _must_open(fd: int) -> None:
+def _must_open(fd: int, path: str) -> None:
     """Raises Unreadable where root may not open the source: that is no fault of rsync's."""
     try:
         os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        raise chunks.Unreadable(error) from None
+        raise Unreadable(path, error) from None
 
 
-def engine(config: Config) -> Engine:
+def of(config: Config) -> Engine:
     """The engine that the admin chose."""
     if config.engine == "chunks":
         return Chunks(tuning(config), config.peers.downloads)

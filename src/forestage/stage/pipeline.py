@@ -1,31 +1,38 @@
-"""What turns a part into an entry? Room, the bytes, the check that they are still the right ones.
+"""The steps of one copy, in order: turn, source, room, bytes, check, rights, entry.
 
-The caller is the stager and holds the key's lock; everything here may be killed at any line, and
-the next stager of the key goes on from what the part says.
+The caller is the stager and holds the key's lock. It may be killed at any line: the next stager of
+the key resumes from what the part says, and nothing that a job can see appears before the one
+rename of `cache.publish`.
 """
 
 import contextlib
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage import log, trace
-from forestage.cache import digest, evict, image
-from forestage.cache.image import Image, Look
+from forestage import events, log, trace
+from forestage.cache import digest, evict, image, space
+from forestage.cache.image import Image
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
-from forestage.cache.part import MAX_SHARED, Owner, Part, boot_id, chunk_count
+from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
+from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
+from forestage.peers import stats
 from forestage.slurm.job import Job
-from forestage.stage import engines, opened, resume
-from forestage.stage.chunks import Source
+from forestage.stage import chunks, engines, queue, source
+from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
 from forestage.system import lock
+from forestage.units import format_rate
 
 if TYPE_CHECKING:
-    from forestage.peers import Peers
+    from forestage.peers.client import Peers
+
+PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -33,27 +40,67 @@ class Task(msgspec.Struct, frozen=True):
 
     node: Node
     job: Job
-    looked: Look
+    opened: OpenImage
 
-    def taken(self) -> "Task":
-        """The same with the source as a descriptor of this process."""
-        return Task(self.node, self.job, self.looked.taken())
+    def received(self) -> "Task":
+        """Returns the same with the source as a descriptor of this process."""
+        return Task(self.node, self.job, self.opened.received())
 
     @property
     def image(self) -> Image:
-        return self.looked.image
+        return self.opened.image
 
     @property
     def key(self) -> str:
-        return self.looked.image.key
+        return self.opened.image.key
 
     @property
     def part(self) -> Part:
         return self.node.cache.part(self.key)
 
 
+class Figures:
+    """What a copy took: keys evicted for it, seconds for the bytes, and how many of these were here
+    before, came from peers, or were uploaded to peers meanwhile. It grows on the way, so that a
+    copy that fails has its figures too.
+    """
+
+    def __init__(self) -> None:
+        self.evicted: list[str] = []
+        self.copying = 0.0
+        self.resumed = 0
+        self.from_peers = 0
+        self.served = 0
+
+
+def run(task: Task, stop: threading.Event, figures: Figures) -> None:
+    """Copies the image into the cache and publishes it.
+
+    Raises Declined (changed, no-room, stopped, source-error, ...), Failed, OSError of the disk.
+    """
+    owner = claim(task)
+    trace.point("claimed")
+    queue.wait_turn(task.node, task.key, owner, stop)
+    opened = _open_settled(task)
+    owner = _begin(task, owner)
+    figures.resumed = owner.resumed
+    _reserve(task, opened, figures)
+    trace.point("reserved")
+    uploaded = _uploaded(task)
+    with _progress_logged(task, owner):
+        figures.from_peers = _fetch(task, opened, stop)
+    figures.served = max(0, _uploaded(task) - uploaded)
+    figures.copying = task.node.clock.monotonic() - owner.began
+    trace.point("copied")
+    must_be_unchanged(task)
+    trace.point("checked")
+    _mirror_access(task)
+    task.node.cache.publish(_entry(task))
+    trace.point("published")
+
+
 def claim(task: Task) -> Owner:
-    """Says in the part who copies now; what is there already stays if it can be resumed."""
+    """Notes in the part who copies now; what is there already stays if it can be resumed."""
     node, config = task.node, task.node.config
     owner = Owner(
         pid=os.getpid(),
@@ -67,97 +114,67 @@ def claim(task: Task) -> Owner:
     )
     if not task.part.resumable(owner):
         node.cache.drop_part(task.key)
-    # In one go, so that who asked earlier is also seen earlier by those who stand in line.
+    # Both at once, so that who asked earlier is also seen earlier by those in the queue.
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         owner = msgspec.structs.replace(owner, since=node.clock.monotonic())
         task.part.write_owner(owner)
     return owner
 
 
-def ready(task: Task, owner: Owner, evicted: list[str]) -> tuple[Owner, Source]:
-    """Opens the source and takes the space; from now on the part counts as being copied.
+def _open_settled(task: Task) -> Source:
+    """Opens the source once a further change of it would show in its times."""
+    clock = task.node.clock
+    clock.sleep(source.settling(task.image, clock.wall()))
+    return source.open_source(task.opened, task.node.config)
 
-    `evicted` grows by the keys that had to make room, also where this fails later.
-    """
-    node, part = task.node, task.part
-    node.clock.sleep(opened.settling(task.image, node.clock.wall()))
-    source = opened.open_source(task.looked, node.config)
+
+def _begin(task: Task, owner: Owner) -> Owner:
+    """Strikes what an earlier copy left wrong; from now on the part counts as being copied."""
+    part = task.part
     if owner.engine == "chunks":
-        resume.believe(part, task.image.size, node.config)
+        strike_wrong_chunks(part, task.image.size, task.node.config)
     owner = msgspec.structs.replace(
-        owner, phase="copying", began=node.clock.monotonic(), resumed=part.copied(owner)
+        owner, phase="copying", began=task.node.clock.monotonic(), resumed=part.copied(owner)
     )
     # Before the space is taken: from then on, a disk that others fill must not matter.
     part.write_owner(owner)
-    _reserve(task, source, evicted)
-    trace.point("reserved")
-    return owner, source
+    return owner
 
 
-def fetch(task: Task, source: Source, stop: threading.Event) -> int:
-    """The bytes; how many of them came from other nodes.
+def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
+    """Strikes from a part's map each chunk whose bytes are not what the map says; returns how many.
 
-    Raises chunks.Stopped, chunks.Truncated, Failed, OSError.
+    Within one boot the two belong together, unless something else has written to them: a bad disk,
+    a careless hand. A resumed copy would publish that, so each chunk is read once more, which is
+    quicker from this node's disk than from the source. `size` of the image in bytes. Raises
+    OSError.
     """
-    with contextlib.ExitStack() as undo:
-        lender = _peers(task)
-        if lender is not None:
-            undo.callback(lender.close)
-        try:
-            count = engines.engine(task.node.config).copy(source, task.part, stop, lender)
-        except Failed:
-            _check_unchanged(task)  # an engine may fail over a source that moves under it
-            raise
-    trace.point("copied")
-    return count
-
-
-def _peers(task: Task) -> "Peers | None":
-    """The other nodes of the job, where they are to help; without them it is merely slower."""
-    node, job = task.node, task.job
-    if not node.config.peers.enabled:
-        return None
-    count = chunk_count(task.image.size, node.config.chunk_size)
-    if count > MAX_SHARED:
-        detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
-        log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
-        return None
-    from forestage.peers import Peers
-
+    tuning = engines.tuning(config)
+    count = chunk_count(size, tuning.chunk)
+    known = digest.split(part.digests()[: count * ENTRY_BYTES].ljust(count * ENTRY_BYTES, b"\0"))
+    copied = [number for number, one in enumerate(known) if one != digest.MISSING]
+    if not copied:
+        return 0
     try:
-        return Peers.of(node.config, job.node, job.nodelist, task.key, node.places)
-    except (PeerError, OSError) as error:
-        log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
-        return None
+        found = digest.split(chunks.digests(part.image, size, tuning, copied))
+    except (Unreadable, Truncated):
+        found = [digest.MISSING] * len(copied)
+    wrong = [number for number, one in zip(copied, found, strict=True) if known[number] != one]
+    with space.opened(part.map) as fd:
+        for number in wrong:
+            os.pwrite(fd, digest.MISSING, number * ENTRY_BYTES)
+    return len(wrong)
 
 
-def publish(task: Task) -> None:
-    """Checks that the source is still the same, then gives the copy its rights and its name."""
-    _check_unchanged(task)
-    trace.point("checked")
-    _mirror(task)
-    config = task.node.config
-    entry = Entry(
-        key=task.key,
-        identity=task.image.identity,
-        access=task.image.access,
-        created=task.node.clock.wall(),
-        engine=config.engine,
-        chunk=config.chunk_size,
-        digest=digest.of_image(task.part.digests()),
-    )
-    task.node.cache.publish(entry)
-    trace.point("published")
-
-
-def _reserve(task: Task, source: Source, evicted: list[str]) -> None:
+def _reserve(task: Task, opened: Source, figures: Figures) -> None:
     """Makes room and takes it at once, so that no copy fails half-way for want of space."""
-    node, engine = task.node, engines.engine(task.node.config)
+    node, engine = task.node, engines.of(task.node.config)
     for attempt in (1, 2):
         need = max(0, task.image.size - task.part.allocated())
-        evicted += evict.make_room(node.cache, node.leases, node.config, task.image.path, need)
+        victims = evict.make_room(node.cache, node.leases, node.config, task.image.path, need)
+        figures.evicted += victims
         try:
-            engine.reserve(source, task.part)
+            engine.reserve(opened, task.part)
         except OSError as error:
             # Another copy, or somebody else on this disk, was faster; look once more.
             if error.errno != errno.ENOSPC or attempt == 2:
@@ -166,23 +183,95 @@ def _reserve(task: Task, source: Source, evicted: list[str]) -> None:
             return
 
 
-def _check_unchanged(task: Task) -> None:
-    """Both the open file and what the path now leads to must be as before. Raises Declined."""
-    wanted, node = task.image, task.node
-    opened.must_be_same(task.looked)
+def _fetch(task: Task, opened: Source, stop: threading.Event) -> int:
+    """Copies the bytes; returns how many of them came from other nodes."""
+    with contextlib.ExitStack() as undo:
+        peers = _peers(task)
+        if peers is not None:
+            undo.callback(peers.close)
+        try:
+            return engines.of(task.node.config).copy(opened, task.part, stop, peers)
+        except Failed:
+            must_be_unchanged(task)  # an engine may fail over a source that moves under it
+            raise
+
+
+def _peers(task: Task) -> "Peers | None":
+    """The other nodes of the job, where they are to help; without them a copy is merely slower."""
+    node, job = task.node, task.job
+    if not node.config.peers.enabled:
+        return None
+    count = chunk_count(task.image.size, node.config.chunk_size)
+    if count > MAX_SHARED:
+        detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
+        log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
+        return None
+    from forestage.peers.client import Peers
+
     try:
-        seen, line = image.glance(
-            wanted.path, task.job.user, node.config.sources, [node.cache.real], opened.LOOK_TIMEOUT
+        return Peers.of(node.config, job.node, job.nodelist, task.key, node.places)
+    except (PeerError, OSError) as error:
+        log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
+        return None
+
+
+def _uploaded(task: Task) -> int:
+    """Bytes of this key that the node's peer service uploaded; it writes them once a second."""
+    if not task.node.config.peers.enabled:
+        return 0
+    with contextlib.suppress(OSError):  # only a figure
+        given = stats.read(task.node.places.peer)
+        return given.of(task.key) if given else 0
+    return 0
+
+
+@contextlib.contextmanager
+def _progress_logged(task: Task, owner: Owner) -> Iterator[None]:
+    """Writes a line to the log now and then during a long copy."""
+    ended = threading.Event()
+
+    def say() -> None:
+        while not ended.wait(PROGRESS_EVERY):
+            log.say(f"stager job={owner.job} {progress_line(task, owner)}", by_slurm=True)
+
+    thread = threading.Thread(target=say, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def progress_line(task: Task, owner: Owner) -> str:
+    """Returns how far the copy is, for the log."""
+    done = task.part.copied(owner)
+    took = task.node.clock.monotonic() - owner.began
+    return (
+        f"image={events.field(owner.image.path)} key={owner.image.key}"
+        f" copied={done} of={owner.image.size}"
+        f" rate={format_rate(done - owner.resumed, took).replace(' ', '')}"
+    )
+
+
+def must_be_unchanged(task: Task) -> None:
+    """Raises Declined unless both the open file and what the path leads to now are as before."""
+    wanted, node = task.image, task.node
+    source.must_be_same(task.opened)
+    caches = [node.cache.real]
+    try:
+        found, line = image.open_as_user(
+            wanted.path, task.job.user, node.config.sources, caches, source.STAGER_TIMEOUT
         )
     except OSError:
-        raise opened.changed(wanted.path) from None
+        raise source.changed(wanted.path) from None
     line.close()
-    if seen.image != wanted:
-        found = seen.image and opened.difference(wanted.identity, seen.image.identity)
-        raise opened.changed(wanted.path, found or "")
+    if found.image != wanted:
+        why = found.image and source.difference(wanted.identity, found.image.identity)
+        raise source.changed(wanted.path, why or "")
 
 
-def _mirror(task: Task) -> None:
+def _mirror_access(task: Task) -> None:
     """Gives the copy the source's owner, group, mode, ACL and time: only who could read it may."""
     wanted = task.image
     fd = os.open(task.part.image, os.O_RDWR | os.O_CLOEXEC)
@@ -201,3 +290,23 @@ def _mirror(task: Task) -> None:
         os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
     finally:
         os.close(fd)
+
+
+def _entry(task: Task) -> Entry:
+    config = task.node.config
+    return Entry(
+        key=task.key,
+        identity=task.image.identity,
+        access=task.image.access,
+        created=task.node.clock.wall(),
+        engine=config.engine,
+        chunk=config.chunk_size,
+        digest=digest.of_image(task.part.digests()),
+    )
+
+
+def of_disk(error: OSError) -> Declined:
+    """Pure: what an error of the cache's disk means."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Declined("no-room", f"the cache's disk filled up: {error}")
+    return Failed("io", str(error))

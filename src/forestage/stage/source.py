@@ -1,28 +1,222 @@
-"""Is the source still what was copied? Looked at as the user who asks, under our own binds."""
+"""Opens an image's source as the user it is for, and tells whether it is still the same file.
 
+Whatever asks the file server is asked with that user's ids, in a child: root may be squashed there,
+and a dead file server must hang the child only. Root reads nothing but bytes, from a descriptor
+that the user opened. Hooks, the stager and the command line come through here; hooks must not pay
+for what only a copy needs, so nothing here imports the engines.
+"""
+
+import contextlib
+import errno
 import os
 import pwd
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from forestage.cache import image
-from forestage.cache.image import Access, Image, Look
+from forestage.cache import image, redirect
+from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.config import Config
 from forestage.errors import Declined
-from forestage.slurm.job import Asked
+from forestage.slurm.job import Request
 from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.units import format_size
 
-TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
+HOOK_TIMEOUT = 15.0  # seconds; no copy takes part in it, so a file server that needs longer hangs
+STAGER_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own checks
+CLI_TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
+
+# A file server's clock may tick in seconds: a change within the same tick leaves the identity as it
+# is. So a copy starts only when the source's last change is a full tick old.
+COARSE_TICK_NS = 2_000_000_000
+FINE_TICK_NS = 20_000_000
+# Its clock and ours may differ. By no more than this: what munge makes is good for five minutes,
+# so a node whose clock is further off runs no jobs (munged(8), --max-ttl).
+SKEW_NS = 300_000_000_000
+
 
 State = Literal["unchanged", "changed", "gone", "not-checked"]
 
 
 class Source(msgspec.Struct, frozen=True):
-    """What the look found; `detail` is what differs, or why there was no look."""
+    """An open source as the engines read it; `direct` is the same file past the page cache."""
+
+    buffered: int
+    direct: int | None
+    size: int  # bytes
+    path: str = ""  # for messages only
+
+
+class Truncated(Declined):
+    """The source ended before its size said so: it is being changed."""
+
+    def __init__(self, path: str) -> None:
+        detail = f"{path} was changed while it was copied: it ends before its size says so"
+        super().__init__("changed", detail)
+
+
+class Unreadable(Declined):
+    """The source gives an error when it is read; `error` is its OSError. No fault of the node."""
+
+    def __init__(self, path: str, error: OSError) -> None:
+        if error.errno == errno.ESTALE:  # the file server has another file under this name
+            super().__init__("changed", f"{path} was changed while it was copied")
+        else:
+            super().__init__("source-error", f"{path} cannot be read: {error}")
+        self.error = error
+
+
+class OpenImage(msgspec.Struct, frozen=True):
+    """An image and its source, opened with the user's rights; the caller closes it.
+
+    A hook holds the source only as `line`, a socket in which the descriptor waits (as_user.ask): a
+    close(2) that hangs with the file server must not hang the hook. The stager receives it as `fd`.
+    """
+
+    image: Image
+    user: User
+    fd: int
+    line: socket.socket | None = None
+
+    def received(self) -> "OpenImage":
+        """Returns the same with the source as a descriptor of this process."""
+        if self.line is None:
+            return self
+        return OpenImage(self.image, self.user, as_user.take(self.line)[0])
+
+    def close(self) -> None:
+        if self.line is None:
+            os.close(self.fd)
+        else:
+            self.line.close()
+
+
+@contextlib.contextmanager
+def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenImage]:
+    """Opens the image at `path` as the job's user, under our own binds, for a hook.
+
+    Binds of ours that show something else than what lies there are unmounted first: even a job that
+    is declined next must not read outdated bytes. Raises Declined, Failed, OSError.
+    """
+    bound = redirect.binds(node.cache)
+    caches = [node.cache.real]
+    limit = min(HOOK_TIMEOUT, end.left())
+    try:
+        found, line = image.open_as_user(path, user, node.config.sources, caches, limit)
+    except OSError as error:
+        # What this user may not see, no bind may show: an older copy may be more generous. But a
+        # bind that refuses them as well stays: it is another user's, and it is right.
+        if bound and (shown := _shown(user, path, node, end)):
+            # So ends the name of an entry that was evicted while a redirect still shows it.
+            names = frozenset((path, shown, shown.removesuffix(" (deleted)")))
+            redirect.unmount_stale(node.cache, names, "", user, end)
+        raise image.declined_by(error, path) from None
+    with contextlib.closing(line):
+        if bound:
+            key = found.image.key if found.image else ""
+            redirect.unmount_stale(node.cache, frozenset((path, found.path)), key, user, end)
+        yield OpenImage(image.judge(found, node.config.max_image_size), user, -1, line)
+
+
+def _shown(user: User, path: str, node: Node, end: Deadline) -> str:
+    """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
+    limit = min(HOOK_TIMEOUT, end.left())
+    try:
+        found, line = image.open_as_user(path, user, node.config.sources, (), limit)
+    except OSError:
+        return ""
+    line.close()
+    return found.path
+
+
+class _Now(msgspec.Struct, frozen=True):
+    """What the file server says of the open source now. `local`: it is a disk of this node."""
+
+    identity: Identity
+    local: bool
+
+
+def settling(wanted: Image, now: float) -> float:
+    """Pure: seconds to wait until a further change of the source must show in its times.
+
+    A full tick from now on, unless the last change is long past: waiting for the rest of a tick
+    would trust that the server's clock is ours.
+    """
+    # A user can set mtime, to full seconds as well. What he cannot set tells how fine the clock is.
+    ctime = wanted.identity.ctime_ns
+    tick = FINE_TICK_NS if ctime % 1_000_000_000 else COARSE_TICK_NS
+    age = int(now * 1_000_000_000) - max(ctime, wanted.identity.mtime_ns)
+    return tick / 1_000_000_000 if age < tick + SKEW_NS else 0.0
+
+
+def open_source(opened: OpenImage, config: Config) -> Source:
+    """The source as the engines want it: past the page cache as well, where that is a gain.
+
+    Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
+    """
+    found = must_be_same(opened)
+    direct = None
+    if config.direct == "on" or (config.direct == "auto" and found.local):
+        direct = open_direct(opened, STAGER_TIMEOUT)
+    return Source(opened.fd, direct, opened.image.size, opened.image.path)
+
+
+def must_be_same(opened: OpenImage) -> _Now:
+    """Looks at the open file once more. Raises Declined if it is another, Unreadable, TooSlow."""
+
+    def work() -> as_user.Found[_Now]:
+        as_user.become(opened.user)
+        facts = os.fstat(opened.fd)
+        # Major 0 is no block device: what a network file system does past its cache is its affair.
+        return _Now(image.identity(facts, opened.image.path), os.major(facts.st_dev) != 0), []
+
+    try:
+        found, _ = as_user.call(work, _Now, STAGER_TIMEOUT, keep=(opened.fd,))
+    except OSError as error:
+        raise Unreadable(opened.image.path, error) from None
+    if found.identity != opened.image.identity:
+        raise changed(opened.image.path, difference(opened.image.identity, found.identity))
+    return found
+
+
+def open_direct(opened: OpenImage, timeout: float) -> int | None:
+    """The source once more, past the page cache; None where its file system cannot do that.
+
+    As the user again: root may be squashed on the shared file system. Raises as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[None]:
+        as_user.become(opened.user)
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+        return None, [os.open(f"/proc/self/fd/{opened.fd}", flags)]
+
+    try:
+        return as_user.call(work, type(None), timeout, keep=(opened.fd,))[1][0]
+    except OSError:
+        return None
+
+
+def changed(path: str, how: str = "") -> Declined:
+    """Pure: the source is no longer the file that was asked for; `how` where that helps."""
+    return Declined("changed", f"{path} was changed while it was copied" + (how and f": {how}"))
+
+
+def difference(was: Identity, now: Identity) -> str:
+    """Pure: what an admin must know of a file that seems changed each time; else nothing."""
+    if msgspec.structs.replace(now, inode=was.inode) == was:
+        return "only its inode number is another, as if its file system gave a new one at each look"
+    return ""
+
+
+class SourceState(msgspec.Struct, frozen=True):
+    """Whether the source is what was copied; `detail` is what differs, or why there was no look."""
 
     state: State
     detail: str = ""
@@ -48,74 +242,74 @@ def owner(access: Access) -> User:
 
 def wanted(path: str) -> str:
     """The absolute path of what a user calls an image. Raises Declined for what is no path."""
-    return image.wanted_path(Asked(path, "option"), str(Path.cwd()))
+    return image.wanted_path(Request(path, "option"), str(Path.cwd()))
 
 
 def resolved(path: str) -> str:
     """The path without symbolic links. Raises as_user.TooSlow."""
-    found, _ = as_user.call(lambda: (os.path.realpath(path), []), str, TIMEOUT)
+    found, _ = as_user.call(lambda: (os.path.realpath(path), []), str, CLI_TIMEOUT)
     return found
 
 
 def look(cache: Cache, path: str, user: User) -> Image:
     """The image that `path` leads to now. Raises Declined, as_user.TooSlow."""
-    looked = opened(cache, path, user)
-    looked.close()
-    return looked.image
+    opened = open_image(cache, path, user)
+    opened.close()
+    return opened.image
 
 
-def opened(cache: Cache, path: str, user: User) -> Look:
+def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     """The same, and the source open for reading as this user; the caller closes it."""
     try:
         # Below `/`: what is in the cache may come from sources that are configured no more.
-        seen, fd = image.look(path, user, ("/",), [cache.real], TIMEOUT)
+        facts, fd = image.open_file(path, user, ("/",), [cache.real], CLI_TIMEOUT)
     except OSError as error:
         raise image.declined_by(error, path) from None
     try:
-        found = image.judge(seen, None)
+        found = image.judge(facts, None)
     except Declined:
         if fd is not None:
             os.close(fd)
         raise
     if fd is None:
         raise Declined("missing", f"{path} could not be opened")
-    return Look(found, user, fd)
+    return OpenImage(found, user, fd)
 
 
-def of(cache: Cache, entry: Entry, user: User) -> Source:
+def of(cache: Cache, entry: Entry, user: User) -> SourceState:
     """Whether the entry's source has these bytes and access rights still."""
-    looked = unchanged(cache, entry, user)
-    if isinstance(looked, Source):
-        return looked
-    looked.close()
-    return Source("unchanged")
+    opened = unchanged(cache, entry, user)
+    if isinstance(opened, SourceState):
+        return opened
+    opened.close()
+    return SourceState("unchanged")
 
 
-def unchanged(cache: Cache, entry: Entry, user: User) -> Look | Source:
+def unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | SourceState:
     """The entry's source, open, if it is still what was copied; else what became of it."""
     try:
-        looked = opened(cache, entry.identity.path, user)
+        opened = open_image(cache, entry.identity.path, user)
     except as_user.TooSlow:
-        return Source("not-checked", f"no answer within {TIMEOUT:.0f} s")
+        return SourceState("not-checked", f"no answer within {CLI_TIMEOUT:.0f} s")
     except Declined as declined:
         return without_look(declined)
-    found = compared(entry, looked.image)
+    found = compared(entry, opened.image)
     if found.state == "unchanged":
-        return looked
-    looked.close()
+        return opened
+    opened.close()
     return found
 
 
-def without_look(declined: Declined) -> Source:
+def without_look(declined: Declined) -> SourceState:
     """Pure: what is known where the look did not find an image."""
     states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}
-    return Source(states.get(declined.reason, "not-checked"), str(declined))
+    return SourceState(states.get(declined.reason, "not-checked"), str(declined))
 
 
-def compared(entry: Entry, now: Image) -> Source:
+def compared(entry: Entry, now: Image) -> SourceState:
     """Pure: the entry against the image that lies at its path now."""
     if now.identity == entry.identity and now.access == entry.access:
-        return Source("unchanged")
+        return SourceState("unchanged")
     was = entry.identity
     differences = [
         (now.path != was.path, f"the path leads to {now.path}"),
@@ -126,4 +320,4 @@ def compared(entry: Entry, now: Image) -> Source:
     ]
     # A new ctime alone: renamed, linked, or its rights changed and changed back.
     told = [text for differs, text in differences if differs] or ["its change time is another"]
-    return Source("changed", ", ".join(told))
+    return SourceState("changed", ", ".join(told))

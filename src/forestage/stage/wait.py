@@ -1,4 +1,9 @@
-"""How did it get here, and is it worth the wait? One stager for each key; every hook only waits."""
+"""Waits in a hook until an image is in the cache, for as long as that can still succeed.
+
+One stager copies each key; every hook of the node that wants it waits, for its own stager's
+messages or for another hook's stager to release the key's lock. At the deadline the hook goes on,
+and so does the copy, unless `abort` stops it.
+"""
 
 import contextlib
 import os
@@ -8,137 +13,128 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from forestage.cache.image import Image, Look
-from forestage.cache.layout import Cache, Entry
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
+from forestage.stage.source import OpenImage
 from forestage.system import lock
 from forestage.units import format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
-    import socket
-
-    from forestage.stage.stager import Word
+    from forestage.stage.stager import Channel, Message
 
 Came = Literal["hit", "joined", "copied"]
 
-TRIES = 3  # stagers that may die under one hook before it gives up
-HANDSHAKE = 1.0  # seconds in which a stager has left the hook's session, that Slurm is to kill
-FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between looks; many hooks may wait for one copy
-OBSERVE = 2.0  # seconds of a copy that tell its rate
-DOUBT = 1.3  # how much faster than seen a copy may yet become
+TRIES = 3  # stagers that may be killed under one hook before it gives up
+HANDSHAKE = 1.0  # seconds in which a stager has left the hook's session, which Slurm will kill
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between polls; many hooks may wait for one copy
+OBSERVE = 2.0  # seconds of a copy that show its rate
+SPEEDUP_MARGIN = 1.3  # give up only if even a copy so much faster than seen misses the deadline
 
 
-class Staged(msgspec.Struct, frozen=True):
-    """An entry that is here, and how it came."""
+class StagerEnd(msgspec.Struct, frozen=True):
+    """How one stager ended. `own` is whether this hook started it; the last message is its only."""
 
-    entry: Entry
-    result: Came
+    own: bool
+    message: "Message | None" = None
 
 
-def stage(
+def obtain(
     node: Node,
     job: Job,
-    looked: Look,
+    opened: OpenImage,
     deadline: Deadline,
-    watch: "Callable[[Outlook], None] | None" = None,
-) -> Staged:
-    """Finds the image in the cache, or waits until a stager has brought it there.
+    watch: "Callable[[Eta], None] | None" = None,
+) -> Came:
+    """Finds the image in the cache, or waits until a stager has published it.
 
-    Raises Declined (no-room, deadline, changed, ...), Failed. At the deadline the copy goes on.
+    Returns whether it was there (`hit`), came by a copy that another job asked for (`joined`) or by
+    one of this hook's (`copied`). Raises Declined (no-room, deadline, changed, ...), Failed.
     `watch` is called now and then while it waits.
     """
-    entry = node.cache.find(looked.image)
-    if entry is not None:
-        return Staged(entry, "hit")
+    if node.cache.find(opened.image) is not None:
+        return "hit"
     killed = 0
     while killed < TRIES:
-        result, word = _once(node, job, looked, Outlook(node, looked.image, deadline, watch))
-        entry = node.cache.find(looked.image)
-        if entry is not None:
-            found = word is not None and word.state == "found"
-            return Staged(entry, "joined" if found else result)
-        if word is not None and word.state == "failed":
-            raise (Failed if word.ours else Declined)(word.reason, word.detail)
-        # Whoever had the key may be the one just counted, which dies slowly: its line is closed
-        # before its lock is free. Such waits end at the deadline.
-        killed += result == "copied"
-    raise Failed("copy", f"the copy of {looked.image.path} was killed {TRIES} times")
+        end = _one_stager(node, job, opened, Eta(node, opened.image, deadline, watch))
+        message = end.message
+        if node.cache.find(opened.image) is not None:
+            found = message is not None and message.state == "found"
+            return "copied" if end.own and not found else "joined"
+        if message is not None and message.state == "failed":
+            error = Failed if message.node_failed else Declined
+            raise error(message.reason, message.detail)
+        # A killed stager closes its socket before the kernel drops its lock, so that "busy" may
+        # still mean the one just counted: only own stagers count, other waits end at the deadline.
+        killed += end.own
+    raise Failed("copy", f"the copy of {opened.image.path} was killed {TRIES} times")
 
 
-def _once(node: Node, job: Job, looked: Look, outlook: "Outlook") -> "tuple[Came, Word | None]":
-    """One stager from its start, or somebody else's, to its end; its last word if it was ours."""
+def _one_stager(node: Node, job: Job, opened: OpenImage, eta: "Eta") -> StagerEnd:
+    """Waits for the end of one stager: this hook's own, or the one that has the key already."""
     # Here, since a hit needs none of it.
     from forestage.stage import stager
     from forestage.stage.pipeline import Task
 
-    with stager.start(Task(node, job, looked)) as line:
+    with stager.start(Task(node, job, opened)) as channel:
         try:
-            first = stager.hear(line, max(HANDSHAKE, outlook.deadline.left()))
+            first = channel.recv(max(HANDSHAKE, eta.deadline.left()))
         except EOFError:
-            return "copied", None
+            return StagerEnd(own=True)
         if first is not None and first.state == "busy":
-            return "joined", _wait(outlook, _theirs(node, looked.image))
-        return "copied", _wait(outlook, _ours(line))
+            return _wait(eta, _lock_released(node, opened.image))
+        return _wait(eta, _last_message(channel))
 
 
-class _Over(Exception):
-    """The stager has ended; `word` is its last, if it had one."""
-
-    def __init__(self, word: "Word | None") -> None:
-        self.word = word
+Poll = Callable[[float], StagerEnd | None]
+"""Sleeps for up to so many seconds; returns how the stager ended, None while it goes on."""
 
 
-def _ours(line: "socket.socket") -> Callable[[float], None]:
-    """Sleeps until the stager at the other end says its last word. Raises _Over then."""
-    from forestage.stage import stager
-
-    def pause(seconds: float) -> None:
+def _last_message(channel: "Channel") -> Poll:
+    def poll(seconds: float) -> StagerEnd | None:
         try:
-            word = stager.hear(line, seconds)
+            message = channel.recv(seconds)
         except EOFError:
-            raise _Over(None) from None
-        if word is not None and word.state != "started":
-            raise _Over(word)
+            return StagerEnd(own=True)
+        if message is None or message.state == "started":
+            return None
+        return StagerEnd(own=True, message=message)
 
-    return pause
+    return poll
 
 
-def _theirs(node: Node, wanted: Image) -> Callable[[float], None]:
-    """Sleeps until the key's lock is free, whoever held it. Raises _Over then."""
-
-    def pause(seconds: float) -> None:
+def _lock_released(node: Node, wanted: Image) -> Poll:
+    def poll(seconds: float) -> StagerEnd | None:
         node.clock.sleep(seconds)
-        if lock.is_free(node.cache.key_lock(wanted.key)):
-            raise _Over(None)
+        return StagerEnd(own=False) if lock.is_free(node.cache.key_lock(wanted.key)) else None
 
-    return pause
+    return poll
 
 
-def _wait(outlook: "Outlook", pause: Callable[[float], None]) -> "Word | None":
-    """Waits for the stager's end; raises Declined once that cannot come in time."""
+def _wait(eta: "Eta", poll: Poll) -> StagerEnd:
+    """Waits for a stager's end. Raises Declined once that cannot come in time."""
     seconds = FIRST_PAUSE
-    try:
-        while not outlook.hopeless():
-            pause(min(seconds, outlook.deadline.left()))
-            seconds = min(LONGEST_PAUSE, seconds * 1.3)
-    except _Over as over:
-        return over.word
-    raise Declined("deadline", outlook.told())
+    while not eta.hopeless():
+        end = poll(min(seconds, eta.deadline.left()))
+        if end is not None:
+            return end
+        seconds = min(LONGEST_PAUSE, seconds * 1.3)
+    raise Declined("deadline", eta.summary())
 
 
-class Outlook:
-    """Whether a copy can end before the deadline, judged by what it has done so far."""
+class Eta:
+    """Whether a copy can end before the deadline, judged by its rate so far."""
 
     def __init__(
         self,
         node: Node,
         wanted: Image,
         deadline: Deadline,
-        watch: "Callable[[Outlook], None] | None" = None,
+        watch: "Callable[[Eta], None] | None" = None,
     ) -> None:
         self.part = node.cache.part(wanted.key)
         self.clock = node.clock
@@ -166,17 +162,17 @@ class Outlook:
         self.done = self.part.copied(owner)
         self.rate = format_rate(self.done - owner.resumed, took)
         self.needs = remaining(self.done - owner.resumed, self.size - self.done, took)
-        return self.needs is not None and self.needs > left * DOUBT
+        return self.needs is not None and self.needs > left * SPEEDUP_MARGIN
 
-    def told(self) -> str:
-        """For the user, why the job does not wait."""
+    def summary(self) -> str:
+        """Returns, for the user, why the job does not wait."""
         so_far = f"{format_size(self.done)} of {format_size(self.size)} of {self.path} are here"
         if self.needs is None:
             return so_far
         return f"{so_far}, the rest takes {format_duration(self.needs)} more"
 
     def progress(self) -> str:
-        """For a user who waits: how far it is, how fast, and how long still."""
+        """Returns, for a user who waits, how far the copy is, how fast, and how long it takes."""
         if self.needs is None:
             return f"the copy of {self.path} to this node is about to begin"
         percent, left = 100 * self.done // self.size, format_duration(self.needs)

@@ -14,17 +14,19 @@ from typing import Protocol
 
 from forestage.asks import Ask, Policy
 from forestage.cache.part import Part
+from forestage.errors import Declined
 from forestage.refusal import Failed
 from forestage.shares import SOURCE
-from forestage.stage import buffers
-from forestage.stage.chunks import Run, Source, Truncated, Tuning, Unreadable, Write
+from forestage.stage import reading
+from forestage.stage.chunks import Run, Tuning, Write
+from forestage.stage.source import Source, Unreadable
 from forestage.supply import Supply
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 
 
-class Lender(Protocol):
-    """peers.Peers, as far as the engine uses it; tests have others."""
+class Peers(Protocol):
+    """peers.client.Peers, as far as the engine uses it; tests have others."""
 
     nodes: tuple[str, ...]
     me: str
@@ -50,14 +52,14 @@ def copy(
     part: Part,
     tuning: Tuning,
     stop: threading.Event,
-    lender: Lender,
+    peers: Peers,
     downloads: int,
 ) -> int:
     """As chunks.copy, with the help of peers; the bytes that came from them.
 
     `downloads` chunks are asked of peers at once.
     """
-    run = Shared(source, part, tuning, stop, lender, downloads)
+    run = Shared(source, part, tuning, stop, peers, downloads)
     try:
         run.share()
     finally:
@@ -84,13 +86,13 @@ class Shared(Run):
         part: Part,
         tuning: Tuning,
         stop: threading.Event,
-        lender: Lender,
+        peers: Peers,
         downloads: int,
     ) -> None:
         super().__init__(source, part, tuning, stop)
         # Between our chunks lie those of others: what the kernel reads ahead, nobody wants here.
         os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
-        self.lender = lender
+        self.peers = peers
         self.downloads = downloads
         self.from_peers = 0
         self.turn = threading.Condition()
@@ -98,11 +100,11 @@ class Shared(Run):
         self.unreadable: Unreadable | None = None
         self.supply = Supply(
             part.directory.name,
-            lender.nodes,
-            lender.me,
+            peers.nodes,
+            peers.me,
             [number for number in self.todo if number in self.data],
             tuning.chunk,
-            policy(tuning.threads, downloads, len(lender.nodes)),
+            policy(tuning.threads, downloads, len(peers.nodes)),
         )
 
     def share(self) -> None:
@@ -120,12 +122,12 @@ class Shared(Run):
 
     def _serve(self, next_ask: Callable[[float], Ask | None]) -> None:
         """A thread's life."""
-        buffer = buffers.piece(self.tuning.chunk)
+        buffer = reading.buffer(self.tuning.chunk)
         try:
             while (found := self._next(next_ask)) is not None:
                 ask, twice = found
                 self._bring(ask, buffer, twice)
-        except (OSError, Truncated, Unreadable) as error:
+        except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
         finally:
@@ -196,7 +198,7 @@ class Shared(Run):
             with self.turn:
                 self.supply.knows(ask.peer, has, time.monotonic(), blind)
 
-        return self.lender.fetch(
+        return self.peers.fetch(
             ask.peer,
             ask.number,
             start,

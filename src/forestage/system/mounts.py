@@ -85,7 +85,7 @@ def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
     ]
 
 
-def take_off(bind: Mount, fd: int) -> bool:
+def unmount_same(bind: Mount, fd: int) -> bool:
     """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 
     Job owners may rename and link around their files, so the path was opened first, and must have
