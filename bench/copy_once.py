@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from forestage.cache import image
-from forestage.cache.image import Access, Image, Look
+from forestage.cache.image import Access, Image
 from forestage.cache.part import Part
 from forestage.config import Config
 from forestage.stage import engines, pipeline
@@ -19,11 +19,11 @@ def copy_once(config: Config, path: str, directory: Path) -> None:
     """Leaves the file at `path` as a durable part in `directory`, which must not exist yet."""
     fd = os.open(path, os.O_RDONLY)
     wanted = Image(image.identify(fd, path), Access(0, 0, 0o600))
-    looked = Look(wanted, User("root", 0, 0), fd)
+    looked = OpenImage(wanted, User("root", 0, 0), fd)
     source = pipeline.open_source(looked, config)
     part = Part(directory)
     part.directory.mkdir()
-    chosen = engines.engine(config)
+    chosen = engines.of(config)
     chosen.reserve(source, part)
     chosen.copy(source, part, threading.Event())
     with part.image.open("rb") as file:

@@ -24,7 +24,7 @@ import msgspec
 
 from forestage import events
 from forestage.cache import evict, image
-from forestage.cache.image import Access, Image, Look
+from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
@@ -115,7 +115,7 @@ def by_entries(count: int) -> tuple[float, float, float]:
 def measured(node: Node) -> tuple[float, float, float]:
     some = node.cache.stored()[0].entry
     assert some is not None
-    looked = Look(Image(some.identity, some.access), NOBODY, -1)
+    looked = OpenImage(Image(some.identity, some.access), NOBODY, -1)
     job = Job(1, NOBODY, "", "", "/", (), None, Hints())
     end = Deadline.after(60, node.clock)
     hit = per_call(lambda: wait.stage(node, job, looked, end), 200)

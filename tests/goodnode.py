@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commands import NOW, Frozen
 from forestage import events
-from forestage.check import Asked, Checked, check, pieces
+from forestage.check import Checked, Request, check, pieces
 from forestage.events import Event, Outcome
 from forestage.paths import Places
 from forestage.system.as_user import User
@@ -220,7 +220,7 @@ class GoodNode:
 
     def check(self) -> Checked:
         me = User("", os.getuid(), os.getgid())
-        asked = Asked(self.places, Frozen(), self.conf, me, self.is_root)
+        asked = Request(self.places, Frozen(), self.conf, me, self.is_root)
         return check(asked)
 
     def ids(self) -> list[str]:

@@ -11,9 +11,9 @@ import msgspec
 
 from forestage.cache import digest
 from forestage.cache.part import chunk_count
-from forestage.stage import buffers, chunks
-from forestage.stage.chunks import BLOCK, Source, Truncated, Unreadable
-from forestage.stage.throttle import Throttle
+from forestage.stage import reading
+from forestage.stage.reading import BLOCK, Throttle
+from forestage.stage.source import Source, Truncated, Unreadable
 
 TELL_EVERY = 0.2  # seconds
 
@@ -61,12 +61,12 @@ class OfSource:
         return running.digest()
 
     def content(self, start: int, want: int) -> bytes | None:
-        return b"".join(map(bytes, self._read(start, buffers.piece(want), want)))
+        return b"".join(map(bytes, self._read(start, reading.buffer(want), want)))
 
     def _read(self, start: int, buffer: memoryview, want: int) -> Iterator[memoryview]:
         self.throttle.take(want, self.never)
         try:
-            for _, piece in chunks.pieces(self.source, start, want, buffer):
+            for _, piece in reading.pieces(self.source, start, want, buffer):
                 yield piece
         except Unreadable as unreadable:
             raise SourceFailed(unreadable.error.strerror) from None
@@ -121,7 +121,7 @@ class _Copy:
                 fd, end = self.direct, -(-want // BLOCK) * BLOCK
             count = os.preadv(fd, [buffer[done:end]], start + done)
             if count == 0:
-                raise Truncated
+                raise Truncated("the copy")
             done += count
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class _Run:
         )
 
     def _work(self) -> None:
-        buffer = buffers.piece(self.chunk)
+        buffer = reading.buffer(self.chunk)
         while self.failed is None:
             try:
                 number = self.todo.popleft()
@@ -212,7 +212,7 @@ class _Run:
         if self.bad[number]:
             return start
         want = min(self.chunk, self.size - start)
-        held = b"".join(map(bytes, self.copy.pieces(start, buffers.piece(self.chunk), want)))
+        held = b"".join(map(bytes, self.copy.pieces(start, reading.buffer(self.chunk), want)))
         right = self.expected.content(start, want)
         return start + (first_difference(held, right) if right else 0)
 

@@ -8,7 +8,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease
 from forestage.entries import Holder, Holdings, Item, holder
 from forestage.stage import source
-from forestage.stage.source import Source
+from forestage.stage.source import SourceState
 from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count, moment, short
 from forestage.units import format_size
 
@@ -19,7 +19,7 @@ class Shown(msgspec.Struct, frozen=True):
     item: Item
     copy: str
     leases: tuple[Holder, ...]
-    source: Source
+    source: SourceState
 
 
 def state(item: Item) -> str:
@@ -51,7 +51,7 @@ def _problems(holdings: Holdings) -> list[Piece]:
     return [Line(f"Problem: {problem}") for problem in holdings.problems]
 
 
-def everything(cache: Cache, item: Item, leases: Iterable[Lease], checked: Source) -> Shown:
+def everything(cache: Cache, item: Item, leases: Iterable[Lease], checked: SourceState) -> Shown:
     """Pure: one entry with all that belongs to it."""
     paths = {item.key: item.path}
     using = tuple(holder(lease, paths) for lease in leases if lease.job in item.jobs)
@@ -61,7 +61,7 @@ def everything(cache: Cache, item: Item, leases: Iterable[Lease], checked: Sourc
 def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
     """Entries with what became of their sources, looked at as the user who asks."""
     user, held = source.invoking_user(), tuple(leases)
-    damaged = Source("not-checked", "the entry is damaged")
+    damaged = SourceState("not-checked", "the entry is damaged")
     return [
         everything(cache, item, held, source.of(cache, item.entry, user) if item.entry else damaged)
         for item in items
@@ -108,7 +108,7 @@ def detailed(found: Shown, now: float) -> list[Piece]:
     return [Facts(tuple(facts))]
 
 
-def _told(source: Source) -> str:
+def _told(source: SourceState) -> str:
     word = source.state.replace("-", " ")
     return f"{word}: {source.detail}" if source.detail else word
 

@@ -134,10 +134,10 @@ def _judged(
     if no_source:
         return _by_digests(node, entry, verdict, against, no_source)
     looked = source.unchanged(node.cache, entry, source.owner(entry.access))
-    if isinstance(looked, source.Source):
+    if isinstance(looked, source.SourceState):
         return _by_digests(node, entry, verdict, against, _told(looked))
     try:
-        found = against(OfSource(looked.source, entry.identity.size, node.config.bandwidth))
+        found = against(OfSource(looked.fd, entry.identity.size, node.config.bandwidth))
     except SourceFailed as failed:
         why = f"its source cannot be read ({failed})"
         return _by_digests(node, entry, verdict, against, why)
@@ -151,7 +151,7 @@ def _judged(
     return _with(verdict, found, "source", "")
 
 
-def _told(why: source.Source) -> str:
+def _told(why: source.SourceState) -> str:
     word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
 

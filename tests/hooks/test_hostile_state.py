@@ -146,7 +146,7 @@ IN_PART = ("owner.json", "image", "map", "spare", "peers", "blind", "")
 def put(node: Node, name: str) -> Image:
     """An image on the shared file system, as a look sees it."""
     path = node.put(f"alice/{name}", content(sum(name.encode())))
-    seen, source = image.look(str(path), ALICE, [str(node.shared)], [], 10.0)
+    seen, source = image.open_file(str(path), ALICE, [str(node.shared)], [], 10.0)
     assert source is not None
     os.close(source)
     return image.judge(seen, None)

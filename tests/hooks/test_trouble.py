@@ -255,7 +255,7 @@ def test_an_epilog_that_finds_the_space_locked_keeps_no_lease_of_a_job_that_is_g
 def test_no_look_takes_all_of_a_long_patience(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server that hangs would hold up a step for minutes, without a word to its user."""
     asked: list[float] = []
-    glance = image.glance
+    glance = image.open_as_user
 
     def noting(path: str, user: User, *rest: Any) -> Any:
         asked.append(rest[-1])

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from forestage import log, trace
 from forestage.stage import stager
 from forestage.stage.pipeline import Task
-from forestage.stage.stager import Word
+from forestage.stage.stager import Message
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 
@@ -161,10 +161,10 @@ def _start(task: Task) -> socket.socket:
         task = replace(task, looked=looked.taken())
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):
-                stager._tell(theirs, Word("started"))
+                stager._tell(theirs, Message("started"))
                 stager._tell(theirs, stager._serve(task, threading.Event()))
         except lock.Busy:
-            stager._tell(theirs, Word("busy"))
+            stager._tell(theirs, Message("busy"))
     return ours
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from forestage.cache import image
-from forestage.cache.image import Access, Identity, Image, Look
+from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
@@ -74,13 +74,13 @@ def shared(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def look(shared: Path, me: User) -> Callable[[Path], Look]:
+def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
     """What the hook has in hand before it stages."""
 
-    def looking(path: Path) -> Look:
-        seen, source = image.look(str(path), me, [str(shared)], [], PATIENCE)
+    def looking(path: Path) -> OpenImage:
+        seen, source = image.open_file(str(path), me, [str(shared)], [], PATIENCE)
         assert source is not None
-        return Look(image.judge(seen, None), me, source)
+        return OpenImage(image.judge(seen, None), me, source)
 
     return looking
 
@@ -134,7 +134,7 @@ def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
 @pytest.fixture
 def asking(me: User) -> Job:
     """The job that asks."""
-    return Job(7, me, "n1", "batch", "/", asked=(), saves=None, hints=Hints())
+    return Job(7, me, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
 
 
 @pytest.fixture

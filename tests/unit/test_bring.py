@@ -16,7 +16,7 @@ import pytest
 from forestage import events
 from forestage.cache import digest, evict, image
 from forestage.cache import space as reserve
-from forestage.cache.image import Look
+from forestage.cache.image import OpenImage
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node
 from forestage.cache.part import MAX_SHARED, Part, boot_id
@@ -26,10 +26,10 @@ from forestage.slurm.job import Job
 from forestage.stage import engines, opened, pipeline, stager
 from forestage.stage.chunks import Source
 from forestage.stage.pipeline import Task
-from forestage.stage.stager import Word
+from forestage.stage.stager import Message
 from forestage.stage.with_peers import Lender
 
-Looking = Callable[[Path], Look]
+Looking = Callable[[Path], OpenImage]
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
 SECOND = 1_000_000_000
@@ -51,7 +51,7 @@ def task(source: Path, look: Looking, staging_node: Node, asking: Job) -> Iterat
     found.close()
 
 
-def serve(task: Task) -> Word:
+def serve(task: Task) -> Message:
     """All that a stager does between its two words, in this process."""
     return stager._serve(task, threading.Event())
 
@@ -60,7 +60,7 @@ class During:
     """The chunks engine, and then something else; or that in its place."""
 
     def __init__(self, task: Task, then: Callable[[], None], copies: bool = True) -> None:
-        self.real = engines.engine(task.node.config)
+        self.real = engines.of(task.node.config)
         self.then = then
         self.copies = copies
         self.calls = 0
@@ -88,7 +88,7 @@ def nothing_is_left(cache: Cache) -> bool:
 
 def test_an_entry_has_the_bytes_their_map_and_their_digest(task: Task) -> None:
     cache = task.node.cache
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
     entry = cache.find(task.image)
     assert entry is not None
     assert cache.image(task.key).read_bytes() == CONTENT
@@ -108,7 +108,7 @@ def test_every_engine_and_setting_publishes_the_same_bytes(
 ) -> None:
     config = msgspec.structs.replace(task.node.config, **changes)
     task = msgspec.structs.replace(task, node=msgspec.structs.replace(task.node, config=config))
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
     entry = task.node.cache.find(task.image)
     assert entry is not None
@@ -123,7 +123,7 @@ def test_the_copy_has_the_rights_and_time_of_its_source(
     source.chmod(mode)
     os.utime(source, ns=(5 * SECOND, 7 * SECOND + 1))
     looked = look(source)
-    assert serve(Task(staging_node, asking, looked)) == Word("published")
+    assert serve(Task(staging_node, asking, looked)) == Message("published")
     copied = staging_node.cache.image(looked.image.key).stat()
     looked.close()
     assert copied.st_mode & 0o7777 == mode
@@ -135,7 +135,7 @@ def test_the_copy_belongs_to_the_owner_of_its_source(
 ) -> None:
     os.chown(source, 65534, 65533)
     looked = look(source)
-    assert serve(Task(staging_node, asking, looked)) == Word("published")
+    assert serve(Task(staging_node, asking, looked)) == Message("published")
     copied = staging_node.cache.image(looked.image.key).stat()
     looked.close()
     assert (copied.st_uid, copied.st_gid) == (65534, 65533)
@@ -309,14 +309,14 @@ def test_a_part_of_another_copy_is_begun_anew(
     task: Task, make_image: Callable[..., image.Image], changes: dict[str, object]
 ) -> None:
     claimed(task, **({"image": make_image()} if "image" in changes else changes))
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
 def test_a_part_without_an_owner_is_begun_anew(task: Task) -> None:
     """Also no leftover shows through a hole of the source."""
     claimed(task).record.unlink()
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
@@ -399,7 +399,7 @@ def test_an_older_entry_of_the_key_is_replaced(
 ) -> None:
     publish(task.image)
     (task.node.cache.entry_dir(task.key) / "entry.json").unlink()
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
@@ -449,7 +449,7 @@ def test_what_came_from_other_nodes_is_on_record_and_nothing_of_it_stays(
 ) -> None:
     lending = Lending()
     monkeypatch.setattr(pipeline, "_peers", lambda task: lending)
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
     (event,) = events.read(task.node.places.events)
     assert event.outcome.from_peers == event.outcome.bytes == len(CONTENT)
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
@@ -461,7 +461,7 @@ def test_without_peers_nothing_of_theirs_is_loaded(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "forestage.peers", None)  # an import would fail
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
 
 
 @pytest.mark.parametrize(("count", "helped"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from forestage.stage.throttle import Throttle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,6 @@ from forestage.cache.part import Part, missing_chunks
 from forestage.errors import Failed
 from forestage.stage import buffers, chunks, throttle
 from forestage.stage.chunks import BLOCK, READ_TRIES, Source, Stopped, Truncated, Tuning
-from forestage.stage.throttle import Throttle
 
 CHUNK = 4 * BLOCK
 TUNING = Tuning(threads=3, chunk=CHUNK)
@@ -334,7 +334,7 @@ def test_an_io_error_that_stays_is_raised_and_the_chunk_is_not_in(
     pair.random(2 * CHUNK)
     pair.reserve()
     failed = failing(monkeypatch, errno.EIO, 1000)
-    with pytest.raises(chunks.Unreadable, match="Input/output") as caught:
+    with pytest.raises(source.Unreadable, match="Input/output") as caught:
         pair.copy(QUIET)
     assert caught.value.error.errno == errno.EIO
     assert failed == [0] * READ_TRIES
@@ -348,7 +348,7 @@ def test_other_errors_of_the_source_are_raised_at_once(
     pair.random(CHUNK)
     pair.reserve()
     failed = failing(monkeypatch, number, 1000)
-    with pytest.raises(chunks.Unreadable, match=os.strerror(number)) as caught:
+    with pytest.raises(source.Unreadable, match=os.strerror(number)) as caught:
         pair.copy(QUIET)
     assert (caught.value.error.errno, failed, naps) == (number, [0], [])
 
@@ -712,7 +712,7 @@ def test_no_descriptor_is_left_whatever_happens(pair: Pair, monkeypatch: Patch) 
     pair.part.map.write_bytes(bytes(32))
     with monkeypatch.context() as patch:
         failing(patch, errno.ESTALE, 9)
-        with pytest.raises(chunks.Unreadable, match="Stale"):
+        with pytest.raises(source.Unreadable, match="Stale"):
             pair.copy()
     chunks.digests(pair.part.image, 2 * CHUNK, TUNING)
     with pytest.raises(Truncated):

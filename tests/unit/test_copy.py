@@ -14,7 +14,6 @@ from forestage.cache import digest
 from forestage.cache.part import Part, chunk_count, missing_chunks
 from forestage.config import Config
 from forestage.errors import Failed
-from forestage.stage import chunks
 from forestage.stage import engines as copy
 from forestage.stage.chunks import Source, Stopped, Tuning
 from forestage.stage.engines import Chunks, Engine, Rsync
@@ -212,7 +211,7 @@ def test_rsync_begins_or_resumes_and_gets_the_open_file_only(
     door = Door(monkeypatch)
     os.write(source, b"xy")
     part.image.write_bytes(there)
-    with pytest.raises(chunks.Truncated):  # this rsync only says that it was there
+    with pytest.raises(source.Truncated):  # this rsync only says that it was there
         Rsync(TUNING).copy(of(source), part, threading.Event())
     assert option in door.argv
     assert other not in door.argv

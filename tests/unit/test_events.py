@@ -23,7 +23,7 @@ JOB = Job(
     node="n1",
     partition="gpu",
     work_dir="/",
-    asked=(),
+    requests=(),
     saves=None,
     hints=Hints(),
 )

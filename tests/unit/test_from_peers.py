@@ -172,7 +172,7 @@ def test_a_source_that_fails_here_does_no_harm_where_others_have_all(
     pair: Pair, patient: None
 ) -> None:
     def fail(number: int) -> None:
-        raise chunks.Unreadable(OSError(5, "broken"))
+        raise source.Unreadable(OSError(5, "broken"))
 
     pair.reading = fail
     mine = sum(1 << number for number in share())
@@ -189,10 +189,10 @@ def test_a_source_that_fails_here_does_no_harm_where_others_have_all(
 
 def test_a_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
     def cut(number: int) -> None:
-        raise chunks.Truncated
+        raise source.Truncated
 
     pair.reading = cut
-    with pytest.raises(chunks.Truncated):
+    with pytest.raises(source.Truncated):
         pair.copy(Fake(pair.data, 0))
 
 
@@ -217,7 +217,7 @@ def test_a_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> Non
             stop.set()
 
     fake.before = later
-    with pytest.raises(chunks.Stopped):
+    with pytest.raises(Stopped):
         pair.copy(fake, stop)
     left = missing_chunks(pair.part.digests(), SIZE, CHUNK)
     assert 0 < len(left) < COUNT

@@ -22,7 +22,6 @@ from forestage.cache.part import Owner, Part, chunk_count, done_bytes
 from forestage.config import Config
 from forestage.counters import Given
 from forestage.events import Event
-from forestage.stage import resume
 from forestage.system import records
 from forestage.system.as_user import User
 
@@ -211,7 +210,9 @@ def test_a_resumed_copy_believes_only_what_the_bytes_prove(
     known = b"".join(words.get(word, one) for word, one in zip(told, right, strict=True))
     part.map.write_bytes(known + tail)
 
-    struck = resume.believe(part, SIZE, Config(chunk_size=CHUNK, threads=2, digest=digests))
+    struck = pipeline.strike_wrong_chunks(
+        part, SIZE, Config(chunk_size=CHUNK, threads=2, digest=digests)
+    )
 
     count = chunk_count(SIZE, CHUNK)
     before = digest.split((known + tail)[: count * 16].ljust(count * 16, b"\0"))
@@ -226,5 +227,5 @@ def test_a_copy_that_is_too_short_is_believed_in_nothing(tmp_path: Path) -> None
     part = Part(tmp_path)
     part.image.write_bytes(b"y" * CHUNK)
     part.map.write_bytes(digest.of_chunk(b"y" * CHUNK) * 3)
-    assert resume.believe(part, SIZE, Config(chunk_size=CHUNK, threads=2)) == 3
+    assert pipeline.strike_wrong_chunks(part, SIZE, Config(chunk_size=CHUNK, threads=2)) == 3
     assert set(part.digests()) == {0}

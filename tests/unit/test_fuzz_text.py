@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forestage import address, config, events, settings
 from forestage.cache import image
-from forestage.cache.image import Image, Look
+from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.part import Owner
 from forestage.errors import ConfigError, Declined, JobError
@@ -58,7 +58,7 @@ def test_whatever_a_user_says_is_one_line_and_one_event(
     }
     job = Job.from_environ(environ)
     outcomes = []
-    for asked in job.asked:
+    for asked in job.requests:
         try:
             path = image.wanted_path(asked, job.work_dir)
         except Declined as declined:
@@ -145,7 +145,7 @@ def test_a_stagers_progress_is_one_line_whatever_the_file_is_called(
     wanted = make_image(path=f"/lustre/{name}")
     staging_node.cache.part(wanted.key).directory.mkdir()
     owner = Owner(1, "boot", wanted, 1 << 20, "chunks", 7, 0.0)
-    line = stager.progress_line(Task(staging_node, asking, Look(wanted, me, -1)), owner)
+    line = stager.progress_line(Task(staging_node, asking, OpenImage(wanted, me, -1)), owner)
     assert line.isprintable()
     assert _fields(line) == ["image", "key", "copied", "of", "rate"]
 

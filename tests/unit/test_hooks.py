@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forestage import events
-from forestage.cache.image import Image, Look
+from forestage.cache.image import Image
 from forestage.cache.layout import Entry
 from forestage.hooks import boundary
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
@@ -149,7 +149,7 @@ def test_a_warm_image_loads_nothing_that_only_a_copy_needs(
     tmp_path: Path,
     me: User,
     shared: Path,
-    look: Callable[[Path], Look],
+    look: Callable[[Path], OpenImage],
     publish: Callable[[Image], Entry],
 ) -> None:
     """The cache is at /cache of a root of its own; with `redirect: none` no mount needs root."""

@@ -26,7 +26,7 @@ from forestage.cache.image import (
     wanted_path,
 )
 from forestage.errors import Declined, Failed
-from forestage.slurm.job import Asked
+from forestage.slurm.job import Request
 from forestage.system import as_user
 from forestage.system.as_user import User
 
@@ -82,7 +82,7 @@ def test_keys_are_the_same_in_every_release() -> None:
 )
 def test_a_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expected: str) -> None:
     # /a/link/../b is not /a/b: only the kernel may resolve it.
-    assert wanted_path(Asked(asked, "option"), work_dir) == expected
+    assert wanted_path(Request(asked, "option"), work_dir) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expec
 )
 def test_what_is_no_usable_path_is_declined(asked: str, work_dir: str, reason: str) -> None:
     with pytest.raises(Declined) as caught:
-        wanted_path(Asked(asked, "hint"), work_dir)
+        wanted_path(Request(asked, "hint"), work_dir)
     assert caught.value.reason == reason
     assert not isinstance(caught.value, Failed)
 
@@ -115,7 +115,7 @@ def test_what_is_no_usable_path_is_declined(asked: str, work_dir: str, reason: s
 @given(st.text(), st.text())
 def test_no_request_raises_anything_but_declined(asked: str, work_dir: str) -> None:
     try:
-        path = wanted_path(Asked(asked, "hint"), work_dir)
+        path = wanted_path(Request(asked, "hint"), work_dir)
     except Declined:
         return
     assert path.startswith("/")
@@ -198,7 +198,7 @@ def test_a_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: Us
     (shared / "a").write_bytes(b"12345")
     (shared / "a").chmod(0o640)
     (shared / "link").symlink_to("a")
-    found, source = image.look(str(shared / "link"), me, [str(shared)], [], PATIENCE)
+    found, source = image.open_file(str(shared / "link"), me, [str(shared)], [], PATIENCE)
     assert source is not None
     facts = (shared / "a").stat()
     assert os.read(source, 9) == b"12345"
@@ -212,7 +212,7 @@ def test_a_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: Us
 def test_a_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
     (shared / "a").write_bytes(b"1")
     (shared.parent / "lustre").symlink_to(shared)
-    found, source = image.look(
+    found, source = image.open_file(
         f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], [], PATIENCE
     )
     assert source is not None
@@ -235,7 +235,7 @@ def test_what_is_not_ours_is_not_even_opened(
 ) -> None:
     """Opening a FIFO would block, opening a device or a file outside could do something."""
     make(shared / "a")
-    found, source = image.look(str(shared / "a"), me, [str(shared)], [], PATIENCE)
+    found, source = image.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
     assert source is None
     assert found.image is None
 
@@ -243,7 +243,7 @@ def test_what_is_not_ours_is_not_even_opened(
 def test_a_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
     (shared / "\udcff").write_bytes(b"1")
     (shared / "a").symlink_to("\udcff")
-    found, source = image.look(str(shared / "a"), me, [str(shared)], [], PATIENCE)
+    found, source = image.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
     assert (found.path, source) == ("", None)
 
 
@@ -256,7 +256,7 @@ def test_a_look_raises_what_the_user_would_get(
 ) -> None:
     (shared / "a").write_bytes(b"1")
     with pytest.raises(error):
-        image.look(str(shared / path), me, [str(shared)], [], PATIENCE)
+        image.open_file(str(shared / path), me, [str(shared)], [], PATIENCE)
 
 
 def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) -> None:
@@ -266,9 +266,9 @@ def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) ->
     nobody = User("", 65534, 65534)
     (shared / "a").chmod(0o600)
     with pytest.raises(PermissionError):
-        image.look(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
+        image.open_file(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
     (shared / "a").chmod(0o604)
-    _, source = image.look(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
+    _, source = image.open_file(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
     assert source is not None
     os.close(source)
 
@@ -282,4 +282,4 @@ def test_a_look_at_a_file_system_that_hangs_comes_back(
 
     monkeypatch.setattr(image, "_see", hanging)
     with pytest.raises(as_user.TooSlow):
-        image.look(str(shared / "a"), me, [str(shared)], [], 0.05)
+        image.open_file(str(shared / "a"), me, [str(shared)], [], 0.05)

@@ -12,7 +12,6 @@ from forestage.slurm.job import (
     MAX_HINTED,
     MAX_PROBLEMS,
     SAVE_OPTION,
-    Asked,
     Hints,
     Job,
     read_hints,
@@ -155,7 +154,7 @@ def test_a_job_is_read_from_slurmds_variables() -> None:
         partition="gpu",
         work_dir="/home/alice",
         # The same path twice would be staged twice.
-        asked=(Asked("/a", "option"), Asked("/c", "hint")),
+        requests=(Request("/a", "option"), Request("/c", "hint")),
         saves="/b",
         hints=Hints(paths=("/c", "/a")),
     )

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from forestage.stage.opened import COARSE_TICK_NS, FINE_TICK_NS, SKEW_NS
 
-from forestage.cache.image import Identity, Image, Look
+from forestage.cache.image import Identity, Image
 from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.stage import opened
 from forestage.stage.chunks import Source, Unreadable
-from forestage.stage.opened import COARSE_TICK_NS, FINE_TICK_NS, SKEW_NS
 
 SECOND = 1_000_000_000
 NOW = 1_700_000_000
@@ -64,7 +64,7 @@ def test_a_copy_starts_only_when_a_later_change_would_show(
 )
 def test_the_sources_page_cache_is_passed_where_that_is_a_gain(
     shared: Path,
-    look: Callable[[Path], Look],
+    look: Callable[[Path], OpenImage],
     monkeypatch: pytest.MonkeyPatch,
     direct: str,
     device: int,
@@ -75,12 +75,12 @@ def test_the_sources_page_cache_is_passed_where_that_is_a_gain(
     monkeypatch.setattr(os, "major", lambda _: device)
     monkeypatch.setattr(opened, "open_direct", lambda *_: 99)
     found = opened.open_source(looked, msgspec.structs.replace(Config(), direct=direct))
-    assert found == Source(looked.source, 99 if past else None, 5)
+    assert found == Source(looked.fd, 99 if past else None, 5)
     looked.close()
 
 
 def test_a_source_that_changed_since_the_look_is_not_read(
-    shared: Path, look: Callable[[Path], Look]
+    shared: Path, look: Callable[[Path], OpenImage]
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     looked = look(shared / "a")
@@ -93,7 +93,7 @@ def test_a_source_that_changed_since_the_look_is_not_read(
 
 
 def test_a_source_that_gives_an_error_is_no_fault_of_the_node(
-    shared: Path, look: Callable[[Path], Look], monkeypatch: pytest.MonkeyPatch
+    shared: Path, look: Callable[[Path], OpenImage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     looked = look(shared / "a")
@@ -101,7 +101,7 @@ def test_a_source_that_gives_an_error_is_no_fault_of_the_node(
     real = os.fstat
 
     def gone(fd: int) -> os.stat_result:
-        if fd == looked.source:
+        if fd == looked.fd:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
         return real(fd)
 
@@ -121,7 +121,7 @@ def test_what_makes_a_file_seem_changed_each_time_is_said() -> None:
 
 
 def test_a_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
-    shared: Path, look: Callable[[Path], Look]
+    shared: Path, look: Callable[[Path], OpenImage]
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     looked = look(shared / "a")
@@ -129,7 +129,7 @@ def test_a_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
     (shared / "a").write_bytes(b"other")
     direct = opened.open_direct(looked, 10)
     assert direct is not None
-    assert os.path.sameopenfile(direct, looked.source)
+    assert os.path.sameopenfile(direct, looked.fd)
     flags = fcntl.fcntl(direct, fcntl.F_GETFL)
     assert flags & os.O_DIRECT
     assert flags & os.O_ACCMODE == os.O_RDONLY
@@ -139,7 +139,7 @@ def test_a_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ESTALE])
 def test_a_source_that_cannot_be_read_past_the_cache_is_read_through_it(
-    shared: Path, look: Callable[[Path], Look], monkeypatch: pytest.MonkeyPatch, number: int
+    shared: Path, look: Callable[[Path], OpenImage], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     looked = look(shared / "a")

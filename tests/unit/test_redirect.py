@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.cache import redirect
-from forestage.cache.image import Image, Look
+from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.redirect import Bind, next_step, stale, unneeded
@@ -129,7 +129,7 @@ def test_a_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redir
     leases: Leases,
     shared: Path,
     me: User,
-    look: Callable[[Path], Look],
+    look: Callable[[Path], OpenImage],
     publish: Callable[[Image], Entry],
     swap: Callable[[Path], None],
 ) -> None:

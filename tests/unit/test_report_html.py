@@ -68,7 +68,9 @@ def reported(paths: tuple[str, ...] = ("/lustre/a.sqsh",), read: Read | None = N
     sums = Sums(Window(), NOW)
     for n in range(40):
         path = paths[n % len(paths)]
-        found = Outcome("hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1)
+        found = Outcome(
+            "hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1
+        )
         copy = Outcome("copied", image=path, key=path, size=GIB, bytes=GIB, copying=2.0)
         sums.add(event("stager", n, copy), "log")
         sums.add(event("prolog", n, found), "log")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.cache.image import Image, Look
+from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
@@ -24,7 +24,7 @@ from forestage.slurm.job import Job
 from forestage.stage import pipeline
 from forestage.stage import wait as stage
 from forestage.stage.pipeline import Task
-from forestage.stage.wait import DOUBT, OBSERVE, TRIES, Outlook, Staged, remaining
+from forestage.stage.wait import DOUBT, OBSERVE, TRIES, Eta, Staged, remaining
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.units import Amount
@@ -36,7 +36,7 @@ Staging = Callable[..., Staged]
 
 
 @pytest.fixture
-def looked(shared: Path, look: Callable[[Path], Look]) -> Iterator[Look]:
+def looked(shared: Path, look: Callable[[Path], OpenImage]) -> Iterator[OpenImage]:
     (shared / "image.sqsh").write_bytes(CONTENT)
     found = look(shared / "image.sqsh")
     yield found
@@ -44,7 +44,7 @@ def looked(shared: Path, look: Callable[[Path], Look]) -> Iterator[Look]:
 
 
 @pytest.fixture
-def staging(staging_node: Node, asking: Job, looked: Look) -> Staging:
+def staging(staging_node: Node, asking: Job, looked: OpenImage) -> Staging:
     def run_stage(seconds: float = 3600.0, **config: object) -> Staged:
         changed = msgspec.structs.replace(staging_node.config, **config)
         node = msgspec.structs.replace(staging_node, config=changed)
@@ -82,7 +82,7 @@ def test_an_image_is_copied_once_and_found_ever_after(
 
 def test_a_hit_starts_no_process(
     staging: Staging,
-    looked: Look,
+    looked: OpenImage,
     publish: Callable[[Image], Entry],
     monkeypatch: Patch,
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_hit_starts_no_process(
 
 def test_who_waited_for_a_copy_joins_it(
     cache: Cache,
-    looked: Look,
+    looked: OpenImage,
     staging_node: Node,
     staging: Staging,
     copies: Callable[[], int],
@@ -122,7 +122,7 @@ def test_who_waited_for_a_copy_joins_it(
 
 
 def test_what_was_published_between_the_look_and_the_lock_is_joined(
-    cache: Cache, looked: Look, staging: Staging, monkeypatch: Patch, copies: Callable[[], int]
+    cache: Cache, looked: OpenImage, staging: Staging, monkeypatch: Patch, copies: Callable[[], int]
 ) -> None:
     entry = staging().entry
     find = Cache.find
@@ -139,7 +139,7 @@ def test_what_was_published_between_the_look_and_the_lock_is_joined(
 
 
 def test_a_copy_under_way_that_does_not_end_is_not_waited_for_for_ever(
-    cache: Cache, looked: Look, staging: Staging
+    cache: Cache, looked: OpenImage, staging: Staging
 ) -> None:
     with lock.held(cache.key_lock(looked.image.key), 0), pytest.raises(Declined) as caught:
         staging(seconds=0.05)
@@ -184,7 +184,7 @@ def test_a_stager_that_is_killed_again_and_again_is_our_failure(
 
 
 def test_a_killed_stager_whose_lock_is_not_free_at_once_counts_once(
-    looked: Look, staging: Staging, publish: Callable[[Image], Entry], monkeypatch: Patch
+    looked: OpenImage, staging: Staging, publish: Callable[[Image], Entry], monkeypatch: Patch
 ) -> None:
     """The kernel closes its line first: the next stager may find the key still taken, and go."""
     ended = iter([("copied", None), ("joined", None)] * (TRIES - 1))
@@ -239,7 +239,7 @@ def test_without_room_nothing_is_copied(
 
 
 def test_a_part_that_a_dead_copier_left_is_not_taken_for_a_copy(
-    cache: Cache, looked: Look, staging: Staging
+    cache: Cache, looked: OpenImage, staging: Staging
 ) -> None:
     part = cache.part(looked.image.key)
     part.directory.mkdir()
@@ -337,7 +337,7 @@ def test_no_job_waits_for_what_cannot_come_in_time(
     node = msgspec.structs.replace(staging_node, clock=Hands())
     wanted = make_image(size=SIZE)
     under_way(node.cache, wanted, there, 10, **changes)
-    assert Outlook(node, wanted, Deadline.after(left, node.clock)).hopeless() is hopeless
+    assert Eta(node, wanted, Deadline.after(left, node.clock)).hopeless() is hopeless
 
 
 @pytest.mark.parametrize(("left", "hopeless"), [(0.01, False), (0.0, True)])
@@ -345,7 +345,7 @@ def test_a_copy_that_has_not_said_anything_yet_is_waited_for_until_the_deadline(
     staging_node: Node, make_image: Callable[..., Image], left: float, hopeless: bool
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=Hands())
-    outlook = Outlook(node, make_image(), Deadline.after(left, node.clock))
+    outlook = Eta(node, make_image(), Deadline.after(left, node.clock))
     assert outlook.hopeless() is hopeless
 
 
@@ -355,7 +355,7 @@ def test_the_user_is_told_how_far_it_is_and_how_long_it_takes(
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=Hands())
     wanted = make_image(size=SIZE)
-    outlook = Outlook(node, wanted, Deadline.after(1, node.clock))
+    outlook = Eta(node, wanted, Deadline.after(1, node.clock))
     assert outlook.told() == "0 B of 1000 B of /lustre/a.sqsh are here"
     under_way(node.cache, wanted, 2, 10)
     assert outlook.hopeless()
@@ -374,7 +374,7 @@ def test_the_wait_ends_at_the_deadline_whatever_the_pauses(
         node.clock.sleep(seconds)
 
     with pytest.raises(Declined) as caught:
-        stage._wait(Outlook(node, make_image(), end), pause)
+        stage._wait(Eta(node, make_image(), end), pause)
     assert caught.value.reason == "deadline"
     assert node.clock.monotonic() == pytest.approx(1010)
     assert pauses[0] == stage.FIRST_PAUSE
@@ -382,7 +382,7 @@ def test_the_wait_ends_at_the_deadline_whatever_the_pauses(
 
 
 def test_a_copy_that_is_resumed_is_not_judged_by_the_one_that_was_killed(
-    cache: Cache, looked: Look, staging_node: Node, asking: Job, monkeypatch: Patch
+    cache: Cache, looked: OpenImage, staging_node: Node, asking: Job, monkeypatch: Patch
 ) -> None:
     """`started` is said before the claim: the hook sees half of it done in the last hour."""
     node = staging_node
@@ -481,10 +481,10 @@ def test_who_waits_is_told_how_far_how_fast_and_how_long_still(
     wanted = make_image(size=SIZE)
     heard: list[str] = []
 
-    def watch(outlook: Outlook) -> None:
+    def watch(outlook: Eta) -> None:
         heard.append(outlook.progress())
 
-    outlook = Outlook(node, wanted, Deadline.after(99, node.clock), watch)
+    outlook = Eta(node, wanted, Deadline.after(99, node.clock), watch)
     assert not outlook.hopeless()
     under_way(node.cache, wanted, 2, 10)
     assert not outlook.hopeless()

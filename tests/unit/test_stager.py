@@ -15,15 +15,15 @@ import msgspec
 import pytest
 
 from forestage import events, log
-from forestage.cache.image import Image, Look
+from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.part import PROCESS_NAME, Owner, Part, boot_id
 from forestage.counters import Counters
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
-from forestage.stage import chunks, pipeline, stager
+from forestage.stage import pipeline, stager
 from forestage.stage.pipeline import Task
-from forestage.stage.stager import HANGS, Word
+from forestage.stage.stager import HANGS, Message
 from forestage.system import as_user, lock
 
 CHUNK = 1 << 16
@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture
 def task(
-    shared: Path, look: Callable[[Path], Look], staging_node: Node, asking: Job
+    shared: Path, look: Callable[[Path], OpenImage], staging_node: Node, asking: Job
 ) -> Iterator[Task]:
     (shared / "image.sqsh").write_bytes(CONTENT)
     found = look(shared / "image.sqsh")
@@ -49,7 +49,7 @@ def said(monkeypatch: Patch) -> list[str]:
     return lines
 
 
-def serve(task: Task) -> Word:
+def serve(task: Task) -> Message:
     return stager._serve(task, threading.Event())
 
 
@@ -62,12 +62,12 @@ def io(number: int) -> OSError:
     [
         (Failed("copy", "rsync: exit 23"), "copy", True),
         (Declined("acl", "no ACL here"), "acl", False),
-        (chunks.Truncated(), "changed", False),
-        (chunks.Stopped(), "stopped", False),
+        (source.Truncated(), "changed", False),
+        (Stopped(), "stopped", False),
         (as_user.TooSlow("no answer"), "source-hangs", False),
         (lock.Busy("space.lock is held"), "busy", True),
-        (chunks.Unreadable(io(errno.ESTALE)), "changed", False),
-        (chunks.Unreadable(io(errno.EIO)), "source-error", False),
+        (source.Unreadable(io(errno.ESTALE)), "changed", False),
+        (source.Unreadable(io(errno.EIO)), "source-error", False),
         (io(errno.ENOSPC), "no-room", False),
         (io(errno.EDQUOT), "no-room", False),
         (io(errno.EIO), "io", True),
@@ -97,13 +97,13 @@ def test_what_ends_a_copy_has_its_word_its_event_and_no_entry(
 @pytest.mark.parametrize(
     ("error", "one_chunk", "kept"),
     [
-        (chunks.Stopped(), True, True),
+        (Stopped(), True, True),
         (io(errno.EIO), True, True),
         (Failed("copy", "rsync"), True, True),
         # No use to whoever comes next: no chunk, other bytes, or space that others need.
-        (chunks.Stopped(), False, False),
+        (Stopped(), False, False),
         (io(errno.EIO), False, False),
-        (chunks.Truncated(), True, False),
+        (source.Truncated(), True, False),
         (io(errno.ENOSPC), True, False),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_copy_tells_what_was_given_away_meanwhile_and_not_what_was_before(
 
 def test_a_copy_has_its_own_event_and_line(task: Task, said: list[str]) -> None:
     """The hook that asked may be long gone."""
-    assert serve(task) == Word("published")
+    assert serve(task) == Message("published")
     (event,) = events.read(task.node.places.events)
     outcome = event.outcome
     assert (event.hook, outcome.result, outcome.key) == ("stager", "copied", task.key)
@@ -164,7 +164,7 @@ def test_what_another_stager_published_just_now_is_found(
     task: Task, publish: Callable[[Image], object], said: list[str]
 ) -> None:
     publish(task.image)
-    assert serve(task) == Word("found")
+    assert serve(task) == Message("found")
     assert not list(task.node.cache.parts.iterdir())
     assert said == []
 
@@ -178,7 +178,7 @@ def test_an_event_that_cannot_be_written_changes_nothing(
         raise io(errno.ENOSPC)
 
     def cut(*_: object) -> None:
-        raise chunks.Truncated
+        raise source.Truncated
 
     monkeypatch.setattr(pipeline, "fetch", cut)
     monkeypatch.setattr(events, "record", full)
@@ -188,7 +188,7 @@ def test_an_event_that_cannot_be_written_changes_nothing(
 
 def test_words_arrive_whole_and_in_order() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    words = [Word("started"), Word("failed", "no-room", "ü" * 2000, ours=False)]
+    words = [Message("started"), Message("failed", "no-room", "ü" * 2000, ours=False)]
     for word in words:
         stager._tell(theirs, word)
     assert [stager.hear(ours, 600), stager.hear(ours, 600)] == words
@@ -202,7 +202,7 @@ def test_words_arrive_whole_and_in_order() -> None:
 def test_a_hook_that_has_gone_on_is_no_reason_to_stop() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
-    stager._tell(theirs, Word("published"))
+    stager._tell(theirs, Message("published"))
     theirs.close()
 
 
@@ -282,7 +282,7 @@ def test_who_is_stopped_in_the_queue_leaves_it(task: Task, monkeypatch: Patch) -
     stop = threading.Event()
     stop.set()
     monkeypatch.setattr(stager, "_ahead", lambda *_: 99)
-    with pytest.raises(chunks.Stopped):
+    with pytest.raises(Stopped):
         stager._await_turn(task, owner_of(task.image, 1.0), stop)
 
 
@@ -359,7 +359,7 @@ def test_the_stager_leaves_the_hooks_session_output_and_locks(
         }
         (tmp_path / "facts").write_bytes(msgspec.json.encode(facts))
 
-    monkeypatch.setattr(stager, "_serve", lambda *_: (look_around(), Word("published"))[1])
+    monkeypatch.setattr(stager, "_serve", lambda *_: (look_around(), Message("published"))[1])
     with lock.held(task.node.cache.space_lock, 0):
         assert last_words() == ["started", "published"]
     facts = msgspec.json.decode((tmp_path / "facts").read_bytes())
@@ -388,10 +388,10 @@ def test_whatever_happens_the_stager_never_comes_back_into_the_hooks_code(
     task: Task,
     error: BaseException | None,
 ) -> None:
-    def fail(*_: object) -> Word:
+    def fail(*_: object) -> Message:
         if error is not None:
             raise error
-        return Word("published")
+        return Message("published")
 
     here = os.getpid()
     monkeypatch.setattr(stager, "_serve", fail)

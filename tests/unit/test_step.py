@@ -20,8 +20,8 @@ from forestage.hooks import image as request
 from forestage.hooks import step
 from forestage.hooks.image import LOOK, Patience, Served
 from forestage.hooks.step import EVERY, Watch, answer, message, named
-from forestage.slurm.job import Asked, Job
-from forestage.stage.wait import Outlook
+from forestage.slurm.job import Job, Request
+from forestage.stage.wait import Eta
 from forestage.system.as_user import User
 
 Make = Callable[..., Image]
@@ -39,7 +39,7 @@ def configured(staging_node: Node) -> Callable[..., Node]:
 
 @pytest.fixture
 def image_asked(asking: Job) -> Job:
-    return msgspec.structs.replace(asking, asked=(Asked(PATH, "option"),), step=0)
+    return msgspec.structs.replace(asking, requests=(Request(PATH, "option"),), step=0)
 
 
 def hit(**changes: object) -> Outcome:
@@ -149,7 +149,7 @@ def test_who_waits_hears_something_every_half_minute_and_not_at_once(
     clock = Hands()
     heard: list[tuple[float, str]] = []
     watch = Watch(clock, lambda text: heard.append((clock.now - 1000, text)))
-    outlook = Outlook(staging_node, make_image(), Deadline.after(999, clock), watch)
+    outlook = Eta(staging_node, make_image(), Deadline.after(999, clock), watch)
     for _ in range(400):
         clock.now += 0.25
         assert not outlook.hopeless()
@@ -259,6 +259,6 @@ def test_every_expected_error_is_an_outcome(error: Exception, said: tuple[str, s
     def work() -> Served:
         raise error
 
-    outcome = request.told(Asked(PATH, "option"), Hands(), work).outcome
+    outcome = request.told(Request(PATH, "option"), Hands(), work).outcome
     assert (outcome.result, outcome.reason) == said
     assert outcome.asked == PATH

@@ -36,7 +36,7 @@ ALICE = User("alice", 1000, 1000)
 ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 
-class Asked(Slurm):
+class Request(Slurm):
     """A Slurm that knows these jobs, and what happens while it thinks."""
 
     jobs: dict[int, Told | None]
@@ -65,7 +65,7 @@ def slurm(
     nodes: tuple[str, ...] = ("n1",),
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Asked:
-    asked = Asked("")
+    asked = Request("")
     asked.jobs, asked.working, asked.nodes = jobs or {}, frozenset(working), nodes
     asked.questions, asked.meanwhile = [], meanwhile
     return asked

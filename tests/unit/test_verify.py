@@ -330,7 +330,7 @@ def test_a_source_that_fails_condemns_no_copy(
     key = site.publish(source)
 
     def failing(*_: Any) -> None:
-        raise chunks.Unreadable(OSError(errno.ESTALE, "Stale file handle"))
+        raise source.Unreadable(OSError(errno.ESTALE, "Stale file handle"))
 
     monkeypatch.setattr(chunks, "read_piece", failing)
     found = one(site)

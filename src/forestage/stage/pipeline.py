@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage import events, log, trace
+from forestage import counters, events, log, trace
 from forestage.cache import digest, evict, image, space
 from forestage.cache.image import Image
 from forestage.cache.layout import Entry
@@ -22,7 +22,6 @@ from forestage.cache.node import Node
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
-from forestage.peers import stats
 from forestage.slurm.job import Job
 from forestage.stage import chunks, engines, queue, source
 from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
@@ -30,7 +29,7 @@ from forestage.system import lock
 from forestage.units import format_rate
 
 if TYPE_CHECKING:
-    from forestage.peers.client import Peers
+    from forestage.peers import Peers
 
 PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 
@@ -186,11 +185,11 @@ def _reserve(task: Task, opened: Source, figures: Figures) -> None:
 def _fetch(task: Task, opened: Source, stop: threading.Event) -> int:
     """Copies the bytes; returns how many of them came from other nodes."""
     with contextlib.ExitStack() as undo:
-        peers = _peers(task)
-        if peers is not None:
-            undo.callback(peers.close)
+        others = _peers(task)
+        if others is not None:
+            undo.callback(others.close)
         try:
-            return engines.of(task.node.config).copy(opened, task.part, stop, peers)
+            return engines.of(task.node.config).copy(opened, task.part, stop, others)
         except Failed:
             must_be_unchanged(task)  # an engine may fail over a source that moves under it
             raise
@@ -206,7 +205,7 @@ def _peers(task: Task) -> "Peers | None":
         detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
         log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
         return None
-    from forestage.peers.client import Peers
+    from forestage.peers import Peers
 
     try:
         return Peers.of(node.config, job.node, job.nodelist, task.key, node.places)
@@ -220,7 +219,7 @@ def _uploaded(task: Task) -> int:
     if not task.node.config.peers.enabled:
         return 0
     with contextlib.suppress(OSError):  # only a figure
-        given = stats.read(task.node.places.peer)
+        given = counters.read(task.node.places.peer)
         return given.of(task.key) if given else 0
     return 0
 
