@@ -1,4 +1,4 @@
-"""Time as an argument: the hooks' clock, and how much of a job's patience is left."""
+"""The clock as an argument, and deadlines measured by it."""
 
 import time
 

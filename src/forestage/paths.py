@@ -46,7 +46,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def redirects(self) -> Path:
-        """Where a redirect is made read-only before it is laid over a job's path."""
+        """Where a redirect is made read-only before it is mounted over a job's path."""
         return self.run / "redirects"
 
     @property

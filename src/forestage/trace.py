@@ -1,4 +1,4 @@
-"""Named points in the program at which tests make things go wrong. In production nobody listens."""
+"""Named points in the program at which tests inject faults. In production nobody listens."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
-"""Are these the right bytes? Digests for each chunk, and one for the image made of them.
+"""Checksums of chunks and images: XXH3-128, one digest for each chunk and one for the whole image.
 
-XXH3-128 finds the faults of disks, memory and networks at the speed of memory. It is no defence
-against somebody who forges; nobody but root writes to a cache.
+It finds the faults of disks, memory and networks at the speed of memory. It is no defence against
+forgery; nobody but root writes to a cache.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Why was it removed? A pure plan from what is here, who uses it and the room; then its doing."""
+"""Evicts entries: a pure plan from what is here, who uses it and the room, and its execution.
+
+Order: damaged entries, superseded ones, then the least recently used; leased and pinned ones never.
+Plans are made and entries renamed away under the space lock; their bytes are deleted outside it.
+"""
 
 import contextlib
 import os
@@ -106,10 +110,10 @@ def measure(cache: Cache, stored: Iterable[Stored], config: Config) -> Room:
 
 
 def at_least(cache: Cache, config: Config) -> Room:
-    """The same with all that is used on the disk taken for the cache's: no entry is looked at.
+    """A lower bound of the room from statvfs(2) alone: all that is used counts as the cache's.
 
-    It has at least so much room. On a disk of the cache's own that is all there is to know, and
-    ten thousand entries cost a hook no more than ten.
+    No entry is looked at, so that ten thousand of them cost a hook no more than ten. On a disk of
+    the cache's own the bound is exact.
     """
     disk = os.statvfs(cache.root)
     return _room(cache, config, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
@@ -131,7 +135,7 @@ def _room(cache: Cache, config: Config, used: int) -> Room:
 def make_room(
     cache: Cache, leases: Leases, config: Config, path: str, size: int
 ) -> tuple[str, ...]:
-    """Evicts until `size` bytes for a copy of `path` fit; gives the keys that went.
+    """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
     Raises Declined, and evicts nothing, where even everything evictable would not do.
     """
@@ -164,7 +168,7 @@ def make_room(
 def tidy(
     cache: Cache, leases: Leases, config: Config, timeout: float = lock.SPACE_TIMEOUT
 ) -> tuple[str, ...]:
-    """Evicts to the low watermark, as far as leases and pins allow; gives the keys that went.
+    """Evicts to the low watermark, as far as leases and pins allow; returns the keys.
 
     `timeout` in seconds is for the space lock. Raises lock.Busy.
     """
@@ -184,7 +188,7 @@ def tidy(
 
 
 def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, ...]:
-    """Evicts exactly these, but none that is leased or pinned; gives the keys that went."""
+    """Evicts these keys, except leased and pinned ones; returns those that were evicted."""
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         leased = leases.keys()
         free = [s for s in cache.stored() if s.key not in leased and not s.pinned]
@@ -205,7 +209,7 @@ def _retire(cache: Cache, made: Plan) -> None:
 def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
     """Deletes unwanted parts whose stager has died: nobody holds their key's lock.
 
-    Gives their keys.
+    Returns their keys.
     """
     dropped = []
     for part in [Part(directory) for directory in cache.parts.iterdir()]:

@@ -1,7 +1,8 @@
-"""Is it ours to stage, and which bytes are meant? A path the user wrote in, an `Image` out.
+"""Turns the path that a user wrote into an `Image`: the bytes that are meant, and who may read
+them.
 
-Looking is done as the user, in a child, with our own binds out of sight: what it finds is what the
-job would have found on the shared file system.
+The path is opened as the user, in a child, under our own binds: what is found is what the job would
+have found on the shared file system. `judge` then decides, purely, whether it may be staged.
 """
 
 import errno
@@ -218,7 +219,7 @@ def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
 
 
 class _Covered(Exception):
-    """A redirect lies over the path: this would be a look at our own copy. None: it lay there."""
+    """A redirect of ours covers the path; `handle` is open on it, None if unmounted since."""
 
     def __init__(self, handle: int | None) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user
     mode = os.fstat(handle).st_mode
     resolved = os.readlink(f"/proc/self/fd/{handle}")
     if resolved == "/" and not stat.S_ISDIR(mode):
-        # A redirect, taken off since it was opened: so reads the path of a file without its mount.
+        # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
         raise _Covered(None)
     try:
         resolved.encode()

@@ -1,9 +1,9 @@
-"""Is it here? The layout on the node's disk, look-up, and publishing a finished copy.
+"""The cache on the node's disk: its layout, look-up, and publishing a finished copy.
 
     <root>/CACHEDIR.TAG  format
     <root>/entries/<key>/{image, map, entry.json, boot, used, pinned}  used: mtime is the last use
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
-    <root>/evicted/<key>.<n>                     retired, soon deleted
+    <root>/evicted/<key>.<n>                     evicted, soon deleted
     <root>/locks/{<key>.lock, space.lock}
 
 A published entry is read without a lock: it appears by one rename and leaves by one.
@@ -243,7 +243,7 @@ class Cache:
         for above in dict.fromkeys((*self.root.parents, *Path(self.real).parents)):
             facts = above.stat()
             others = stat.S_IWOTH | (stat.S_IWGRP if facts.st_gid else 0)
-            # In a sticky directory, such as /tmp, nobody renames what is not his.
+            # In a sticky directory, such as /tmp, nobody renames what is not theirs.
             by_them = facts.st_mode & others and not facts.st_mode & stat.S_ISVTX
             if by_them or facts.st_uid not in (0, os.geteuid()):
                 raise Failed(

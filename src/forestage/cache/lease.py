@@ -1,7 +1,13 @@
-"""Who uses it now? One small file for each job that uses an entry, gone after a reboot as jobs are.
+"""Leases: one small file for each job that uses entries, gone after a reboot as jobs are.
 
-Reading is free; taking and dropping happen under the cache's space lock, the one that evict plans
-under, so that no entry goes between the look at it and its lease.
+Reading is free. Taking and dropping happen under the cache's space lock, the one that evict plans
+under, so that no entry is evicted between being found and being leased.
+
+    state            reached by                          left by
+    absent           boot, Epilog, sweep                 Prolog, step: taken
+    taken            before the entry is copied or used  the path is noted, or an error gives it
+    back with a path      before the bind mount is made       Epilog drops it, then unmounts the
+    path off              the job said stage=off              Epilog drops it
 """
 
 import contextlib
@@ -27,7 +33,7 @@ class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
     `off`: the job said stage=off, which its steps could not see otherwise. `node` is this node as
-    Slurm calls it, "" where the hook was not told.
+    Slurm calls it, "" where the hook had no name for it.
     """
 
     job: int
@@ -39,16 +45,16 @@ class Lease(msgspec.Struct, frozen=True):
     node: str = ""
 
     def with_use(self, use: Use) -> "Lease":
-        """The same lease with one use more; a redirect replaces the plain use of the same entry."""
+        """Returns a lease with one more use; a redirect replaces its plain use."""
         others = tuple(u for u in self.uses if u not in (use, Use(use.key)))
         return msgspec.structs.replace(self, uses=(*others, use))
 
     def without(self, key: str) -> "Lease":
-        """The same lease, this entry no longer used."""
+        """Returns a lease in which this entry is not used."""
         return msgspec.structs.replace(self, uses=tuple(u for u in self.uses if u.key != key))
 
     def switched_off(self) -> "Lease":
-        """The same lease of a job that wants to be left alone."""
+        """Returns a lease that notes the job's stage=off."""
         return msgspec.structs.replace(self, off=True)
 
 

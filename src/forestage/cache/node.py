@@ -1,4 +1,4 @@
-"""What a hook, a stager or a command works on: this node, under one configuration."""
+"""The node that a hook, a stager or a command works on, under one configuration."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How far is the copy? A part on disk: the bytes so far, and which chunks of them are in.
+"""A copy under way on disk: its bytes so far, and which chunks of them are in.
 
     parts/<key>/image        as long as the source; space is reserved for all that holds data
     parts/<key>/map          16 bytes for each chunk: its digest once it is in, zeros before
@@ -10,6 +10,7 @@
 The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
 bytes, so a killed copy leaves a map that is true. After a power cut the map may have reached the
 disk and the bytes not: that is why a part is good for the boot it was written in, and no longer.
+Who writes holds the key's lock.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from forestage.system import atomic, records
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
-MAX_SHARED = 131072  # chunks: more of them are not told in a header (32 KiB), nor asked of peers
+MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not asked of peers
 Phase = Literal["queued", "copying"]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 

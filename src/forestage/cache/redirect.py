@@ -1,7 +1,8 @@
-"""Which bytes does the path show? A read-only bind of the entry over the path, for the whole node.
+"""Redirects: read-only bind mounts of entries over the paths that users wrote, for the whole node.
 
-Taking a redirect off is always right: the path then shows the shared file system, only slower.
-Laying one is right only over the very file that was staged, so that is checked last of all.
+Unmounting one is always right: the path then shows the shared file system, only slower. Mounting
+one is right only over the very file that was staged, so that is checked last of all. The kernel's
+mount table is the only record of them (docs/decisions/0002).
 """
 
 import contextlib
@@ -183,7 +184,8 @@ def mount(
                 if step == "unmount":
                     unmount(stale(bound, frozenset({wanted.path}), wanted.key), lease.user)
                     continue
-                # `unredirect` switches staging off and then takes this lock: none is laid after it.
+                # `unredirect` switches staging off, then takes this lock: no bind is made after
+                # that.
                 if step == "mount" and (off := switch.by_file(places)):
                     raise Declined("disabled", off)
                 if step == "mount" and identity != wanted.identity:
@@ -205,7 +207,7 @@ def mount(
 def unmount_unneeded(
     cache: Cache, leases: Leases, places: Places, user: User, ended: Lease | None
 ) -> int:
-    """Takes off every redirect that no lease needs; gives their number. Under the space lock.
+    """Unmounts every redirect that no lease needs and returns how many. Under the space lock.
 
     `user` and `ended` are the job's whose lease was dropped just now, if it could be read.
     """
@@ -254,7 +256,7 @@ def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tup
     finally:
         os.close(copy)
     if not target.readable:
-        # A server may grant what mode and ACL do not show (NFSv4): never lay a copy that this
+        # A server may grant what mode and ACL do not show (NFSv4): never bind a copy that this
         # user, who could read the source, cannot open.
         raise Declined("access", f"this user cannot read the copy of {wanted.path}")
     return fds[0], target.identity
@@ -278,7 +280,7 @@ def _bind(source: Path, spot: Path, target: int) -> None:
         flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
         mounts.mount("none", str(spot), mounts.MS_REMOUNT | mounts.MS_BIND | flags)
         # Opened and compared: by its name it could be the bare file by now. The kernel makes no
-        # bind from a mount that was taken off.
+        # bind from a mount that was unmounted.
         made = os.open(spot, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if not os.path.samestat(os.fstat(made), os.lstat(source)):

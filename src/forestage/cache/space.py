@@ -1,4 +1,4 @@
-"""Is there room for all of it? Space taken before the first byte; a sparse file keeps its holes."""
+"""Reserves the space of a copy before its first byte; a sparse source keeps its holes."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ def data_chunks(source: int, size: int, chunk: int) -> set[int]:
         except OSError as error:
             if error.errno == errno.ENXIO:  # nothing but a hole up to the end
                 break
-            start, end = at, size  # a file system that cannot tell has no holes
+            start, end = at, size  # a file system without SEEK_DATA: no holes are known
         found.update(range(start // chunk, chunk_count(end, chunk)))
         at = end
     return found

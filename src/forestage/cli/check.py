@@ -1,4 +1,4 @@
-"""`forestage check`: is this node set up as it should be?"""
+"""`forestage check`: findings about this node's set-up, for people and for Nagios."""
 
 import os
 

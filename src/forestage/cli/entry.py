@@ -1,4 +1,4 @@
-"""Where the program `forestage` begins: a step's helper starts as quickly as a hook does."""
+"""The console script `forestage`: a step's helper must start as quickly as a hook does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How the command line ends: every exit status in one table, and which error gets which."""
+"""Exit statuses of the command line in one table, and which error gets which."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""`forestage report`: what did staging bring, on this node or on many?"""
+"""`forestage report`: what staging saved, on this node or on many."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`forestage enable`, `disable`, `unredirect`: does Slurm call us, do jobs see us?"""
+"""`forestage enable`, `disable`, `unredirect`: how Slurm calls us, and what jobs see of us."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`forestage metrics`, `peer`: what nobody types, as services and timers run it."""
+"""`forestage metrics` and `forestage peer`: what services and timers run, and nobody types."""
 
 from typing import TYPE_CHECKING
 

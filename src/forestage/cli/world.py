@@ -1,4 +1,4 @@
-"""What the commands work on, and how they end when something is wrong."""
+"""The context of the commands, and how a command ends when something is wrong."""
 
 import os
 import sys

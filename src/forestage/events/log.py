@@ -15,7 +15,7 @@ Result = Literal["hit", "joined", "copied", "started", "declined", "failed", "re
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
-LONGEST = 1024 * 1024  # bytes of a line; 16 images with all that is told of them are below 64 KiB
+LONGEST = 1024 * 1024  # bytes of a line; all of 16 images is below 64 KiB
 REMEMBERED = 4  # logs that `unread` knows: at most two are there at once
 
 
@@ -26,7 +26,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     is seconds spent on staging. Of a stager's own outcome `copying` seconds went into the bytes,
     `resumed` of them were here before and `from_peers` came from other nodes, to which `served`
     bytes went meanwhile. In the Epilog `evicted` are the keys that went and `released` counts
-    redirects taken off.
+    redirects unmounted.
     """
 
     result: Result
@@ -170,7 +170,7 @@ def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
     """Every event that was not given before, oldest first; for one reader at a time.
 
     `seen` says how far each log was read, and grows: bytes, by a hash of the log's first line. No
-    inode tells a log, as the next one may get it; no name does, as logs move on.
+    inode identifies a log, as the next one may get it; no name does, as logs are rotated.
     """
     for handle in _logs(file):
         first = handle.readline(LONGEST)

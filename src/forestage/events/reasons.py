@@ -1,4 +1,4 @@
-"""What does each reason of an outcome mean? Told to people; its `detail` is added to it."""
+"""The reasons an outcome may name, each with what it means for people."""
 
 REASONS = {
     "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
@@ -18,7 +18,7 @@ REASONS = {
     " admin's `deadline:` moves that, for a step the admin's `step_wait:`.",
     "busy": "A lock of the node was held too long.",
     "changed": "The file was written to or replaced; what cannot be copied whole is not used.",
-    "stopped": "The copy was told to stop, as by the admin's `on_deadline: abort`; what has arrived"
+    "stopped": "The copy was stopped, as by the admin's `on_deadline: abort`; what has arrived"
     " is kept until a job wants the image again.",
     "off": "The job asked for this with stage=off.",
     "disabled": "The admin has switched staging off for this partition or node.",
@@ -35,8 +35,8 @@ REASONS = {
     "program": "A program that forestage needs is not installed.",
     "helper": "A process of forestage's own died.",
     "acl": "The cache's file system cannot keep the file's access rights.",
-    "redirect": "The local copy could not be laid over the path, or be taken off it. Of an Epilog:"
-    " the file server does not answer; a later Epilog takes it off.",
+    "redirect": "The local copy could not be mounted over the path, or unmounted. In an Epilog:"
+    " the file server does not answer; a later Epilog unmounts it.",
     "slurm-conf": "Slurm's configuration could not be read.",
     "io": "The node had an I/O error.",
 }

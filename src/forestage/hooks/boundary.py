@@ -74,7 +74,7 @@ def _main(name: Name) -> int:
 
 
 def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
-    """Whether this job is none of ours: told without an import, and never wrongly."""
+    """Whether this job is none of ours; costs no import, and never errs."""
     if name == "prolog":
         return IMAGE_OPTION not in environ and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
     if name == "step":
@@ -83,7 +83,7 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
 
 
 class Hook:
-    """One run of a hook. `drains` tells the boundary what the admin wants of a failure."""
+    """One run of a hook. `drains` is whether the admin wants a failure to drain the node."""
 
     def __init__(self, name: Name, environ: Mapping[str, str], start: float) -> None:
         self.name = name
@@ -218,7 +218,7 @@ def _write(*fields: str) -> None:
 
 
 def _speak(text: str) -> None:
-    """One line for the user, whatever the name of his file."""
+    """Writes one line for the user, whatever bytes the name of their file has."""
     from forestage.units import printable
 
     _write("say", f"forestage: {printable(text)}")

@@ -1,4 +1,8 @@
-"""What happens when a job ends: drop its lease, take off redirects nobody needs, evict."""
+"""The Epilog: drops the job's lease, unmounts redirects that nobody needs, evicts.
+
+It may run again for the same job, and works on the cache that the lease names: the configuration
+may have changed since, or be broken.
+"""
 
 import contextlib
 from pathlib import Path
@@ -24,7 +28,7 @@ from forestage.units import printable
 def epilog(
     config: Config | None, places: Places, clock: Clock, job: Job, limits: Limits
 ) -> list[Outcome]:
-    """Releases what the job held here; may be run again. Gives one outcome, also for a failure.
+    """Releases what the job held here; may be run again. Returns one outcome, also for a failure.
 
     Works on the cache that the lease names: the configuration may have changed since, or be broken
     (`config` is None), and the job's redirects must go all the same.
@@ -55,7 +59,7 @@ def epilog(
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
-        # next Epilog takes the redirects off that nobody needs any more.
+        # next Epilog unmounts the redirects that nobody needs any more.
         leases.drop(job.id)
         return [_failed(busy)]
     except Failed as failed:
@@ -94,7 +98,7 @@ def _release(
 def let_go(
     cache: Cache, leases: Leases, lease: Lease | None, places: Places, job: int, user: User
 ) -> int:
-    """The lease, then every redirect that no other lease mentions; gives their number.
+    """Drops the lease, then unmounts each redirect that no lease mentions; returns how many.
 
     Under the space lock. `lease` is None where it is damaged. Raises OSError, Failed.
     """

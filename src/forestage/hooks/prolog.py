@@ -15,7 +15,7 @@ from forestage.units import printable
 
 
 def bad_hint(job: Job) -> list[Outcome]:
-    """Pure: the outcome of a job that names no image, but tried to tell us something."""
+    """Pure: the outcome of a job that names no image, but has hints with problems."""
     if not job.hints.problems:
         return []
     detail = printable("; ".join(job.hints.problems))

@@ -62,7 +62,7 @@ def step(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | None)
 
 
 def named(job: Job) -> Job:
-    """With the user's name, by which his groups are looked up; an unknown uid has its gid only."""
+    """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
     try:
         name = pwd.getpwuid(job.user.uid).pw_name
     except KeyError:
@@ -92,7 +92,7 @@ class Watch:
 
 
 def message(outcome: Outcome, wanted: UserMessages) -> str:
-    """Pure: what the user is told in the end; "" for nothing."""
+    """Pure: the line that the user reads in the end; "" for none."""
     name = outcome.image or outcome.asked
     if wanted == "none":
         return ""

@@ -1,4 +1,4 @@
-"""What did the job ask for? Pure: a hook's environment in, a `Job` out.
+"""A job as a hook's environment describes it: user, images, hints. Pure.
 
 The variables are those slurmd gives its Prolog and Epilog (prolog_epilog.html; the same in 22.05,
 24.11 and 26.05). Values of SPANK options and of the comment are the user's: any bytes but NUL.
@@ -22,7 +22,7 @@ MAX_HINTED = 16
 """Paths read from one comment; more are reported. A comment may be long, a hook's time is not."""
 
 MAX_PROBLEMS = 8
-"""Problems told of one comment; whoever has more has seen enough."""
+"""Problems reported for one comment."""
 
 Via = Literal["option", "hint"]
 
@@ -113,8 +113,8 @@ def read_hints(comment: str) -> Hints:
     if len(paths) > MAX_HINTED:
         problems.append(f"stage= names {len(paths)} images, the first {MAX_HINTED} are read")
     unique = tuple(dict.fromkeys(paths))[:MAX_HINTED]
-    told = tuple(printable(problem) for problem in problems[:MAX_PROBLEMS])
-    return Hints(paths=unique, off=off, wait=wait, problems=told)
+    shown = tuple(printable(problem) for problem in problems[:MAX_PROBLEMS])
+    return Hints(paths=unique, off=off, wait=wait, problems=shown)
 
 
 def _hinted_paths(value: str, problems: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which plugins does slurmd load into steps, and in which order? Reads plugstack.conf.
+"""Reads plugstack.conf: the plugins that slurmd loads into steps, in their order.
 
 As src/common/plugstack.c of Slurm 22.05 does it (spank.c since 23.02): a line is one of
 `required|optional PLUGIN ARGUMENTS...` and `include GLOB`, in lower case; any other is passed over.

@@ -1,10 +1,4 @@
-"""Is this job over on this node? Asked of Slurm by the timer and by people, never by a hook.
-
-One small question for each job, by its own number, so that a node's sweep costs slurmctld nothing
-that grows with the cluster: `squeue --json` of Slurm 22.05 brings every job there is, whatever it
-is asked for (tried). The three columns that are asked for instead have been the same since long
-before that. See docs/decisions/0015.
-"""
+"""Slurm's answers about jobs and nodes. For timers and people, never for a hook."""
 
 import re
 import shutil

@@ -1,7 +1,7 @@
-"""What does slurm.conf say, and where? Read as Slurm reads it; nothing is run.
+"""Reads slurm.conf and its includes as Slurm does, and remembers where each setting stands.
 
 As src/common/parse_config.c and read_config.c of Slurm have it, from 22.05 to 26.05 where nothing
-else is said; tried with scontrol of 22.05, 24.11 and 26.05.
+else is said; tried with scontrol of 22.05, 24.11 and 26.05. Nothing is run.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 MAX_FILES = 64  # of one configuration, includes and all
-# What follows the name of one of these is said of that one only.
+# Settings behind one of these names hold for that node or partition only.
 _OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset", "poweraction"}
 _OPERATORS = " \t-+*/"  # before the =: they mean nothing in slurm.conf
 

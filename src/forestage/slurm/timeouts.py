@@ -1,4 +1,4 @@
-"""How long may a hook make a job wait? What slurm.conf allows, the admin decides, the user hints.
+"""How long a hook may make a job wait: what slurm.conf allows, the admin decides, the user hints.
 
 Hooks may run no Slurm command, but slurm.conf is a file and slurmd names it in $SLURM_CONF.
 """

@@ -1,4 +1,4 @@
-"""The fast engine: large chunks by several threads, past the page cache where the disks allow it.
+"""The default engine: large chunks by several threads, past the page cache where disks allow it.
 
 Every long call (preadv, pwritev, copy_file_range, sync_file_range, the digest) runs without
 Python's global lock, so the threads overlap; what is left under it is microseconds a chunk.
@@ -190,7 +190,7 @@ class Run:
                     self.source.buffered, self.image, size - done, start + done, start + done
                 )
             except OSError as error:
-                # Whatever it is, the reading path tries again, and tells if it is a fault: file
+                # Whatever it is, the reading path tries again, and raises what is a fault: file
                 # systems refuse this call with EXDEV, EOPNOTSUPP, EPERM, ENOENT (CIFS) and others.
                 self.in_kernel = error.errno == errno.EIO
                 return False

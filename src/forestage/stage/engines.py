@@ -1,4 +1,4 @@
-"""How the bytes cross: one small interface, and the engines behind it."""
+"""Engines that bring a source into a part: chunks (default) or rsync, behind one interface."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ class Engine(Protocol):
     ) -> int:
         """Leaves exactly the source's bytes in the part, and its map complete.
 
-        Gives how many of them came from other nodes, if there is a `peers`.
+        Returns how many of them came from other nodes.
         Raises Stopped, Truncated, Failed, OSError; what is in can be resumed.
         """
 

@@ -271,7 +271,7 @@ def must_be_unchanged(task: Task) -> None:
 
 
 def _mirror_access(task: Task) -> None:
-    """Gives the copy the source's owner, group, mode, ACL and time: only who could read it may."""
+    """Sets on the copy the source's owner, group, mode, ACL and time."""
     wanted = task.image
     fd = os.open(task.part.image, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -108,7 +108,7 @@ def _from_cache(source: Source, start: int, want: memoryview) -> int:
             if count < size:
                 break
     except OSError as error:
-        # A fault is for the read that waits, which tries again and tells.
+        # A fault is left to the read that waits, which tries again and raises it.
         if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO):
             raise Unreadable(source.path, error) from None
     return count if count == len(want) else count - count % BLOCK

@@ -149,7 +149,8 @@ def settling(wanted: Image, now: float) -> float:
     A full tick from now on, unless the last change is long past: waiting for the rest of a tick
     would trust that the server's clock is ours.
     """
-    # A user can set mtime, to full seconds as well. What he cannot set tells how fine the clock is.
+    # A user can set mtime, to full seconds as well. What they cannot set shows how fine the clock
+    # is.
     ctime = wanted.identity.ctime_ns
     tick = FINE_TICK_NS if ctime % 1_000_000_000 else COARSE_TICK_NS
     age = int(now * 1_000_000_000) - max(ctime, wanted.identity.mtime_ns)
@@ -259,7 +260,7 @@ def look(cache: Cache, path: str, user: User) -> Image:
 
 
 def open_image(cache: Cache, path: str, user: User) -> OpenImage:
-    """The same, and the source open for reading as this user; the caller closes it."""
+    """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
     try:
         # Below `/`: what is in the cache may come from sources that are configured no more.
         facts, fd = image.open_file(path, user, ("/",), [cache.real], CLI_TIMEOUT)
@@ -319,5 +320,5 @@ def compared(entry: Entry, now: Image) -> SourceState:
         (now.access != entry.access, "its owner, mode or ACL is another"),
     ]
     # A new ctime alone: renamed, linked, or its rights changed and changed back.
-    told = [text for differs, text in differences if differs] or ["its change time is another"]
-    return SourceState("changed", ", ".join(told))
+    found = [text for differs, text in differences if differs] or ["its change time is another"]
+    return SourceState("changed", ", ".join(found))

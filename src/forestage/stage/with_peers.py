@@ -1,8 +1,9 @@
-"""The fast engine where other nodes help: some threads read, some ask peers; Supply says what.
+"""The default engine where other nodes of the job help: some threads read, others ask peers.
 
-A peer's bytes go straight into the image, and count only once their digest was right. A chunk that
-is on its way already is brought a second time in memory, and written only if it comes first: no
-late or wrong piece may go over bytes that count.
+The schedule of forestage.peers says which chunk comes next, and from where. A peer's bytes go
+straight into the image, and count only once their digest was right. A chunk that is on its way
+already is brought a second time in memory, and written only if it comes first: no late or wrong
+piece may go over bytes that count.
 """
 
 import mmap

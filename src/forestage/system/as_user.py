@@ -1,4 +1,4 @@
-"""Act as the job's user: in a child that can hang, be killed and be left behind, never the hook.
+"""Acts as the job's user, in a child process that may hang, be killed and be left behind.
 
 The child changes its effective ids only. Its real and saved ids stay root's, so the user can
 neither signal nor ptrace it (kill(2), ptrace(2)): whatever it reads for the cache stays untouched.
@@ -91,7 +91,7 @@ def reach(path: str, user: User) -> int:
 
 
 def real(path: str) -> str:
-    """Where a path leads, without links; the path itself where that cannot be said.
+    """Returns where a path leads, without links; the path itself where that is unknown.
 
     Not realpath(3): opening the root of a file system in this way asks its server nothing, so one
     that hangs does not matter.
@@ -109,10 +109,10 @@ def real(path: str) -> str:
 def ask(
     work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
 ) -> tuple[T, socket.socket]:
-    """Runs `work` in a child; gives its value, decoded as `answer`, and a line.
+    """Runs `work` in a child; returns its value, decoded as `answer`, and a socket.
 
-    In the line wait the descriptors that `work` gave, for whoever calls `take`: close(2) may ask
-    the file server and then hangs with it, but a descriptor that nobody took is dropped unclosed.
+    The descriptors that `work` opened stay queued in the socket until `take`. Never take one just
+    to close it: close(2) blocks on a hung file server, discarding the socket does not.
     `work` decides by `become` when it stops being root; of the descriptors open here it has only
     `keep`. OSErrors of `work` are raised again here.
     Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
@@ -175,7 +175,7 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
         socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)
     finally:
-        # Whatever went wrong: no answer tells the parent, and a traceback has nowhere to go.
+        # Whatever went wrong, the parent learns it from the missing answer.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all, also after a power cut."""
+"""Writes small files that are there whole or not at all, also after a power cut."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
     """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory.
 
-    `owner` is (uid, gid), for root to give; without it the file is the caller's.
+    `owner` is (uid, gid), which only root can set; without it the file is the caller's.
     """
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with contextlib.ExitStack() as undo:

@@ -1,4 +1,4 @@
-"""Processes we fork: what a child must let go of before it may outlive, or outhang, its parent."""
+"""What a forked process must let go of before it may outlive, or outhang, its parent."""
 
 import contextlib
 import os

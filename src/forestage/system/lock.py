@@ -55,9 +55,9 @@ def held(path: Path, timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
-    """The same, but goes on without the lock on a disk gone read-only, or gone altogether.
+    """Holds the lock as `held` does, or goes on without it where the disk is read-only or gone.
 
-    For taking redirects off, which is right without a lock as well. Raises Busy, OSError.
+    For unmounting redirects, which is right without a lock as well. Raises Busy, OSError.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -73,8 +73,8 @@ def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
 def is_free(path: Path) -> bool:
     """Whether nobody holds the lock now. Raises OSError.
 
-    It shares the lock for an instant, so that those who look do not see each other; takers need
-    patience. Reading suffices: the peer service has the cache read-only.
+    Probes with LOCK_SH, so that probes do not collide. A probe can make an exclusive try fail:
+    acquire with a timeout above 0. Reading suffices: the peer service has the cache read-only.
     """
     try:
         # Something else may have the lock's name: a FIFO must not hold up who looks.

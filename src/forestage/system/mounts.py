@@ -1,4 +1,4 @@
-"""Mount syscalls, and which binds of ours the kernel shows. Root only.
+"""Mount system calls, and which binds of ours the kernel shows. Root only.
 
 The kernel's own list (`/proc/self/mountinfo`, proc(5)) is the one truth about redirects: nothing
 here keeps a ledger that a crash could make wrong.
@@ -68,7 +68,7 @@ def holder(mounts: list[Mount], path: str) -> Mount | None:
 
 
 def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
-    """Binds of files below `directory`, each with its path inside it, wherever they were laid.
+    """Binds of files below `directory`, each with its path inside it, wherever they are mounted.
 
     They are known by device and by path inside the file system, so no other program's mounts and no
     file that a user made can look like ours. A deleted file's path ends in `//deleted`.

@@ -1,4 +1,4 @@
-"""What does one of our own small files say? Damage is told from absence, and costs no more.
+"""Reads our own small files, and distinguishes a damaged one from an absent one.
 
 A crash, a bad disk or a careless hand may have left anything under a record's name: half of it,
 gigabytes, a directory, a FIFO. To read it must not hang, fill the memory or raise the unexpected.

@@ -13,7 +13,7 @@ import msgspec
 
 from forestage.errors import Failed
 
-# slurmd gives its hooks no PATH at all.
+# slurmd starts its hooks without a PATH.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")

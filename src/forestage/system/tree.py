@@ -1,4 +1,4 @@
-"""The files of a node as `check` reads them: below a root, small, and never the reason to fail."""
+"""A node's file system tree as `check` reads it: below a root, bounded, and never failing."""
 
 import os
 import stat
@@ -65,7 +65,7 @@ class Files(msgspec.Struct, frozen=True):
                 return None
 
     def text(self, path: str, most: int = LONGEST) -> str | None:
-        """The same as text; `most` bytes of it."""
+        """Returns up to `most` bytes of a file as text; None where it cannot be read."""
         data = self.data(path, most)
         return None if data is None else data.decode(errors="replace")
 
