@@ -105,6 +105,8 @@ def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: P
     assert [site.results(job.job) for job in (cold, warm)] == [["copied"], ["hit"]]
     assert not site.shows_source(site.saw(warm.job))
     assert packages.root("forestage", "explain", str(warm.job))
+    page = packages.root("forestage", "report", "-o", "-")
+    assert "</style>" in page, "template and style sheet are in the package"
     assert holes(HOME, packages) == "", "stale byte code would be written anew"
     packages.root("forestage", "disable", "--yes")
     reconfigure(site.cluster)

@@ -1,4 +1,4 @@
-"""`forestage report`: what staging saved, on this node or on many."""
+"""The `forestage report` command: options, time range, and where the report is written."""
 
 import contextlib
 import os
@@ -11,99 +11,99 @@ from typing import NamedTuple
 
 import click
 
-CENTURY = 4_102_444_800  # 2100: what is later is a typing error, and may be no date elsewhere
-MOMENT = "2026-05-01, 2026-05-01T12:00 or 7d (ago)"
+LATEST = 4_102_444_800  # 2100 in epoch seconds: later times are typing errors, and may overflow
+EXPECTED = "2026-05-01, 2026-05-01T12:00 or 7d (ago)"
 
 
-class When(NamedTuple):
-    """Seconds since the epoch, or before now."""
+class TimeOption(NamedTuple):
+    """A date in seconds since the epoch, or an age in seconds."""
 
     seconds: float
-    is_ago: bool = False
+    is_age: bool = False
 
     def at(self, now: float) -> float:
-        return now - self.seconds if self.is_ago else self.seconds
+        return now - self.seconds if self.is_age else self.seconds
 
 
-def _moment(ctx: click.Context, parameter: click.Parameter, value: str | None) -> When | None:
-    """A date, in local time if it names no zone, or how long ago."""
+def _time_option(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> TimeOption | None:
+    """Parses a date, in local time if it names no zone, or an age."""
     from forestage.units import parse_duration
 
     if value is None:
         return None
-    # 20260501 would be a duration of seconds.
+    # 20260501 is more likely a date than an age in seconds, so it is neither.
     if not value.isdigit():
         with contextlib.suppress(ValueError):
-            return When(parse_duration(value), is_ago=True)
-        # Z is understood since Python 3.11 only.
-        told = f"{value[:-1]}+00:00" if value.endswith("Z") else value
+            return TimeOption(parse_duration(value), is_age=True)
+        # fromisoformat() accepts Z only since Python 3.11.
+        text = f"{value[:-1]}+00:00" if value.endswith("Z") else value
         with contextlib.suppress(ValueError, OverflowError, OSError):
-            seconds = datetime.fromisoformat(told).timestamp()
-            if 0 <= seconds < CENTURY:
-                return When(seconds)
-    raise click.BadParameter(f"{value!r} is no time: expected {MOMENT}")
+            seconds = datetime.fromisoformat(text).timestamp()
+            if 0 <= seconds < LATEST:
+                return TimeOption(seconds)
+    raise click.BadParameter(f"{value!r} is not a time: expected {EXPECTED}")
 
 
 @click.command()
 @click.argument("logs", nargs=-1, metavar="[LOG...]")
-@click.option("--since", metavar="TIME", callback=_moment, help=f"Only from then on: {MOMENT}.")
-@click.option("--until", metavar="TIME", callback=_moment, help="Only before then.")
-@click.option("--json", "form", flag_value="json", help="Print one JSON document, no page.")
-@click.option("--csv", "form", flag_value="csv", help="A row for each period, no page.")
-@click.option("-o", "--output", metavar="FILE", help="Write it to FILE; - is standard output.")
+@click.option(
+    "--since", metavar="TIME", callback=_time_option, help=f"Count events from then on: {EXPECTED}."
+)
+@click.option("--until", metavar="TIME", callback=_time_option, help="Count events before then.")
+@click.option("--json", "form", flag_value="json", help="One JSON document instead of the page.")
+@click.option(
+    "--csv", "form", flag_value="csv", help="A CSV row for each period instead of the page."
+)
+@click.option("-o", "--output", metavar="FILE", help="Write to FILE; - is standard output.")
 @click.pass_context
 def report(
     ctx: click.Context,
     logs: tuple[str, ...],
-    since: When | None,
-    until: When | None,
+    since: TimeOption | None,
+    until: TimeOption | None,
     form: str | None,
     output: str | None,
 ) -> None:
-    """A page (HTML) on start-up time saved, hits, bytes, images.
+    """Report what staging saved, as an HTML page.
 
-    Reads the event LOGs of any number of nodes (- is standard input), or else this node's.
+    Reads the event LOGs of any number of nodes (- is standard input), or else this node's. The page
+    shows start-up time saved, the hit ratio, bytes kept off the shared file system, and images.
     """
-    from forestage import report as work
-    from forestage import report_logs
-    from forestage.report_sums import Sums, Window
+    from forestage import report as reports
 
     if form is None and output is None and sys.stdout.isatty():
-        raise click.UsageError("a page is for a browser: name its file with -o")
+        raise click.UsageError("the page is for a browser: name a file with -o")
     now = ctx.obj.clock.wall()
-    window = Window(since and since.at(now), until and until.at(now))
+    window = reports.Window(since and since.at(now), until and until.at(now))
     if window.since is not None and window.until is not None and window.since >= window.until:
         raise click.UsageError("--since is not before --until")
-    sums = Sums(window, now)
-    read = report_logs.read(logs or report_logs.of_node(ctx.obj.places.events), sums)
-    found = work.report(sums, read, time.localtime(now).tm_gmtoff)
-    if form is None:
-        from forestage import report_html
-
-        _put(report_html.page(found), output)
-    else:
-        _put(work.as_json(found) if form == "json" else work.as_csv(found), output)
+    names = logs or reports.of_node(ctx.obj.places.events)
+    found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
+    renderers = {None: reports.as_page, "json": reports.as_json, "csv": reports.as_csv}
+    _write(renderers[form](found), output)
 
 
-def _put(made: bytes, output: str | None) -> None:
-    if output in (None, "-"):
-        sys.stdout.buffer.write(made)
+def _write(rendered: bytes, output: str | None) -> None:
+    if output is None or output == "-":
+        sys.stdout.buffer.write(rendered)
         return
     from forestage.system import atomic
 
-    file = Path(output or "")
+    file = Path(output)
     try:
         is_plain = stat.S_ISREG(file.lstat().st_mode)
     except FileNotFoundError:
         is_plain = True
     if is_plain:
         os.umask(mask := os.umask(0o077))
-        atomic.write(file, made, 0o666 & ~mask)
+        atomic.write(file, rendered, 0o666 & ~mask)
     else:
-        # A device or a link would be replaced: /dev/null, for one.
-        file.write_bytes(made)
+        # Writing through a temporary file would replace a link, or a device such as /dev/null.
+        file.write_bytes(rendered)
 
 
 def add_to(main: click.Group) -> None:
-    """The command of this file."""
+    """Adds the `report` command."""
     main.add_command(report)

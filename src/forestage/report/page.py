@@ -1,0 +1,65 @@
+"""The report as one HTML page, rendered with Jinja2 from page.html.j2 and page.css.
+
+Names in a report were chosen by users. Every value is escaped by Jinja2, control characters and
+characters that change the direction of writing are shown as escapes, and a Content-Security-Policy
+on the page forbids scripts and requests, should a name ever get through as markup.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from forestage.events.reasons import REASONS
+from forestage.report import format as fmt
+from forestage.report.figures import OWN_RATE_COPIES, Report
+from forestage.report.plots import HEIGHT, all_plots
+from forestage.units import format_size, printable
+
+FOLDER = Path(__file__).parent
+MAX_IMAGES = 15
+
+
+def render(report: Report) -> bytes:
+    offset = report.utc_offset
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "number": fmt.number,
+        "size": format_size,
+        "rate": fmt.rate,
+        "share": fmt.share,
+        "seconds": fmt.seconds,
+        "node_time": fmt.node_time,
+        "plural": fmt.plural,
+        "period": fmt.period,
+        "zone": fmt.zone,
+        "day": partial(fmt.day, utc_offset=offset),
+        "minute": partial(fmt.minute, utc_offset=offset),
+    }
+    html = environment.get_template("page.html.j2").render(
+        report=report,
+        total=report.total,
+        # The sum of all further images has no path.
+        images=[image for image in report.images if image.path][:MAX_IMAGES],
+        sizes=[size for size in report.sizes if size.copies],
+        plots=all_plots(report),
+        plot_height=HEIGHT,
+        reason_texts=REASONS,
+        own_rate_copies=OWN_RATE_COPIES,
+        css=Markup((FOLDER / "page.css").read_text()),  # noqa: S704 - a file of ours
+    )
+    return html.encode("utf-8", "backslashreplace")
+
+
+def _visible(value: object) -> object:
+    """Applied to the value of every expression in the template, before it is escaped."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,0 +1,265 @@
+"""Running sums over the events of many nodes, in memory that does not grow with the logs.
+
+`Sums.add` takes events one by one; figures.py computes the report from the sums. Distributions
+are histograms of 2 % wide bins, starts and bytes are kept per quarter of an hour, and images
+beyond the first 10,000 are summed together.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from forestage.events import Event, Outcome
+from forestage.events.reasons import REASONS
+from forestage.tally import Tally
+from forestage.units import MAX_DURATION, MAX_SIZE
+
+Kind = Literal["hit", "joined", "cold", "original", "excluded"]
+
+QUARTER = 900  # seconds; the days of every time zone begin at a multiple
+EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
+MAX_AHEAD = 86_400.0  # seconds that a node's clock may be ahead of ours
+MAX_BACK = 3600.0  # seconds; hooks write when they end, so events are out of order by less
+MAX_IMAGES = 10_000  # images with sums of their own; all others share OTHER_IMAGES
+OTHER_IMAGES = ""
+SIZE_BOUNDS = tuple(gib << 30 for gib in (1, 4, 16, 64))  # bytes
+BIN_RATIO = 1.02
+
+
+class Distribution:
+    """A histogram with bins that are 2 % wide, for medians and percentiles."""
+
+    def __init__(self) -> None:
+        self.bins: dict[int, int] = {}
+        self.count = 0
+        self.largest = 0.0
+
+    def add(self, value: float) -> None:
+        number = math.floor(math.log(max(value, 1e-6), BIN_RATIO))
+        self.bins[number] = self.bins.get(number, 0) + 1
+        self.count += 1
+        self.largest = max(self.largest, value)
+
+    def median(self) -> float | None:
+        """Returns at least the true median and at most 2 % more; None without values."""
+        return self.quantile(0.5)
+
+    def quantile(self, share: float) -> float | None:
+        below = 0
+        for number in sorted(self.bins):
+            below += self.bins[number]
+            if below >= share * self.count:
+                return min(BIN_RATIO ** (number + 1), self.largest)
+        return None
+
+
+class Window(msgspec.Struct, frozen=True):
+    """The time range of a report: `since` is in it, `until` is not; seconds since the epoch."""
+
+    since: float | None = None
+    until: float | None = None
+
+    def contains(self, time: float) -> bool:
+        after = self.since is None or time >= self.since
+        return after and (self.until is None or time < self.until)
+
+
+class Slot(msgspec.Struct):
+    """Starts by kind, bytes, evicted entries and seconds waited, in a quarter of an hour or more.
+
+    `original` starts were to be staged and had to read the original path. `excluded` starts were
+    not to be staged, by a rule or at the job's wish.
+    """
+
+    hit: int = 0
+    joined: int = 0
+    cold: int = 0
+    original: int = 0
+    excluded: int = 0
+    kept_off: int = 0
+    read: int = 0
+    evicted: int = 0
+    waited: float = 0.0
+
+    @property
+    def tried(self) -> int:
+        """Starts for which staging was tried."""
+        return self.hit + self.joined + self.cold + self.original
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Hits divided by all starts for which staging was tried; None if there are none.
+
+        This is the only definition. A start that waited for another job's copy, or whose image
+        staging failed to bring, is no hit; an excluded start is in neither number.
+        """
+        return self.hit / self.tried if self.tried else None
+
+    def add(self, other: "Slot") -> None:
+        for name in Slot.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class ImageSums:
+    """Sums of one image path; `size` is its latest size, `waited` the seconds of all hooks."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.hits = 0
+        self.copies = 0
+        self.kept_off = 0
+        self.waited = 0.0
+        self.size = 0
+        self.rates = Distribution()
+
+
+class SizeSums:
+    """Sums of the copies of all images in one range of sizes."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self.durations = Distribution()
+        self.rates = Distribution()
+
+
+class Anomalies(msgspec.Struct):
+    """Events that were not counted, by why, and how often a node's clock went back."""
+
+    outside_window: int = 0
+    impossible_time: int = 0
+    impossible_figures: int = 0
+    clock_went_back: int = 0
+
+
+class Sums:
+    """All that the report needs of the events added so far; `now` is in seconds since the epoch."""
+
+    def __init__(self, window: Window, now: float) -> None:
+        self.window = window
+        self.now = now
+        self.anomalies = Anomalies()
+        self.events = 0
+        self.first = math.inf
+        self.last = 0.0
+        self.nodes: set[str] = set()
+        self.slots: dict[int, Slot] = {}
+        self.images: dict[str, ImageSums] = {}
+        self.sizes = tuple(SizeSums() for _ in range(len(SIZE_BOUNDS) + 1))
+        self.rates = Distribution()
+        self.warm = Distribution()
+        self.cold = Distribution()
+        self.kept_off = {"hit": 0, "joined": 0, "peers": 0}
+        self.reasons: dict[str, int] = {}
+        self.evicted: dict[str, int] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._clocks: dict[str, float] = {}
+
+    def add(self, event: Event, log: str) -> None:
+        """Counts one event; a node's events come in the order of its log.
+
+        `log` stands for the node in events that do not name one.
+        """
+        if not _is_possible(event):
+            self.anomalies.impossible_figures += 1
+            return
+        node = event.node or log
+        # Before the window is checked: a Prolog before it makes the job's first step in it no
+        # further start.
+        start = self._tallies.setdefault(node, Tally()).add(event)
+        if not EARLIEST <= event.time <= self.now + MAX_AHEAD:
+            self.anomalies.impossible_time += 1
+            return
+        self.anomalies.clock_went_back += event.time < self._clocks.get(node, 0.0) - MAX_BACK
+        self._clocks[node] = event.time
+        if not self.window.contains(event.time):
+            self.anomalies.outside_window += 1
+            return
+        self.events += 1
+        self.nodes.add(node)
+        self.first = min(self.first, event.time)
+        self.last = max(self.last, event.time)
+        slot = self.slots.setdefault(int(event.time // QUARTER), Slot())
+        if event.hook == "stager":
+            self._add_copy(event.outcome, event.total, slot)
+        elif event.hook in ("prolog", "step"):
+            self._add_wait(event.outcome, slot)
+            if start:
+                self._add_start(event.outcome, start.spared, slot)
+        evicted = len(event.outcome.evicted)
+        if evicted:
+            slot.evicted += evicted
+            self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
+
+    def _image(self, path: str) -> ImageSums:
+        if path not in self.images and len(self.images) >= MAX_IMAGES:
+            path = OTHER_IMAGES
+        return self.images.setdefault(path, ImageSums())
+
+    def _add_copy(self, outcome: Outcome, duration: float, slot: Slot) -> None:
+        if outcome.result != "copied":
+            return
+        slot.read += max(0, outcome.bytes - outcome.from_peers)
+        slot.kept_off += outcome.from_peers
+        self.kept_off["peers"] += outcome.from_peers
+        image = self._image(outcome.image)
+        image.copies += 1
+        image.size = outcome.size
+        alike = self.sizes[sum(outcome.size >= bound for bound in SIZE_BOUNDS)]
+        alike.copies += 1
+        alike.durations.add(duration)
+        # The stager that copied the resumed bytes was killed, so its seconds are in no event.
+        if not outcome.resumed and outcome.bytes and outcome.copying > 0:
+            for rates in (image.rates, alike.rates, self.rates):
+                rates.add(outcome.bytes / outcome.copying)
+
+    def _add_wait(self, outcome: Outcome, slot: Slot) -> None:
+        slot.waited += outcome.wait
+        if outcome.image:
+            self._image(outcome.image).waited += outcome.wait
+        if outcome.result == "hit":
+            self.warm.add(outcome.wait)
+        elif outcome.result in ("joined", "copied") or outcome.reason == "deadline":
+            self.cold.add(outcome.wait)
+
+    def _add_start(self, outcome: Outcome, kept_off: int, slot: Slot) -> None:
+        kind = _kind(outcome)
+        setattr(slot, kind, getattr(slot, kind) + 1)
+        if outcome.reason:
+            # A damaged log must not make a row of the report for each word in it.
+            reason = outcome.reason if outcome.reason in REASONS else "other"
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if kept_off:
+            slot.kept_off += kept_off
+            self.kept_off[outcome.result] += kept_off
+        if outcome.image:
+            image = self._image(outcome.image)
+            image.starts += kind != "excluded"
+            image.hits += kind == "hit"
+            image.kept_off += kept_off
+            image.size = outcome.size or image.size
+
+
+def _kind(outcome: Outcome) -> Kind:
+    if outcome.result == "hit":
+        return "hit"
+    if outcome.result == "joined":
+        return "joined"
+    if outcome.result in ("copied", "started"):
+        return "cold"
+    # A request that was declined before its image was opened has no key.
+    was_tried = outcome.result == "failed" or (outcome.key and outcome.reason != "off")
+    return "original" if was_tried else "excluded"
+
+
+def _is_possible(event: Event) -> bool:
+    """Whether the event's figures can be true: a damaged line may still be valid JSON."""
+    outcome = event.outcome
+    sizes = (outcome.bytes, outcome.size, outcome.resumed, outcome.from_peers)
+    times = (outcome.wait, outcome.copying, event.total)
+    is_copy = event.hook == "stager" and outcome.result == "copied"
+    return (
+        all(0 <= size <= MAX_SIZE for size in sizes)
+        and all(0 <= time <= MAX_DURATION for time in times)
+        and (not is_copy or max(outcome.resumed, outcome.from_peers) <= outcome.bytes)
+    )
