@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from copy_once import copy_once
 
-from forestage.config import Config
-from forestage.kinds import Engine
+from forestage.config import Config, Engine
 from forestage.units import format_size, parse_size
 
 ROOM = 512 * 1024 * 1024  # bytes beside the file, for the file system itself

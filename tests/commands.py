@@ -10,7 +10,6 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from forestage import settings
 from forestage.cache import digest, space
 from forestage.cache.image import Access, Identity, Image, read_acl
 from forestage.cache.layout import Entry
@@ -20,6 +19,7 @@ from forestage.cache.part import Owner, Part, boot_id
 from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
 from forestage.clock import Clock
+from forestage.config import load_settings
 from forestage.paths import Places
 from forestage.stage import chunks
 from forestage.stage.chunks import Source, Tuning
@@ -52,7 +52,7 @@ class Site:
 
     @property
     def node(self) -> Node:
-        return Node.of(settings.load(self.places.etc).config, self.places, self.world.clock)
+        return Node.of(load_settings(self.places.etc).config, self.places, self.world.clock)
 
     def run(self, *args: str) -> Result:
         done = CliRunner().invoke(main, [*args], obj=self.world)

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage import credential, settings
+from forestage import credential
 from forestage.cache import digest
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
-from forestage.config import Config
+from forestage.config import Config, load_settings
 from forestage.credential import Prover
 from forestage.paths import Places
 from forestage.peers import Peers
@@ -119,7 +119,7 @@ class Node:
 
     @property
     def config(self) -> Config:
-        return settings.load(self.places.etc, owner=None).config
+        return load_settings(self.places.etc).config
 
     def start(self, before: str = "") -> None:
         """`before`: Python that the process runs first, after what makes it patient."""

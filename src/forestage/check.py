@@ -17,17 +17,15 @@ from forestage import (
     check_slurm,
     check_sources,
     check_striping,
-    settings,
     uses,
 )
 from forestage.cache.layout import Cache
 from forestage.check_slurm import Conf
 from forestage.clock import Clock
-from forestage.config import Config
+from forestage.config import DEFAULT, Config, Settings, load_settings
 from forestage.errors import ConfigError
 from forestage.finding import Code, Finding, worst
 from forestage.paths import Places
-from forestage.settings import DEFAULT, Settings
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, harmless
 from forestage.system.tree import Files
@@ -95,7 +93,7 @@ def _findings(asked: Asked) -> Iterator[Finding]:
     conf = check_slurm.gather(files, asked.conf)
     used = uses.gather(asked.places)
     try:
-        found = settings.load(asked.places.etc)
+        found = load_settings(asked.places.etc)
     except ConfigError as error:
         yield from _config(error)
         yield from _slurm(files, conf, used, Settings(Config(), {}, {}), asked)

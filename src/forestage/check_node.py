@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from forestage import credential, switch
-from forestage.config import Config
+from forestage import credential
+from forestage.config import Config, switch
 from forestage.errors import ForestageError
 from forestage.finding import Finding
 from forestage.paths import Places

@@ -8,9 +8,9 @@ import msgspec
 
 from forestage import elf
 from forestage.check_slurm import Conf
+from forestage.config import Settings
 from forestage.finding import Finding
 from forestage.paths import Places
-from forestage.settings import Settings
 from forestage.slurm import plugstack
 from forestage.system.tree import Files
 

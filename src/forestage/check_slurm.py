@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.config import Settings, dotted
 from forestage.finding import Finding
-from forestage.settings import Settings, dotted
 from forestage.slurm import slurm_conf, timeouts
 from forestage.system.tree import Files
 from forestage.units import format_duration

@@ -22,11 +22,11 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from forestage import counters as peer_counts
-from forestage import events, log, settings, switch
+from forestage import events, log
 from forestage import status as standing
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import Config
+from forestage.config import Config, load_settings, switch
 from forestage.errors import ConfigError, MetricsError
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
@@ -124,7 +124,7 @@ def publish(places: Places, clock: Clock, version: str) -> bytes:
     """
     config, wrong = Config(), None
     try:
-        config = settings.load(places.etc).config
+        config = load_settings(places.etc).config
     except ConfigError as error:
         wrong = error
     node = None if wrong else Node.of(config, places, clock)

@@ -41,7 +41,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def disabled(self) -> Path:
-        """While it is there, no job is served; see switch.py."""
+        """While it is there, no job is served; see config/switch.py."""
         return self.run / "disabled"
 
     @property

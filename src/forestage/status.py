@@ -5,10 +5,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import copies, counters, entries, switch
+from forestage import copies, counters, entries
 from forestage.cache import evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
+from forestage.config import switch
 from forestage.copies import Copy
 from forestage.counters import Given
 from forestage.entries import Holder, Holdings, Item

@@ -32,8 +32,8 @@ class Undone(msgspec.Struct, frozen=True):
 def unredirect(world: World) -> Undone:
     """As root. Works with a broken configuration, by what the leases say. Raises PermissionError.
 
-    What a hook lays later stays laid, so switch staging off first (switch.py): a hook that has the
-    space lock after us sees that.
+    What a hook lays later stays laid, so switch staging off first (config.switch): a hook that has
+    the space lock after us sees that.
     """
     undone: list[str] = []
     problems: list[str] = []

@@ -12,9 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from forestage import copies, entries, events, settings
+from forestage import copies, entries, events
 from forestage.cache.node import Node
 from forestage.clock import Clock
+from forestage.config import load_settings
 from forestage.errors import ConfigError
 from forestage.events import Event, Outcome
 from forestage.paths import Places
@@ -136,7 +137,7 @@ def by_mounts(
 
 def seen(places: Places, job: int, since: float, images: Iterable[str]) -> tuple[Said, ...]:
     """For users who may not read the events. Raises ConfigError, OSError."""
-    config = settings.load(places.etc).config
+    config = load_settings(places.etc).config
     cache = os.path.realpath(config.cache)
     binds = {bind.point for bind, _ in mounts.binds_from(mounts.current(), cache)}
     return tuple(
@@ -151,7 +152,7 @@ def look(
     """What this user can know. A node that cannot be asked is an answer, too."""
     try:
         try:
-            node = Node.of(settings.load(places.etc).config, places, clock)
+            node = Node.of(load_settings(places.etc).config, places, clock)
             return watched(node, job, images)
         except PermissionError:
             return seen(places, job, since, images)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forestage.address import Address
+from forestage.config import Address
 
 CONNECT = 1.0  # seconds, for a name's addresses, and then for each of them
 STALL = 1.5  # seconds without a byte

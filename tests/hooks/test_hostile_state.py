@@ -21,8 +21,8 @@ from forestage.cache.part import Owner, boot_id
 from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
 from forestage.clock import Clock
+from forestage.config import load_settings
 from forestage.hooks.boundary import Hook
-from forestage.settings import load
 from forestage.slurm.queue import Slurm
 from node import ALICE, BOB, Node, content, read_as
 
@@ -270,7 +270,7 @@ def test_the_sweep_after_a_restart_ends_and_keeps_what_is_right(
     node: Node, victim: Path, damage: Damage
 ) -> None:
     made = spoil_each(node, victim, damage)
-    here = Here.of(load(node.places.etc).config, node.places, Clock())
+    here = Here.of(load_settings(node.places.etc).config, node.places, Clock())
     done = sweep.sweep(here, Slurm(""), False, lambda text: None)
     assert done.problems == ()
     assert node.entries() == {made[file].key for file in ("none", "used", "boot")}

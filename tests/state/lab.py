@@ -16,12 +16,11 @@ from disk import Disk
 from model import MISSING, Seen, Source, Version
 
 from boot import Boot
-from forestage import settings
 from forestage.cache import evict, redirect
 from forestage.cache.image import identify
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
-from forestage.config import Config
+from forestage.config import Config, load_settings
 from forestage.system import mounts
 from node import Node
 
@@ -93,7 +92,7 @@ class Lab:
 
     @property
     def config(self) -> Config:
-        return settings.load(self.node.places.etc).config
+        return load_settings(self.node.places.etc).config
 
     def here(self, clock: Clock) -> Here:
         """The node as commands see it."""

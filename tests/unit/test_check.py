@@ -441,7 +441,7 @@ REST = [
     Planted(
         "config",
         "critical",
-        ("forestage.yaml", "deadline", "expected a duration"),
+        ("forestage.yaml", "deadline", "expected auto or a duration"),
         settings("deadline: soon\n"),
     ),
     Planted(

@@ -13,9 +13,8 @@ from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node
-from forestage.config import Config
+from forestage.config import Config, OnDeadline
 from forestage.hooks import epilog
-from forestage.kinds import OnDeadline
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import UNKNOWN, Limits
 from forestage.stage import wait

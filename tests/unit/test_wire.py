@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forestage import wire
-from forestage.address import Address
+from forestage.config import Address
 from forestage.wire import MOMENT, Limit, Line
 
 PIECE, PIECES = 1024, 256

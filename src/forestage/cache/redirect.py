@@ -13,12 +13,12 @@ from typing import Literal
 
 import msgspec
 
-from forestage import switch
 from forestage.cache import image
 from forestage.cache.image import Identity, Image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.clock import Deadline
+from forestage.config import switch
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
 from forestage.system import as_user, lock, mounts

@@ -284,9 +284,9 @@ def _picked(
 @click.pass_obj
 def config(world: World, partition: str | None, as_json: bool) -> None:
     """Every setting, and which file says so."""
-    from forestage import settings
     from forestage import show as view
+    from forestage.config import load_settings
     from forestage.system import terminal as screen
 
-    rows = settings.load(world.places.etc).rows(partition)
+    rows = load_settings(world.places.etc).rows(partition)
     screen.show([row._asdict() for row in rows], view.settings(rows), as_json)

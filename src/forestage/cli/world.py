@@ -30,10 +30,10 @@ class World(NamedTuple):
 
     def node(self) -> "Node":
         """Raises ConfigError."""
-        from forestage import settings
         from forestage.cache import node
+        from forestage.config import load_settings
 
-        return node.Node.of(settings.load(self.places.etc).config, self.places, self.clock)
+        return node.Node.of(load_settings(self.places.etc).config, self.places, self.clock)
 
 
 class Commands(click.Group):

@@ -147,9 +147,9 @@ class Hook:
 
     def _config(self, job: Job, places: Places) -> Config:
         """Reads what the admin decided for the job's partition. Raises ConfigError."""
-        from forestage import settings, switch
+        from forestage.config import load_settings, switch
 
-        found = settings.load(places.etc, owner=os.geteuid()).for_partition(job.partition)
+        found = load_settings(places.etc).for_partition(job.partition)
         # Not while it is off: during an upgrade old and new code may meet.
         off = switch.by_file(places)
         self.drains = found.on_error == "drain" and self.name != "step" and not off
@@ -163,11 +163,10 @@ class Hook:
         """
         from pathlib import Path
 
-        from forestage import switch
         from forestage.cache.layout import Cache
         from forestage.cache.lease import Leases
         from forestage.cache.node import Node
-        from forestage.config import Config
+        from forestage.config import Config, switch
         from forestage.errors import ConfigError, Declined, Failed
 
         # First, as the configuration may be why somebody has switched it off.

@@ -11,11 +11,11 @@ import msgspec
 
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
+from forestage.config import UserMessages
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
-from forestage.kinds import UserMessages
 from forestage.slurm import timeouts
 from forestage.slurm.job import Job
 from forestage.stage import source

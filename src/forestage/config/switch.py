@@ -1,7 +1,7 @@
-"""Is staging switched off on this node? By a file, at once; or by the configuration.
+"""The off switch: a file that turns staging off on this node at once, whatever the configuration.
 
 It holds from the next Prolog and the next step on. Running jobs keep what they have, copies under
-way go on, the Epilog and the sweep clean up as ever.
+way go on, the Epilog and the sweep clean up as before.
 """
 
 import os
@@ -9,11 +9,11 @@ import os
 from forestage.paths import Places
 from forestage.units import printable
 
-LONGEST = 200  # bytes of the reason
+MAX_REASON = 200  # bytes
 
 
 def by_file(places: Places) -> str:
-    """Why nobody is served, if the file says so; else "". It costs a job one system call."""
+    """Returns why the file switches staging off; "" without one. Costs a job one system call."""
     try:
         # NONBLOCK: a FIFO by that name switches off as well, and must not hold anybody up.
         fd = os.open(places.disabled, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -22,10 +22,10 @@ def by_file(places: Places) -> str:
     except OSError:  # whatever is there, and however it is broken, somebody meant it
         return f"{places.disabled} is there"
     try:
-        text = os.read(fd, LONGEST)
+        text = os.read(fd, MAX_REASON)
     except OSError:
         text = b""
     finally:
         os.close(fd)
-    why = printable(text.decode(errors="replace").partition("\n")[0].strip())
-    return f"{places.disabled}: {why}" if why else f"{places.disabled} is there"
+    reason = printable(text.decode(errors="replace").partition("\n")[0].strip())
+    return f"{places.disabled}: {reason}" if reason else f"{places.disabled} is there"

@@ -1,8 +1,9 @@
-"""Which file said it? Reads the configuration files; all that is wrong with them is told at once.
+"""Reads the configuration files; all that is wrong with them is reported at once.
 
     defaults < <etc>/forestage.yaml < <etc>/conf.d/*.yaml (sorted) < the job's partition
 
-A later file wins key by key.
+A later file wins key by key, and each value remembers the file it is from. Since the files direct
+a root hook, root reads only those that are its own and that nobody else may write.
 """
 
 import os
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from forestage.config import GROUPS, KEYS, PARTITION_KEYS, Config, replaced, value_of
+from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, value_of, with_values
 from forestage.errors import ConfigError, Problem
 from forestage.units import exact_size, quote
 
@@ -41,25 +42,25 @@ class Settings(msgspec.Struct, frozen=True):
     origins: Mapping[str, str]  # "deadline", "partitions.gpu.deadline" -> DEFAULT or path
 
     def for_partition(self, name: str | None) -> Config:
-        """The settings for a job in this partition; None or an unknown one: the common ones."""
-        return replaced(self.config, self.partitions.get(name or "", {}))
+        """Returns the settings for a job in this partition; None or an unknown one: the common."""
+        return with_values(self.config, self.partitions.get(name or "", {}))
 
     def rows(self, partition: str | None = None) -> list[Row]:
-        """Every key as it holds for `partition`; without one, every override follows."""
+        """Returns every key as it holds for `partition`; without one, every override follows."""
         config = self.for_partition(partition)
         rows = []
         for name, key in KEYS.items():
             origin = self.origins.get(dotted(partition, name), self.origins[name])
-            rows.append(Row(name, key.kind.show(value_of(config, name)), origin))
+            rows.append(Row(name, key.show(value_of(config, name)), origin))
         if partition is None:
             for place, overrides in self.partitions.items():
                 for name, value in overrides.items():
                     full = dotted(place, name)
-                    rows.append(Row(full, KEYS[name].kind.show(value), self.origins[full]))
+                    rows.append(Row(full, KEYS[name].show(value), self.origins[full]))
         return rows
 
 
-class _Value(NamedTuple):
+class _Value(msgspec.Struct, frozen=True):
     """One value that one file sets."""
 
     where: str
@@ -68,14 +69,12 @@ class _Value(NamedTuple):
     value: object
 
 
-def load(etc: Path, owner: int | None = 0) -> Settings:
-    """Read the configuration below `etc` (/etc/forestage); no file at all is all defaults.
+def load_settings(etc: Path) -> Settings:
+    """Reads the configuration below `etc` (/etc/forestage); no file at all is all defaults.
 
-    Run as root, it trusts only files of uid `owner` that nobody else may write, since they
-    direct a root hook; with None it trusts any. Raises ConfigError with all problems at once.
+    Raises ConfigError with all problems at once.
     """
-    trusted = owner if os.geteuid() == 0 else None
-    found = list(_read_all(etc, trusted))
+    found = list(_read_all(etc))
     if problems := tuple(item for item in found if isinstance(item, Problem)):
         raise ConfigError(problems)
     merged = _merge(item for item in found if isinstance(item, _Value))
@@ -84,40 +83,40 @@ def load(etc: Path, owner: int | None = 0) -> Settings:
     return merged
 
 
+def dotted(partition: str | None, key: str) -> str:
+    """Returns a key's name in messages and origins: `deadline`, `partitions.gpu.deadline`."""
+    return key if partition is None else f"partitions.{partition}.{key}"
+
+
 def _merge(values: Iterable[_Value]) -> Settings:
     common: dict[str, object] = {}
     partitions: dict[str, dict[str, object]] = {}
     origins = dict.fromkeys(KEYS, DEFAULT)
-    for where, partition, key, value in values:
-        target = common if partition is None else partitions.setdefault(partition, {})
-        target[key] = value
-        origins[dotted(partition, key)] = where
+    for it in values:
+        target = common if it.partition is None else partitions.setdefault(it.partition, {})
+        target[it.key] = it.value
+        origins[dotted(it.partition, it.key)] = it.where
     return Settings(
-        config=replaced(Config(), common),
+        config=with_values(Config(), common),
         partitions=MappingProxyType({k: MappingProxyType(v) for k, v in partitions.items()}),
         origins=MappingProxyType(origins),
     )
 
 
-def _contradictions(found: Settings) -> Iterator[Problem]:
-    """Keys that each are right and together are not. Pure."""
-    config = found.config
+def _contradictions(settings: Settings) -> Iterator[Problem]:
+    """Keys whose values cannot be used together, each right by itself. Pure."""
+    config = settings.config
     if config.peers.enabled and not (config.digest and config.engine == "chunks"):
         # A peer's bytes are proven by the chunk's digest.
         yield Problem(
-            found.origins["peers.enabled"],
+            settings.origins["peers.enabled"],
             "peers.enabled",
             "needs `digest: true` and `engine: chunks`",
         )
 
 
-def dotted(partition: str | None, key: str) -> str:
-    """A key's name in messages and origins: `deadline`, `partitions.gpu.deadline`."""
-    return key if partition is None else f"partitions.{partition}.{key}"
-
-
-def _read_all(etc: Path, owner: int | None) -> Iterator[_Value | Problem]:
-    yield from _read(etc / "forestage.yaml", owner, optional=True)
+def _read_all(etc: Path) -> Iterator[_Value | Problem]:
+    yield from _read(etc / "forestage.yaml", optional=True)
     parts = etc / "conf.d"
     try:
         paths = sorted(parts.iterdir())
@@ -129,13 +128,13 @@ def _read_all(etc: Path, owner: int | None) -> Iterator[_Value | Problem]:
     for path in paths:
         # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
         if path.name.endswith(".yaml") and not path.name.startswith("."):
-            yield from _read(path, owner, optional=False)
+            yield from _read(path, optional=False)
 
 
-def _read(path: Path, owner: int | None, optional: bool) -> Iterator[_Value | Problem]:
+def _read(path: Path, optional: bool) -> Iterator[_Value | Problem]:
     where = str(path)
     try:
-        document = _parse(_text(path, owner))
+        document = _parse(_text(path))
     except OSError as error:
         # A dangling link is not a missing file: somebody meant it to say something.
         missing = isinstance(error, FileNotFoundError) and not path.is_symlink()
@@ -147,8 +146,8 @@ def _read(path: Path, owner: int | None, optional: bool) -> Iterator[_Value | Pr
         yield from _check(where, (), document)
 
 
-def _text(path: Path, owner: int | None) -> str:
-    """The file's text. Raises OSError, or ValueError with the reason not to use it."""
+def _text(path: Path) -> str:
+    """Returns the file's text. Raises OSError, or ValueError with the reason not to use it."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)  # a FIFO must not hold up a hook
@@ -158,9 +157,10 @@ def _text(path: Path, owner: int | None) -> str:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("is not a regular file")
-        if owner is not None and status.st_uid != owner:
-            raise ValueError(f"belongs to uid {status.st_uid}, expected uid {owner}")
-        if owner is not None and status.st_mode & 0o022:
+        # Others only look (`forestage config`, `forestage check`), and may look at any file.
+        if os.geteuid() == 0 and status.st_uid != 0:
+            raise ValueError(f"belongs to uid {status.st_uid}, expected root")
+        if os.geteuid() == 0 and status.st_mode & 0o022:
             raise ValueError("group or others may write it, expected its owner only")
         content = file.read(MAX_FILE_SIZE + 1)
     if len(content) > MAX_FILE_SIZE:
@@ -172,15 +172,20 @@ def _text(path: Path, owner: int | None) -> str:
 
 
 def _parse(text: str) -> object:
-    """The YAML document, None if there is none. Raises ValueError."""
+    """Returns the YAML document, None if there is none. Raises ValueError."""
     import yaml  # here, since a node without a configuration file need not pay for it
 
     cls: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        _refuse(_beyond_plain(yaml.parse(text, cls)))
-        _refuse(_repeated(yaml.compose(text, cls)))
+        _refuse_beyond_plain(yaml.parse(text, cls))
+        loader = cls(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if repeated := "; ".join(_repeated(node)):
+            raise ValueError(repeated)
         try:
-            return yaml.load(text, cls)  # noqa: S506 - one of the two safe loaders
+            return loader.construct_document(node)
         except ValueError as error:  # it looks like a date or a number and is none
             raise ValueError(f"holds a value that YAML cannot read: {error}") from error
     except yaml.YAMLError as error:
@@ -190,42 +195,38 @@ def _parse(text: str) -> object:
         raise ValueError(f"is not YAML: {line}{reason}") from error
 
 
-def _refuse(reasons: Iterable[str]) -> None:
-    if text := "; ".join(reasons):
-        raise ValueError(text)
+def _refuse_beyond_plain(events: Iterable[Any]) -> None:
+    """Refuses the parts of YAML that a configuration can do without, before anything is built.
 
-
-def _beyond_plain(events: Iterable[Any]) -> Iterator[str]:
-    """The parts of YAML that a configuration can do without.
-
-    Looked for before anything is built: the composer in C recurses, so that a file of
-    brackets ends the process with SIGSEGV; aliases grow without end; tags call constructors.
+    A line of brackets would end the process with SIGSEGV, as the composer in C recurses; tags
+    call constructors that raise whatever they like; aliases grow without end.
     """
     depth = 0
     for event in events:
         kind = type(event).__name__
-        line = f"line {event.start_mark.line + 1}"
         depth += kind in ("MappingStartEvent", "SequenceStartEvent")
         depth -= kind in ("MappingEndEvent", "SequenceEndEvent")
         if depth > MAX_DEPTH:
-            yield f"{line}: nested too deeply"
-            return
+            raise ValueError(f"line {event.start_mark.line + 1}: nested too deeply")
         if kind == "AliasEvent" or getattr(event, "tag", None):
-            yield f"{line}: an alias (*) or tag (!) cannot be used here"
+            raise ValueError(
+                f"line {event.start_mark.line + 1}: an alias (*) or tag (!) cannot be used here"
+            )
 
 
 def _repeated(node: Any) -> Iterator[str]:
     """Keys given twice, of which PyYAML would silently take the last."""
-    if node is None or node.id != "mapping":
+    if node.id != "mapping":
         return
     first: dict[str, int] = {}
     for key, value in node.value:
+        if key.id != "scalar":  # the constructor refuses it
+            continue
         line = key.start_mark.line + 1
-        name = key.value if key.id == "scalar" else None  # else: yaml.load will refuse it
-        if name in first:
-            yield f"line {line}: {quote(name)} is given again, first in line {first[name]}"
-        elif name is not None:
-            first[name] = line
+        if key.value in first:
+            earlier = first[key.value]
+            yield f"line {line}: {quote(key.value)} is given again, first in line {earlier}"
+        first.setdefault(key.value, line)
         yield from _repeated(value)
 
 
@@ -241,7 +242,8 @@ def _check(where: str, above: tuple[str, ...], raw: object) -> Iterator[_Value |
             # YAML 1.1 takes no, on, 1 and the like for something else than names.
             yield Problem(where, ".".join((*above, quote(key))), "expected a name in quotes")
         elif not above and key in KEYS and "." in key:
-            yield Problem(where, key, "expected as two lines, the second one indented")
+            group, _, within = key.partition(".")
+            yield Problem(where, key, f"expected `{group}:`, and `{within}:` indented below it")
         elif above == ("partitions",) or (not above and key in ("partitions", *GROUPS)):
             yield from _check(where, (*above, key), value)
         elif above[:1] == ("partitions",):
@@ -254,7 +256,7 @@ def _setting(where: str, partition: str | None, key: str, raw: object) -> _Value
     try:
         if key not in (KEYS if partition is None else PARTITION_KEYS):
             raise ValueError(_not_a_key(partition, key))
-        return _Value(where, partition, key, KEYS[key].kind.parse(raw))
+        return _Value(where, partition, key, KEYS[key].read(raw))
     except ValueError as error:
         return Problem(where, dotted(partition, key), str(error))
 

@@ -1,0 +1,339 @@
+"""The keys of the configuration file: type, limits, default and one sentence of each.
+
+The structs below are the only place where a key is described. `KEYS` lists them by name; reading,
+printing, the sample file (etc/forestage.yaml) and the manual page are made from it.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgspec
+from msgspec import Meta
+
+from forestage.config import values
+from forestage.config.values import Address, Notation, parse_address
+from forestage.units import Amount, quote
+
+Redirect: TypeAlias = Literal["bind", "spank", "none"]
+UserMessages: TypeAlias = Literal["none", "problems", "all"]
+Engine: TypeAlias = Literal["chunks", "rsync"]
+Direct: TypeAlias = Literal["auto", "on", "off"]
+OnDeadline: TypeAlias = Literal["continue", "abort"]
+OnError: TypeAlias = Literal["continue", "drain"]
+
+MIN_CHUNK = 1024 * 1024  # bytes; a multiple of every disk's and file system's block
+MAX_CHUNK = 1024 * 1024 * 1024
+
+Limit: TypeAlias = Annotated[int, Meta(gt=0)] | None  # bytes
+UpTo64: TypeAlias = Annotated[int, Meta(ge=1, le=64)]
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What is known of a key besides its default.
+
+    `none` is the word for None in the file: `null`, or `auto` for what is decided where the facts
+    for it are.
+    """
+
+    sentence: str
+    notation: Notation = values.PLAIN
+    none: Literal["", "null", "auto"] = ""
+    per_partition: bool = False
+    type: Any = None  # as annotated below
+
+    def read(self, raw: object) -> Any:
+        """Returns the value that YAML's `raw` means. ValueError says what was expected."""
+        if self.none and raw == (None if self.none == "null" else self.none):
+            return None
+        try:
+            value = self.notation.read(raw)
+            if value is not None:  # which the type takes where the file has to say `auto`
+                return msgspec.convert(value, self.type)
+            problem = f"expected {self._expected()}, got null"
+        except msgspec.ValidationError:
+            problem = f"expected {self._expected()}, got {quote(raw)}"
+        except ValueError as error:
+            problem = str(error)
+        if self.none:
+            problem = problem.replace("expected ", f"expected {self.none} or ", 1)
+        raise ValueError(problem)
+
+    def show(self, value: Any) -> str:
+        """Returns `value` as the file would have it."""
+        return self.none if value is None else self.notation.show(value)
+
+    def _expected(self) -> str:
+        """The values that the type allows, in words."""
+        from msgspec import inspect  # only a mistake pays for it
+
+        info = inspect.type_info(self.type)
+        if isinstance(info, inspect.UnionType):
+            info = info.types[0]
+        if isinstance(info, inspect.BoolType):
+            return "true or false"
+        if isinstance(info, inspect.LiteralType):
+            return " or ".join(get_args(self.type.__origin__))  # in our order
+        if isinstance(info, inspect.StrType):
+            return f"at most {info.max_length} characters"
+        return self._range(info)
+
+    def _range(self, info: Any) -> str:
+        """The limits of a number, written as the number itself would be."""
+        show = self.notation.show
+        if info.multiple_of:
+            return f"a multiple of {show(info.multiple_of)} up to {show(info.le)}"
+        if info.gt is not None:
+            return f"a size above {show(info.gt)}"
+        return f"a whole number from {show(info.ge)} to {show(info.le)}"
+
+
+class Peering(msgspec.Struct, frozen=True, kw_only=True):
+    """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
+
+    enabled: Annotated[bool, Key("Get chunks from the job's other nodes, and serve them.")] = False
+    port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)], Key("Of the peer service, on every node.")
+    ] = 7717
+    listen: Annotated[
+        Annotated[str, Meta(max_length=255)],
+        Key('An address, a name or an interface; "" is all addresses.', values.LISTEN),
+    ] = ""
+    address: Annotated[
+        str,
+        Key("Where a node is found, such as {node}-ib or {node}.cluster:7718.", values.PATTERN),
+    ] = "{node}"
+    addresses: Annotated[
+        Mapping[str, str],
+        Key("Nodes that are found elsewhere, and where: {n1: 10.0.0.1}.", values.ADDRESSES),
+    ] = msgspec.field(default_factory=dict)
+    key_file: Annotated[
+        str | None,
+        Key("A secret that all nodes share, instead of munge; root's, 0600.", values.PATH, "null"),
+    ] = None
+    bandwidth: Annotated[
+        Limit,
+        Key("The most a node sends to others per second; null is no limit.", values.SIZE, "null"),
+    ] = None
+    uploads: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)], Key("Chunks that a node sends at once.")
+    ] = 16
+    downloads: Annotated[UpTo64, Key("Chunks that one copy gets from peers at once.")] = 8
+
+    def of(self, node: str) -> Address:
+        """Returns where the other nodes find `node`."""
+        text = self.addresses.get(node) or self.address.replace("{node}", node)
+        return parse_address(text, self.port)
+
+
+class Metering(msgspec.Struct, frozen=True, kw_only=True):
+    """`metrics:`, what Prometheus gets to know."""
+
+    textfile: Annotated[
+        str | None,
+        Key(
+            "Where node exporter's textfile collector reads; null writes none.",
+            values.TEXTFILE,
+            "null",
+        ),
+    ] = "/var/lib/prometheus/node-exporter/forestage.prom"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings one job is served with. Sizes are bytes, durations seconds."""
+
+    enabled: Annotated[bool, Key("If false, the hooks do nothing.", per_partition=True)] = True
+    sources: Annotated[
+        tuple[str, ...],
+        Key(
+            "Absolute directories; only regular files below them are staged.",
+            values.PATHS,
+            per_partition=True,
+        ),
+    ] = ()
+    cache: Annotated[
+        str, Key("Where the cache lies on the node; not below /tmp or /dev/shm.", values.CACHE)
+    ] = "/mnt/nvme/forestage"
+    require_mount: Annotated[
+        bool, Key("Do not stage while the cache lies on the root file system.")
+    ] = True
+    max_image_size: Annotated[
+        Limit,
+        Key(
+            "Images above this size are not staged; null is no limit.",
+            values.SIZE,
+            "null",
+            per_partition=True,
+        ),
+    ] = None
+    max_size: Annotated[
+        Amount,
+        Key("The most the cache may take: a size, or a share of its disk.", values.CAPACITY),
+    ] = Amount(share=0.9)
+    min_free: Annotated[
+        Amount, Key("What always stays free on that disk: a size, or a share.", values.AMOUNT)
+    ] = Amount(share=0.05)
+    low_watermark: Annotated[
+        Amount, Key("The Epilog and the timer evict down to this share of max_size.", values.SHARE)
+    ] = Amount(share=0.8)
+    redirect: Annotated[
+        Redirect,
+        Key(
+            "How the path shows the copy: bind (whole node), spank (one step), none.",
+            per_partition=True,
+        ),
+    ] = "bind"
+    engine: Annotated[
+        Engine, Key("chunks copies with several threads, rsync runs that program.")
+    ] = "chunks"
+    threads: Annotated[
+        UpTo64 | None, Key("Threads of one copy; auto is two for each core, 4 to 8.", none="auto")
+    ] = None
+    chunk_size: Annotated[
+        Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK, multiple_of=MIN_CHUNK)],
+        Key("The unit of copying and resuming; each thread takes 4 MiB of memory.", values.SIZE),
+    ] = 16 * 1024 * 1024
+    direct: Annotated[
+        Direct,
+        Key("Copy past the page cache: auto where both sides are local disks.", values.ON_OFF),
+    ] = "auto"
+    digest: Annotated[bool, Key("Keep a digest of each chunk, so that a copy can be verified.")] = (
+        True
+    )
+    bandwidth: Annotated[
+        Limit,
+        Key("The most one copy may read in a second; null is no limit.", values.SIZE, "null"),
+    ] = None
+    max_copies: Annotated[UpTo64, Key("Copies at once on a node; further ones queue in order.")] = 4
+    deadline: Annotated[
+        float | None,
+        Key(
+            "How long a hook may make a job wait; auto is what slurm.conf allows.",
+            values.DURATION,
+            "auto",
+            per_partition=True,
+        ),
+    ] = None
+    prolog_wait: Annotated[
+        float | None,
+        Key(
+            "How long of that for copies; auto is all, 0 only starts them.",
+            values.DURATION,
+            "auto",
+            per_partition=True,
+        ),
+    ] = None
+    step_wait: Annotated[
+        float,
+        # slurm_step_launch_wait_start() of srun ends a step that has not begun after 600 s.
+        Key(
+            "How long a step may wait for a copy; srun gives up after 10m.",
+            values.DURATION,
+            per_partition=True,
+        ),
+    ] = 480.0
+    on_deadline: Annotated[
+        OnDeadline,
+        Key(
+            "What a copy does when its job has started without it: continue, or abort.",
+            per_partition=True,
+        ),
+    ] = "continue"
+    max_stage_wait: Annotated[
+        float,
+        Key("The most that a user's stage-wait= may ask for.", values.DURATION, per_partition=True),
+    ] = 600.0
+    on_error: Annotated[
+        OnError,
+        Key("What our own failure does to the node: continue, or drain it.", per_partition=True),
+    ] = "continue"
+    user_messages: Annotated[
+        UserMessages,
+        Key("What a step's user reads: none, problems, or all.", per_partition=True),
+    ] = "problems"
+    peers: Peering = Peering()
+    metrics: Metering = Metering()
+
+
+def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
+    # Not get_type_hints(), which evaluates them all again: each hook would pay 2 ms for it.
+    for name, hint in struct.__annotations__.items():
+        if hasattr(hint, "__metadata__"):
+            yield above + name, msgspec.structs.replace(hint.__metadata__[-1], type=hint)
+        else:
+            yield from _keys(hint, f"{name}.")
+
+
+KEYS: Mapping[str, Key] = MappingProxyType(dict(_keys(Config)))
+"""By their names in messages: `deadline`, `peers.port`."""
+
+GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
+"""Keys of the file that hold keys: `peers`, `metrics`."""
+
+PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
+"""Keys that may differ between partitions: what concerns a job, not the node's one cache."""
+
+_GROUP_SENTENCES = {
+    "peers": "Chunks from the other nodes of the job, so that they read the shared file system"
+    " once.",
+    "metrics": "What Prometheus gets to know: `forestage metrics`, run by a timer, writes it.",
+}
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Returns the value of one of KEYS."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def with_values(config: Config, changed: Mapping[str, object]) -> Config:
+    """Returns a copy of `config` with other values for some of KEYS."""
+    changes: dict[str, Any] = {}
+    groups: dict[str, dict[str, object]] = {}
+    for name, value in changed.items():
+        group, dot, within = name.partition(".")
+        if dot:
+            groups.setdefault(group, {})[within] = value
+        else:
+            changes[name] = value
+    for group, inner in groups.items():
+        changes[group] = msgspec.structs.replace(getattr(config, group), **inner)
+    return msgspec.structs.replace(config, **changes)
+
+
+def sample() -> str:
+    """Returns the text of etc/forestage.yaml: each key commented out, its default, a sentence."""
+    keys = "\n".join(
+        f"# {key.sentence}\n#{_line(name)}\n" for name, key in KEYS.items() if "." not in name
+    )
+    groups = "\n".join(
+        f"# {_GROUP_SENTENCES[group]}\n#{group}:\n"
+        + "".join(
+            f"#  # {key.sentence}\n#  {_line(name)}\n"
+            for name, key in KEYS.items()
+            if name.startswith(f"{group}.")
+        )
+        for group in GROUPS
+    )
+    return f"""\
+# forestage: what the admin decides. Every key is shown with its default.
+# Files in conf.d/*.yaml beside this one are read after it, in sorted order; a later file
+# wins key by key. `forestage config` shows what holds, and which file says so.
+
+{keys}
+{groups}
+# What differs for the jobs of a partition. Possible here:
+# {", ".join(PARTITION_KEYS)}.
+#partitions:
+#  debug:
+#    enabled: false
+#  training:
+#    deadline: 2m
+"""
+
+
+def _line(name: str) -> str:
+    """A key and its default as a line of YAML."""
+    return f"{name.rpartition('.')[2]}: {KEYS[name].show(value_of(Config(), name))}"

@@ -1,0 +1,179 @@
+"""Notations of the configuration file: how sizes, durations, paths and addresses are written.
+
+A notation reads what YAML made of a value, or raises ValueError with what was expected, and
+prints it as YAML that reads back as the same value. Limits are not its part: they stand with the
+key's type (`keys`), and msgspec holds them.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from forestage.units import (
+    Amount,
+    exact_duration,
+    exact_size,
+    parse_duration,
+    parse_share,
+    parse_size,
+    quote,
+)
+
+_UNQUOTED = re.compile(r"[\w./+@-]+", re.ASCII)  # paths that YAML reads as they are
+
+
+class Notation(msgspec.Struct, frozen=True):
+    """How values of one kind are written."""
+
+    read: Callable[[Any], Any]
+    show: Callable[[Any], str]
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a service is: `host` is a name or an address, IPv6 ones without brackets."""
+
+    host: str
+    port: int
+
+
+def parse_address(text: str, port: int) -> Address:
+    """Reads `host`, `host:port`, `::1` or `[::1]:port`; `port` is for one that names none.
+
+    Raises ValueError.
+    """
+    host, after = text, ""
+    if text.startswith("["):
+        host, bracket, after = text[1:].partition("]")
+        if not bracket or after[:1] not in ("", ":"):
+            raise ValueError(f"expected an address such as [::1]:7717, got {quote(text)}")
+    elif text.count(":") == 1:
+        host, _, after = text.partition(":")
+        after = f":{after}"
+    if after:
+        digits = after[1:]
+        # Few digits, as int() refuses thousands of them in words of its own.
+        port = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 6 else 0
+        if not 0 < port < 65536:
+            raise ValueError(f"expected a port from 1 to 65535, got {quote(digits)}")
+    if not host:
+        raise ValueError(f"expected a host's name or address, got {quote(text)}")
+    return Address(host, port)
+
+
+def _read_path(raw: object) -> str:
+    if not isinstance(raw, str) or not raw.startswith("/"):
+        raise ValueError(f"expected an absolute path, got {quote(raw)}")
+    if not raw.isprintable():
+        raise ValueError(f"expected a path without control characters, got {quote(raw)}")
+    # POSIX gives a leading // a meaning of its own, so normpath leaves it alone.
+    normal = os.path.normpath(raw).replace("//", "/")
+    if normal == "/":
+        raise ValueError(f"expected a path below /, got {quote(raw)}")
+    # Paths are compared as text later on: /a/../b or /a//b would never match, or too much.
+    if normal != raw:
+        raise ValueError(f"expected {quote(normal)}, got {quote(raw)}")
+    return raw
+
+
+def _read_paths(raw: object) -> tuple[str, ...]:
+    if not isinstance(raw, list):
+        raise ValueError(f"expected a list of directories such as [/lustre], got {quote(raw)}")
+    return tuple(_read_path(entry) for entry in raw)
+
+
+def _read_cache(raw: object) -> str:
+    path = _read_path(raw)
+    for private in ("/tmp", "/dev/shm"):  # noqa: S108 - named to be refused
+        # job_container/tmpfs gives each job its own; what a hook puts there no job sees.
+        if f"{path}/".startswith(f"{private}/"):
+            raise ValueError(f"expected a directory outside {private}, got {quote(raw)}")
+    return path
+
+
+def _read_textfile(raw: object) -> str:
+    path = _read_path(raw)
+    if not path.endswith(".prom"):
+        raise ValueError(f"expected a name that ends in .prom, got {quote(raw)}")
+    return path
+
+
+def _read_capacity(raw: object) -> Amount:
+    amount = Amount.parse(raw)
+    if not (amount.size or amount.share):
+        raise ValueError(f"expected more than nothing, got {quote(raw)}")
+    return amount
+
+
+def _read_share(raw: object) -> Amount:
+    return Amount(share=parse_share(raw))
+
+
+def _read_listen(raw: object) -> str:
+    if not isinstance(raw, str) or not raw.isprintable():
+        raise ValueError(f'expected an address, a name, an interface or "", got {quote(raw)}')
+    return raw
+
+
+def _read_pattern(raw: object) -> str:
+    if not isinstance(raw, str) or not raw.isprintable() or "{node}" not in raw:
+        raise ValueError(f"expected an address with {{node}} in it, got {quote(raw)}")
+    parse_address(raw.replace("{node}", "n"), 1)
+    return raw
+
+
+def _read_addresses(raw: object) -> Mapping[str, str]:
+    if not isinstance(raw, dict):
+        raise ValueError(f"expected nodes and their addresses, got {quote(raw)}")
+    for node, address in raw.items():
+        # YAML takes 1 or no for something else than a name.
+        for text in (node, address):
+            if not isinstance(text, str) or not text.isprintable():
+                raise ValueError(f"expected a node and its address in quotes, got {quote(text)}")
+        parse_address(address, 1)
+    return raw
+
+
+def _read_on_off(raw: object) -> object:
+    # YAML takes on and off for true and false.
+    return ("on" if raw else "off") if isinstance(raw, bool) else raw
+
+
+def _show_plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _show_quoted(value: object) -> str:
+    """JSON is YAML, and quotes a name such as `no`, which YAML would take for false."""
+    return msgspec.json.encode(value).decode()
+
+
+def _show_path(path: str) -> str:
+    """Quotes only what YAML would not read as it is: `: `, ` #`, `, ` or `]`."""
+    return path if _UNQUOTED.fullmatch(path) else _show_quoted(path)
+
+
+def _show_paths(paths: tuple[str, ...]) -> str:
+    return f"[{', '.join(map(_show_path, paths))}]"
+
+
+def _show_addresses(addresses: Mapping[str, str]) -> str:
+    return _show_quoted(dict(addresses))
+
+
+PLAIN = Notation(lambda raw: raw, _show_plain)  # true, 4, chunks
+SIZE = Notation(parse_size, exact_size)
+DURATION = Notation(parse_duration, exact_duration)
+AMOUNT = Notation(Amount.parse, str)
+CAPACITY = Notation(_read_capacity, str)
+SHARE = Notation(_read_share, str)
+PATH = Notation(_read_path, _show_path)
+PATHS = Notation(_read_paths, _show_paths)
+CACHE = Notation(_read_cache, _show_path)
+TEXTFILE = Notation(_read_textfile, _show_path)
+LISTEN = Notation(_read_listen, _show_quoted)
+PATTERN = Notation(_read_pattern, _show_quoted)
+ADDRESSES = Notation(_read_addresses, _show_addresses)
+ON_OFF = Notation(_read_on_off, _show_plain)
