@@ -1,7 +1,7 @@
-"""Sizes, durations and shares: from what people write to numbers, and back. Pure.
+"""Sizes, durations and shares: parsed from what people write, and formatted for them. Pure.
 
-The parsers take a value as it comes out of YAML or off a command line. Whatever it
-is, they return a number or raise ValueError with what was expected and what was found.
+The parsers take a value as it comes out of YAML or off a command line. Whatever it is, they return
+a number, or raise ValueError with what was expected and what was found.
 """
 
 import re
@@ -11,7 +11,7 @@ import msgspec
 MAX_SIZE = 2**63 - 1  # bytes; the largest offset a file can have
 MAX_DURATION = 3650 * 86400.0  # seconds; ten years is a typing error, not a deadline
 
-MAX_TOLD = 1000  # characters of a user's text in a log line or an event
+MAX_TEXT = 1000  # characters of a user's text in a log line or an event
 
 _PREFIXES = "KMGTP"
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
@@ -43,7 +43,7 @@ class Amount(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> "Amount":
-        """Read "80%" or a size as `parse_size` takes it."""
+        """Reads "80%", or a size as `parse_size` takes it."""
         try:
             if isinstance(value, str) and value.endswith("%"):
                 return cls(share=parse_share(value))
@@ -52,7 +52,7 @@ class Amount(msgspec.Struct, frozen=True):
             raise _unexpected(f"{_A_SIZE}, or {_A_SHARE}", value) from None
 
     def of(self, total: int) -> int:
-        """Bytes meant when the whole is `total` bytes; a size is itself, even above `total`."""
+        """Returns the bytes meant of `total` bytes; a size is itself, even above `total`."""
         if self.share is None:
             return self.size or 0
         # Rounded, not cut: 29% of 100 is 28.999999999999996 in floating point.
@@ -65,7 +65,7 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 def parse_size(value: object) -> int:
-    """Bytes from "23GiB", "23G", "1.5T", "500 MB", "0" or an int.
+    """Returns bytes from "23GiB", "23G", "1.5T", "500 MB", "0" or an int.
 
     K, M, G, T, P are binary (1024) with or without B or iB and in either case: disks are
     sold in powers of ten, but an admin who writes 500G has df -h in mind. A fraction needs
@@ -78,7 +78,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds from "10m", "90s", "1h30m", "250ms", "1d", "15" or a number of seconds.
+    """Returns seconds from "10m", "90s", "1h30m", "250ms", "1d", "15" or a number of seconds.
 
     Units go from large to small, each at most once. What is finer than a nanosecond is rounded.
     """
@@ -91,7 +91,7 @@ def parse_duration(value: object) -> float:
 
 
 def parse_share(value: object) -> float:
-    """A number from 0 to 1 from "80%"; a bare 80 or 0.8 is refused: it could mean either."""
+    """Returns 0 to 1 from "80%". A bare 80 or 0.8 is refused: it could mean either."""
     match = _SHARE.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) > 100:
         raise _unexpected(_A_SHARE, value)
@@ -99,7 +99,7 @@ def parse_share(value: object) -> float:
 
 
 def exact_size(size: int) -> str:
-    """`size` bytes for a file that is read again: "23GiB", "1000"; nothing is rounded."""
+    """Returns `size` bytes as `parse_size` reads them: "23GiB", "1000"; nothing is rounded."""
     power = 0
     while size and size % 1024 == 0 and power < len(_PREFIXES):
         size //= 1024
@@ -108,7 +108,7 @@ def exact_size(size: int) -> str:
 
 
 def format_size(size: float) -> str:
-    """`size` bytes for the eye: "512 B", "1.5 GiB"."""
+    """Returns `size` bytes for people, rounded: "512 B", "1.5 GiB"."""
     power = 0
     # Just below 1024, or 1023.99 MiB would print as 1024 MiB.
     while size >= 1023.95 and power < len(_PREFIXES):
@@ -119,7 +119,7 @@ def format_size(size: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` for the eye: "0.12s", "1m30s", "2h"; below a tenth of a millisecond "0s"."""
+    """Returns `seconds` for people, rounded: "0.12s", "1m30s", "2h"; below 0.1 ms "0s"."""
     if seconds < 0.0001:
         return "0s"
     if seconds < 59.95:
@@ -133,7 +133,7 @@ def format_duration(seconds: float) -> str:
 
 
 def exact_duration(seconds: float) -> str:
-    """`seconds` of `parse_duration` for a file that is read again: "2h", "0.071s"."""
+    """Returns `seconds` as `parse_duration` reads them: "2h", "0.071s"; nothing is rounded."""
     text = format_duration(seconds)
     if parse_duration(text) == seconds:
         return text
@@ -142,13 +142,13 @@ def exact_duration(seconds: float) -> str:
 
 
 def format_rate(size: float, seconds: float) -> str:
-    """`size` bytes in `seconds` for the eye: "2.1 GiB/s"; "-" if no time has passed."""
+    """Returns the rate for people: "2.1 GiB/s"; "-" if no time has passed."""
     return f"{format_size(size / seconds)}/s" if seconds > 0 else "-"
 
 
 def printable(text: str) -> str:
-    """A user's text for people: no control characters, no bytes that are not text, not long."""
-    short = text if len(text) <= MAX_TOLD else text[:MAX_TOLD] + "…"
+    """Returns a user's text as one short line: control characters and undecodable bytes escaped."""
+    short = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
     return "".join(char if char.isprintable() else _escaped(char) for char in short)
 
 
@@ -157,7 +157,7 @@ def _escaped(char: str) -> str:
 
 
 def quote(value: object) -> str:
-    """`value` for an error message: short and on one line, whatever somebody has written."""
+    """Returns `value` for an error message: short and on one line, whatever it is."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

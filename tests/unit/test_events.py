@@ -15,7 +15,7 @@ from forestage import events
 from forestage.events import Event, Outcome, append, read, summary
 from forestage.slurm.job import Hints, Job
 from forestage.system.as_user import User
-from forestage.units import MAX_TOLD, printable
+from forestage.units import MAX_TEXT, printable
 
 JOB = Job(
     id=7,
@@ -37,7 +37,7 @@ def event(job: int = 7, outcome: Outcome | None = None) -> Event:
 def test_a_users_text_is_made_printable_short_and_encodable(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
-    assert len(shown) <= 10 * (MAX_TOLD + 1)
+    assert len(shown) <= 10 * (MAX_TEXT + 1)
     shown.encode()
 
 

@@ -17,7 +17,7 @@ from forestage.slurm.job import (
     read_hints,
 )
 from forestage.system.as_user import User
-from forestage.units import MAX_TOLD
+from forestage.units import MAX_TEXT
 
 ENVIRON = {
     "SLURM_JOB_ID": "42",
@@ -112,7 +112,7 @@ def test_problems_are_few_short_and_printable(comment: str, number: int) -> None
     assert len(problems) == number
     for problem in problems:
         assert problem.isprintable()
-        assert len(problem.encode()) <= MAX_TOLD + len("…".encode())
+        assert len(problem.encode()) <= MAX_TEXT + len("…".encode())
 
 
 TOKEN = st.sampled_from(

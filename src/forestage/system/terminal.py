@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from forestage.units import MAX_TOLD, format_duration, printable
+from forestage.units import MAX_TEXT, format_duration, printable
 
 SHORT_KEY = 12  # hex digits
 BAR = 20  # columns
@@ -142,7 +142,7 @@ def _indented(piece: Piece) -> "RenderableType":
 
 def harmless(text: str) -> str:
     """Pure: a user's text without control characters, in full length."""
-    step = MAX_TOLD
+    step = MAX_TEXT
     return "".join(printable(text[at : at + step]) for at in range(0, len(text), step))
 
 
