@@ -1,4 +1,4 @@
-"""What is told about each hook run: one line, whatever the user has written, and none is lost."""
+"""Events: each is one line, whatever the user has written, and none is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage import events
-from forestage.events import Event, Outcome, append, read, summary
+from forestage.events import Event, Outcome, append, log, read, summary
 from forestage.slurm.job import Hints, Job
 from forestage.system.as_user import User
 from forestage.units import MAX_TEXT, printable
@@ -34,7 +34,7 @@ def event(job: int = 7, outcome: Outcome | None = None) -> Event:
 
 
 @given(st.text())
-def test_a_users_text_is_made_printable_short_and_encodable(text: str) -> None:
+def test_any_text_is_made_printable_short_and_encodable(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     assert len(shown) <= 10 * (MAX_TEXT + 1)
@@ -52,11 +52,11 @@ def test_a_users_text_is_made_printable_short_and_encodable(text: str) -> None:
         ("x" * 1001, "x" * 1000 + "…"),
     ],
 )
-def test_what_is_shown_of_a_text(text: str, shown: str) -> None:
+def test_text_of_a_user_is_shown_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
-def test_the_canonical_line_of_a_copy() -> None:
+def test_summary_of_a_copy_is_logfmt() -> None:
     outcome = Outcome(
         "copied", asked="/a", image="/lustre/a", key="0a", redirect="mounted", bytes=5, wait=0.25
     )
@@ -66,7 +66,7 @@ def test_the_canonical_line_of_a_copy() -> None:
     )
 
 
-def test_the_canonical_line_of_an_epilog_and_of_nothing() -> None:
+def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
     released = Outcome("released", released=2, evicted=("0a", "0b"))
     assert summary(JOB, [released], 0.1) == (
         "user=alice result=released released=2 evicted=0a,0b total=0.100s"
@@ -74,7 +74,7 @@ def test_the_canonical_line_of_an_epilog_and_of_nothing() -> None:
     assert summary(JOB, [], 0.0) == "user=alice total=0.000s"
 
 
-def test_a_step_is_recorded_by_its_number_and_a_hook_without_one(tmp_path: Path) -> None:
+def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     step = msgspec.structs.replace(JOB, step=3)
     events.record(file, 1.0, "step", step, [Outcome("hit")], 0.1)
@@ -84,22 +84,20 @@ def test_a_step_is_recorded_by_its_number_and_a_hook_without_one(tmp_path: Path)
 
 
 @given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))
-def test_no_text_of_a_user_breaks_the_line(
-    asked: str, detail: str, problems: tuple[str, ...]
-) -> None:
+def test_text_of_a_user_breaks_no_line(asked: str, detail: str, problems: tuple[str, ...]) -> None:
     job = msgspec.structs.replace(JOB, hints=Hints(problems=problems))
     line = summary(job, [Outcome("declined", asked=asked, detail=detail)], 1.0)
     assert line.isprintable()
     assert line.endswith(" total=1.000s")
 
 
-def test_a_user_cannot_forge_a_field_of_the_line() -> None:
+def test_text_of_a_user_forges_no_field() -> None:
     asked = '/a" result=hit image="/b'
     line = summary(JOB, [Outcome("declined", asked=asked)], 1.0)
     assert '" result=hit image="' not in line
 
 
-def test_what_is_appended_is_read_in_order(tmp_path: Path) -> None:
+def test_appended_events_are_read_in_order(tmp_path: Path) -> None:
     file = tmp_path / "log/events.jsonl"
     append(file, [event(1), event(2)])
     append(file, [event(3)])
@@ -108,7 +106,7 @@ def test_what_is_appended_is_read_in_order(tmp_path: Path) -> None:
     assert file.parent.stat().st_mode & 0o777 == 0o750
 
 
-def test_nothing_to_tell_makes_no_file(tmp_path: Path) -> None:
+def test_no_event_makes_no_file(tmp_path: Path) -> None:
     append(tmp_path / "log/events.jsonl", [])
     assert list(tmp_path.iterdir()) == []
     assert list(read(tmp_path / "log/events.jsonl")) == []
@@ -117,7 +115,7 @@ def test_nothing_to_tell_makes_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"{\n", b"\n", b"null\n", b"\xff\n", b'{"job":1}\n', b"\0" * 512 + b"\n"]
 )
-def test_a_damaged_line_is_passed_over(tmp_path: Path, garbage: bytes) -> None:
+def test_damaged_line_is_skipped(tmp_path: Path, garbage: bytes) -> None:
     file = tmp_path / "events.jsonl"
     append(file, [event(1)])
     with file.open("ab") as handle:
@@ -126,7 +124,7 @@ def test_a_damaged_line_is_passed_over(tmp_path: Path, garbage: bytes) -> None:
     assert [one.job for one in read(file)] == [1, 2]
 
 
-def test_a_line_cut_short_by_a_crash_does_not_take_the_next_one_along(tmp_path: Path) -> None:
+def test_line_cut_short_by_a_crash_leaves_the_next_one_whole(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     append(file, [event(1)])
     os.truncate(file, file.stat().st_size - 3)
@@ -134,10 +132,10 @@ def test_a_line_cut_short_by_a_crash_does_not_take_the_next_one_along(tmp_path: 
     assert [one.job for one in read(file)] == [2]
 
 
-def test_the_file_does_not_grow_for_ever_and_the_older_half_is_read_first(
+def test_full_log_is_rotated_and_the_older_one_read_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "ROTATE_AT", 200)
+    monkeypatch.setattr(log, "ROTATE_AT", 200)
     file = tmp_path / "events.jsonl"
     for job in range(20):
         append(file, [event(job)])
@@ -147,7 +145,7 @@ def test_the_file_does_not_grow_for_ever_and_the_older_half_is_read_first(
     assert jobs == list(range(jobs[0], 20))
 
 
-def test_two_hooks_that_rotate_at_once_do_not_lose_the_full_log(
+def test_full_log_is_not_lost_when_two_hooks_rotate_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "events.jsonl"
@@ -160,13 +158,13 @@ def test_two_hooks_that_rotate_at_once_do_not_lose_the_full_log(
         append(file, [event(20)])
         flock(fd, operation)
 
-    monkeypatch.setattr(events, "ROTATE_AT", 200)
+    monkeypatch.setattr(log, "ROTATE_AT", 200)
     monkeypatch.setattr(fcntl, "flock", meanwhile)
     append(file, [event(21)])
     assert [one.job for one in read(file)] == list(range(22))
 
 
-def test_each_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """O_APPEND keeps two hooks' lines apart only if each is written at once."""
     written: list[bytes] = []
     write = os.write
@@ -191,7 +189,7 @@ OUTCOMES = st.builds(
 
 
 @given(OUTCOMES)
-def test_an_event_survives_the_file(outcome: Outcome) -> None:
+def test_event_reads_back_as_it_was(outcome: Outcome) -> None:
     line = msgspec.json.encode(event(1, outcome))
     assert b"\n" not in line
     assert msgspec.json.decode(line, type=Event).outcome == outcome

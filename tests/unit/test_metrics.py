@@ -19,7 +19,7 @@ from forestage import events, metrics
 from forestage.cache.layout import Cache
 from forestage.cli.exits import Exit
 from forestage.clock import Clock
-from forestage.events import Event, Outcome, append
+from forestage.events import Event, Outcome, append, log
 from forestage.events.reasons import REASONS
 from forestage.metrics import Facts
 from forestage.paths import Places
@@ -65,7 +65,7 @@ def test_what_was_counted_is_not_counted_again(places: Places) -> None:
 def test_no_event_is_lost_or_counted_twice_when_the_log_is_rotated(
     places: Places, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    monkeypatch.setattr(events, "ROTATE_AT", 800)  # some eight events
+    monkeypatch.setattr(log, "ROTATE_AT", 800)  # some eight events
     for job in range(1, 100):
         append(places.events, [hit(job)])
         if job % every == 0:
@@ -78,7 +78,7 @@ def test_what_was_rotated_away_unread_is_lost_and_nothing_else(
 ) -> None:
     append(places.events, [hit(1)])
     assert hits(count(places)) == 1
-    monkeypatch.setattr(events, "ROTATE_AT", 800)
+    monkeypatch.setattr(log, "ROTATE_AT", 800)
     for job in range(2, 100):
         append(places.events, [hit(job)])
     left = len(list(events.read(places.events)))
@@ -135,7 +135,7 @@ def test_a_line_that_is_being_written_is_counted_when_it_is_whole(places: Places
 def test_a_line_cut_by_a_crash_and_one_without_an_end_are_passed_over(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "LONGEST", 1000)
+    monkeypatch.setattr(log, "MAX_LINE", 1000)
     append(places.events, [hit(1)])
     with places.events.open("ab") as file:
         file.write(b"x" * 2500 + b'\n{"time":')
@@ -161,7 +161,7 @@ def test_a_run_that_ends_before_it_has_written_counts_nothing(
 def test_runs_beside_each_other_and_beside_hooks_count_each_event_once(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "ROTATE_AT", 16_000)  # some 160 events: rotated twice or so
+    monkeypatch.setattr(log, "ROTATE_AT", 16_000)  # some 160 events: rotated twice or so
     monkeypatch.setattr(metrics, "PATIENCE", 600.0)
 
     def hooks(number: int) -> None:
@@ -210,11 +210,11 @@ def test_a_damaged_tally_begins_anew_with_what_the_logs_have(
 def test_the_tally_does_not_remember_every_log_that_ever_was(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "ROTATE_AT", 1)
+    monkeypatch.setattr(log, "ROTATE_AT", 1)
     for job in range(20):
         append(places.events, [hit(job)])
         count(places)
-    assert len(metrics._read(places.tally).seen) == events.REMEMBERED
+    assert len(metrics._read(places.tally).seen) == log.MAX_SEEN
 
 
 # --- what the text says

@@ -1,4 +1,9 @@
-"""What happened: a JSON line for each image of each hook run, read by `forestage explain`."""
+"""The event log, events.jsonl: a JSON line for each image of each hook run and each stager.
+
+Hooks append without a lock, one write(2) for each line. At ROTATE_AT the file becomes
+events.jsonl.1, in place of the one before; the only lock is that of the two hooks which may see the
+full file at once. Lines that a crash cut short are skipped by every reader.
+"""
 
 import fcntl
 import os
@@ -15,8 +20,8 @@ Result = Literal["hit", "joined", "copied", "started", "declined", "failed", "re
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
-LONGEST = 1024 * 1024  # bytes of a line; all of 16 images is below 64 KiB
-REMEMBERED = 4  # logs that `unread` knows: at most two are there at once
+MAX_LINE = 1024 * 1024  # bytes; an event is below 64 KiB, whatever its user wrote
+MAX_SEEN = 4  # logs that `unread` remembers: at most two are there at once
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -25,8 +30,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     `started`: the job's steps will wait for the copy. Bytes are those copied by this hook; `wait`
     is seconds spent on staging. Of a stager's own outcome `copying` seconds went into the bytes,
     `resumed` of them were here before and `from_peers` came from other nodes, to which `served`
-    bytes went meanwhile. In the Epilog `evicted` are the keys that went and `released` counts
-    redirects unmounted.
+    bytes went meanwhile. In the Epilog `evicted` are the evicted keys and `released` counts
+    redirects that were unmounted.
     """
 
     result: Result
@@ -65,7 +70,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
-    """The canonical log line of a hook run, after its name and job; logfmt. Pure."""
+    """Returns the log line of a hook run, after its name and job, in logfmt. Pure."""
     parts = [f"user={job.user.name}"]
     for outcome in outcomes:
         facts = {
@@ -88,7 +93,7 @@ def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
 
 
 def field(value: object) -> str:
-    """Pure: a value of the log line, in quotes where it would not be one word."""
+    """Returns a value of the log line, in quotes where it would not be one word. Pure."""
     text = printable(str(value))
     if not any(char in text for char in ' ="\\'):
         return text
@@ -100,7 +105,7 @@ def field(value: object) -> str:
 def record(
     file: Path, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
 ) -> None:
-    """Adds an event for each outcome of one run; all have the run's time and total (seconds)."""
+    """Appends an event for each outcome of one run; all have its time and `total`, in seconds."""
     append(
         file,
         [
@@ -123,7 +128,10 @@ def record(
 
 
 def append(file: Path, events: Iterable[Event]) -> None:
-    """Adds lines. Each is one write to a file opened for appending, so hooks do not mix theirs."""
+    """Appends events, one write each, so that the lines of two hooks do not mix.
+
+    Raises OSError. `file` may be missing, and its directory too.
+    """
     lines = [msgspec.json.encode(event) + b"\n" for event in events]
     if not lines:
         return
@@ -143,9 +151,9 @@ def append(file: Path, events: Iterable[Event]) -> None:
 
 
 def read(file: Path) -> Iterator[Event]:
-    """Every event that can be read, oldest first; a line cut short by a crash is passed over."""
+    """Yields every event that can be decoded, oldest first."""
     for handle in _logs(file):
-        yield from (event for event in each(handle) if event)
+        yield from (event for event in decoded_lines(handle) if event)
 
 
 def _logs(file: Path) -> Iterator[BinaryIO]:
@@ -159,43 +167,43 @@ def _logs(file: Path) -> Iterator[BinaryIO]:
             yield handle
 
 
-def each(log: BinaryIO) -> Iterator[Event | None]:
-    """Every line of an open log, in its order; None for one that cannot be read."""
+def decoded_lines(log: BinaryIO) -> Iterator[Event | None]:
+    """Yields the event of each line of an open log; None for one that cannot be decoded."""
     # A bounded piece at a time: what is no line of ours may be a terabyte without an end.
-    while line := log.readline(LONGEST):
+    while line := log.readline(MAX_LINE):
         yield _decoded(line)
 
 
 def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
-    """Every event that was not given before, oldest first; for one reader at a time.
+    """Yields every event that was not yielded before, oldest first; for one reader at a time.
 
-    `seen` says how far each log was read, and grows: bytes, by a hash of the log's first line. No
-    inode identifies a log, as the next one may get it; no name does, as logs are rotated.
+    `seen` says how far each log was read, and is updated: bytes, by a hash of the log's first line.
+    An inode does not identify a log, as the next one may get it; nor does its name, as it changes.
     """
     for handle in _logs(file):
-        first = handle.readline(LONGEST)
+        first = handle.readline(MAX_LINE)
         if not _is_whole(first):
             continue
-        name = _name(first)
+        name = _first_line_hash(first)
         # The tail may be lost in a crash: what comes in its place is new.
         at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
         handle.seek(at)
-        while _is_whole(line := handle.readline(LONGEST)):
+        while _is_whole(line := handle.readline(MAX_LINE)):
             at += len(line)
             if event := _decoded(line):
                 yield event
         seen[name] = at
     # A log that was moved between our two looks is found next time; older ones are gone for good.
-    for name in list(seen)[:-REMEMBERED]:
+    for name in list(seen)[:-MAX_SEEN]:
         del seen[name]
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether nobody is writing it: the end of the line is there, or will never be."""
-    return line.endswith(b"\n") or len(line) == LONGEST
+    """Whether nobody is still writing the line: it ends, or is longer than any of ours."""
+    return line.endswith(b"\n") or len(line) == MAX_LINE
 
 
-def _name(line: bytes) -> str:
+def _first_line_hash(line: bytes) -> str:
     from hashlib import blake2b  # no hook needs it
 
     return blake2b(line, digest_size=12).hexdigest()

@@ -1,4 +1,4 @@
-"""The reasons an outcome may name, each with what it means for people."""
+"""The reasons of outcomes, each with a sentence for people; the outcome's `detail` is added."""
 
 REASONS = {
     "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
@@ -35,7 +35,7 @@ REASONS = {
     "program": "A program that forestage needs is not installed.",
     "helper": "A process of forestage's own died.",
     "acl": "The cache's file system cannot keep the file's access rights.",
-    "redirect": "The local copy could not be mounted over the path, or unmounted. In an Epilog:"
+    "redirect": "The local copy could not be mounted over the path, or be unmounted. Of an Epilog:"
     " the file server does not answer; a later Epilog unmounts it.",
     "slurm-conf": "Slurm's configuration could not be read.",
     "io": "The node had an I/O error.",

@@ -52,7 +52,7 @@ def _read_one(
     log: BinaryIO, name: str, sums: Sums, first_events: set[Event], counts: LogCounts
 ) -> None:
     is_first = True
-    for event in events.each(log):
+    for event in events.decoded_lines(log):
         if event is None:
             counts.damaged_lines += 1
             continue
