@@ -19,7 +19,7 @@ PAGES = REPO / "packaging/man"
 DOCS = (REPO / "README.md", *sorted((REPO / "docs").glob("*.md")))
 
 
-def test_the_page_of_the_configuration_is_made_from_the_keys() -> None:
+def test_configuration_page_is_made_from_the_keys() -> None:
     made = subprocess.run(
         [sys.executable, PAGES / "configuration"], capture_output=True, text=True, check=True
     )
@@ -29,7 +29,7 @@ def test_the_page_of_the_configuration_is_made_from_the_keys() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.glob("*.[0-9]")), ids=lambda page: page.name)
-def test_man_can_show_a_page(page: Path) -> None:
+def test_page_has_only_known_requests(page: Path) -> None:
     """A line of text that begins with a dot or a quote would be taken for a request."""
     known = {"TH", "SH", "SS", "TP", "IP", "PP", "B", "I", "BR", "RB", "IR", "RI", "BI", "IB"}
     known |= {"EX", "EE", "in", "br", "nf", "fi", "RS", "RE", '\\"'}
@@ -40,14 +40,14 @@ def test_man_can_show_a_page(page: Path) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Calls of forestage: lines of code, without what two blanks part from them; inline code."""
+    """Calls of forestage: in lines of code, up to two spaces or an operator; in inline code."""
     lines = re.findall(r"^ {4}(?:# |\$ )?(forestage .*)$", text, re.MULTILINE)
     lines += re.findall(r"`(forestage [^`]*)`", text)
     return [shlex.split(re.split(r"  +|;|\||>", line)[0])[1:] for line in lines]
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_a_command_in_the_documents_is_one_that_there_is(page: Path) -> None:
+def test_command_in_the_documents_exists(page: Path) -> None:
     for words in commands(page.read_text()):
         if not words or words[0] == "step" or not re.fullmatch(r"[a-z][a-z-]*", words[0]):
             continue  # a sentence, or what the companion runs
@@ -61,13 +61,13 @@ def test_a_command_in_the_documents_is_one_that_there_is(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_a_link_in_the_documents_leads_somewhere(page: Path) -> None:
+def test_link_in_the_documents_leads_to_a_file(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", page.read_text()):
         assert not target or "://" in target or (page.parent / target).exists(), target
 
 
-def test_each_safety_rule_names_a_test_that_there_is() -> None:
-    """That it fails without its rule was seen when the row was written."""
+def test_safety_rule_names_a_test_that_exists() -> None:
+    """That the test fails without its rule was tried when the row was written."""
     rows = re.findall(r"`(\S+\.py)::(\w+)`", (REPO / "docs/safety-rules.md").read_text())
     assert len(rows) > 100
     for file, name in rows:
