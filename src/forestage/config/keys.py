@@ -88,6 +88,12 @@ class Key(msgspec.Struct, frozen=True):
         return f"a whole number from {show(info.ge)} to {show(info.le)}"
 
 
+class JobKey(Key, frozen=True):
+    """A key that may differ between partitions: it concerns a job, not the node's one cache."""
+
+    per_partition: bool = True
+
+
 class Peering(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
@@ -100,8 +106,7 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
         Key('An address, a name or an interface; "" is all addresses.', values.LISTEN),
     ] = ""
     address: Annotated[
-        str,
-        Key("Where a node is found, such as {node}-ib or {node}.cluster:7718.", values.PATTERN),
+        str, Key("Where a node is found, such as {node}-ib or {node}.cluster:7718.", values.PATTERN)
     ] = "{node}"
     addresses: Annotated[
         Mapping[str, str],
@@ -142,14 +147,10 @@ class Metering(msgspec.Struct, frozen=True, kw_only=True):
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The settings one job is served with. Sizes are bytes, durations seconds."""
 
-    enabled: Annotated[bool, Key("If false, the hooks do nothing.", per_partition=True)] = True
+    enabled: Annotated[bool, JobKey("If false, the hooks do nothing.")] = True
     sources: Annotated[
         tuple[str, ...],
-        Key(
-            "Absolute directories; only regular files below them are staged.",
-            values.PATHS,
-            per_partition=True,
-        ),
+        JobKey("Absolute directories; only regular files below them are staged.", values.PATHS),
     ] = ()
     cache: Annotated[
         str, Key("Where the cache lies on the node; not below /tmp or /dev/shm.", values.CACHE)
@@ -159,16 +160,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     max_image_size: Annotated[
         Limit,
-        Key(
-            "Images above this size are not staged; null is no limit.",
-            values.SIZE,
-            "null",
-            per_partition=True,
-        ),
+        JobKey("Images above this size are not staged; null is no limit.", values.SIZE, "null"),
     ] = None
     max_size: Annotated[
-        Amount,
-        Key("The most the cache may take: a size, or a share of its disk.", values.CAPACITY),
+        Amount, Key("The most the cache may take: a size, or a share of its disk.", values.CAPACITY)
     ] = Amount(share=0.9)
     min_free: Annotated[
         Amount, Key("What always stays free on that disk: a size, or a share.", values.AMOUNT)
@@ -177,11 +172,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Amount, Key("The Epilog and the timer evict down to this share of max_size.", values.SHARE)
     ] = Amount(share=0.8)
     redirect: Annotated[
-        Redirect,
-        Key(
-            "How the path shows the copy: bind (whole node), spank (one step), none.",
-            per_partition=True,
-        ),
+        Redirect, JobKey("How the path shows the copy: bind (whole node), spank (one step), none.")
     ] = "bind"
     engine: Annotated[
         Engine, Key("chunks copies with several threads, rsync runs that program.")
@@ -201,62 +192,47 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         True
     )
     bandwidth: Annotated[
-        Limit,
-        Key("The most one copy may read in a second; null is no limit.", values.SIZE, "null"),
+        Limit, Key("The most one copy may read in a second; null is no limit.", values.SIZE, "null")
     ] = None
     max_copies: Annotated[UpTo64, Key("Copies at once on a node; further ones queue in order.")] = 4
     deadline: Annotated[
         float | None,
-        Key(
+        JobKey(
             "How long a hook may make a job wait; auto is what slurm.conf allows.",
             values.DURATION,
             "auto",
-            per_partition=True,
         ),
     ] = None
     prolog_wait: Annotated[
         float | None,
-        Key(
-            "How long of that for copies; auto is all, 0 only starts them.",
-            values.DURATION,
-            "auto",
-            per_partition=True,
+        JobKey(
+            "How long of that for copies; auto is all, 0 only starts them.", values.DURATION, "auto"
         ),
     ] = None
     step_wait: Annotated[
         float,
         # slurm_step_launch_wait_start() of srun ends a step that has not begun after 600 s.
-        Key(
-            "How long a step may wait for a copy; srun gives up after 10m.",
-            values.DURATION,
-            per_partition=True,
-        ),
+        JobKey("How long a step may wait for a copy; srun gives up after 10m.", values.DURATION),
     ] = 480.0
     on_deadline: Annotated[
         OnDeadline,
-        Key(
-            "What a copy does when its job has started without it: continue, or abort.",
-            per_partition=True,
-        ),
+        JobKey("What a copy does when its job has started without it: continue, or abort."),
     ] = "continue"
     max_stage_wait: Annotated[
-        float,
-        Key("The most that a user's stage-wait= may ask for.", values.DURATION, per_partition=True),
+        float, JobKey("The most that a user's stage-wait= may ask for.", values.DURATION)
     ] = 600.0
     on_error: Annotated[
-        OnError,
-        Key("What our own failure does to the node: continue, or drain it.", per_partition=True),
+        OnError, JobKey("What our own failure does to the node: continue, or drain it.")
     ] = "continue"
     user_messages: Annotated[
-        UserMessages,
-        Key("What a step's user reads: none, problems, or all.", per_partition=True),
+        UserMessages, JobKey("What a step's user reads: none, problems, or all.")
     ] = "problems"
     peers: Peering = Peering()
     metrics: Metering = Metering()
 
 
 def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
-    # Not get_type_hints(), which evaluates them all again: each hook would pay 2 ms for it.
+    # Not get_type_hints(), which evaluates them all again: each hook would pay for it.
     for name, hint in struct.__annotations__.items():
         if hasattr(hint, "__metadata__"):
             yield above + name, msgspec.structs.replace(hint.__metadata__[-1], type=hint)
@@ -271,7 +247,6 @@ GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in n
 """Keys of the file that hold keys: `peers`, `metrics`."""
 
 PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
-"""Keys that may differ between partitions: what concerns a job, not the node's one cache."""
 
 _GROUP_SENTENCES = {
     "peers": "Chunks from the other nodes of the job, so that they read the shared file system"
