@@ -3,8 +3,7 @@
 import msgspec
 
 from forestage.activate import Plan
-from forestage.system.terminal import Line, Piece, count
-from forestage.unredirect import Undone
+from forestage.system.terminal import Line, Piece
 
 RECONFIGURE = "scontrol reconfigure"
 RESTART = "systemctl restart slurmd"
@@ -76,11 +75,3 @@ def _next(plan: Plan) -> str:
     if any("plugstack" in name for name in names):
         return f"{RECONFIGURE}, and on each node {RESTART} (running jobs go on)"
     return RECONFIGURE if names else "nothing more, slurmd looks at each job"
-
-
-def undone(done: Undone) -> list[Piece]:
-    """Pure."""
-    told = [f"{path}: redirect taken off" for path in done.paths]
-    told += [f"Problem: {problem}" for problem in done.problems]
-    told.append(f"{count(len(done.paths), 'redirect')} taken off.")
-    return [Line(text) for text in told]

@@ -1,4 +1,4 @@
-"""Which images, users and hooks does this node's event log tell of? For `check`."""
+"""Images, users and hooks that this node's event log records, for `check`."""
 
 import contextlib
 import pwd
@@ -31,7 +31,7 @@ class Uses(msgspec.Struct, frozen=True):
 
 
 def gather(places: Places) -> Uses:
-    """Reads the log; one that cannot be read tells of nothing."""
+    """Reads the log; one that cannot be read counts as empty."""
     with contextlib.suppress(OSError):
         return tally(events.read(places.events))
     return Uses()
@@ -62,7 +62,7 @@ def tally(log: Iterable[Event]) -> Uses:
 
 
 def somebody(uses: Uses) -> User:
-    """For whom the shared file system must be readable: the last job's user, else `nobody`."""
+    """A user for whom the shared file system must be readable: the last job's, else `nobody`."""
     name, uid = uses.user or ("nobody", 65534)
     try:
         return User(name, uid, pwd.getpwuid(uid).pw_gid)

@@ -26,7 +26,7 @@ from node import Node, until
 SOURCES = Path(stager.__file__).parent
 POINT = re.compile(r'trace\.point\("(\w+)"\)')
 NAMES = sorted(
-    {name for file in SOURCES.glob("*.py") for name in POINT.findall(file.read_text())}
+    {name for file in SOURCES.rglob("*.py") for name in POINT.findall(file.read_text())}
     - {"looking"}  # passed in the child that acts as the user
 )
 CASES = [("chunks", name) for name in NAMES] + [

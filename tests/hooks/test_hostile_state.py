@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from forestage import counters, events, sweep
+from forestage import counters, events
+from forestage.admin import sweep
 from forestage.cache import digest, image, space
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
@@ -249,7 +250,7 @@ def test_what_lies_in_the_cache_by_a_wrong_name_is_evicted_first(
     assert node.entries() == {well.key}
 
 
-SPOILT = ("entry.json", "image", "map", "used", "boot", "")
+SPOILT = ("entry.json", "image", "map", "used", "")
 
 
 def spoil_each(node: Node, victim: Path, damage: Damage) -> dict[str, Image]:
@@ -273,8 +274,8 @@ def test_the_sweep_after_a_restart_ends_and_keeps_what_is_right(
     here = Here.of(load_settings(node.places.etc).config, node.places, Clock())
     done = sweep.sweep(here, Slurm(""), False, lambda text: None)
     assert done.problems == ()
-    assert node.entries() == {made[file].key for file in ("none", "used", "boot")}
-    assert sum(one.result == "ok" for one in done.verified) == 3
+    assert node.entries() == {made[file].key for file in ("none", "used")}
+    assert sum(one.result == "ok" for one in done.verified) == 2
     again = sweep.sweep(here, Slurm(""), False, lambda text: None)
     assert (again.verified, again.problems) == ((), ())
 
@@ -288,7 +289,7 @@ def test_verifying_all_ends_and_keeps_what_is_right(
     world = World(node.places, Clock())
     done = CliRunner().invoke(main, ["verify", "--all"], obj=world, catch_exceptions=False)
     assert done.exit_code == Exit.BAD
-    assert node.entries() == {made[file].key for file in ("none", "used", "boot")}
+    assert node.entries() == {made[file].key for file in ("none", "used")}
 
 
 @each(DAMAGES[1:])

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from forestage import sweep
+from forestage.admin import sweep
+from forestage.admin.sweep import SweepReport
 from forestage.cache import redirect
 from forestage.cache.lease import Use
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.slurm.queue import Slurm, Told
-from forestage.sweep import Swept
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from node import ALICE, BOB, HANGS, Node, content, until
@@ -52,15 +52,13 @@ def here(node: Node) -> Here:
     return Here.of(config, node.places, Clock())
 
 
-def swept(node: Node, slurm: Slurm) -> Swept:
+def swept(node: Node, slurm: Slurm) -> SweepReport:
     done = sweep.sweep(here(node), slurm, False, lambda text: None)
     assert (done.doubt, done.problems) == ("", ())
     return done
 
 
-def test_a_jobs_redirect_goes_with_its_lease_and_the_path_shows_its_source(
-    node: Node, running: Running
-) -> None:
+def test_redirect_of_released_lease_is_unmounted(node: Node, running: Running) -> None:
     path, other = node.put("alice/a.sqsh"), node.put("bob/b.sqsh", content(2), BOB)
     node.prolog(7, path)
     node.prolog(8, other, user=BOB)
@@ -72,7 +70,7 @@ def test_a_jobs_redirect_goes_with_its_lease_and_the_path_shows_its_source(
     assert node.binds() == {str(other): node.identity(other).key}
 
 
-def test_a_redirect_that_another_job_needs_stays(node: Node, running: Running) -> None:
+def test_redirect_that_another_job_needs_is_kept(node: Node, running: Running) -> None:
     path = node.put("alice/a.sqsh")
     node.prolog(7, path)
     node.prolog(8, path)
@@ -81,7 +79,7 @@ def test_a_redirect_that_another_job_needs_stays(node: Node, running: Running) -
     assert node.shows_entry(path, node.identity(path).key)
 
 
-def test_a_redirect_that_a_killed_hook_left_comes_off(node: Node, running: Running) -> None:
+def test_redirect_left_by_killed_hook_is_unmounted(node: Node, running: Running) -> None:
     path = node.put("alice/a.sqsh")
     node.prolog(7, path)
     node.leases.drop(7)
@@ -90,13 +88,13 @@ def test_a_redirect_that_a_killed_hook_left_comes_off(node: Node, running: Runni
     assert node.shows_source(path)
 
 
-def test_what_hangs_is_told_by_the_mount_below_it(
+def test_hanging_redirect_is_reported_by_the_mount_below(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the sweep waits for it once, and not for each owner's paths."""
 
     def hangs(binds: list[redirect.Bind], user: User) -> None:
-        raise as_user.TooSlow
+        raise as_user.TooSlow("no answer")
 
     node.prolog(7, node.put("alice/a.sqsh"))
     (bind,) = redirect.binds(node.cache)
@@ -106,7 +104,7 @@ def test_what_hangs_is_told_by_the_mount_below_it(
     assert caught.value.hung == {bind.mount.parent}
 
 
-def test_the_epilog_after_the_sweep_does_no_harm(node: Node, running: Running) -> None:
+def test_epilog_after_sweep_does_no_harm(node: Node, running: Running) -> None:
     path = node.put("alice/a.sqsh")
     node.prolog(7, path)
     swept(node, running)
@@ -115,7 +113,7 @@ def test_the_epilog_after_the_sweep_does_no_harm(node: Node, running: Running) -
 
 
 @pytest.mark.parametrize("redirect", ["bind", "spank", "none"])
-def test_a_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
+def test_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
     node: Node, running: Running, redirect: str
 ) -> None:
     """The lease of its former run is there still, and its Prolog goes on with that."""
@@ -125,11 +123,11 @@ def test_a_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
 
     class Slow(Running):
         def job(self, job: int) -> Told | None:
-            told = super().job(job)
+            printed = super().job(job)
             before = node.leases.mark(7)
             # The kernel's clock ticks in milliseconds, and a real Slurm takes some.
             until(lambda: node.prolog(7, path) and node.leases.mark(7) != before, "a tick")
-            return told
+            return printed
 
     assert swept(node, Slow("", "", running.proc)).released == ()
     lease = node.lease(7)
@@ -147,7 +145,7 @@ ROUNDS = 20
 
 
 @pytest.mark.parametrize("seed", [2])
-def test_sweeps_beside_hooks_never_take_what_a_running_job_has(
+def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
     node: Node, running: Running, seed: int
 ) -> None:
     dice = random.Random(seed)
@@ -190,8 +188,8 @@ def test_sweeps_beside_hooks_never_take_what_a_running_job_has(
     assert all(node.shows_source(path) for path in paths)
 
 
-def test_a_lease_says_which_node_it_is_of(node: Node) -> None:
-    """Slurm's name for it, by which a job that was requeued to another one is told."""
+def test_lease_names_its_node(node: Node) -> None:
+    """Slurm's name for it, by which a job that was requeued to another one is printed."""
     path = node.put("alice/a.sqsh")
     node.prolog(7, path)
     node.prolog(8, path, comment="stage=off")

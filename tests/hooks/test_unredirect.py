@@ -1,22 +1,25 @@
-"""Every redirect comes off at once, and none is laid behind it: after that the package may go."""
+"""`forestage unredirect`: every redirect is unmounted, and no hook mounts another behind it."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 
-from forestage import trace, unredirect
-from forestage.cli.world import World
+from forestage import trace
+from forestage.admin.unredirect import Unredirected
+from forestage.cli.main import World, main
 from forestage.clock import Clock
 from forestage.system import lock
-from forestage.unredirect import Undone
 from node import BOB, Node, content
 
 
-def undo(node: Node) -> Undone:
-    return unredirect.unredirect(World(node.places, Clock()))
+def undo(node: Node) -> Unredirected:
+    done = CliRunner().invoke(main, ["unredirect", "--json"], obj=World(node.places, Clock()))
+    return msgspec.json.decode(done.stdout, type=Unredirected)
 
 
 def switch_off(node: Node) -> None:
@@ -30,7 +33,7 @@ def configured(node: Node) -> Node:
     return node
 
 
-def test_paths_show_their_sources_and_running_jobs_keep_what_they_have_open(
+def test_unredirected_paths_show_sources_and_open_files_stay(
     configured: Node,
 ) -> None:
     node = configured
@@ -48,17 +51,17 @@ def test_paths_show_their_sources_and_running_jobs_keep_what_they_have_open(
     assert undo(node).paths == ()
 
 
-def test_a_hook_that_waited_for_its_copy_lays_nothing_behind_it(
+def test_hook_that_waited_for_its_copy_mounts_nothing_after_unredirect(
     configured: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the program gone, nobody would take that redirect off any more."""
+    """With the program gone, nobody would unmount that redirect any more."""
     node = configured
     path = node.put("alice/a.sqsh")
 
     def removed_meanwhile(point: str) -> None:
-        if point == "published":  # the hook has looked at the switch long ago
+        if point == "published":  # long after the hook has read the switch
             switch_off(node)
-            unredirect.unredirect(World(node.places, Clock()))
+            undo(node)
 
     monkeypatch.setattr(trace, "listener", removed_meanwhile)
     assert node.prolog(7, path).said == ("declined", "disabled")
@@ -66,7 +69,7 @@ def test_a_hook_that_waited_for_its_copy_lays_nothing_behind_it(
     assert node.shows_source(path)
 
 
-def test_a_broken_configuration_keeps_no_redirect(configured: Node) -> None:
+def test_broken_configuration_keeps_no_redirect(configured: Node) -> None:
     node = configured
     path = node.put("alice/a.sqsh")
     node.prolog(7, path)
@@ -75,9 +78,7 @@ def test_a_broken_configuration_keeps_no_redirect(configured: Node) -> None:
     assert node.shows_source(path)
 
 
-def test_a_lock_that_stays_held_does_not_keep_them(
-    configured: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_lock_keeps_no_redirect(configured: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node = configured
     path = node.put("alice/a.sqsh")
     node.prolog(7, path)
@@ -91,5 +92,5 @@ def test_a_lock_that_stays_held_does_not_keep_them(
     assert node.shows_source(path)
 
 
-def test_a_node_without_a_cache_has_none(configured: Node) -> None:
-    assert undo(configured) == Undone((), ())
+def test_node_without_cache_has_no_redirect(configured: Node) -> None:
+    assert undo(configured) == Unredirected((), ())

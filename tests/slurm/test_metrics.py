@@ -177,7 +177,7 @@ def work(site: Site) -> None:
     site.configure()
 
 
-def test_what_prometheus_shows_is_what_happened(site: Site, prometheus: Prometheus) -> None:
+def test_prometheus_shows_what_happened(site: Site, prometheus: Prometheus) -> None:
     write(site, prometheus)
     base = {node: results(site, node) for node in NODES}
 
@@ -240,7 +240,7 @@ def must_alert(prometheus: Prometheus) -> None:
     assert {rule["health"] for rule in rules} == {"ok"}
 
 
-def test_counters_go_on_after_a_restart_of_the_node(site: Site) -> None:
+def test_counters_survive_a_reboot(site: Site) -> None:
     site.srun(site.image("before"), node="n1")
     before = site.command("metrics", "--print", node="n1")
     site.cluster.node_reboot("n1")

@@ -46,9 +46,9 @@ def sweep(site: Site, *words: str, node: str = "n1", conf: str = "") -> tuple[in
     """Its exit status, the jobs whose leases it released, and what it says of Slurm."""
     argv, env = [CLI, "sweep", "--json", *words], {"SLURM_CONF": conf} if conf else {}
     ran = site.cluster.run(argv, user="root", node=node, env=env, check=False)
-    told = json.loads(ran.stdout)
-    assert told["problems"] == []
-    return ran.returncode, [one["job"] for one in told["released"]], told["doubt"]
+    printed = json.loads(ran.stdout)
+    assert printed["problems"] == []
+    return ran.returncode, [one["job"] for one in printed["released"]], printed["doubt"]
 
 
 def leased(site: Site, node: str = "n1") -> list[int]:
@@ -86,7 +86,7 @@ def down(site: Site, node: str) -> None:
     site.root(["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=dead"], node)
 
 
-def test_the_lease_of_a_job_whose_slurmd_was_killed_goes_when_slurm_has_given_it_up(
+def test_lease_after_killed_slurmd_is_released_once_slurm_ends_the_job(
     site: Site,
 ) -> None:
     image = site.image("a")
@@ -113,7 +113,7 @@ def test_the_lease_of_a_job_whose_slurmd_was_killed_goes_when_slurm_has_given_it
 
 
 @pytest.mark.long
-def test_a_running_jobs_lease_stays_whatever_kind_of_job_it_is(site: Site) -> None:
+def test_lease_of_running_job_of_any_kind_is_kept(site: Site) -> None:
     """Tasks of an array and parts of a heterogeneous job have numbers of their own."""
     hint = f"--comment=stage={site.image('a')}"
     wait = "until test -e /shared/alice/enough; do sleep 0.1; done"
@@ -140,7 +140,7 @@ def test_a_running_jobs_lease_stays_whatever_kind_of_job_it_is(site: Site) -> No
         site.cluster.wait_idle()
 
 
-def test_a_silent_slurmctld_or_another_clusters_releases_nothing(site: Site) -> None:
+def test_silent_or_foreign_slurmctld_releases_nothing(site: Site) -> None:
     with site.holding(site.image("a")):
         forge(site, NEVER)
         before = leased(site)
@@ -176,7 +176,7 @@ def stopped_slurmctld(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_job_that_was_requeued_to_another_node_keeps_nothing_here(site: Site) -> None:
+def test_job_requeued_to_another_node_loses_its_lease_here(site: Site) -> None:
     hint = f"--comment=stage={site.image('a')}"
     wait = "until test -e /shared/alice/done; do sleep 0.1; done"
     script = f"#!/bin/sh\ntouch /shared/alice/launched\n{wait}\n"

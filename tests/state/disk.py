@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from forestage.admin.sweep import PROVEN
 from forestage.cache.layout import Cache
-from forestage.proof import PROVEN
 
 Inode = tuple[int, int]  # device and number; a tmpfs never gives a number twice
 

@@ -12,10 +12,9 @@ from model import MISSING, Seen, Version, content
 from played import Shifted
 from promises import HOUR, Promises
 
-from forestage import entries, evictions, pins
-from forestage.cli.world import World
+from forestage.admin import evict, inventory
+from forestage.admin.unredirect import unredirect
 from forestage.system.as_user import User
-from forestage.unredirect import unredirect
 from node import ALICE, BOB
 
 names = st.sampled_from(NAMES)
@@ -41,8 +40,8 @@ class Machine(Promises):
 
     # What admins do
 
-    def here(self) -> entries.Holdings:
-        return entries.gather(self.lab.here(self.clock))
+    def here(self) -> inventory.Holdings:
+        return inventory.gather(self.lab.here(self.clock))
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[None]:
@@ -60,7 +59,7 @@ class Machine(Promises):
 
     def evict_whatever_may_go(self) -> None:
         before = self.here().items
-        done = evictions.exactly(self.lab.here(self.clock), before, dry_run=False)
+        done = evict.exactly(self.lab.here(self.clock), before, dry_run=False)
         stay = {one.key for one in before if one.jobs or one.pinned}
         assert {one.key for one in done.verdicts if not one.evicted} == stay
         assert self.node.entries() >= stay
@@ -68,12 +67,12 @@ class Machine(Promises):
     @rule()
     def evict_to_watermark(self) -> None:
         with self.admin():
-            evictions.to_watermark(self.lab.here(self.clock), dry_run=False)
+            evict.to_watermark(self.lab.here(self.clock), dry_run=False)
             self.check_room()
 
     @rule(which=st.integers(0, 9), pinned=st.booleans())
     def pin(self, which: int, pinned: bool) -> None:
-        change = pins.pin if pinned else pins.unpin
+        change = evict.pin if pinned else evict.unpin
         with self.admin():
             items = sorted(self.here().items, key=lambda one: one.key)
             if items:
@@ -101,7 +100,7 @@ class Machine(Promises):
 
     @rule()
     def unredirect_all(self) -> None:
-        done = unredirect(World(self.node.places, self.clock))
+        done = unredirect(self.lab.here(self.clock))
         assert not done.problems
         assert self.node.binds() == {}
 

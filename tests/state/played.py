@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from forestage import sweep
+from forestage.admin import sweep
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.events import Outcome

@@ -727,7 +727,7 @@ def test_memory_is_bounded_by_the_threads(
     pair.random(size * CHUNK)
     pair.reserve()
     made: list[int] = []
-    real = buffers.piece
+    real = reading.buffer
 
     def noting(chunk: int) -> memoryview:
         made.append(chunk)
@@ -756,7 +756,7 @@ def test_a_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
 
 @pytest.mark.parametrize("chunk", [CHUNK, 16 * CHUNK])
 def test_pieces_fill_huge_pages(chunk: int) -> None:
-    memory = buffers.piece(chunk)
+    memory = reading.buffer(chunk)
     assert len(memory) == min(chunk, buffers.PIECE)
     memory[-1] = 1
     at = address(memory)

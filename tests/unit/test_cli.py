@@ -134,6 +134,7 @@ def test_manual_page_names_every_command_and_option() -> None:
     ],
 )
 def test_each_error_has_its_exit_status(error: Exception, expected: Exit) -> None:
+    assert isinstance(error, ForestageError | OSError)
     assert exits.of(error) is expected
 
 
@@ -472,7 +473,7 @@ def test_evict_says_when_leases_keep_it_above_the_watermark(site: Site) -> None:
     site.configure("max_size: 512K\n")
     done = site.run("evict")
     assert done.exit_code == Exit.OK
-    assert "Still, the cache takes" in done.stdout
+    assert "The cache still takes" in done.stdout
 
 
 def test_dry_run_promises_what_evict_then_does(site: Site) -> None:

@@ -19,7 +19,19 @@ import pytest
 from click.testing import CliRunner
 
 from commands import CHUNK, NOW, Site
-from forestage import copies, trace
+from forestage import trace
+from forestage.admin import copies
+from forestage.admin.copies import (
+    Copy,
+    LivePart,
+    Snapshot,
+    bars,
+    jobs,
+    lines,
+    state,
+    table,
+    under_way,
+)
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Lease, Use
@@ -27,7 +39,6 @@ from forestage.cache.part import ENTRY_BYTES, Owner
 from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
 from forestage.clock import Clock
-from forestage.copies import Copy, Found, Snapshot, bars, jobs, lines, state, table, under_way
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Piece, write
@@ -48,9 +59,9 @@ def owner(path: str = PATH, **facts: object) -> Owner:
     return msgspec.structs.replace(made, **facts)
 
 
-def found(key: str = "k1", copied: int = 0, **facts: object) -> Found:
+def found(key: str = "k1", copied: int = 0, **facts: object) -> LivePart:
     its = owner(**facts)  # type: ignore[arg-type]
-    return Found(key, its.image.identity, its.engine, copied, its)
+    return LivePart(key, its.image.identity, its.engine, copied, its)
 
 
 def lease(job: int, *keys: str) -> Lease:
@@ -62,16 +73,16 @@ def copying(**changes: object) -> Copy:
     return msgspec.structs.replace(one[0], **changes)
 
 
-def text(told: list[Piece]) -> str:
+def text(printed: list[Piece]) -> str:
     out = io.StringIO()
-    write(told, out)
+    write(printed, out)
     return out.getvalue()
 
 
-# --- pure: from parts to what is told
+# --- pure: from parts to what is printed
 
 
-def test_what_was_resumed_counts_as_copied_but_not_for_the_rate() -> None:
+def test_resumed_bytes_count_as_copied_but_not_for_rate() -> None:
     one = found(copied=60 * MIB, phase="copying", began=20.0, resumed=40 * MIB)
     (copy,) = under_way([one], [], now=24.0)
     assert (copy.copied, copy.percent, copy.age) == (60 * MIB, 60.0, 4.0)
@@ -88,62 +99,62 @@ def test_what_was_resumed_counts_as_copied_but_not_for_the_rate() -> None:
         found(copied=9 * MIB, phase="queued"),
     ],
 )
-def test_no_rate_is_told_that_nothing_tells(one: Found) -> None:
+def test_rate_is_none_before_bytes_move(one: LivePart) -> None:
     (copy,) = under_way([one], [], now=24.0)
     assert (copy.rate, copy.left) == (None, None)
     assert copy.age >= 0
     assert "None" not in text([*table((copy,)), *bars(Snapshot(NOW, (copy,)))])
 
 
-def test_the_queue_is_in_the_stagers_own_order() -> None:
+def test_queue_is_in_the_stagers_order() -> None:
     parts = [
         found("k3", since=30.0),
         found("k1", since=20.0),
         found("k2", since=20.0),
         found("k0", since=10.0, phase="copying", began=11.0),
     ]
-    told = under_way(parts, [], now=40.0)
-    assert [(one.key, one.place) for one in told] == [("k0", 0), ("k1", 1), ("k2", 2), ("k3", 3)]
-    assert [state(one) for one in told] == ["0%", "queued 1", "queued 2", "queued 3"]
+    printed = under_way(parts, [], now=40.0)
+    assert [(one.key, one.place) for one in printed] == [("k0", 0), ("k1", 1), ("k2", 2), ("k3", 3)]
+    assert [state(one) for one in printed] == ["0%", "queued 1", "queued 2", "queued 3"]
 
 
-def test_everybody_waits_who_holds_a_lease_and_nobody_twice() -> None:
+def test_waiting_lists_each_lease_once() -> None:
     twice = Lease(8, User("bob", 1, 1), NOW, "/nvme", (Use("k1"), Use("k1", "/a")))
     (copy,) = under_way([found()], [lease(12, "k1", "k2"), twice, lease(9, "k2")], 20.0)
     assert copy.waiting == (8, 12)
     assert "8, 12" in text(table((copy,)))
 
 
-def test_a_crowd_that_waits_is_counted_for_people_and_complete_for_scripts() -> None:
+def test_many_waiting_jobs_are_shortened_for_people_only() -> None:
     crowd = tuple(range(100, 300))
     assert jobs(copying(waiting=crowd)) == "100, 101, 102, 103 and 196 more"
     (copy,) = under_way([found()], [lease(job, "k1") for job in crowd], 20.0)
     assert copy.waiting == crowd
 
 
-def test_a_copy_is_never_called_done_before_it_is() -> None:
+def test_percent_is_100_only_when_done() -> None:
     size = 100 * MIB
     assert state(copying(copied=size - 1, percent=99.9)) == "99%"
     assert state(copying(phase="publishing", percent=100.0)) == "publishing"
 
 
-def test_a_line_for_a_pipe_has_it_all() -> None:
-    told = text(lines(Snapshot(NOW, (copying(),))))
-    assert re.search(r"40%  40 MiB of 100 MiB  10 MiB/s  6s left  waiting: 9  /lustre/im", told)
-    assert told.count("\n") == 1
+def test_piped_line_has_all_facts() -> None:
+    printed = text(lines(Snapshot(NOW, (copying(),))))
+    assert re.search(r"40%  40 MiB of 100 MiB  10 MiB/s  6s left  waiting: 9  /lustre/im", printed)
+    assert printed.count("\n") == 1
     assert "no copy is under way" in text(lines(Snapshot(NOW, ())))
 
 
-def test_a_path_cannot_command_the_terminal() -> None:
+def test_path_with_escapes_is_harmless() -> None:
     bad = copying(image="/lustre/\x1b]0;gotcha\x07.sqsh")
-    for told in (table((bad,)), bars(Snapshot(NOW, (bad,))), lines(Snapshot(NOW, (bad,)))):
-        assert "\x1b" not in text(told)
+    for printed in (table((bad,)), bars(Snapshot(NOW, (bad,))), lines(Snapshot(NOW, (bad,)))):
+        assert "\x1b" not in text(printed)
 
 
 # --- gathered from a real cache
 
 
-def test_only_a_part_whose_lock_is_held_is_a_copy(site: Site) -> None:
+def test_part_without_held_lock_is_no_copy(site: Site) -> None:
     path, dead = site.image("a.sqsh", b"x" * 3 * CHUNK), site.image("b.sqsh", b"y" * CHUNK)
     part, owner = site.part(path, phase="copying", began=0.0, job=5)
     site.part(dead)
@@ -161,14 +172,14 @@ def test_only_a_part_whose_lock_is_held_is_a_copy(site: Site) -> None:
     assert site.json("status")["copies"] == []
 
 
-def test_a_part_of_an_earlier_boot_says_nothing_yet(site: Site) -> None:
+def test_part_of_earlier_boot_is_no_copy_yet(site: Site) -> None:
     part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
     part.write_owner(msgspec.structs.replace(owner, boot="another"))
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
         assert copies.gather(site.node) == ()
 
 
-def test_a_copy_that_is_being_published_is_still_there(site: Site) -> None:
+def test_copy_being_published_is_listed(site: Site) -> None:
     path = site.image("a.sqsh", b"x" * CHUNK)
     part, owner = site.part(path)
     entry = Entry(owner.image.key, owner.image.identity, owner.image.access, NOW, "chunks", CHUNK)
@@ -180,7 +191,7 @@ def test_a_copy_that_is_being_published_is_still_there(site: Site) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"{", b'{"key": 1}'])
-def test_a_part_that_cannot_be_read_does_not_end_the_view(site: Site, junk: bytes) -> None:
+def test_unreadable_part_is_left_out(site: Site, junk: bytes) -> None:
     part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
     part.record.write_bytes(junk)
     (part.directory / "entry.json").write_bytes(junk)
@@ -191,16 +202,14 @@ def test_a_part_that_cannot_be_read_does_not_end_the_view(site: Site, junk: byte
 # --- --watch
 
 
-def test_watching_nothing_ends_at_once_where_nobody_looks(site: Site) -> None:
+def test_watch_in_pipe_without_copies_ends_at_once(site: Site) -> None:
     assert site.run("status", "--watch").stdout.endswith("no copy is under way\n")
     done = site.run("status", "--watch", "--json")
     assert (done.exit_code, json.loads(done.stdout)) == (Exit.OK, {"time": NOW, "copies": []})
     assert not site.node.cache.root.exists()
 
 
-def test_watching_in_a_pipe_ends_with_the_last_copy(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_in_pipe_ends_with_last_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "EVERY", 0.01)
     several = iter([(copying(),), (copying(),), ()])
     monkeypatch.setattr(copies, "gather", lambda node: next(several))
@@ -209,7 +218,7 @@ def test_watching_in_a_pipe_ends_with_the_last_copy(
     assert [len(json.loads(line)["copies"]) for line in lines] == [1, 1, 0]
 
 
-def test_a_cache_that_must_not_be_used_ends_the_watch(site: Site) -> None:
+def test_watch_of_unusable_cache_fails(site: Site) -> None:
     site.publish(site.image("a.sqsh"))
     (site.node.cache.root / "format").write_text("99\n")
     assert site.run("status", "--watch").exit_code == Exit.CACHE
@@ -227,9 +236,7 @@ def read(terminal: int) -> bytes:
     return os.read(terminal, 4096)
 
 
-def test_at_a_terminal_it_goes_on_until_interrupted_and_that_is_no_failure(
-    site: Site, tmp_path: Path
-) -> None:
+def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) -> None:
     path = site.image("a.sqsh", b"x" * 4 * CHUNK)
     part, owner = site.part(path, phase="copying", began=time.monotonic(), job=5)
     site.lease(41, Use(owner.image.key))
@@ -255,15 +262,15 @@ def test_at_a_terminal_it_goes_on_until_interrupted_and_that_is_no_failure(
                 break
         assert process.wait(600) == 0
     os.close(controller)
-    told = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
-    assert "25%  1 MiB of 4 MiB" in told
-    assert max(map(len, re.split(r"[\r\n]+", told))) <= 80
+    printed = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert "25%  1 MiB of 4 MiB" in printed
+    assert max(map(len, re.split(r"[\r\n]+", printed))) <= 80
 
 
 # --- a real stager
 
 
-def test_a_copy_that_its_job_no_longer_waits_for_is_seen_and_told_to_its_end(
+def test_copy_without_waiting_job_is_shown_to_its_end(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
@@ -289,26 +296,28 @@ def test_a_copy_that_its_job_no_longer_waits_for_is_seen_and_told_to_its_end(
     assert 0 <= first["copied"] < first["size"] == 6 * MIB
     assert shown[-1] == []
     until(lambda: node.outcomes("stager"), "the stager's event")
-    told = CliRunner().invoke(main, ["explain", "7"], obj=world).stdout
+    printed = CliRunner().invoke(main, ["explain", "7"], obj=world).stdout
     assert re.search(
-        r"Prolog.*declined \(deadline\).*Stager.*copied 6 MiB.*had stopped waiting", told, re.DOTALL
+        r"Prolog.*declined \(deadline\).*Stager.*copied 6 MiB.*had stopped waiting",
+        printed,
+        re.DOTALL,
     )
     assert node.prolog(8, path).outcome.result == "hit"
 
 
-def test_watching_shows_what_comes_from_other_nodes() -> None:
+def test_watch_shows_bytes_from_other_nodes() -> None:
     one = copying(from_peers=30 * MIB)
     (line,) = lines(Snapshot(NOW, (one,)))
     assert "30 MiB from other nodes" in str(line)
     assert "other nodes" not in str(lines(Snapshot(NOW, (copying(),))))
 
 
-def test_watching_shows_what_goes_to_other_nodes() -> None:
+def test_watch_shows_bytes_to_other_nodes() -> None:
     (line,) = lines(Snapshot(NOW, (copying(served=70 * MIB),)))
     assert "70 MiB to other nodes" in str(line)
 
 
-def test_what_peers_gave_is_read_from_the_part(site: Site) -> None:
+def test_bytes_from_peers_are_read_from_part(site: Site) -> None:
     part = site.node.cache.part("k" * 32)
     part.directory.mkdir(parents=True)
     assert part.of_peers() == 0

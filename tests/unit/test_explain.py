@@ -1,4 +1,4 @@
-"""What a job is told afterwards: every outcome in plain words, no run mixed up with another."""
+"""What a job is printed afterwards: every outcome in plain words, no run mixed up with another."""
 
 import errno
 import io
@@ -8,18 +8,18 @@ from typing import Any, get_args
 
 import pytest
 
-from forestage import explain
+import forestage
+from forestage.admin.explain import history, pieces, sentences
+from forestage.admin.inventory import Holder, Leased
 from forestage.cache import image
 from forestage.cache.lease import Lease, Use
-from forestage.entries import Holder, Leased
 from forestage.errors import NotFound
 from forestage.events import Event, Hook, Outcome, Result
 from forestage.events.reasons import REASONS
-from forestage.explain import pieces, sentences, story
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, write
 
-SOURCE = Path(explain.__file__).parent
+SOURCE = Path(forestage.__file__).parent
 NOW = 1_800_000_000.0
 KEY = "0123456789abcdef" * 2
 
@@ -34,13 +34,13 @@ def hit(**changes: Any) -> Outcome:
     return Outcome(**{"result": "hit", **facts, "redirect": "mounted", "wait": 0.01, **changes})
 
 
-def told(*events: Event, lease: Lease | None = None) -> str:
+def printed(*events: Event, lease: Lease | None = None) -> str:
     out = io.StringIO()
-    write(pieces(story(7, events, lease), NOW), out)
+    write(pieces(history(7, events, lease), NOW), out)
     return out.getvalue()
 
 
-def test_every_reason_that_the_code_can_give_has_its_words() -> None:
+def test_every_reason_in_the_code_is_explained() -> None:
     found = {image.declined_by(OSError(n, ""), "/x").reason for n in errno.errorcode}
     for file in SOURCE.rglob("*.py"):
         text = file.read_text()
@@ -54,7 +54,7 @@ def test_every_reason_that_the_code_can_give_has_its_words() -> None:
 
 @pytest.mark.parametrize("result", get_args(Result))
 @pytest.mark.parametrize("hook", get_args(Hook))
-def test_every_result_has_its_words(result: Result, hook: str) -> None:
+def test_every_result_is_explained(result: Result, hook: str) -> None:
     outcome = Outcome(result, asked="/a", image="/a", key=KEY, reason="io", redirect="none")
     text = " ".join(sentences(event(outcome, hook=hook), {}))
     assert result in text or result == "released"
@@ -87,7 +87,7 @@ def test_every_result_has_its_words(result: Result, hook: str) -> None:
         (Outcome("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
 )
-def test_an_outcome_in_plain_words(outcome: Outcome, expected: str) -> None:
+def test_outcome_is_explained(outcome: Outcome, expected: str) -> None:
     assert re.search(expected, " ".join(sentences(event(outcome), {})))
 
 
@@ -107,7 +107,7 @@ def gave_up(end: float, asked: str = "/a.sqsh", image: str = "", **changes: Any)
     return event(outcome, time=end, total=15.1, **changes)
 
 
-def test_a_stager_is_told_plainly() -> None:
+def test_copy_is_explained_with_its_evictions() -> None:
     one = copied(NOW, 10.0, outcome={"evicted": ("f" * 32, "e" * 32)})
     assert sentences(one, {"f" * 32: "/old.sqsh"}) == (
         "copied 23 GiB in 10s (2.3 GiB/s), and published",
@@ -116,34 +116,34 @@ def test_a_stager_is_told_plainly() -> None:
     )
 
 
-def test_it_is_told_how_much_came_from_other_nodes() -> None:
+def test_copy_from_peers_is_explained() -> None:
     (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G}), {})
     assert text == "copied 23 GiB in 10s (2.3 GiB/s), 20 GiB of it from other nodes, and published"
 
 
-def test_it_is_told_how_much_went_to_other_nodes_meanwhile() -> None:
+def test_copy_served_to_peers_is_explained() -> None:
     (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G, "served": 2 * G}), {})
-    assert "20 GiB of it from other nodes, 2 GiB of it given to other nodes meanwhile" in text
+    assert "20 GiB of it from other nodes, 2 GiB of it sent to other nodes meanwhile" in text
 
 
-def test_a_stager_that_failed_says_what_it_evicted_and_that_nothing_came_of_it() -> None:
+def test_failed_copy_is_explained_with_its_evictions() -> None:
     outcome = Outcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
     text = " ".join(sentences(event(outcome, hook="stager"), {}))
     assert re.search("changed.*evicted ffffffffffff, to make room.*Nothing was published", text)
     assert "the job kept" not in text.lower().replace("a job that waited for it kept", "")
 
 
-def test_the_prolog_comes_before_the_stager_that_it_started() -> None:
+def test_prolog_precedes_its_stager() -> None:
     # The stager reports first, the hook that waited for it a moment later.
     prolog = event(hit(result="copied", wait=10.05), time=NOW + 0.1, total=10.1)
-    text = told(copied(NOW, 10.0), prolog)
+    text = printed(copied(NOW, 10.0), prolog)
     assert text.index("Prolog, 10.1s") < text.index("Stager, 10s")
     assert "stopped waiting" not in text
     assert "no Epilog is recorded" in text  # the stager is no hook of the job's life
 
 
-def test_a_copy_that_ended_after_its_job_stopped_waiting_reads_as_one_story() -> None:
-    text = told(gave_up(NOW - 25), copied(NOW, 39.9))
+def test_late_copy_of_own_job_is_shown_as_late() -> None:
+    text = printed(gave_up(NOW - 25), copied(NOW, 39.9))
     assert re.search(
         r"Prolog, 15\.1s.*rest takes 23s more.*The job kept its original path\. The copy goes on"
         r".*Stager, 39\.9s.*copied 23 GiB in 39\.9s.*and published"
@@ -153,7 +153,7 @@ def test_a_copy_that_ended_after_its_job_stopped_waiting_reads_as_one_story() ->
     )
 
 
-def test_a_copy_of_another_jobs_is_told_to_who_waited_for_it_in_vain() -> None:
+def test_late_copy_of_another_job_is_shown() -> None:
     others = [
         copied(NOW, 39.9, job=3, user="bob"),
         copied(NOW - 100, 5.0, job=4),  # over before
@@ -161,18 +161,18 @@ def test_a_copy_of_another_jobs_is_told_to_who_waited_for_it_in_vain() -> None:
         copied(NOW, 39.9, job=6, outcome={"image": "/b.sqsh"}),
     ]
     by_link = gave_up(NOW - 25, asked="/link", image="/a.sqsh")
-    assert len(story(7, [by_link, *others], None).runs) == 2
-    found = story(7, [gave_up(NOW - 25), *others], None)
+    assert len(history(7, [by_link, *others], None).runs) == 2
+    found = history(7, [gave_up(NOW - 25), *others], None)
     assert [(run.hook, run.job) for run in found.runs] == [("prolog", 7), ("stager", 3)]
-    text = told(gave_up(NOW - 25), *others)
+    text = printed(gave_up(NOW - 25), *others)
     assert text.startswith("Job 7 of alice")
     assert "Stager of job 3, 39.9s" in text
     assert "stopped waiting 25s before" in text
 
 
-def test_each_step_of_a_job_is_told_by_its_number() -> None:
+def test_each_step_has_its_number() -> None:
     late = Outcome("declined", "/b.sqsh", "option", reason="deadline", detail="1 GiB of 23 GiB")
-    text = told(
+    text = printed(
         event(hit(result="started", redirect="spank"), time=NOW - 60, total=0.2),
         event(hit(redirect="spank"), time=NOW - 30, hook="step", step=0, total=0.1),
         event(late, time=NOW - 29.9, hook="step", step=1, total=0.1),
@@ -189,12 +189,12 @@ def test_each_step_of_a_job_is_told_by_its_number() -> None:
 
 
 @pytest.mark.parametrize(("hook", "result"), [("prolog", "started"), ("step", "hit")])
-def test_a_lease_that_a_step_or_a_copy_handed_over_needs_is_missed(hook: Hook, result: str) -> None:
-    assert "no Epilog is recorded" in told(event(hit(result=result), hook=hook, step=0))
+def test_missing_lease_is_noticed_after_step_or_started_copy(hook: Hook, result: str) -> None:
+    assert "no Epilog is recorded" in printed(event(hit(result=result), hook=hook, step=0))
 
 
-def test_a_second_image_that_came_in_time_is_not_called_late() -> None:
-    text = told(
+def test_second_image_in_time_is_not_late() -> None:
+    text = printed(
         copied(NOW - 30, 5.0, outcome={"image": "/b.sqsh"}),
         event(hit(result="copied", asked="/b.sqsh"), time=NOW - 25, total=15.1),
         gave_up(NOW - 25),
@@ -203,7 +203,7 @@ def test_a_second_image_that_came_in_time_is_not_called_late() -> None:
     assert text.count("stopped waiting") == 1
 
 
-def test_a_requeued_job_has_each_of_its_runs() -> None:
+def test_requeued_job_has_each_run() -> None:
     events = [
         event(hit(), time=NOW - 90, total=0.1),
         event(hit(asked="/b.sqsh"), time=NOW - 89.999, total=0.1),
@@ -211,53 +211,53 @@ def test_a_requeued_job_has_each_of_its_runs() -> None:
         event(hit(), time=NOW - 30, total=0.3),
         event(hit(), time=NOW - 30, total=0.4, job=8),
     ]
-    runs = story(7, events, None).runs
-    assert [(run.hook, len(run.told)) for run in runs] == [
+    runs = history(7, events, None).runs
+    assert [(run.hook, len(run.explained)) for run in runs] == [
         ("prolog", 2),
         ("epilog", 1),
         ("prolog", 1),
     ]
 
 
-def test_what_went_in_the_epilog_is_named_by_path_where_the_log_knows_it() -> None:
-    text = told(
+def test_evicted_keys_have_their_path_if_known() -> None:
+    text = printed(
         event(hit(image="/old.sqsh"), job=3),
         event(Outcome("released", released=2, evicted=(KEY, "f" * 32)), hook="epilog"),
     )
-    assert "took off 2 redirects" in text
+    assert "unmounted 2 redirects" in text
     assert "evicted 0123456789ab: /old.sqsh\n" in text
     assert "evicted ffffffffffff\n" in text
 
 
-def test_problems_of_hints_are_told_once_for_a_run() -> None:
+def test_hint_problems_are_printed_once_per_run() -> None:
     wrong = ("unknown hint stage-wat=",)
     events = [event(hit(), problems=wrong) for _ in range(3)]
     events.append(event(Outcome("released"), hook="epilog", problems=wrong))
-    assert told(*events).count("unknown hint") == 1
+    assert printed(*events).count("unknown hint") == 1
 
 
-def test_a_running_job_is_told_what_it_holds() -> None:
+def test_running_job_shows_its_lease() -> None:
     lease = Lease(7, User("", 1000, 1000), NOW - 60, "/nvme", (Use(KEY), Use("f" * 32, "/b.sqsh")))
-    text = told(event(hit()), lease=lease)
+    text = printed(event(hit()), lease=lease)
     assert re.search(r"0123456789ab +/a.sqsh \(not redirected\)", text)
     assert re.search(r"ffffffffffff +/b.sqsh \(redirected\)", text)
-    assert story(7, [], lease).lease == Holder(
+    assert history(7, [], lease).lease == Holder(
         7, "1000", NOW - 60, (Leased(KEY, "", False), Leased("f" * 32, "/b.sqsh", True))
     )
 
 
-def test_a_lease_lost_without_an_epilog_is_noticed() -> None:
-    assert "no Epilog is recorded" in told(event(hit()))
+def test_lease_lost_without_epilog_is_noticed() -> None:
+    assert "no Epilog is recorded" in printed(event(hit()))
     declined = Outcome("declined", asked="/a", reason="missing")
-    assert "no Epilog is recorded" not in told(event(declined))
+    assert "no Epilog is recorded" not in printed(event(declined))
     released = event(Outcome("released"), time=NOW + 9, hook="epilog", total=1)
-    assert "no Epilog is recorded" not in told(event(hit()), released)
+    assert "no Epilog is recorded" not in printed(event(hit()), released)
 
 
-def test_nothing_at_all_is_not_a_story() -> None:
+def test_unknown_job_is_not_found() -> None:
     with pytest.raises(NotFound, match="nothing is recorded about job 7"):
-        story(7, [event(hit(), job=8)], None)
+        history(7, [event(hit(), job=8)], None)
 
 
-def test_a_damaged_lease_is_a_story() -> None:
-    assert Line("Problem: damaged") in pieces(story(7, [], None, ("damaged",)), NOW)
+def test_damaged_lease_is_a_problem() -> None:
+    assert Line("Problem: damaged") in pieces(history(7, [], None, ("damaged",)), NOW)

@@ -273,7 +273,7 @@ def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> No
 
 
 def bytes_of(size: int) -> memoryview:
-    return with_peers.buffers.piece(size)
+    return with_peers.reading.buffer(size)
 
 
 def test_a_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:

@@ -15,16 +15,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from commands import Site
-from forestage import events, metrics
+from forestage import events
+from forestage.admin import metrics
+from forestage.admin.metrics import Facts
+from forestage.admin.tally import Tally
 from forestage.cache.layout import Cache
 from forestage.cli.exits import Exit
 from forestage.clock import Clock
 from forestage.events import Event, Outcome, append, log
 from forestage.events.reasons import REASONS
-from forestage.metrics import Facts
 from forestage.paths import Places
 from forestage.system import atomic, lock
-from forestage.tally import Tally
 
 HERE = Path(__file__).parent
 PACKAGING = HERE.parents[1] / "packaging"
@@ -54,7 +55,7 @@ def places(tmp_path: Path) -> Places:
 # --- every event once
 
 
-def test_what_was_counted_is_not_counted_again(places: Places) -> None:
+def test_counted_event_is_not_counted_again(places: Places) -> None:
     assert hits(count(places)) == 0, "a node without a log"
     for job in range(1, 6):
         append(places.events, [hit(job)])
@@ -62,7 +63,7 @@ def test_what_was_counted_is_not_counted_again(places: Places) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
-def test_no_event_is_lost_or_counted_twice_when_the_log_is_rotated(
+def test_rotated_log_loses_and_repeats_no_event(
     places: Places, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     monkeypatch.setattr(log, "ROTATE_AT", 800)  # some eight events
@@ -73,7 +74,7 @@ def test_no_event_is_lost_or_counted_twice_when_the_log_is_rotated(
     assert places.events.with_name("events.jsonl.1").exists()
 
 
-def test_what_was_rotated_away_unread_is_lost_and_nothing_else(
+def test_events_rotated_away_unread_are_all_that_is_lost(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(places.events, [hit(1)])
@@ -86,7 +87,7 @@ def test_what_was_rotated_away_unread_is_lost_and_nothing_else(
     assert [hits(count(places)) for _ in range(2)] == [1 + left] * 2
 
 
-def test_a_rotation_between_the_looks_at_the_two_logs_hides_nothing(places: Places) -> None:
+def test_rotation_while_reading_hides_no_event(places: Places) -> None:
     older = places.events.with_name("events.jsonl.1")
     append(older, [hit(1)])
     append(places.events, [hit(2)])
@@ -101,7 +102,7 @@ def test_a_rotation_between_the_looks_at_the_two_logs_hides_nothing(places: Plac
     assert list(events.unread(places.events, seen)) == []
 
 
-def test_a_new_log_with_an_old_ones_inode_and_length_is_read(places: Places) -> None:
+def test_new_log_with_old_inode_and_length_is_read(places: Places) -> None:
     append(places.events, [hit(job) for job in range(10, 20)])
     assert hits(count(places)) == 10
     size, inode = places.events.stat().st_size, places.events.stat().st_ino
@@ -112,7 +113,7 @@ def test_a_new_log_with_an_old_ones_inode_and_length_is_read(places: Places) -> 
     assert hits(count(places)) == 20
 
 
-def test_a_log_whose_end_a_crash_took_goes_on_being_read(places: Places) -> None:
+def test_truncated_log_is_read_on(places: Places) -> None:
     append(places.events, [hit(1), hit(2)])
     one = places.events.stat().st_size // 2
     assert hits(count(places)) == 2
@@ -122,7 +123,7 @@ def test_a_log_whose_end_a_crash_took_goes_on_being_read(places: Places) -> None
     assert hits(count(places)) == 3
 
 
-def test_a_line_that_is_being_written_is_counted_when_it_is_whole(places: Places) -> None:
+def test_unfinished_line_is_counted_once_it_is_whole(places: Places) -> None:
     append(places.events, [hit(1), hit(2)])
     whole = places.events.read_bytes()
     places.events.write_bytes(whole[:-5])
@@ -132,10 +133,8 @@ def test_a_line_that_is_being_written_is_counted_when_it_is_whole(places: Places
     assert hits(count(places)) == 2
 
 
-def test_a_line_cut_by_a_crash_and_one_without_an_end_are_passed_over(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "MAX_LINE", 1000)
+def test_damaged_lines_are_skipped(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "LONGEST", 1000)
     append(places.events, [hit(1)])
     with places.events.open("ab") as file:
         file.write(b"x" * 2500 + b'\n{"time":')
@@ -143,7 +142,7 @@ def test_a_line_cut_by_a_crash_and_one_without_an_end_are_passed_over(
     assert [hits(count(places)) for _ in range(2)] == [2, 2]
 
 
-def test_a_run_that_ends_before_it_has_written_counts_nothing(
+def test_run_that_cannot_write_counts_nothing(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(places.events, [hit(1)])
@@ -158,7 +157,7 @@ def test_a_run_that_ends_before_it_has_written_counts_nothing(
     assert hits(count(places)) == 1
 
 
-def test_runs_beside_each_other_and_beside_hooks_count_each_event_once(
+def test_parallel_runs_and_hooks_count_each_event_once(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "ROTATE_AT", 16_000)  # some 160 events: rotated twice or so
@@ -175,7 +174,7 @@ def test_runs_beside_each_other_and_beside_hooks_count_each_event_once(
     assert hits(count(places)) == 400
 
 
-def test_no_run_puts_back_what_another_has_told(
+def test_parallel_runs_exclude_each_other_until_the_file_is_written(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of a run, up to the file that is read, is closed to others."""
@@ -187,17 +186,17 @@ def test_no_run_puts_back_what_another_has_told(
     def beside(path: Path, data: bytes, mode: int = 0o600) -> None:
         if threading.get_ident() == me:
             with ThreadPoolExecutor(1) as pool, pytest.raises(lock.Busy):
-                pool.submit(metrics.publish, site.places, Clock(), "1").result()
+                pool.submit(metrics.export, site.places, Clock(), "1").result()
             tried.append(path.name)
         write(path, data, mode)
 
     monkeypatch.setattr(atomic, "write", beside)
-    metrics.publish(site.places, Clock(), "1")
+    metrics.export(site.places, Clock(), "1")
     assert tried == ["tally.json", "forestage.prom"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"tally": 3}', b"\xff" * 100])
-def test_a_damaged_tally_begins_anew_with_what_the_logs_have(
+def test_damaged_tally_restarts_from_the_logs(
     places: Places, damage: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     append(places.events, [hit(1), hit(2)])
@@ -207,10 +206,8 @@ def test_a_damaged_tally_begins_anew_with_what_the_logs_have(
     assert "metrics begin anew" in capfd.readouterr().err
 
 
-def test_the_tally_does_not_remember_every_log_that_ever_was(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "ROTATE_AT", 1)
+def test_tally_remembers_few_logs(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "ROTATE_AT", 1)
     for job in range(20):
         append(places.events, [hit(job)])
         count(places)
@@ -230,7 +227,7 @@ def samples(text: str | bytes) -> dict[str, float]:
     }
 
 
-def test_no_user_image_job_or_unknown_word_becomes_a_label() -> None:
+def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     odd = 'x"y\n{z}'
     tally = Tally()
     bare = samples(metrics.text(Facts(Tally(), "1", off=False)))
@@ -243,7 +240,7 @@ def test_no_user_image_job_or_unknown_word_becomes_a_label() -> None:
     assert found["forestage_declined_total reason=other"] == 50
 
 
-def test_every_series_is_there_before_the_first_job() -> None:
+def test_empty_tally_exports_every_series() -> None:
     """increase() of a series that begins with 1 is 0: the first error would be no alert."""
     found = samples(metrics.text(Facts(Tally(), "1", off=False)))
     assert {f"forestage_errors_total reason={reason}" for reason in REASONS} <= found.keys()
@@ -251,7 +248,7 @@ def test_every_series_is_there_before_the_first_job() -> None:
     assert len(found) < 300
 
 
-def test_each_count_has_its_series() -> None:
+def test_every_count_has_its_series() -> None:
     tally = Tally()
     for job, outcome in enumerate(
         (
@@ -306,7 +303,7 @@ def written(site: Site) -> dict[str, float]:
     return samples((site.places.root / TEXTFILE).read_text())
 
 
-def test_the_file_is_readable_by_node_exporters_own_user_and_alone(site: Site) -> None:
+def test_textfile_is_world_readable_and_alone(site: Site) -> None:
     was = os.umask(0o077)
     try:
         assert site.run("metrics").exit_code == Exit.OK
@@ -317,16 +314,7 @@ def test_the_file_is_readable_by_node_exporters_own_user_and_alone(site: Site) -
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_who_reads_meanwhile_sees_a_whole_file(site: Site) -> None:
-    site.run("metrics")
-    with (site.places.root / TEXTFILE).open() as reader:
-        append(site.places.events, [hit(1)])
-        site.run("metrics")
-        assert samples(reader.read())["forestage_requests_total hook=prolog result=hit"] == 0
-    assert written(site)["forestage_requests_total hook=prolog result=hit"] == 1
-
-
-def test_the_node_as_it_is(site: Site) -> None:
+def test_node_state_is_exported(site: Site) -> None:
     for name in ("a.sqsh", "b.sqsh"):
         site.publish(site.image(name))
     site.lease(7)
@@ -342,7 +330,7 @@ def test_the_node_as_it_is(site: Site) -> None:
     assert [name for name in found if name.startswith("forestage_info ")]
 
 
-def test_a_configuration_that_cannot_be_used_is_what_the_file_says(site: Site) -> None:
+def test_broken_configuration_is_exported_and_counters_go_on(site: Site) -> None:
     site.run("metrics")
     append(site.places.events, [hit(1)])
     site.configure("nonsense: true\n")
@@ -353,7 +341,7 @@ def test_a_configuration_that_cannot_be_used_is_what_the_file_says(site: Site) -
 
 
 @pytest.mark.parametrize("by_file", [True, False])
-def test_a_node_that_is_switched_off_says_so(site: Site, by_file: bool) -> None:
+def test_switched_off_node_is_exported(site: Site, by_file: bool) -> None:
     if by_file:
         site.places.run.mkdir(parents=True)
         site.places.disabled.touch()
@@ -363,7 +351,7 @@ def test_a_node_that_is_switched_off_says_so(site: Site, by_file: bool) -> None:
     assert written(site)["forestage_switched_off"] == 1
 
 
-def test_a_cache_that_must_not_be_used_leaves_the_counters(site: Site) -> None:
+def test_unusable_cache_leaves_counters(site: Site) -> None:
     append(site.places.events, [hit(1)])
     site.node.cache.prepare(False)
     site.node.cache.root.chmod(0o777)
@@ -373,9 +361,7 @@ def test_a_cache_that_must_not_be_used_leaves_the_counters(site: Site) -> None:
     assert found["forestage_requests_total hook=prolog result=hit"] == 1
 
 
-def test_a_disk_that_gives_errors_leaves_the_counters(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_errors_leave_counters(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.publish(site.image("a.sqsh"))
 
     def broken(_: Cache) -> list[object]:
@@ -386,7 +372,7 @@ def test_a_disk_that_gives_errors_leaves_the_counters(
     assert written(site)["forestage_cache_usable"] == 0
 
 
-def test_without_node_exporter_it_is_an_error_and_none_if_no_file_is_wanted(site: Site) -> None:
+def test_missing_textfile_directory_is_an_error_unless_disabled(site: Site) -> None:
     shutil.rmtree((site.places.root / TEXTFILE).parent)
     done = site.run("metrics")
     assert done.exit_code == Exit.FAILED
@@ -397,7 +383,7 @@ def test_without_node_exporter_it_is_an_error_and_none_if_no_file_is_wanted(site
     assert samples(done.stdout)["forestage_config_valid"] == 1
 
 
-def test_the_file_may_lie_elsewhere_if_node_exporter_would_read_it(site: Site) -> None:
+def test_textfile_may_lie_elsewhere_if_named_prom(site: Site) -> None:
     site.configure("metrics: {textfile: /other/x.prom}\n")
     (site.places.root / "other").mkdir()
     site.run("metrics")
@@ -406,7 +392,7 @@ def test_the_file_may_lie_elsewhere_if_node_exporter_would_read_it(site: Site) -
     assert site.run("metrics").exit_code == Exit.CONFIG
 
 
-def test_who_may_not_look_is_told_so(site: Site) -> None:
+def test_user_without_rights_gets_exit_status_permission(site: Site) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root")
     site.run("metrics")
@@ -421,7 +407,7 @@ def test_who_may_not_look_is_told_so(site: Site) -> None:
 # --- with Prometheus' own tools; tests/slurm has the servers
 
 
-def test_promtool_finds_nothing_to_say_about_the_text(site: Site, promtool: str) -> None:
+def test_promtool_accepts_the_text(site: Site, promtool: str) -> None:
     site.publish(site.image("a.sqsh"))
     text = site.run("metrics", "--print").stdout
     done = subprocess.run(
@@ -431,7 +417,7 @@ def test_promtool_finds_nothing_to_say_about_the_text(site: Site, promtool: str)
 
 
 @pytest.mark.parametrize("file", [RULES, PACKAGING / "grafana/forestage.json"], ids=str)
-def test_rules_and_dashboard_name_only_what_there_is(site: Site, file: Path) -> None:
+def test_rules_and_dashboard_use_existing_metrics(site: Site, file: Path) -> None:
     site.publish(site.image("a.sqsh"))
     site.lease(7)
     site.run("metrics")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage import pack
+from forestage.admin import pack
 from forestage.cli.exits import Exit
 from forestage.system import run
 
@@ -60,17 +60,17 @@ def listed(image: Path) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line.startswith("/"))
 
 
-def test_everything_is_in_it(site: Site, tree: Path, tmp_path: Path) -> None:
-    told = site.json("pack", str(tree), "-o", str(tmp_path / "venv.sqsh"))
-    assert (told["inodes"], told["compression"]) == (9, "zstd")
-    assert told["size"] == (tmp_path / "venv.sqsh").stat().st_size
-    assert told["tree"] == 6002
+def test_image_has_all_files(site: Site, tree: Path, tmp_path: Path) -> None:
+    printed = site.json("pack", str(tree), "-o", str(tmp_path / "venv.sqsh"))
+    assert (printed["inodes"], printed["compression"]) == (9, "zstd")
+    assert printed["size"] == (tmp_path / "venv.sqsh").stat().st_size
+    assert printed["tree"] == 6002
     expected = sorted("/" + str(path.relative_to(tree)) for path in tree.rglob("*"))
     assert [line for line in listed(tmp_path / "venv.sqsh") if line != "/"] == expected
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
 
 
-def test_a_relative_path_is_meant_from_where_one_is(
+def test_relative_paths_are_of_the_current_directory(
     site: Site, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_a_relative_path_is_meant_from_where_one_is(
     assert (tmp_path / "venv.sqsh").exists()
 
 
-def test_mksquashfs_is_asked_for_this(
+def test_mksquashfs_command_line(
     site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
 ) -> None:
     asked = fake("mksquashfs", 'exec /usr/bin/mksquashfs "$@"')
@@ -92,7 +92,7 @@ def test_mksquashfs_is_asked_for_this(
     assert options[-4:] == ["-comp", "zstd", "-Xcompression-level", "3"]
 
 
-def test_squashfs_tools_without_zstd_do_as_well(
+def test_tools_that_know_gzip_only_use_it(
     site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
 ) -> None:
     fake(
@@ -100,8 +100,8 @@ def test_squashfs_tools_without_zstd_do_as_well(
         'case "$*" in *zstd*) echo "mksquashfs: Compressor \\"zstd\\" is not supported!" >&2;'
         ' exit 1;; esac; exec /usr/bin/mksquashfs "$@"',
     )
-    told = site.json("pack", str(tree), "-o", str(tmp_path / "x"))
-    assert (told["compression"], told["inodes"]) == ("gzip", 9)
+    printed = site.json("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert (printed["compression"], printed["inodes"]) == ("gzip", 9)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_squashfs_tools_without_zstd_do_as_well(
         '/usr/bin/mksquashfs "$@" -e loop >&2',  # an inode too few
     ],
 )
-def test_an_image_that_is_not_the_tree_gets_no_name(
+def test_image_unlike_the_tree_is_not_published(
     site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path], script: str
 ) -> None:
     fake("mksquashfs", script)
@@ -125,7 +125,7 @@ def test_an_image_that_is_not_the_tree_gets_no_name(
     assert [path.name for path in tmp_path.iterdir() if "x" in path.name] == []
 
 
-def test_a_file_that_mksquashfs_may_not_read_is_known_from_what_it_says(as_root: None) -> None:
+def test_unreadable_file_is_known_from_mksquashfs_output(as_root: None) -> None:
     """It packs an empty one and ends with 0; pytest's own folders are root's, so not there."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
@@ -139,7 +139,7 @@ def test_a_file_that_mksquashfs_may_not_read_is_known_from_what_it_says(as_root:
     assert (done.returncode, bool(pack._LOST.search(done.stderr))) == (0, True), done.stderr
 
 
-def test_what_has_the_name_stays_unless_forced(
+def test_existing_file_is_replaced_only_by_force(
     site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
 ) -> None:
     image = tmp_path / "x"
@@ -154,7 +154,7 @@ def test_what_has_the_name_stays_unless_forced(
     assert image.read_bytes()[:4] == b"hsqs"
 
 
-def test_an_image_cannot_be_part_of_itself(site: Site, tree: Path, tmp_path: Path) -> None:
+def test_image_inside_its_directory_is_refused(site: Site, tree: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tree / "lib")
     for place in (tree / "x", tree / "lib/x", tmp_path / "link/x"):
         done = site.run("pack", str(tree), "-o", str(place))
@@ -162,7 +162,7 @@ def test_an_image_cannot_be_part_of_itself(site: Site, tree: Path, tmp_path: Pat
         assert not place.exists()
 
 
-def test_a_directory_that_cannot_be_entered_is_told(
+def test_unreadable_directory_is_an_error(
     site: Site, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scandir = os.scandir

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage import check_striping, publish
+from forestage import check_striping
+from forestage.admin import publish
 from forestage.cli.exits import Exit
 from forestage.errors import Failed
+from forestage.stage import buffers
 
 DATA = bytes(range(256)) * 300
 LUSTRE = "1 0 0:1 / / rw - ext4 /dev/sda rw\n2 1 0:2 / {} rw - lustre ost@tcp:/fs rw\n"
@@ -42,7 +44,7 @@ def left(site: Site) -> list[str]:
     return sorted(path.name for path in target(site).iterdir())
 
 
-def test_on_lustre_the_file_is_made_with_the_layout(site: Site, lfs: Callable[[str], Path]) -> None:
+def test_lustre_target_is_made_with_layout(site: Site, lfs: Callable[[str], Path]) -> None:
     asked = lfs(SETSTRIPE)
     on_lustre(site, target(site))
     source = site.image("a.sqsh", DATA)
@@ -55,27 +57,25 @@ def test_on_lustre_the_file_is_made_with_the_layout(site: Site, lfs: Callable[[s
     assert temporary.name != "a.sqsh", "the name is there when the bytes are"
     assert (target(site) / "a.sqsh").read_bytes() == DATA
     assert left(site) == ["a.sqsh"]
-    assert "all OSTs, in pieces of 1M" in done.output
+    assert "all OSTs, in stripes of 1M" in done.output
 
 
-def test_other_values_reach_lfs(site: Site, lfs: Callable[[str], Path]) -> None:
+def test_layout_options_reach_lfs(site: Site, lfs: Callable[[str], Path]) -> None:
     asked = lfs(SETSTRIPE)
     on_lustre(site, target(site))
     words = ["--stripes", "8", "--stripe-size", "4M"]
-    told = site.json("publish", str(site.image("a")), str(target(site)), *words)
+    printed = site.json("publish", str(site.image("a")), str(target(site)), *words)
     assert "-c 8 -S 4M" in asked.read_text()
-    assert (told["striped"], told["filesystem"]) == (True, "lustre")
+    assert (printed["striped"], printed["filesystem"]) == (True, "lustre")
 
 
-def test_check_advises_what_publish_does() -> None:
+def test_check_advises_the_same_command() -> None:
     words = publish.setstripe(publish.Layout(), Path("/x"))
     assert tuple(words[:-1]) == check_striping.STRIPE
 
 
 @pytest.mark.parametrize("script", [f"{SETSTRIPE}; exit 1", ": >/dev/null"])
-def test_an_lfs_that_fails_publishes_nothing(
-    site: Site, lfs: Callable[[str], Path], script: str
-) -> None:
+def test_failing_lfs_publishes_nothing(site: Site, lfs: Callable[[str], Path], script: str) -> None:
     lfs(script)
     on_lustre(site, target(site))
     done = site.run("publish", str(site.image("a")), str(target(site)))
@@ -83,16 +83,16 @@ def test_an_lfs_that_fails_publishes_nothing(
     assert left(site) == []
 
 
-def test_without_lustre_it_says_so_and_asks_no_lfs(site: Site, lfs: Callable[[str], Path]) -> None:
+def test_target_without_lustre_is_a_plain_copy(site: Site, lfs: Callable[[str], Path]) -> None:
     asked = lfs(SETSTRIPE)
     done = site.run("publish", str(site.image("a", DATA)), str(target(site)))
     assert done.exit_code == Exit.OK
-    assert "not striped: ext4 is no Lustre" in done.output
+    assert "not striped: ext4 is not Lustre" in done.output
     assert (target(site) / "a").read_bytes() == DATA
     assert asked.read_text() == ""
 
 
-def test_bytes_that_come_back_differently_get_no_name(
+def test_copy_that_reads_back_differently_is_not_published(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.write
@@ -103,7 +103,7 @@ def test_bytes_that_come_back_differently_get_no_name(
     assert left(site) == []
 
 
-def test_a_source_that_is_written_to_meanwhile_gets_no_name(
+def test_source_written_to_meanwhile_is_not_published(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = site.image("a", DATA)
@@ -119,7 +119,7 @@ def test_a_source_that_is_written_to_meanwhile_gets_no_name(
     assert left(site) == []
 
 
-def test_what_has_the_name_stays_unless_forced(site: Site, lfs: Callable[[str], Path]) -> None:
+def test_existing_file_is_replaced_only_by_force(site: Site, lfs: Callable[[str], Path]) -> None:
     asked = lfs(SETSTRIPE)
     on_lustre(site, target(site))
     (target(site) / "a").write_bytes(b"of somebody")
@@ -133,9 +133,7 @@ def test_what_has_the_name_stays_unless_forced(site: Site, lfs: Callable[[str], 
     assert (target(site) / "a").read_bytes() == DATA
 
 
-def test_a_name_that_is_taken_while_it_copies_is_not_lost(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_made_meanwhile_is_not_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
 
     def writing(fd: int, data: memoryview) -> int:
@@ -149,7 +147,7 @@ def test_a_name_that_is_taken_while_it_copies_is_not_lost(
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o4755])
-def test_who_may_read_it_does_not_change(site: Site, mode: int) -> None:
+def test_mode_is_kept(site: Site, mode: int) -> None:
     source = site.image("a", DATA)
     source.chmod(mode)
     site.run("publish", str(source), str(target(site)))
@@ -157,29 +155,27 @@ def test_who_may_read_it_does_not_change(site: Site, mode: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fifo", "target", "none"])
-def test_what_is_no_image_is_refused_and_awaited_by_nobody(site: Site, name: str) -> None:
+def test_source_that_is_no_file_is_refused(site: Site, name: str) -> None:
     os.mkfifo(site.places.root / "fifo")
     done = site.run("publish", str(site.places.root / name), str(target(site)))
     assert done.exit_code == (Exit.FAILED if name == "none" else Exit.NOT_FOUND), done.output
     assert left(site) == []
 
 
-def test_a_directory_that_is_not_there_is_not_made(site: Site) -> None:
+def test_missing_directory_is_not_made(site: Site) -> None:
     there = site.places.root / "nowhere"
     assert site.run("publish", str(site.image("a")), str(there)).exit_code == Exit.NOT_FOUND
     assert not there.exists()
 
 
-def test_an_empty_file_and_one_of_several_pieces_are_whole(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "PIECE", 1000)
+def test_empty_and_large_file_are_copied_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "PIECE", 4096)
     for name, data in (("empty", b""), ("many", DATA)):
-        told = site.json("publish", str(site.image(name, data)), str(target(site)))
-        assert ((target(site) / name).read_bytes(), told["size"]) == (data, len(data))
+        printed = site.json("publish", str(site.image(name, data)), str(target(site)))
+        assert ((target(site) / name).read_bytes(), printed["size"]) == (data, len(data))
 
 
-def test_a_missing_lfs_on_lustre_is_said(site: Site) -> None:
+def test_missing_lfs_is_an_error(site: Site) -> None:
     on_lustre(site, target(site))
     with pytest.raises(Failed, match="lfs is not installed"):
         publish._made(target(site) / "x", publish.Layout())

@@ -71,7 +71,7 @@ def sample(paths: tuple[str, ...]) -> list[Event]:
     for n in range(40):
         path = paths[n % len(paths)]
         copy = Outcome("copied", image=path, key=path, size=GIB, bytes=GIB, copying=2.0)
-        hit = Outcome("hit", image=path, key=path, size=(n + 1) * GIB, redirect="laid", wait=0.1)
+        hit = Outcome("hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1)
         events += [event("stager", n, copy), event("prolog", n, hit)]
     missed = Outcome("declined", reason="deadline", key="k")
     evicted = Outcome("released", evicted=("a", "b"))

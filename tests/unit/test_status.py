@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from commands import CHUNK, NOW, Site
-from forestage import status
+from forestage.admin import status
+from forestage.admin.copies import Copy
+from forestage.admin.inventory import Holder, Leased
+from forestage.admin.status import Counts, Disk, Status, counts, pieces
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
-from forestage.copies import Copy
 from forestage.counters import Given
-from forestage.entries import Holder, Leased
-from forestage.status import Counts, Disk, Status, counts, pieces
 from forestage.system import lock
 from forestage.system.terminal import draw
 
@@ -59,7 +59,7 @@ def site(tmp_path: Path) -> Site:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_all_of_it_fits_and_no_path_is_cut(width: int) -> None:
+def test_status_fits_width_and_cuts_no_path(width: int) -> None:
     out = io.StringIO()
     draw(pieces(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False))
     lines = out.getvalue().splitlines()
@@ -75,7 +75,7 @@ def test_all_of_it_fits_and_no_path_is_cut(width: int) -> None:
         assert word in out.getvalue()
 
 
-def test_a_stager_at_work_counts_as_used_room_and_as_a_copy(site: Site) -> None:
+def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
     _, owner = site.part(site.image("a.sqsh", b"x" * 4 * CHUNK), phase="copying")
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
         found = status.gather(site.node)
@@ -85,7 +85,7 @@ def test_a_stager_at_work_counts_as_used_room_and_as_a_copy(site: Site) -> None:
     assert found.entries == Counts()
 
 
-def test_one_entry_may_count_as_several_things(site: Site) -> None:
+def test_entry_in_two_states_counts_in_both(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     site.lease(1, Use(key))
     site.lease(2, Use(key))
@@ -97,20 +97,18 @@ def test_one_entry_may_count_as_several_things(site: Site) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda site: None, "not made yet: the first job with an image makes it"),
+        (lambda site: None, "does not exist yet: the first job with an image creates it"),
         (lambda site: site.node.cache.prepare(False), "No copy is under way."),
     ],
 )
-def test_an_empty_node_is_in_order(
-    site: Site, change: Callable[[Site], None], expected: str
-) -> None:
+def test_empty_node_is_healthy(site: Site, change: Callable[[Site], None], expected: str) -> None:
     change(site)
     done = site.run("status")
     assert done.exit_code == 0
     assert expected in done.stdout
 
 
-def test_what_the_peer_service_gave_is_told(site: Site) -> None:
+def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
     assert "served" not in site.run("status").output
     assert site.json("status")["served"] is None
     site.places.peer.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +117,7 @@ def test_what_the_peer_service_gave_is_told(site: Site) -> None:
     assert site.json("status")["served"]["bytes"] == 1048576
 
 
-def test_it_says_plainly_that_staging_is_switched_off_and_how_to_switch_it_on(site: Site) -> None:
+def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
     assert "switched off" not in site.run("status").output
     site.configure("enabled: false\n")
     done = site.run("status")
@@ -128,6 +126,6 @@ def test_it_says_plainly_that_staging_is_switched_off_and_how_to_switch_it_on(si
     site.configure("")
     site.places.disabled.parent.mkdir(parents=True, exist_ok=True)
     site.places.disabled.write_text("INC-42\n")
-    told = f"{site.places.disabled}: INC-42 (remove the file to switch it on)"
-    assert f"switched off: {told}" in site.run("status").output
-    assert site.json("status")["off"] == told
+    printed = f"{site.places.disabled}: INC-42 (remove the file to switch it on)"
+    assert f"switched off: {printed}" in site.run("status").output
+    assert site.json("status")["off"] == printed

@@ -14,7 +14,10 @@ import msgspec
 import pytest
 
 from commands import CHUNK, NOW, Frozen, Site
-from forestage import events, proof, sweep, verify
+from forestage import events
+from forestage.admin import sweep, verify
+from forestage.admin.inventory import Item
+from forestage.admin.sweep import SweepReport
 from forestage.cache import redirect as redirects
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases, Use
@@ -22,13 +25,11 @@ from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.cache.redirect import Bind, Stays
 from forestage.cli.exits import Exit
-from forestage.cli.main import World, main
-from forestage.entries import Item
+from forestage.cli.main import World
 from forestage.errors import Failed, SlurmError
 from forestage.hooks import epilog
 from forestage.slurm.queue import Slurm, Told
 from forestage.stage import source
-from forestage.sweep import Swept
 from forestage.system import lock
 from forestage.system.as_user import User
 
@@ -71,7 +72,7 @@ def slurm(
     return asked
 
 
-def swept(site: Site, asked: Slurm | None = None, dry_run: bool = False) -> Swept:
+def swept(site: Site, asked: Slurm | None = None, dry_run: bool = False) -> SweepReport:
     return sweep.sweep(site.node, asked or slurm(), dry_run, lambda text: None)
 
 
@@ -132,7 +133,7 @@ def watch(site: Site) -> list[bool]:
 # --- leases
 
 
-def test_the_lease_of_a_forgotten_job_goes_and_that_of_a_running_one_stays(site: Site) -> None:
+def test_lease_of_forgotten_job_is_released_and_of_running_job_kept(site: Site) -> None:
     hold(site, 7)
     hold(site, 8)
     done = swept(site, slurm({7: None, 8: Told("RUNNING", "n1")}))
@@ -141,7 +142,7 @@ def test_the_lease_of_a_forgotten_job_goes_and_that_of_a_running_one_stays(site:
     assert jobs(site) == (8,)
 
 
-def test_one_answer_in_doubt_leaves_every_lease(site: Site) -> None:
+def test_one_doubtful_answer_keeps_every_lease(site: Site) -> None:
     """Of a slurmctld that answers only some questions, no answer counts."""
     for job in (7, 8, 9):
         hold(site, job)
@@ -151,7 +152,7 @@ def test_one_answer_in_doubt_leaves_every_lease(site: Site) -> None:
     assert jobs(site) == (7, 8, 9)
 
 
-def test_another_clusters_slurm_releases_nothing(site: Site) -> None:
+def test_slurm_of_another_cluster_releases_nothing(site: Site) -> None:
     """It knows none of our jobs."""
     hold(site, 7)
     done = swept(site, slurm({7: None}, nodes=("x1", "x2")))
@@ -159,7 +160,7 @@ def test_another_clusters_slurm_releases_nothing(site: Site) -> None:
     assert jobs(site) == (7,)
 
 
-def test_a_job_with_a_step_on_this_node_is_not_even_asked_about(site: Site) -> None:
+def test_job_with_step_on_this_node_is_not_asked_about(site: Site) -> None:
     """slurmctld may have given the node up, and the job's processes run on."""
     hold(site, 7)
     asked = slurm({7: Told("NODE_FAIL", "n1")}, working=[7])
@@ -168,14 +169,15 @@ def test_a_job_with_a_step_on_this_node_is_not_even_asked_about(site: Site) -> N
     assert jobs(site) == (7,)
 
 
-def test_without_leases_slurm_is_left_in_peace(site: Site) -> None:
+def test_node_without_leases_asks_slurm_nothing_and_writes_no_event(site: Site) -> None:
     asked = slurm()
-    assert swept(site, asked) == Swept(False)
+    assert swept(site, asked) == SweepReport(False)
     assert asked.questions == []
+    assert not site.places.events.exists()
 
 
 @pytest.mark.parametrize("touch", ["again", "confirm", "new"])
-def test_a_lease_that_a_hook_takes_while_slurm_answers_stays(site: Site, touch: str) -> None:
+def test_lease_taken_while_slurm_answers_is_kept(site: Site, touch: str) -> None:
     """The job of this number was requeued, and begins here at this very moment."""
     lease = hold(site, 7)
 
@@ -195,16 +197,16 @@ def test_a_lease_that_a_hook_takes_while_slurm_answers_stays(site: Site, touch: 
     assert jobs(site) == ((8,) if touch == "new" else (7,))
 
 
-def test_a_job_that_was_requeued_to_other_nodes_holds_nothing_here(site: Site) -> None:
+def test_job_requeued_to_other_nodes_loses_its_lease_here(site: Site) -> None:
     hold(site, 7, node="n1")
     hold(site, 8, node="")
-    told = Told("RUNNING", "n[2-3]")
-    done = swept(site, slurm({7: told, 8: told}))
+    printed = Told("RUNNING", "n[2-3]")
+    done = swept(site, slurm({7: printed, 8: printed}))
     assert [one.job for one in done.released] == [7]
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff\0"])
-def test_a_damaged_lease_goes_with_its_job_and_not_before(site: Site, damage: bytes) -> None:
+def test_damaged_lease_is_released_only_once_its_job_is_over(site: Site, damage: bytes) -> None:
     for job in (7, 8):
         hold(site, job)
         site.node.leases.file(job).write_bytes(damage)
@@ -215,7 +217,7 @@ def test_a_damaged_lease_goes_with_its_job_and_not_before(site: Site, damage: by
     assert done.problems, "it protects everything, and nobody can tell what it was"
 
 
-def test_a_lease_of_a_cache_that_is_gone_goes_and_no_cache_is_made(site: Site) -> None:
+def test_lease_of_missing_cache_is_released_and_no_cache_created(site: Site) -> None:
     gone = site.places.root / "gone/forestage"
     site.node.leases.write(Lease(7, ALICE, 0.0, str(gone), (Use("0a", "/a"),)))
     done = swept(site, slurm({7: None}))
@@ -224,7 +226,7 @@ def test_a_lease_of_a_cache_that_is_gone_goes_and_no_cache_is_made(site: Site) -
     assert not site.node.cache.root.exists()
 
 
-def test_the_file_of_a_killed_hook_goes_and_is_no_lease(site: Site) -> None:
+def test_unfinished_lease_file_is_deleted(site: Site) -> None:
     hold(site, 7)
     site.node.cache.prepare(False)
     directory = site.node.leases.directory
@@ -233,7 +235,7 @@ def test_the_file_of_a_killed_hook_goes_and_is_no_lease(site: Site) -> None:
     assert [file.name for file in directory.iterdir()] == ["7.json"]
 
 
-def test_a_lease_that_cannot_be_released_now_is_told_and_the_others_go(
+def test_lease_behind_busy_lock_is_a_problem_and_others_are_released(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(site, 7)
@@ -248,7 +250,7 @@ def test_a_lease_that_cannot_be_released_now_is_told_and_the_others_go(
     assert jobs(site) == (8,)
 
 
-def test_a_hook_that_waits_gets_the_lock_between_two_releases(site: Site) -> None:
+def test_lock_is_free_between_two_releases(site: Site) -> None:
     """It looks every 20 ms, and a sweep that never paused would hold the lock whenever it does."""
     paused = watch(site)
     for job in (7, 8, 9):
@@ -260,7 +262,7 @@ def test_a_hook_that_waits_gets_the_lock_between_two_releases(site: Site) -> Non
     assert paused == [True] * 3
 
 
-def test_a_copy_is_aborted_before_the_job_can_begin_again(
+def test_copy_is_aborted_under_lock_before_job_can_begin_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the lock is free, a job of this number may have another copy made."""
@@ -271,18 +273,18 @@ def test_a_copy_is_aborted_before_the_job_can_begin_again(
 
     def abort(cache: Cache, leases: Leases, ended: Lease) -> None:
         seen.append((lock.is_free(site.node.cache.space_lock), ended))
-        raise OSError("it cannot be told")
+        raise OSError("it cannot be printed")
 
     monkeypatch.setattr(epilog, "abort", abort)
     done = swept(site, slurm({7: None}))
     assert seen == [(False, lease)]
-    assert (jobs(site), done.problems) == ((), ("it cannot be told",))
+    assert (jobs(site), done.problems) == ((), ("it cannot be printed",))
 
 
 @pytest.mark.parametrize(
     "error", [Failed("program", "setpriv is not installed"), OSError(12, "Cannot allocate memory")]
 )
-def test_a_question_that_cannot_even_be_put_is_doubt(
+def test_question_that_cannot_be_asked_is_doubt(
     site: Site, bound: list[Bind], error: Exception
 ) -> None:
     def raises() -> None:
@@ -298,20 +300,7 @@ def test_a_question_that_cannot_even_be_put_is_doubt(
 # --- redirects
 
 
-def test_redirects_go_with_their_lease_unless_another_job_needs_them(
-    site: Site, bound: list[Bind]
-) -> None:
-    hold(site, 7, Use("k", "/lustre/a"), Use("l", "/lustre/b"))
-    hold(site, 8, Use("l", "/lustre/b"))
-    bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
-    done = swept(site, slurm({7: None, 8: Told("RUNNING", "n1")}))
-    assert [(one.job, one.redirects) for one in done.released] == [(7, 1)]
-    assert [one.path for one in bound] == ["/lustre/b"]
-
-
-def test_a_redirect_that_no_lease_asks_for_goes_also_while_slurm_is_silent(
-    site: Site, bound: list[Bind]
-) -> None:
+def test_stray_redirect_is_unmounted_while_slurm_is_silent(site: Site, bound: list[Bind]) -> None:
     hold(site, 7, Use("l", "/lustre/b"))
     bound += [bind("/lustre/stray"), bind("/lustre/b", number=2)]
     done = swept(site, slurm())
@@ -319,7 +308,7 @@ def test_a_redirect_that_no_lease_asks_for_goes_also_while_slurm_is_silent(
     assert [one.path for one in bound] == ["/lustre/b"]
 
 
-def test_a_stray_redirect_is_reached_as_its_entrys_owner(
+def test_stray_redirect_is_reached_as_entrys_owner(
     site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch, as_root: None
 ) -> None:
     """Where root is squashed, nobody else may be able to walk there."""
@@ -338,7 +327,7 @@ def test_a_stray_redirect_is_reached_as_its_entrys_owner(
     assert asked == [4242]
 
 
-def test_a_path_that_hangs_costs_its_job_no_lease_and_the_rest_no_sweep(
+def test_hanging_path_is_a_problem_and_leases_are_released(
     site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(site, 7, Use("k", "/lustre/a"))
@@ -360,7 +349,7 @@ def owned_by(bind: Bind) -> User:
     return User(bind.key, 1000, 1000)
 
 
-def test_each_owners_strays_have_a_hold_of_the_lock_of_their_own(
+def test_strays_of_two_owners_take_the_lock_twice(
     site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where paths hang, each of them costs a timeout."""
@@ -372,7 +361,7 @@ def test_each_owners_strays_have_a_hold_of_the_lock_of_their_own(
     assert paused == [True] * 2
 
 
-def test_a_file_system_that_hangs_is_waited_for_once(
+def test_hanging_file_system_is_tried_once(
     site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "_owner", lambda cache, bind: owned_by(bind))
@@ -408,11 +397,11 @@ def part(site: Site, name: str, boot: str = "", age: float = 0.0) -> str:
     return owner.image.key
 
 
-def test_parts_of_an_earlier_boot_and_abandoned_ones_go_and_no_other(site: Site) -> None:
+def test_parts_of_earlier_boot_and_abandoned_ones_are_deleted(site: Site) -> None:
     old = part(site, "a", boot=ANOTHER_BOOT)
-    abandoned = part(site, "b", age=sweep.ABANDONED + 60)
-    resumable = part(site, "c", age=sweep.ABANDONED - 60)
-    wanted = part(site, "d", age=sweep.ABANDONED + 60)
+    abandoned = part(site, "b", age=sweep.ABANDONED_AFTER + 60)
+    resumable = part(site, "c", age=sweep.ABANDONED_AFTER - 60)
+    wanted = part(site, "d", age=sweep.ABANDONED_AFTER + 60)
     hold(site, 7, Use(wanted))
     done = swept(site, slurm({7: Told("RUNNING", "n1")}))
     assert set(done.parts) == {old, abandoned}
@@ -420,8 +409,8 @@ def test_parts_of_an_earlier_boot_and_abandoned_ones_go_and_no_other(site: Site)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_a_part_whose_stager_lives_stays_however_old_it_looks(site: Site, dry_run: bool) -> None:
-    key = part(site, "a", boot=ANOTHER_BOOT, age=2 * sweep.ABANDONED)
+def test_part_of_live_stager_is_kept_however_old(site: Site, dry_run: bool) -> None:
+    key = part(site, "a", boot=ANOTHER_BOOT, age=2 * sweep.ABANDONED_AFTER)
     with lock.held(site.node.cache.key_lock(key), 0):
         assert swept(site, dry_run=dry_run).parts == ()
     assert site.node.cache.part_dir(key).exists()
@@ -442,14 +431,14 @@ def spoil(site: Site, key: str) -> None:
         file.write(b"\0")
 
 
-def test_an_entry_of_this_boot_is_not_read(site: Site) -> None:
+def test_entry_of_this_boot_is_not_verified(site: Site) -> None:
     key = site.publish(site.image("a.sqsh", b"squashfs" * CHUNK))
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == boot_id()
     spoil(site, key)
     assert swept(site).verified == ()
 
 
-def test_an_entry_that_lost_bytes_in_a_crash_is_evicted_though_it_be_leased(site: Site) -> None:
+def test_entry_that_lost_bytes_in_crash_is_evicted_even_if_leased(site: Site) -> None:
     bad, good = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
     spoil(site, bad)
     hold(site, 7, Use(bad))
@@ -458,22 +447,24 @@ def test_an_entry_that_lost_bytes_in_a_crash_is_evicted_though_it_be_leased(site
     assert site.keys() == {good}
 
 
-def test_an_entry_without_the_note_of_its_boot_is_read(site: Site) -> None:
+def test_entry_without_boot_note_is_verified(site: Site) -> None:
     """The crash may have taken the note as well."""
     key = from_earlier_boot(site)
     (site.node.cache.entry_dir(key) / "boot").unlink()
     assert [one.result for one in swept(site).verified] == ["ok"]
 
 
-def test_what_was_right_once_is_not_read_again(site: Site) -> None:
+def test_healthy_entry_is_verified_once(site: Site) -> None:
     key = from_earlier_boot(site)
     assert [one.result for one in swept(site).verified] == ["ok"]
-    assert (site.node.cache.entry_dir(key) / "boot").read_bytes() == proof.PROVEN
+    assert (site.node.cache.entry_dir(key) / "boot").read_bytes() == sweep.PROVEN
     spoil(site, key)  # what happens from now on is for `forestage verify`
     assert swept(site).verified == ()
 
 
-def test_no_source_is_read_for_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_of_earlier_boot_is_verified_without_its_source(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thousand nodes may have restarted at once."""
     key = from_earlier_boot(site)
     monkeypatch.setattr(source, "unchanged", pytest.fail)
@@ -483,7 +474,7 @@ def test_no_source_is_read_for_it(site: Site, monkeypatch: pytest.MonkeyPatch) -
     assert (verdict.result, verdict.against) == ("bad", "digests")
 
 
-def test_without_digests_an_entry_stays_and_is_not_called_right(site: Site) -> None:
+def test_entry_without_checksums_is_kept_as_unverifiable(site: Site) -> None:
     key = from_earlier_boot(site, digests=False)
     (verdict,) = swept(site).verified
     assert verdict.result == "unverifiable"
@@ -491,14 +482,14 @@ def test_without_digests_an_entry_stays_and_is_not_called_right(site: Site) -> N
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
 
 
-def test_a_copy_made_anew_meanwhile_is_not_called_proven(
+def test_entry_copied_anew_meanwhile_is_not_noted_as_proven(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note lies beside the bytes that were read, not beside whatever has their name."""
     key = from_earlier_boot(site)
     real = verify.verify
 
-    def slowly(*arguments: object, **more: object) -> verify.Verified:
+    def slowly(*arguments: object, **more: object) -> verify.VerifyReport:
         found = real(*arguments, **more)  # type: ignore[arg-type]
         directory = site.node.cache.entry_dir(key)
         directory.rename(site.places.root / "old")
@@ -508,17 +499,19 @@ def test_a_copy_made_anew_meanwhile_is_not_called_proven(
     monkeypatch.setattr(verify, "verify", slowly)
     assert [one.result for one in swept(site).verified] == ["ok"]
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
-    assert (site.places.root / "old/boot").read_bytes() == proof.PROVEN
+    assert (site.places.root / "old/boot").read_bytes() == sweep.PROVEN
 
 
-def test_what_cannot_be_noted_is_not_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_that_cannot_be_noted_is_not_verified(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a disk gone read-only, each sweep would read the whole cache."""
 
     def read_only(here: int) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
     from_earlier_boot(site)
-    monkeypatch.setattr(proof, "_open_note", read_only)
+    monkeypatch.setattr(sweep, "_open_note", read_only)
     monkeypatch.setattr(verify, "verify", pytest.fail)
     done = swept(site)
     assert done.verified == ()
@@ -527,12 +520,12 @@ def test_what_cannot_be_noted_is_not_read(site: Site, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def after_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
-    """Has something happen whenever an entry, its key is told, has been read."""
+    """Has something happen whenever an entry, its key is printed, has been read."""
 
     def put(then: Callable[[str], None]) -> None:
         real = verify.verify
 
-        def verified(node: Node, items: list[Item], *rest: Any) -> verify.Verified:
+        def verified(node: Node, items: list[Item], *rest: Any) -> verify.VerifyReport:
             found = real(node, items, *rest)
             then(items[0].key)
             return found
@@ -542,7 +535,7 @@ def after_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Non
     return put
 
 
-def test_what_is_evicted_before_its_turn_is_no_problem(
+def test_entry_evicted_before_its_turn_is_no_problem(
     site: Site, after_each: Callable[[Callable[[str], None]], None]
 ) -> None:
     keys = {from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")}
@@ -557,7 +550,7 @@ def test_what_is_evicted_before_its_turn_is_no_problem(
     assert done.problems == ()
 
 
-def test_leases_do_not_wait_for_the_reading_of_a_whole_cache(
+def test_verifying_stops_after_its_time_and_next_sweep_goes_on(
     site: Site, after_each: Callable[[Callable[[str], None]], None]
 ) -> None:
     """The timer starts no sweep while one reads; this one stops, and the next goes on with it."""
@@ -573,7 +566,7 @@ def test_leases_do_not_wait_for_the_reading_of_a_whole_cache(
     keys = {from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")}
 
     def passes(key: str) -> None:
-        clock.now += sweep.PROVING + 1
+        clock.now += sweep.PROVING_TIME + 1
 
     after_each(passes)
     read = [[one.key for one in swept(site).verified] for _ in range(3)]
@@ -584,7 +577,7 @@ def test_leases_do_not_wait_for_the_reading_of_a_whole_cache(
 # --- room
 
 
-def test_it_evicts_down_to_the_watermark_what_no_job_needs_any_more(site: Site) -> None:
+def test_sweep_evicts_unleased_entries_down_to_watermark(site: Site) -> None:
     key, other = site.publish(site.image("a.sqsh")), site.publish(site.image("b.sqsh"))
     hold(site, 7, Use(key))
     hold(site, 8, Use(other))
@@ -607,7 +600,7 @@ def everything(site: Site) -> dict[str, bytes]:
     }
 
 
-def test_a_dry_run_tells_all_and_changes_nothing(site: Site, bound: list[Bind]) -> None:
+def test_dry_run_reports_everything_and_changes_nothing(site: Site, bound: list[Bind]) -> None:
     key = from_earlier_boot(site)
     spoil(site, key)
     old = part(site, "a", boot=ANOTHER_BOOT)
@@ -627,30 +620,24 @@ def test_a_dry_run_tells_all_and_changes_nothing(site: Site, bound: list[Bind]) 
 # --- what is on record
 
 
-def test_a_released_lease_is_on_record_and_explained(site: Site) -> None:
+def test_released_lease_is_an_event_that_explain_prints(site: Site) -> None:
     hold(site, 7)
     swept(site, slurm({7: Told("NODE_FAIL", "n1")}))
     (event,) = events.read(site.places.events)
     assert (event.hook, event.job, event.user, event.node) == ("sweep", 7, "alice", "n1")
     assert event.outcome.result == "released"
-    told = site.run("explain", "7").stdout
-    assert "Sweep" in told
-    assert "released the job's lease: the job is NODE_FAIL" in told
+    printed = site.run("explain", "7").stdout
+    assert "Sweep" in printed
+    assert "released the job's lease: the job is NODE_FAIL" in printed
 
 
-def test_what_belonged_to_no_job_is_on_record_as_job_0(site: Site, bound: list[Bind]) -> None:
+def test_strays_and_evictions_are_an_event_of_job_0(site: Site, bound: list[Bind]) -> None:
     key = from_earlier_boot(site)
     spoil(site, key)
     bound.append(bind("/lustre/stray"))
     swept(site)
     (event,) = events.read(site.places.events)
     assert (event.job, event.outcome.released, event.outcome.evicted) == (0, 1, (key,))
-
-
-def test_a_sweep_that_finds_nothing_leaves_no_event(site: Site) -> None:
-    site.publish(site.image("a.sqsh"))
-    swept(site)
-    assert not site.places.events.exists()
 
 
 # --- the command
@@ -675,7 +662,7 @@ def squeue(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
 UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
-def test_the_command_says_what_it_did(site: Site, squeue: Callable[[str], None]) -> None:
+def test_command_prints_released_leases(site: Site, squeue: Callable[[str], None]) -> None:
     squeue(UNKNOWN)
     hold(site, 7)
     done = site.run("sweep", "--dry-run")
@@ -691,7 +678,7 @@ def test_the_command_says_what_it_did(site: Site, squeue: Callable[[str], None])
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 1", Exit.SLURM), ("echo '7|RUNNING|n1'", Exit.OK)]
 )
-def test_the_exit_status_tells_whether_slurm_answered(
+def test_command_exit_status_is_slurm_if_it_did_not_answer(
     site: Site, squeue: Callable[[str], None], script: str, code: Exit
 ) -> None:
     squeue(script)
@@ -700,7 +687,7 @@ def test_the_exit_status_tells_whether_slurm_answered(
     assert jobs(site) == (7,)
 
 
-def test_the_exit_status_tells_of_bad_bytes_before_all_else(
+def test_command_exit_status_is_bad_even_if_slurm_is_silent(
     site: Site, squeue: Callable[[str], None]
 ) -> None:
     squeue("exit 1")
@@ -709,10 +696,10 @@ def test_the_exit_status_tells_of_bad_bytes_before_all_else(
     done = site.run("sweep")
     assert done.exit_code == Exit.BAD
     assert "evicted" in done.stdout
-    assert "Slurm cannot tell" in done.stdout
+    assert "Slurm gave no clear answer" in done.stdout
 
 
-def test_a_problem_of_the_node_has_its_exit_status(
+def test_command_exit_status_is_failed_for_a_problem_of_the_node(
     site: Site, squeue: Callable[[str], None]
 ) -> None:
     squeue(UNKNOWN)
@@ -723,7 +710,3 @@ def test_a_problem_of_the_node_has_its_exit_status(
     assert done.exit_code == Exit.FAILED
     assert "Problem: " in done.stdout
     assert jobs(site) == (), "a lease goes also where the cache must not be used"
-
-
-def test_sweep_is_a_command_with_a_dry_run() -> None:
-    assert {option for one in main.commands["sweep"].params for option in one.opts} >= {"--dry-run"}

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forestage import tally as module
+from forestage.admin import tally as module
+from forestage.admin.tally import RATES, WAITS, Histogram, Tally
 from forestage.counters import Given
 from forestage.events import Event, Hook, Outcome, Result
-from forestage.tally import RATES, WAITS, Histogram, Tally
 
 GIB = 1 << 30
 
@@ -99,25 +99,25 @@ class Spared:
     ],
     ids=lambda case: case.why,
 )
-def test_no_byte_is_called_spared_that_was_read_or_counted_before(case: Spared) -> None:
+def test_spared_bytes_count_once_and_only_for_local_starts(case: Spared) -> None:
     tally = counted(*(event(hook, outcome) for hook, outcome in case.runs))
     assert sum(tally.spared.values()) == case.bytes
 
 
 @pytest.mark.parametrize(("first", "then"), [("copied", "hit"), ("started", "joined")])
-def test_a_cold_job_is_no_hit(first: Result, then: Result) -> None:
+def test_cold_job_is_no_hit(first: Result, then: Result) -> None:
     """Its own step finds what its Prolog has copied; that says nothing of the cache."""
     runs = [event("prolog", served(first)), *[event("step", served(then))] * 2]
     assert counted(*runs).starts == {first: 1, then: 1}, "the second step is a start of its own"
 
 
-def test_the_jobs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED", 3)
     tally = counted(*(event("prolog", served("hit"), job) for job in range(10)))
     assert list(tally.expected) == [7, 8, 9]
 
 
-def test_a_copys_bytes_are_the_sources_or_peers_and_its_rate_leaves_out_what_was_resumed() -> None:
+def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
     outcome = Outcome(
         "copied", bytes=3 * GIB, size=3 * GIB, from_peers=GIB, resumed=GIB, copying=4.0
     )
@@ -128,13 +128,13 @@ def test_a_copys_bytes_are_the_sources_or_peers_and_its_rate_leaves_out_what_was
     assert tally.rates.counts[RATES.index(1e9)] == 1
 
 
-def test_a_copy_that_failed_has_no_bytes_and_no_rate() -> None:
+def test_failed_copy_has_no_bytes_and_no_rate() -> None:
     tally = counted(event("stager", Outcome("failed", reason="io", size=9, copying=1.0)))
     assert (tally.copies, tally.copied, sum(tally.rates.counts)) == ({"failed": 1}, {}, 0)
     assert tally.errors == {}, "the hook that waits for it tells of it"
 
 
-def test_declined_and_failed_are_counted_by_reason_and_by_whom_entries_went() -> None:
+def test_reasons_and_evictors_are_counted() -> None:
     tally = counted(
         event("prolog", Outcome("declined", reason="deadline", wait=15.0)),
         event("step", Outcome("failed", reason="io")),
@@ -156,13 +156,13 @@ def test_declined_and_failed_are_counted_by_reason_and_by_whom_entries_went() ->
     ("value", "bucket"),
     [(0.0, 0), (WAITS[0], 0), (WAITS[0] + 1e-9, 1), (WAITS[-1], len(WAITS) - 1), (1e9, len(WAITS))],
 )
-def test_a_bucket_holds_its_own_bound(value: float, bucket: int) -> None:
+def test_bucket_includes_its_bound(value: float, bucket: int) -> None:
     found = Histogram.of(WAITS)
     found.add(value)
     assert found.counts.index(1) == bucket
 
 
-def test_what_a_peer_service_gave_goes_on_when_it_is_restarted() -> None:
+def test_peer_counts_survive_a_restart_of_the_service() -> None:
     tally = Tally()
     for now in (
         Given(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
@@ -176,11 +176,11 @@ def test_what_a_peer_service_gave_goes_on_when_it_is_restarted() -> None:
     assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
 
 
-def test_a_histogram_of_another_release_starts_anew_and_the_rest_stays() -> None:
+def test_histogram_of_another_release_restarts_alone() -> None:
     tally = counted(event("prolog", served("hit")))
     tally.waits["step"] = Histogram.of((1.0, 2.0))
     tally.rates = Histogram(RATES, [1])
-    mended = tally.mended()
+    mended = tally.repaired()
     assert list(mended.waits) == ["prolog"]
     assert mended.rates == Histogram.of(RATES)
     assert mended.requests == tally.requests
@@ -229,7 +229,7 @@ def numbers(value: object) -> dict[str, float]:
 
 @given(st.lists(runs, max_size=20))
 @settings(max_examples=30)
-def test_whatever_happens_no_counter_falls_and_every_request_is_one(events: list[Event]) -> None:
+def test_counters_never_fall_and_count_every_request(events: list[Event]) -> None:
     tally = Tally()
     before = numbers(tally)
     for one in events:

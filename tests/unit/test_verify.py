@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import CHUNK, Site
-from forestage import compare, verify
+from forestage.admin import compare, verify
+from forestage.admin.compare import first_difference
 from forestage.cache import digest, redirect
 from forestage.cache.lease import Use
 from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
 from forestage.clock import Clock
-from forestage.compare import SourceFailed, first_difference
 from forestage.errors import Failed
 from forestage.stage import buffers, chunks
 from forestage.system import lock
@@ -70,7 +70,7 @@ def kept(site: Site, key: str) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, CHUNK, CHUNK + 1, 2 * CHUNK, len(DATA)])
-def test_an_entry_that_is_as_its_source_is_ok(site: Site, size: int) -> None:
+def test_entry_like_its_source_is_ok(site: Site, size: int) -> None:
     key = site.publish(site.image("a.sqsh", DATA[:size]))
     found = one(site)
     assert (found["result"], found["against"]) == ("ok", "source")
@@ -80,7 +80,7 @@ def test_an_entry_that_is_as_its_source_is_ok(site: Site, size: int) -> None:
     assert (found["result"], found["offset"]) == ("bad", size - 1)
 
 
-def test_a_sparse_image_is_as_its_source(site: Site) -> None:
+def test_sparse_image_is_ok(site: Site) -> None:
     path = site.image("a.sqsh")
     with path.open("wb") as file:
         file.truncate(4 * CHUNK)
@@ -90,15 +90,15 @@ def test_a_sparse_image_is_as_its_source(site: Site) -> None:
     assert one(site)["result"] == "ok"
 
 
-def test_one_wrong_bit_is_found_named_and_evicted(site: Site, source: Path) -> None:
+def test_wrong_bit_is_located_and_entry_evicted(site: Site, source: Path) -> None:
     key = site.publish(source)
     good = site.publish(site.image("b.sqsh", DATA))
     spoil(site, key)
     spoil(site, key, at=len(DATA) - 1)
-    told = site.run("verify", "--all", "--dry-run")
-    assert told.exit_code == Exit.BAD
-    assert f"2 chunks wrong (1, 3), from byte {SPOT} on" in told.stdout
-    assert "would be evicted" in told.stdout
+    printed = site.run("verify", "--all", "--dry-run")
+    assert printed.exit_code == Exit.BAD
+    assert f"2 chunks wrong (1, 3), from byte {SPOT} on" in printed.stdout
+    assert "would be evicted" in printed.stdout
     assert kept(site, key)
     done = site.run("verify", "--all")
     assert done.exit_code == Exit.BAD
@@ -107,16 +107,16 @@ def test_one_wrong_bit_is_found_named_and_evicted(site: Site, source: Path) -> N
     assert list(site.node.cache.evicted.iterdir()) == []
 
 
-def test_neither_a_lease_nor_a_pin_keeps_a_bad_entry(site: Site, source: Path) -> None:
+def test_bad_entry_is_evicted_even_if_leased_and_pinned(site: Site, source: Path) -> None:
     key = site.publish(source)
     site.run("pin", key)
     site.lease(7, Use(key))
     site.node.leases.file(8).write_text("{")
     spoil(site, key)
     with site.node.cache.image(key).open("rb") as still:
-        told = site.run("verify", key).stdout
-        assert "in use by job 7: what they have open, they keep" in told
-        assert "evicted; its pin is gone with it" in told
+        printed = site.run("verify", key).stdout
+        assert "in use by job 7: what they have open, they keep" in printed
+        assert "evicted; its pin is gone with it" in printed
         assert len(still.read()) == len(DATA)
     assert not kept(site, key)
     assert site.node.leases.read(7) is not None
@@ -135,7 +135,7 @@ def test_neither_a_lease_nor_a_pin_keeps_a_bad_entry(site: Site, source: Path) -
         (lambda path: (path.unlink(), path.mkdir()), "its source was changed"),
     ],
 )
-def test_where_the_source_is_another_the_digests_tell(
+def test_changed_source_makes_checksums_count(
     site: Site, source: Path, change: Callable[[Path], None], why: str
 ) -> None:
     key = site.publish(source)
@@ -149,22 +149,18 @@ def test_where_the_source_is_another_the_digests_tell(
     assert not kept(site, key)
 
 
-def test_without_source_and_digests_nothing_is_claimed_and_nothing_evicted(
-    site: Site, source: Path
-) -> None:
+def test_entry_without_source_and_checksums_is_unverifiable(site: Site, source: Path) -> None:
     key = site.publish(source, digests=False)
     assert one(site)["against"] == "source"
     source.unlink()
     spoil(site, key)
     found = one(site)
     assert (found["result"], found["against"]) == ("unverifiable", "nothing")
-    assert "no digest was taken" in found["detail"]
+    assert "no checksum was taken" in found["detail"]
     assert kept(site, key)
 
 
-def test_digests_of_some_chunks_can_find_a_fault_but_not_clear_the_entry(
-    site: Site, source: Path
-) -> None:
+def test_checksums_of_some_chunks_find_faults_but_prove_nothing(site: Site, source: Path) -> None:
     key = site.publish(source, digests=False)
     source.unlink()
     known = site.node.cache.entry_dir(key) / "map"
@@ -178,7 +174,9 @@ def test_digests_of_some_chunks_can_find_a_fault_but_not_clear_the_entry(
 
 
 @pytest.mark.parametrize("damage", ["spoiled", "short", "gone"])
-def test_damaged_digests_are_no_witness(site: Site, source: Path, damage: str) -> None:
+def test_damaged_checksums_make_entry_bad_only_without_source(
+    site: Site, source: Path, damage: str
+) -> None:
     key = site.publish(source)
     known = site.node.cache.entry_dir(key) / "map"
     if damage == "spoiled":
@@ -190,26 +188,12 @@ def test_damaged_digests_are_no_witness(site: Site, source: Path, damage: str) -
     assert one(site)["result"] == "ok"  # the source is a better one
     source.unlink()
     found = one(site, code=Exit.BAD)
-    assert "its own digests are damaged" in found["detail"]
+    assert "its checksums are damaged" in found["detail"]
     assert not kept(site, key)
 
 
-def test_a_source_that_cannot_be_read_to_its_end_is_no_witness(
-    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site.publish(source)
-
-    def fails(*args: object) -> bytes:
-        raise SourceFailed("Input/output error")
-
-    monkeypatch.setattr(compare.OfSource, "digest", fails)
-    found = one(site)
-    assert (found["result"], found["against"]) == ("ok", "digests")
-    assert "cannot be read (Input/output error)" in found["detail"]
-
-
 @pytest.mark.parametrize("how", ["written", "truncated"])
-def test_a_source_that_changes_meanwhile_condemns_no_entry(
+def test_source_changed_meanwhile_condemns_no_entry(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     key = site.publish(source)
@@ -240,7 +224,7 @@ def test_a_source_that_changes_meanwhile_condemns_no_entry(
         (lambda copy: os.chown(copy, -1, 65533), "gid is 65533"),
     ],
 )
-def test_wrong_rights_are_as_bad_as_wrong_bytes(
+def test_wrong_rights_make_entry_bad(
     as_root: None, site: Site, source: Path, change: Callable[[Path], None], what: str
 ) -> None:
     source.chmod(0o644)
@@ -254,7 +238,7 @@ def raw_acl(*entries: tuple[int, int, int]) -> bytes:
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
-def test_an_acl_that_says_no_more_than_the_mode_is_no_difference(site: Site, source: Path) -> None:
+def test_acl_equal_to_mode_is_no_difference(site: Site, source: Path) -> None:
     source.chmod(0o644)
     entry = site.node.cache.read(site.publish(source))
     assert entry is not None
@@ -264,12 +248,14 @@ def test_an_acl_that_says_no_more_than_the_mode_is_no_difference(site: Site, sou
     with site.node.cache.image(entry.key).open("rb") as copy:
         for acl, wrong in ((raw_acl(*plain), ""), (raw_acl(*named), "its ACL is none, expected")):
             access = msgspec.structs.replace(entry.access, acl=acl)
-            told = verify.wrongs(msgspec.structs.replace(entry, access=access), copy.fileno())
-            assert told.startswith(wrong) if wrong else told == ""
+            printed = verify.attribute_errors(
+                msgspec.structs.replace(entry, access=access), copy.fileno()
+            )
+            assert printed.startswith(wrong) if wrong else printed == ""
 
 
 @pytest.mark.parametrize("damage", ["record", "no record", "size", "no image"])
-def test_a_damaged_entry_is_bad(site: Site, source: Path, damage: str) -> None:
+def test_damaged_entry_is_bad(site: Site, source: Path, damage: str) -> None:
     key = site.publish(source)
     entry = site.node.cache.entry_dir(key)
     if damage == "record":
@@ -284,9 +270,7 @@ def test_a_damaged_entry_is_bad(site: Site, source: Path, damage: str) -> None:
     assert not kept(site, key)
 
 
-def test_a_copy_that_the_disk_no_longer_gives_is_bad(
-    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_copy_is_bad(site: Site, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site.publish(source)
     read = compare._Copy.read
 
@@ -301,7 +285,7 @@ def test_a_copy_that_the_disk_no_longer_gives_is_bad(
     assert "the copy cannot be read: Input/output error" in found["detail"]
 
 
-def test_a_thread_that_dies_is_not_taken_for_success(
+def test_dead_thread_is_a_failure(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.publish(source)
@@ -310,10 +294,10 @@ def test_a_thread_that_dies_is_not_taken_for_success(
     assert site.run("verify", "--all").exit_code == Exit.FAILED
 
 
-def test_memory_is_bounded_by_the_threads(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_one_piece_per_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.publish(site.image("a.sqsh", os.urandom(20 * CHUNK)))
     made = []
-    real = buffers.piece
+    real = reading.buffer
 
     def counted(chunk: int) -> memoryview:
         made.append(chunk)
@@ -324,7 +308,7 @@ def test_memory_is_bounded_by_the_threads(site: Site, monkeypatch: pytest.Monkey
     assert made == [CHUNK] * 3
 
 
-def test_a_source_that_fails_condemns_no_copy(
+def test_unreadable_source_makes_checksums_count(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -334,12 +318,12 @@ def test_a_source_that_fails_condemns_no_copy(
 
     monkeypatch.setattr(chunks, "read_piece", failing)
     found = one(site)
-    assert (found["result"], kept(site, key)) == ("ok", True)
-    assert "Stale file handle" in found["detail"]
+    assert (found["result"], found["against"], kept(site, key)) == ("ok", "digests", True)
+    assert "cannot be read (Stale file handle)" in found["detail"]
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
-def test_the_first_difference_is_the_first(data: bytes, draw: st.DataObject) -> None:
+def test_first_difference_is_the_smallest_offset(data: bytes, draw: st.DataObject) -> None:
     spots = draw.draw(st.sets(st.integers(0, len(data) - 1), min_size=1))
     other = bytes(byte ^ (index in spots) for index, byte in enumerate(data))
     assert first_difference(data, other) == min(spots)
@@ -348,7 +332,7 @@ def test_the_first_difference_is_the_first(data: bytes, draw: st.DataObject) -> 
 # --- while others go on
 
 
-def test_a_new_copy_of_the_same_image_is_not_evicted_for_the_old_ones_faults(
+def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -367,7 +351,7 @@ def test_a_new_copy_of_the_same_image_is_not_evicted_for_the_old_ones_faults(
     assert kept(site, key)
 
 
-def test_an_entry_that_is_evicted_meanwhile_is_no_fault(
+def test_entry_evicted_meanwhile_is_no_fault(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -381,7 +365,7 @@ def test_an_entry_that_is_evicted_meanwhile_is_no_fault(
     assert one(site)["detail"] == "it was evicted just now"
 
 
-def test_a_lock_that_stays_held_is_told_and_the_entry_reported(
+def test_busy_lock_keeps_bad_entry_and_is_reported(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -390,16 +374,16 @@ def test_a_lock_that_stays_held_is_told_and_the_entry_reported(
     with lock.held(site.node.cache.space_lock, 0):
         done = site.run("verify", "--all")
     assert done.exit_code == Exit.BAD
-    assert "could not be taken out of service: space.lock is held" in done.stdout
+    assert "could not be evicted: space.lock is held" in done.stdout
     assert kept(site, key)
 
 
 @pytest.mark.parametrize("args", [[], ["--all", "abcd"]])
-def test_what_to_verify_must_be_said(site: Site, args: list[str]) -> None:
+def test_command_without_or_with_two_choices_is_a_usage_error(site: Site, args: list[str]) -> None:
     assert site.run("verify", *args).exit_code == Exit.USAGE
 
 
-def test_nothing_to_verify_is_in_order(site: Site) -> None:
+def test_empty_cache_is_healthy(site: Site) -> None:
     done = site.run("verify", "--all")
     assert (done.exit_code, done.stdout) == (Exit.OK, "The cache holds no entry.\n")
     assert not site.node.cache.root.exists()
@@ -422,7 +406,7 @@ def spoil_entry(node: Node, key: str) -> None:
         file.write(b"?")
 
 
-def test_a_bad_entry_is_taken_from_under_its_redirects_and_staged_anew(node: Node) -> None:
+def test_bad_entry_is_unmounted_evicted_and_staged_anew(node: Node) -> None:
     path = node.put("a.sqsh", mode=0o600)
     node.prolog(1, path)
     key = node.identity(path).key
@@ -442,7 +426,7 @@ def test_a_bad_entry_is_taken_from_under_its_redirects_and_staged_anew(node: Nod
     assert node.shows_source(path)
 
 
-def test_the_source_is_read_with_no_more_rights_than_its_owner_has(node: Node) -> None:
+def test_source_is_read_with_its_owners_rights(node: Node) -> None:
     # Bob may read it by the mode, its owner may not; root could.
     path = node.put("a.sqsh", user=ALICE, mode=0o004)
     assert node.prolog(1, path, user=BOB).outcome.result == "copied"
@@ -451,7 +435,7 @@ def test_the_source_is_read_with_no_more_rights_than_its_owner_has(node: Node) -
     assert "is not readable by this user" in found["detail"]
 
 
-def test_a_redirect_that_cannot_be_taken_off_does_not_keep_the_entry(
+def test_stuck_redirect_does_not_keep_bad_entry(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = node.put("a.sqsh")

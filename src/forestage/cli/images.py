@@ -1,4 +1,4 @@
-"""`forestage warm`, `publish`, `pack`: images before any job wants them."""
+"""Commands for images before any job wants them: `forestage warm`, `publish`, `pack`."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-force = click.option("-f", "--force", is_flag=True, help="Replace what has the name already.")
+force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
 
 def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -32,7 +32,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str
 
 @contextlib.contextmanager
 def _cancelling() -> Iterator[None]:
-    """A closed terminal and `kill` are as ^C here: jobs are cancelled that would stay else."""
+    """Treats a closed terminal and `kill` like ^C, so that the jobs are cancelled then, too."""
     before = {one: signal.signal(one, signal.default_int_handler) for one in ENDS}
     try:
         yield
@@ -77,7 +77,7 @@ def warm(
     """
     import secrets
 
-    from forestage import warm as work
+    from forestage.admin import warm as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
     from forestage.units import parse_duration
@@ -97,8 +97,8 @@ def warm(
         parse_duration(busy),
         at_once,
     )
-    with _cancelling(), screen.busy() as tell:
-        done = work.warm(order, Slurm.of(os.environ), ctx.obj.clock, secrets.token_hex(4), tell)
+    with _cancelling(), screen.busy() as progress:
+        done = work.warm(order, Slurm.of(os.environ), ctx.obj.clock, secrets.token_hex(4), progress)
     screen.show(done, work.pieces(done), as_json)
     if done.failed:
         ctx.exit(Exit.NOT_FOUND)
@@ -125,15 +125,15 @@ def publish(
 
     The copy gets its name when it is whole, read back and compared.
     """
-    from forestage import publish as work
+    from forestage.admin import publish as work
     from forestage.system import terminal as screen
     from forestage.system.tree import Files
 
     layout = work.Layout(stripes, stripe_size)
     files = Files(world.places.root)
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
-    with screen.busy() as tell:
-        done = work.publish(source, target, layout, force, files, world.clock, tell)
+    with screen.busy() as progress:
+        done = work.publish(source, target, layout, force, files, world.clock, progress)
     screen.show(done, work.pieces(done), as_json)
 
 
@@ -148,11 +148,11 @@ def pack(world: "World", folder: Path, image: Path, force: bool, as_json: bool) 
 
     For virtual environments and other trees of many small files.
     """
-    from forestage import pack as work
+    from forestage.admin import pack as work
     from forestage.system import terminal as screen
 
-    with screen.busy() as tell:
-        done = work.pack(folder, image, force, world.clock, tell)
+    with screen.busy() as progress:
+        done = work.pack(folder, image, force, world.clock, progress)
     screen.show(done, work.pieces(done), as_json)
 
 

@@ -16,7 +16,7 @@ from forestage.cli.world import Commands
 from forestage.cli.world import World as World
 
 if TYPE_CHECKING:
-    from forestage.entries import Item
+    from forestage.admin.inventory import Item
 
 
 def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -62,8 +62,8 @@ def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
     Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
     terminal, ^C ends it; else it ends when no copy is under way any more.
     """
-    from forestage import copies
-    from forestage import status as view
+    from forestage.admin import copies
+    from forestage.admin import status as view
     from forestage.system import terminal as screen
 
     node = ctx.obj.node()
@@ -83,11 +83,11 @@ def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
 @click.pass_obj
 def ls(world: World, as_json: bool) -> None:
     """List the entries, last used first."""
-    from forestage import entries
-    from forestage import show as view
+    from forestage.admin import inventory
+    from forestage.admin import show as view
     from forestage.system import terminal as screen
 
-    found = entries.gather(world.node())
+    found = inventory.gather(world.node())
     screen.show(found.items, view.listing(found, world.clock.wall()), as_json)
 
 
@@ -100,16 +100,16 @@ def show(world: World, word: str, as_json: bool) -> None:
 
     A PATH may have several entries, of which the first is the newest.
     """
-    from forestage import entries
-    from forestage import show as view
+    from forestage.admin import inventory
+    from forestage.admin import show as view
     from forestage.stage import source
     from forestage.system import terminal as screen
 
     node = world.node()
-    held = entries.gather(node)
-    picked = entries.pick(held.items, word, source.resolved)
+    held = inventory.gather(node)
+    picked = inventory.pick(held.items, word, source.resolved)
     found = view.found(node.cache, picked, held.leases)
-    screen.show(found, view.told(found, world.clock.wall()), as_json)
+    screen.show(found, view.pieces(found, world.clock.wall()), as_json)
 
 
 @main.command()
@@ -121,7 +121,7 @@ def explain(world: World, job: int, as_json: bool) -> None:
 
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
     """
-    from forestage import explain as view
+    from forestage.admin import explain as view
     from forestage.system import terminal as screen
 
     found = view.gather(world.places, job)
@@ -137,14 +137,14 @@ def path(world: World, image: str, as_json: bool) -> None:
 
     Only if the copy is exactly what IMAGE is now; else it says why not and ends with status 1.
     """
-    from forestage import entries
+    from forestage.admin import inventory
     from forestage.stage import source
     from forestage.system import terminal as screen
 
     node = world.node()
-    held = entries.gather(node)
+    held = inventory.gather(node)
     wanted = source.look(node.cache, source.wanted(image), source.invoking_user())
-    copy = entries.copy_of(node.cache, held.items, wanted)
+    copy = inventory.copy_of(node.cache, held.items, wanted)
     screen.show(copy, [screen.Line(copy.copy, whole=True)], as_json)
 
 
@@ -153,7 +153,7 @@ def path(world: World, image: str, as_json: bool) -> None:
 @click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
 @click.option("--to-watermark", is_flag=True, help="As far as the Epilog would; the default.")
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
-@click.option("-n", "--dry-run", is_flag=True, help="Only tell what would be evicted.")
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
 @click.pass_context
 def evict(
     ctx: click.Context,
@@ -167,19 +167,19 @@ def evict(
 
     Leased and pinned entries stay. Ends with status 1 if one that was named stays.
     """
-    from forestage import entries, evictions
+    from forestage.admin import evict, inventory
     from forestage.system import terminal as screen
 
     if bool(words) + to_watermark + everything > 1:
         raise click.UsageError("KEY|PATH, --to-watermark and --all exclude each other")
     node = ctx.obj.node()
-    held = entries.gather(node)
+    held = inventory.gather(node)
     if words or everything:
         chosen = _picked(held.items, words) if words else held.items
-        done = evictions.exactly(node, chosen, dry_run)
+        done = evict.exactly(node, chosen, dry_run)
     else:
-        done = evictions.to_watermark(node, dry_run)
-    screen.show(done, evictions.pieces(done), as_json)
+        done = evict.to_watermark(node, dry_run)
+    screen.show(done, evict.pieces(done), as_json)
     if words and done.left_out:
         ctx.exit(Exit.NOT_FOUND)
 
@@ -188,25 +188,25 @@ def evict(
 @as_json
 @click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
 @click.option("--all", "everything", is_flag=True, help="Every entry.")
-@click.option("-n", "--dry-run", is_flag=True, help="Only tell; evict nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: verify, but evict nothing.")
 @click.pass_context
 def verify(
     ctx: click.Context, words: tuple[str, ...], everything: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Compare entries with their sources, or with the digests of their copying.
+    """Compare entries with their sources, or with the checksums of their copying.
 
-    A bad entry is evicted, though it be leased or pinned, and the exit status is 7.
+    A bad entry is evicted, even if it is leased or pinned, and the exit status is 7.
     """
-    from forestage import entries
-    from forestage import verify as view
+    from forestage.admin import inventory
+    from forestage.admin import verify as view
     from forestage.system import terminal as screen
 
     if bool(words) == everything:
         raise click.UsageError("either KEY|PATH, or --all")
     node = ctx.obj.node()
-    items = entries.gather(node).items
-    with screen.busy() as tell:
-        done = view.verify(node, items if everything else _picked(items, words), dry_run, tell)
+    items = inventory.gather(node).items
+    with screen.busy() as progress:
+        done = view.verify(node, items if everything else _picked(items, words), dry_run, progress)
     screen.show(done, view.pieces(done), as_json)
     if done.bad:
         ctx.exit(Exit.BAD)
@@ -214,7 +214,7 @@ def verify(
 
 @main.command()
 @as_json
-@click.option("-n", "--dry-run", is_flag=True, help="Only tell; change and read nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: change nothing, verify nothing.")
 @click.pass_context
 def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     """Clean up what crashes left: leases of jobs that are over, redirects, parts.
@@ -224,15 +224,14 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     """
     import os
 
-    from forestage import sweep as work
-    from forestage import swept
+    from forestage.admin import sweep as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
 
-    with screen.busy() as tell:
-        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ), dry_run, tell)
-    screen.show(done, swept.pieces(done), as_json)
-    ctx.exit(swept.exit_code(done))
+    with screen.busy() as progress:
+        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ), dry_run, progress)
+    screen.show(done, work.pieces(done), as_json)
+    ctx.exit(work.exit_code(done))
 
 
 @main.command()
@@ -241,13 +240,13 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
 @click.pass_obj
 def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
     """Keep entries from being evicted; of a PATH, its newest."""
-    from forestage import entries, pins
+    from forestage.admin import evict, inventory
     from forestage.system import terminal as screen
 
     node = world.node()
-    picked = _picked(entries.gather(node).items, words, newest=True)
-    done = [pins.pin(node.cache, item) for item in picked]
-    screen.show(done, pins.pieces(done), as_json)
+    picked = _picked(inventory.gather(node).items, words, newest=True)
+    done = [evict.pin(node.cache, item) for item in picked]
+    screen.show(done, evict.pin_pieces(done), as_json)
 
 
 @main.command()
@@ -256,24 +255,24 @@ def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
 @click.pass_obj
 def unpin(world: World, words: tuple[str, ...], as_json: bool) -> None:
     """Let entries be evicted again; of a PATH, all of them."""
-    from forestage import entries, pins
+    from forestage.admin import evict, inventory
     from forestage.system import terminal as screen
 
     node = world.node()
-    done = [pins.unpin(node.cache, item) for item in _picked(entries.gather(node).items, words)]
-    screen.show(done, pins.pieces(done), as_json)
+    done = [evict.unpin(node.cache, item) for item in _picked(inventory.gather(node).items, words)]
+    screen.show(done, evict.pin_pieces(done), as_json)
 
 
 def _picked(
     items: "tuple[Item, ...]", words: tuple[str, ...], newest: bool = False
 ) -> "list[Item]":
     """The entries that all the words mean, each once. Raises NotFound before anything is done."""
-    from forestage import entries
+    from forestage.admin import inventory
     from forestage.stage import source
 
     found: dict[str, Item] = {}
     for word in words:
-        picked = entries.pick(items, word, source.resolved)
+        picked = inventory.pick(items, word, source.resolved)
         found |= {item.key: item for item in (picked[:1] if newest else picked)}
     return list(found.values())
 
@@ -284,7 +283,7 @@ def _picked(
 @click.pass_obj
 def config(world: World, partition: str | None, as_json: bool) -> None:
     """Every setting, and which file says so."""
-    from forestage import show as view
+    from forestage.admin import show as view
     from forestage.config import load_settings
     from forestage.system import terminal as screen
 

@@ -85,16 +85,22 @@ def _change(
 @as_json
 @click.pass_context
 def unredirect(ctx: click.Context, as_json: bool) -> None:
-    """Take every redirect off this node, now.
+    """Unmount every redirect of this node, now.
 
     What jobs have open they keep. New jobs get new redirects, unless staging is switched off.
     """
-    from forestage import activated
-    from forestage import unredirect as work
+    from forestage.admin import unredirect as work
+    from forestage.cache.node import Node
+    from forestage.config import Config
+    from forestage.errors import ConfigError
     from forestage.system import terminal
 
-    done = work.unredirect(ctx.obj)
-    terminal.show(done, activated.undone(done), as_json)
+    try:
+        node = ctx.obj.node()
+    except ConfigError:  # the leases name the caches
+        node = Node.of(Config(), ctx.obj.places, ctx.obj.clock)
+    done = work.unredirect(node)
+    terminal.show(done, work.pieces(done), as_json)
     if done.problems:
         ctx.exit(Exit.FAILED)
 

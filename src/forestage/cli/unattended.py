@@ -18,9 +18,9 @@ def metrics(world: "World", is_shown: bool) -> None:
     """
     from importlib.metadata import version
 
-    from forestage import metrics as work
+    from forestage.admin import metrics as work
 
-    written = work.publish(world.places, world.clock, version("forestage"))
+    written = work.export(world.places, world.clock, version("forestage"))
     if is_shown:
         click.echo(written, nl=False)
 

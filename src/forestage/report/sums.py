@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from forestage.admin.tally import Tally
 from forestage.events import Event, Outcome
 from forestage.events.reasons import REASONS
-from forestage.tally import Tally
 from forestage.units import MAX_DURATION, MAX_SIZE
 
 Kind = Literal["hit", "joined", "cold", "original", "excluded"]

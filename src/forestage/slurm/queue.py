@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage.cache.lease import Lease, Leases, Mark
-from forestage.errors import Failed, SlurmError
+from forestage.errors import SlurmError
 from forestage.system import run
 
 TIMEOUT = 30.0  # seconds for one question; squeue itself tries a dead slurmctld for longer
@@ -41,15 +40,6 @@ class Told(msgspec.Struct, frozen=True):
 
     state: str
     nodes: str
-
-
-class Gone(msgspec.Struct, frozen=True):
-    """A lease of a job that is over here, as it was before Slurm said so; None: it is damaged."""
-
-    job: int
-    mark: Mark
-    lease: Lease | None
-    why: str
 
 
 class Slurm(NamedTuple):
@@ -143,32 +133,3 @@ def why_over(told: Told | None, node: str) -> str:
 
     nodes = expand(told.nodes)
     return f"the job is {told.state} on other nodes" if nodes and node not in nodes else ""
-
-
-def gone(leases: Leases, slurm: Slurm) -> tuple[Gone, ...]:
-    """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
-    # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
-    marks = {job: leases.mark(job) for job in leases.jobs()}
-    at_work = slurm.at_work() if marks else frozenset()
-    found = []
-    for job, mark in marks.items():
-        if mark is None or job in at_work:
-            continue
-        lease = _read(leases, job)
-        why = why_over(slurm.job(job), lease.node if lease else "")
-        if why:
-            found.append(Gone(job, mark, lease, why))
-    # Another cluster's Slurm knows none of our jobs.
-    for node in sorted({one.lease.node for one in found if one.lease and one.lease.node}):
-        if not slurm.knows_node(node):
-            raise SlurmError(
-                f"the Slurm that was asked has no node {node}", "is SLURM_CONF the one of slurmd?"
-            )
-    return tuple(found)
-
-
-def _read(leases: Leases, job: int) -> Lease | None:
-    try:
-        return leases.read(job)
-    except Failed:
-        return None

@@ -1,14 +1,15 @@
-"""What happened to this job? The events and the lease of one job, told as a story.
+"""History of one job on this node: what it asked for, what was done, why, and how long it took.
 
-It reads the log and the lease only, so it works with a broken configuration and without a cache.
+Made of the event log and the job's lease only, so it works with a broken configuration and without
+a cache.
 """
 
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from forestage.admin.inventory import Holder, holder
 from forestage.cache.lease import Lease, Leases
-from forestage.entries import Holder, holder
 from forestage.errors import Failed, NotFound
 from forestage.events import Event, Hook, Outcome, read
 from forestage.events.reasons import REASONS
@@ -24,18 +25,18 @@ STEPS = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
 
-class Told(msgspec.Struct, frozen=True):
-    """One outcome and its sentences."""
+class Explained(msgspec.Struct, frozen=True):
+    """One outcome, and sentences about it for people."""
 
     outcome: Outcome
     sentences: tuple[str, ...]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run of a hook, or the life of a stager: a requeued job has several.
+    """One run of a hook, or the life of a stager; a requeued job has several.
 
     `time` is its end, `total` its seconds. `job` is another one where this job waited for the copy
-    that the other had started. `step` is set where it was a step's.
+    that the other had started. `step` is set for a step's hook.
     """
 
     time: float
@@ -46,11 +47,11 @@ class Run(msgspec.Struct, frozen=True):
     user: str
     total: float
     problems: tuple[str, ...]
-    told: tuple[Told, ...]
+    explained: tuple[Explained, ...] = msgspec.field(name="told")  # as scripts read it
     step: int | None = None
 
 
-class Story(msgspec.Struct, frozen=True):
+class History(msgspec.Struct, frozen=True):
     """All that is recorded about a job on this node."""
 
     job: int
@@ -59,21 +60,21 @@ class Story(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-def gather(places: Places, job: int) -> Story:
-    """Reads the log and the job's lease. Raises NotFound where there is nothing to tell."""
+def gather(places: Places, job: int) -> History:
+    """Reads the log and the job's lease. Raises NotFound where nothing is recorded."""
     lease: Lease | None = None
     problems: tuple[str, ...] = ()
     try:
         lease = Leases(places.leases).read(job)
     except Failed as failed:
         problems = (str(failed),)
-    return story(job, read(places.events), lease, problems)
+    return history(job, read(places.events), lease, problems)
 
 
-def story(
+def history(
     job: int, events: Iterable[Event], lease: Lease | None, problems: tuple[str, ...] = ()
-) -> Story:
-    """Pure: the job's events, in hook runs. Raises NotFound where there is nothing to tell."""
+) -> History:
+    """Pure: the job's events by hook run. Raises NotFound where nothing is recorded."""
     own: list[Event] = []
     copies: list[Event] = []
     images: dict[str, str] = {}
@@ -100,7 +101,7 @@ def story(
     # By their beginning: the stager is done, and on record, before the hook that started it.
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
-    return Story(job, tuple(_run(run, images, missed) for run in runs), held, problems)
+    return History(job, tuple(_run(run, images, missed) for run in runs), held, problems)
 
 
 def _same_run(one: Event, other: Event) -> bool:
@@ -129,7 +130,9 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
         more = (
             f"The job had stopped waiting {format_duration(late)} before; the next one has it.",
         )
-    told = tuple(Told(event.outcome, (*sentences(event, images), *more)) for event in events)
+    explained = tuple(
+        Explained(event.outcome, (*sentences(event, images), *more)) for event in events
+    )
     return Run(
         time=first.time,
         hook=first.hook,
@@ -139,13 +142,13 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
         user=first.user or str(first.uid),
         total=first.total,
         problems=first.problems,
-        told=told,
+        explained=explained,
         step=first.step if first.hook == "step" else None,
     )
 
 
 def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
-    """Pure: what became of one request, or of what a job held, in plain words."""
+    """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
     if outcome.result == "released":
         return _released(outcome, images)
@@ -158,8 +161,8 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
         return (_staged(outcome), _redirect(outcome))
     meaning = REASONS.get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
-    told = (what, *([outcome.detail] if outcome.detail else []))
-    return (*told, *made_room, _consequence(event))
+    detail = (outcome.detail,) if outcome.detail else ()
+    return (what, *detail, *made_room, _consequence(event))
 
 
 def _staged(outcome: Outcome) -> str:
@@ -178,14 +181,14 @@ def _copied(outcome: Outcome) -> str:
     took = format_duration(outcome.wait)
     share = f", {format_size(outcome.from_peers)} of it from other nodes"
     peers = share if outcome.from_peers else ""
-    gave = f", {format_size(outcome.served)} of it given to other nodes meanwhile"
-    served = gave if outcome.served else ""
+    sent = f", {format_size(outcome.served)} of it sent to other nodes meanwhile"
+    served = sent if outcome.served else ""
     return f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}{served}, and published"
 
 
 def _redirect(outcome: Outcome) -> str:
     return {
-        "mounted": "redirect laid: the path showed the local copy",
+        "mounted": "redirect mounted: the path showed the local copy",
         "kept": "redirect kept: the path showed the local copy already, for another job or step",
         "spank": "redirect by the SPANK plugin: each step gets the local copy when it starts",
         "none": "no redirect: the job read the original path (`redirect: none`, or it saves its"
@@ -212,11 +215,11 @@ def _consequence(event: Event) -> str:
 
 
 def _released(outcome: Outcome, images: dict[str, str]) -> tuple[str, ...]:
-    # Why, if a sweep did it; of an Epilog, what it could not take off.
-    told = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
+    # The detail: why, if a sweep did it; of an Epilog, what it could not unmount.
+    found = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
     if outcome.released:
-        told.append(f"took off {count(outcome.released, 'redirect')} that no job needed any more")
-    return (*told, *_evicted(outcome, images))
+        found.append(f"unmounted {count(outcome.released, 'redirect')} that no job needed any more")
+    return (*found, *_evicted(outcome, images))
 
 
 def _evicted(outcome: Outcome, images: dict[str, str]) -> Iterator[str]:
@@ -225,24 +228,24 @@ def _evicted(outcome: Outcome, images: dict[str, str]) -> Iterator[str]:
         yield f"evicted {short(key)}{known}"
 
 
-def pieces(found: Story, now: float) -> list[Piece]:
+def pieces(found: History, now: float) -> list[Piece]:
     """Pure: what `explain` prints."""
-    told: list[Piece] = [Line(_head(found), heading=True)]
+    lines: list[Piece] = [Line(_head(found), heading=True)]
     for run in found.runs:
         took = f", {format_duration(run.total)}" if run.total else ""
         whose = f" of job {run.job}" if run.job != found.job else ""
         step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
         head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
-        told += [Line(""), Line(head, heading=True)]
+        lines += [Line(""), Line(head, heading=True)]
         if run.hook != "epilog":  # it has read the same comment again
-            told += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
-        for number, one in enumerate(run.told):
-            told += [Line("")] * (number > 0) + _request(one)
-    told += [Line(f"Problem: {problem}") for problem in found.problems]
-    return told + _now(found, now)
+            lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
+        for number, one in enumerate(run.explained):
+            lines += [Line("")] * (number > 0) + _request(one)
+    lines += [Line(f"Problem: {problem}") for problem in found.problems]
+    return lines + _now(found, now)
 
 
-def _head(found: Story) -> str:
+def _head(found: History) -> str:
     own = [run for run in found.runs if run.job == found.job]
     if not own:
         return f"Job {found.job}: no event is recorded"
@@ -251,8 +254,8 @@ def _head(found: Story) -> str:
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
 
-def _request(told: Told) -> list[Piece]:
-    outcome = told.outcome
+def _request(explained: Explained) -> list[Piece]:
+    outcome = explained.outcome
     facts = []
     if outcome.asked:
         via = VIAS.get(outcome.via or "", outcome.via or "")
@@ -262,17 +265,19 @@ def _request(told: Told) -> list[Piece]:
     if outcome.key:
         size = f", {format_size(outcome.size)}" if outcome.size else ""
         facts.append(("entry", f"{short(outcome.key)}{size}"))
-    facts += [("done" if not number else "", text) for number, text in enumerate(told.sentences)]
+    facts += [
+        ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
+    ]
     if outcome.wait and outcome.result not in STAGED:
         facts.append(("took", format_duration(outcome.wait)))
     return [Facts(tuple(facts), indent=2)]
 
 
-def _now(found: Story, now: float) -> list[Piece]:
+def _now(found: History, now: float) -> list[Piece]:
     if found.lease is None:
         hooks = [run for run in found.runs if run.hook != "stager"]
         last = hooks[-1] if hooks else None
-        held = last and any(one.outcome.result in (*STAGED, "started") for one in last.told)
+        held = last and any(one.outcome.result in (*STAGED, "started") for one in last.explained)
         if last and last.hook in ("prolog", "step") and held:
             return [
                 Line(""),

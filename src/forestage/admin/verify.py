@@ -1,25 +1,29 @@
-"""Are the bytes of an entry right? Compared with its source, or with the digests of its copying.
+"""Compares entries with their sources, or with the checksums of their copying; evicts bad ones.
 
-The source counts as long as it is the very file that was copied. It is read as its owner, with our
-own binds out of sight. The copy is read past the page cache, where its file system can do that: so
-the disk is asked, and no running job loses what the page cache has of its image.
+The source counts as long as it is the very file that was copied. It is read as its owner, below
+our own bind mounts. The copy is read past the page cache, where its file system can do that: so
+the disk itself is read, and no running job loses what the page cache has of its image.
+
+A bad entry goes although it is leased or pinned (docs/decisions/0012). Its redirects are unmounted
+first, so that nobody opens it any more; a process that has it open keeps it.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
-from forestage import compare
+from forestage.admin import compare
+from forestage.admin.compare import Compared, Digests, Expected, OfSource, SourceFailed
+from forestage.admin.inventory import Item
 from forestage.cache import digest, image, redirect
 from forestage.cache.image import Access
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import chunk_count
-from forestage.compare import Compared, Digests, Expected, OfSource, SourceFailed
-from forestage.entries import Item
-from forestage.errors import Failed
+from forestage.errors import ForestageError
 from forestage.stage import engines, source
 from forestage.system import lock, records
 from forestage.system.terminal import Column, Line, Piece, Table, count, short
@@ -29,11 +33,11 @@ PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
 
 Result = Literal["ok", "bad", "unverifiable"]
 Against = Literal["source", "digests", "nothing"]
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One entry. `chunks` are the numbers of the bad ones, `offset` the first bad byte if known.
+    """One entry. `chunks`: numbers of the bad ones; `offset`: the first bad byte, if known.
 
     `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
     or `stays` says why not; neither in a dry run.
@@ -53,7 +57,7 @@ class Verdict(msgspec.Struct, frozen=True):
     stays: str = ""
 
 
-class Verified(msgspec.Struct, frozen=True):
+class VerifyReport(msgspec.Struct, frozen=True):
     """What one command found."""
 
     dry_run: bool
@@ -61,28 +65,29 @@ class Verified(msgspec.Struct, frozen=True):
 
     @property
     def bad(self) -> int:
+        """How many entries are bad."""
         return sum(1 for one in self.verdicts if one.result == "bad")
 
 
 def verify(
-    node: Node, items: Iterable[Item], dry_run: bool, tell: Tell, no_source: str = ""
-) -> Verified:
-    """Verifies these, one after the other; whichever is bad is never served again.
+    node: Node, items: Iterable[Item], dry_run: bool, progress: Progress, no_source: str = ""
+) -> VerifyReport:
+    """Verifies these, one after the other, and evicts the bad ones.
 
-    `no_source` says why the sources are left alone: then only the digests count. `tell` is called
-    with what is being done. Raises PermissionError for users who may not look.
+    `no_source` says why the sources are left alone: then only the checksums count. `progress` is
+    called with what is being done. Raises PermissionError for users who may not read the cache.
     """
     wanted = tuple(items)
     found = []
     for number, item in enumerate(wanted, start=1):
         what = item.path or item.key
-        done = _counting(tell, number, len(wanted), what)
+        done = _counting(progress, number, len(wanted), what)
         found.append(_one(node, item, dry_run, done, no_source))
-    return Verified(dry_run, tuple(found))
+    return VerifyReport(dry_run, tuple(found))
 
 
-def _counting(tell: Tell, number: int, of: int, what: str) -> compare.Done:
-    return lambda done, size: tell(
+def _counting(progress: Progress, number: int, of: int, what: str) -> compare.Done:
+    return lambda done, size: progress(
         f"verifying {number} of {of}: {format_size(done)} of {format_size(size)} of {what}"
     )
 
@@ -96,33 +101,30 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
         jobs=item.jobs,
         pinned=item.pinned,
     )
-    fd = None
-    if item.entry is not None:  # else anything may lie there
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            fd = os.open(node.cache.image(item.key), flags)
-        except FileNotFoundError:
-            return msgspec.structs.replace(verdict, detail="it was evicted just now")
-    try:
-        if fd is None or item.entry is None:
+    with contextlib.ExitStack() as undo:
+        fd = None
+        if item.entry is None:
             detail = "its record cannot be read, or is not of this image"
             verdict = msgspec.structs.replace(verdict, result="bad", detail=detail)
         else:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            try:
+                fd = os.open(node.cache.image(item.key), flags)
+            except FileNotFoundError:
+                return msgspec.structs.replace(verdict, detail="it was evicted just now")
+            undo.callback(os.close, fd)
             verdict = _judged(node, item.entry, verdict, fd, done, no_source)
-        # Still open, so that no other file can have this one's inode number.
+        # `fd` is still open, so no other file can have this one's inode number.
         if verdict.result == "bad" and not dry_run:
-            stays = _take_out_of_service(node, item, fd)
+            stays = _evict_bad(node, item, fd)
             verdict = msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
-        return verdict
-    finally:
-        if fd is not None:
-            os.close(fd)
+    return verdict
 
 
 def _judged(
     node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, no_source: str
 ) -> Verdict:
-    wrong = wrongs(entry, fd)
+    wrong = attribute_errors(entry, fd)
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
     chunk = entry.chunk or node.config.chunk_size
@@ -133,25 +135,25 @@ def _judged(
 
     if no_source:
         return _by_digests(node, entry, verdict, against, no_source)
-    looked = source.unchanged(node.cache, entry, source.owner(entry.access))
-    if isinstance(looked, source.SourceState):
-        return _by_digests(node, entry, verdict, against, _told(looked))
+    opened = source.unchanged(node.cache, entry, source.owner(entry.access))
+    if isinstance(opened, source.SourceState):
+        return _by_digests(node, entry, verdict, against, _reason(opened))
     try:
-        found = against(OfSource(looked.fd, entry.identity.size, node.config.bandwidth))
+        found = against(OfSource(opened.fd, entry.identity.size, node.config.bandwidth))
     except SourceFailed as failed:
         why = f"its source cannot be read ({failed})"
         return _by_digests(node, entry, verdict, against, why)
     finally:
-        looked.close()
+        opened.close()
     if found.bad:
         now = source.of(node.cache, entry, source.owner(entry.access))
         # What differs from a source that was changed meanwhile is not bad for that.
         if now.state != "unchanged":
-            return _by_digests(node, entry, verdict, against, _told(now))
+            return _by_digests(node, entry, verdict, against, _reason(now))
     return _with(verdict, found, "source", "")
 
 
-def _told(why: source.SourceState) -> str:
+def _reason(why: source.SourceState) -> str:
     word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
 
@@ -159,22 +161,22 @@ def _told(why: source.SourceState) -> str:
 def _by_digests(
     node: Node, entry: Entry, verdict: Verdict, against: Callable[[Expected], Compared], why: str
 ) -> Verdict:
-    known = node.cache.entry_dir(entry.key) / "map"
+    """The verdict by the checksums of the copying; `why` says why not by the source."""
     try:
-        digests = records.read(known)
+        digests = records.read(node.cache.entry_dir(entry.key) / "map")
     except (FileNotFoundError, records.Damaged):
         digests = b""
     whole = len(digests) == chunk_count(entry.identity.size, entry.chunk or 1) * digest.BYTES
     if entry.digest and not (whole and digest.of_image(digests) == entry.digest):
-        detail = f"{why}, and its own digests are damaged"
+        detail = f"{why}, and its checksums are damaged"
         return msgspec.structs.replace(verdict, result="bad", detail=detail)
     taken = digest.split(digests) if whole else []
     if not set(taken) - {digest.UNKNOWN, digest.MISSING}:
-        detail = f"{why}, and no digest was taken"
+        detail = f"{why}, and no checksum was taken"
         return msgspec.structs.replace(verdict, detail=detail)
     found = _with(verdict, against(Digests(taken, entry.chunk)), "digests", why)
     if found.result == "ok" and not entry.digest:
-        detail = f"{why}, and not every chunk has a digest"
+        detail = f"{why}, and not every chunk has a checksum"
         return msgspec.structs.replace(found, result="unverifiable", detail=detail)
     return found
 
@@ -190,7 +192,7 @@ def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verd
     )
 
 
-def wrongs(entry: Entry, fd: int) -> str:
+def attribute_errors(entry: Entry, fd: int) -> str:
     """What is wrong with the size and the rights of the open copy, or ""."""
     facts = os.fstat(fd)
     access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
@@ -214,30 +216,26 @@ def _acl(raw: bytes) -> str:
     return raw.hex() if len(raw) > PLAIN_ACL else "none"
 
 
-def _take_out_of_service(node: Node, item: Item, fd: int | None) -> str:
-    """Retires a bad entry, leased and pinned or not; gives why that failed, or "".
-
-    Its redirects come off first, so that nobody opens it any more. Who has it open keeps it: taking
-    a file out from under a running job is not possible, and would kill it if it were.
-    """
+def _evict_bad(node: Node, item: Item, fd: int | None) -> str:
+    """Evicts a bad entry, leased and pinned or not; returns why that failed, or ""."""
     cache = node.cache
     user = source.owner(item.entry.access) if item.entry else source.invoking_user()
-    trouble = ""
+    problem = ""
     try:
         with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
             if not _is_still_there(node, item.key, fd):
                 return ""
-            laid = [bind for bind in redirect.binds(cache) if bind.key == item.key]
+            binds = [bind for bind in redirect.binds(cache) if bind.key == item.key]
             try:
-                redirect.unmount(laid, user)
-            except (OSError, Failed) as error:
-                # It is retired all the same: the next Prolog that names the path takes it off.
-                trouble = f"its redirect is still there: {error}"
+                redirect.unmount(binds, user)
+            except (ForestageError, OSError) as error:
+                # It is evicted all the same: the next Prolog that names the path unmounts it.
+                problem = f"its redirect is still there: {error}"
             cache.retire(item.key)
         cache.empty_evicted()
-    except (OSError, Failed, lock.Busy) as error:
+    except (ForestageError, OSError) as error:
         return str(error)
-    return trouble
+    return problem
 
 
 def _is_still_there(node: Node, key: str, fd: int | None) -> bool:
@@ -251,7 +249,7 @@ def _is_still_there(node: Node, key: str, fd: int | None) -> bool:
     return os.path.samestat(facts, os.fstat(fd))
 
 
-def pieces(done: Verified) -> list[Piece]:
+def pieces(done: VerifyReport) -> list[Piece]:
     """Pure: what `verify` prints."""
     if not done.verdicts:
         return [Line("The cache holds no entry.")]
@@ -265,10 +263,12 @@ def pieces(done: Verified) -> list[Piece]:
         (short(one.key), format_size(one.size), _word(one), one.path or "-")
         for one in done.verdicts
     )
-    told: list[Piece] = [Table(columns, rows)]
-    for one in done.verdicts:
-        told += [Line(f"{short(one.key)}: {text}") for text in _sentences(one, done.dry_run)]
-    return [*told, Line(_total(done))]
+    lines = [
+        Line(f"{short(one.key)}: {text}")
+        for one in done.verdicts
+        for text in _sentences(one, done.dry_run)
+    ]
+    return [Table(columns, rows), *lines, Line(_total(done))]
 
 
 def _word(one: Verdict) -> str:
@@ -276,25 +276,25 @@ def _word(one: Verdict) -> str:
 
 
 def _sentences(one: Verdict, dry_run: bool) -> list[str]:
-    told = []
+    found = []
     if one.chunks:
         numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
         where = f", from byte {one.offset} on" if one.offset is not None else ""
-        told.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers}){where}")
-    told += [one.detail] if one.detail else []
+        found.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers}){where}")
+    found += [one.detail] if one.detail else []
     if one.result != "bad":
-        return told
+        return found
     if one.jobs:
-        told.append(f"in use by {'job' if len(one.jobs) == 1 else 'jobs'} "
-                    f"{', '.join(map(str, one.jobs))}: what they have open, they keep")  # fmt: skip
+        jobs = f"{'job' if len(one.jobs) == 1 else 'jobs'} {', '.join(map(str, one.jobs))}"
+        found.append(f"in use by {jobs}: what they have open, they keep")
     if one.stays:
-        told.append(f"could not be taken out of service: {one.stays}")
+        found.append(f"could not be evicted: {one.stays}")
     elif one.evicted:
-        told.append("evicted; its pin is gone with it" if one.pinned else "evicted")
-    return [*told, "would be evicted"] if dry_run else told
+        found.append("evicted; its pin is gone with it" if one.pinned else "evicted")
+    return [*found, "would be evicted"] if dry_run else found
 
 
-def _total(done: Verified) -> str:
+def _total(done: VerifyReport) -> str:
     results = [one.result for one in done.verdicts]
     numbers = ", ".join(
         f"{results.count(word)} {word}" for word in ("ok", "bad", "unverifiable") if word in results

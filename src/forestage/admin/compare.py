@@ -1,4 +1,9 @@
-"""Which chunks of a copy are not what they should be? Several threads, a piece of memory each."""
+"""Finds the chunks of a copy that differ from its source or from their checksums.
+
+Several threads, each with one piece of memory. The copy is read by a reader of its own (`_Copy`):
+unlike the one that copies (chunks.py), it must not be served from the page cache, nor drop what
+running jobs have there.
+"""
 
 import errno
 import os
@@ -15,10 +20,10 @@ from forestage.stage import reading
 from forestage.stage.reading import BLOCK, Throttle
 from forestage.stage.source import Source, Truncated, Unreadable
 
-TELL_EVERY = 0.2  # seconds
+PROGRESS_EVERY = 0.2  # seconds
 
 Done = Callable[[int, int], None]
-"""Called now and then with the bytes that are compared, and those that will be."""
+"""Called now and then with the bytes compared so far, and those to compare in all."""
 
 
 class SourceFailed(Exception):
@@ -26,9 +31,9 @@ class SourceFailed(Exception):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """Numbers of the bad chunks, in order; `offset` of the first bad byte where it is known.
+    """`bad`: numbers of the bad chunks, in order; `offset`: the first bad byte, where known.
 
-    `detail` tells of chunks of the copy that could not be read at all.
+    `detail` says why where a chunk of the copy could not be read at all.
     """
 
     bad: tuple[int, ...] = ()
@@ -40,10 +45,10 @@ class Expected(Protocol):
     """What the copy should have."""
 
     def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
-        """The digest of the `want` bytes from `start` on; None: nobody knows. `buffer` is free."""
+        """The digest of the `want` bytes from `start` on, None if unknown; may use `buffer`."""
 
     def content(self, start: int, want: int) -> bytes | None:
-        """These bytes themselves, if they can be had."""
+        """These bytes themselves; None where only digests are known."""
 
 
 class OfSource:
@@ -163,7 +168,7 @@ class _Run:
             worker.start()
         for worker in workers:
             while worker.is_alive():
-                worker.join(TELL_EVERY)
+                worker.join(PROGRESS_EVERY)
                 done(min(self.size, len(self.over) * self.chunk), self.size)
         if self.failed is not None:
             raise self.failed

@@ -1,5 +1,10 @@
-"""What is in the cache, who uses it, and which entry is meant by a key or a path?"""
+"""Entries and leases of this node as people name and see them.
 
+Only reads: no lock is taken, so an entry may be evicted between `gather` and what a command does
+with it, and every command must expect that.
+"""
+
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +48,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Holdings(msgspec.Struct, frozen=True):
-    """Every entry and every lease of the node; `problems` tells of leases that cannot be read."""
+    """Every entry and every lease of the node; `problems`: one sentence per unreadable lease."""
 
     items: tuple[Item, ...] = ()
     leases: tuple[Lease, ...] = ()
@@ -51,7 +56,7 @@ class Holdings(msgspec.Struct, frozen=True):
 
 
 class Leased(msgspec.Struct, frozen=True):
-    """One image of a lease; `path` is "" where nobody knows it any more."""
+    """One image of a lease; `path` is "" where it is no longer known."""
 
     key: str
     path: str
@@ -68,9 +73,9 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def is_made(node: Node) -> bool:
-    """Whether the cache is there yet; the first job with an image makes it.
+    """Whether the cache exists; the first job with an image creates it.
 
-    Raises Failed where it must not be used, PermissionError for users who may not look.
+    Raises Failed where it must not be used, PermissionError for users who may not read it.
     """
     cache = node.cache
     try:
@@ -85,33 +90,31 @@ def is_made(node: Node) -> bool:
 
 
 def gather(node: Node) -> Holdings:
-    """Looks at the node; a cache that is not made yet is empty. Raises Failed, PermissionError."""
-    leases, problems = live(node.leases)
+    """Reads the node; a cache that does not exist yet is empty. Raises Failed, PermissionError."""
+    held = read_leases(node.leases)
     if not is_made(node):
-        return Holdings((), leases, problems)
-    return Holdings(items_of(node.cache.stored(), leases), leases, problems)
+        return held
+    return msgspec.structs.replace(held, items=items_of(node.cache.stored(), held.leases))
 
 
-def live(leases: Leases) -> tuple[tuple[Lease, ...], tuple[str, ...]]:
-    """The leases that can be read, by job, and a sentence for each that cannot."""
+def read_leases(leases: Leases) -> Holdings:
+    """The leases alone, by job. Raises PermissionError for users who may not read them."""
+    with contextlib.suppress(FileNotFoundError):  # a fresh boot
+        os.scandir(leases.directory).close()  # glob() is silent about a directory it may not read
     found: list[Lease] = []
     problems: list[str] = []
-    try:
-        names = [file.name for file in leases.directory.iterdir()]
-    except FileNotFoundError:  # a fresh boot
-        names = []
-    for job in sorted(int(name[:-5]) for name in names if re.fullmatch(r"[0-9]+\.json", name)):
+    for job in leases.jobs():
         try:
             lease = leases.read(job)
         except Failed as failed:
             problems.append(str(failed))
         else:
             found += [lease] if lease else []
-    return tuple(found), tuple(problems)
+    return Holdings((), tuple(found), tuple(problems))
 
 
 def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, ...]:
-    """Pure: the entries, last used first."""
+    """Pure: the entries, most recently used first."""
     everything = list(stored)
     jobs: dict[str, list[int]] = {}
     for lease in leases:
@@ -135,9 +138,9 @@ def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, .
 
 
 def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tuple[Item, ...]:
-    """The entries that KEY|PATH means, newest first: one for a key, any number for a path.
+    """The entries that KEY|PATH names, newest first: one for a key, any number for a path.
 
-    Raises NotFound where there is none, or a key's beginning fits several.
+    Raises NotFound where there is none, or where several keys begin so.
     """
     items = tuple(items)
     if exact := tuple(item for item in items if item.key == word):
@@ -183,7 +186,7 @@ class LocalCopy(msgspec.Struct, frozen=True):
 
 
 def copy_of(cache: Cache, items: Iterable[Item], wanted: Image) -> LocalCopy:
-    """The local copy of exactly this image. Raises NotFound with what the cache has instead."""
+    """The local copy of exactly this image. Raises NotFound, which says what the cache has."""
     if any(item.key == wanted.key for item in items) and cache.find(wanted):
         return LocalCopy(wanted.path, wanted.key, str(cache.image(wanted.key)))
     if any(item.path == wanted.path for item in items):

@@ -1,7 +1,7 @@
-"""How has this node been doing? Counters of the event log, and its state, for Prometheus.
+"""Metrics of this node for Prometheus: counters of the event log, and the node's state.
 
 `forestage metrics`, run by a timer, writes them to a file that node exporter's textfile collector
-reads. No hook does: what a hook has to say is in the event log already. Label sets are bounded:
+reads. No hook does: what a hook has to report is in the event log already. Label sets are bounded:
 results, reasons and hooks are ours, and no job, user or image is ever a label.
 """
 
@@ -23,16 +23,16 @@ from prometheus_client.registry import Collector
 
 from forestage import counters as peer_counts
 from forestage import events, log
-from forestage import status as standing
+from forestage.admin import status as node_status
+from forestage.admin.status import Status
+from forestage.admin.tally import RATES, WAITS, Histogram, Tally
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config, load_settings, switch
-from forestage.errors import ConfigError, MetricsError
+from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
-from forestage.status import Status
 from forestage.system import atomic, lock, records
-from forestage.tally import RATES, WAITS, Histogram, Tally
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end
 READABLE = 0o644  # node exporter is a user of its own
@@ -54,9 +54,9 @@ class Record(msgspec.Struct):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """All that there is to tell. `config` is None where it cannot be used.
+    """Everything that is exported. `config` is None where it cannot be used.
 
-    `status` is None where the node could not be looked at.
+    `status` is None where the node's state could not be read.
     """
 
     tally: Tally
@@ -68,10 +68,10 @@ class Facts(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def alone(places: Places) -> Iterator[None]:
-    """One run at a time, from the first look to the file's end; raises OSError, lock.Busy.
+    """Holds the lock that lets one run at a time read, count and write. Raises OSError, lock.Busy.
 
-    What another run has told already must not be put back: Prometheus takes a counter that falls
-    for one that has begun anew, and adds it up a second time.
+    Older counts must not replace newer ones: Prometheus takes a counter that falls for one that
+    has begun anew, and adds it up a second time.
     """
     places.tally.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     with lock.held(places.tally.with_suffix(".lock"), PATIENCE):
@@ -79,7 +79,7 @@ def alone(places: Places) -> Iterator[None]:
 
 
 def count(places: Places) -> Tally:
-    """Counts the events that nobody has counted yet; as root, while `alone`. Raises OSError."""
+    """Counts the events that no run has counted yet; as root, while `alone`. Raises OSError."""
     record = _read(places.tally)
     for event in events.unread(places.events, record.seen):
         record.tally.add(event)
@@ -97,13 +97,13 @@ def _read(file: Path) -> Record:
         # Prometheus takes counters that fall for new ones; no counters at all help nobody.
         log.say(f"metrics begin anew: {damaged}", by_slurm=False)
         return Record()
-    return Record(record.tally.mended(), record.seen)
+    return Record(record.tally.repaired(), record.seen)
 
 
 def gather(places: Places, node: Node | None, version: str) -> Facts:
-    """Counts, while `alone`, and looks at the node: None where its configuration cannot be used.
+    """Counts, while `alone`, and reads the node's state; `node` is None under a bad configuration.
 
-    Raises PermissionError for users who may not look, OSError where the log cannot be read.
+    Raises PermissionError for users who may not read the log, OSError where it cannot be read.
     """
     tally = count(places)
     off = bool(switch.by_file(places)) or (node is not None and not node.config.enabled)
@@ -111,16 +111,16 @@ def gather(places: Places, node: Node | None, version: str) -> Facts:
         return Facts(tally, version, off)
     status = None
     # The cache's disk may be what is wrong; then the rest is wanted all the more.
-    with contextlib.suppress(OSError, lock.Busy):
-        status = standing.gather(node)
+    with contextlib.suppress(OSError, ForestageError):
+        status = node_status.gather(node)
     return Facts(tally, version, off, node.config, status)
 
 
-def publish(places: Places, clock: Clock, version: str) -> bytes:
-    """Writes the file that node exporter reads, where there is one; gives its text.
+def export(places: Places, clock: Clock, version: str) -> bytes:
+    """Writes the file that node exporter reads, if one is configured; returns its text.
 
-    Raises as `gather` and `alone` do; ConfigError, though the file says so too; MetricsError where
-    nobody would read the file.
+    Raises OSError and lock.Busy; ConfigError, once the file says so too; MetricsError where nobody
+    would read the file.
     """
     config, wrong = Config(), None
     try:
@@ -168,16 +168,16 @@ class _Families(Collector):
 
 
 def state(facts: Facts) -> Iterator[Metric]:
-    """Pure: is it in order, and how is it set?"""
+    """Pure: the release, whether it works, and how it is configured."""
     config = facts.config
-    told = {"version": facts.version}
+    info = {"version": facts.version}
     if config is not None:
-        told |= {
+        info |= {
             "redirect": config.redirect,
             "engine": config.engine,
             "peers": "on" if config.peers.enabled else "off",
         }
-    yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=told)
+    yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
     yield _gauge("config_valid", "Whether the configuration can be used.", config is not None)
     yield _gauge("switched_off", "Whether no job is served, by the file or `enabled`.", facts.off)
     usable = facts.status is not None and not facts.status.unusable

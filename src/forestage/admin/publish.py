@@ -1,7 +1,7 @@
-"""Is an image spread over all servers, and whole? `forestage publish` copies it so.
+"""Copies an image into a shared directory, striped over all OSTs on Lustre: `forestage publish`.
 
-A file's layout on Lustre is made when the file is made, so a copy with another layout is the only
-way to spread one. It gets its name when it is there, proven and on disk: nobody reads half of it.
+Lustre fixes a file's layout when the file is made, so only a copy can be striped otherwise. The
+copy gets its name when it was read back, compared and synced: nobody reads half of it.
 """
 
 import contextlib
@@ -16,28 +16,29 @@ import msgspec
 from forestage.cache.digest import Running
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
+from forestage.stage import reading
+from forestage.stage.source import Source, Truncated, Unreadable
 from forestage.system import atomic, run
 from forestage.system import tree as tree
 from forestage.system.terminal import Facts, Line, Piece
 from forestage.system.tree import Files
 from forestage.units import format_duration, format_rate, format_size
 
-PIECE = 16 << 20  # bytes read at once
-TOLD = 1 << 30  # bytes between two words about the progress
+PROGRESS_EVERY = 1 << 30  # bytes
 TIMEOUT = 60.0  # seconds for lfs to make an empty file
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Lustre's: over how many OSTs (-1: all), in pieces of which size, as lfs takes it."""
+    """A Lustre layout: over how many OSTs (-1: all), in stripes of which size, as lfs takes it."""
 
     stripes: int = -1
     size: str = "1M"
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A copy that is there. `digest` is XXH3-128 of its bytes; `seconds` it took, proof included.
+    """A finished copy. `digest` is XXH3-128 of its bytes; `seconds` include reading it back.
 
-    `striped`: it has the layout that was asked for; else `filesystem` is no Lustre.
+    `striped`: it has the layout that was asked for; else `filesystem` is not Lustre.
     """
 
     path: str
@@ -50,7 +51,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 def setstripe(layout: Layout, path: Path) -> list[str]:
-    """Pure: one component to the end of the file (lfs-setstripe(1): -E), as `check` says it."""
+    """Pure: one component up to the end of the file (lfs-setstripe(1): -E), as `check` advises."""
     words = ["lfs", "setstripe", "-E", "-1", "-c", str(layout.stripes), "-S", layout.size]
     return [*words, str(path)]
 
@@ -62,12 +63,12 @@ def publish(
     force: bool,
     files: Files,
     clock: Clock,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Published:
-    """Copies `source` into `folder` under its own name, as who calls.
+    """Copies `source` into `folder` under its own name, as the calling user.
 
-    Raises ImageError for what cannot be published, Failed where lfs fails or the copy is not what
-    was read, OSError.
+    Raises ImageError for what cannot be published, Failed where lfs fails or what is read back is
+    not what was written, OSError.
     """
     began = clock.monotonic()
     target = folder / source.name
@@ -79,9 +80,8 @@ def publish(
     with _opened(source) as (fd, facts), unfinished(target) as part:
         out = _made(part, layout if kind == "lustre" else None)
         try:
-            written = _copied(fd, out, facts.st_size, tell)
-            _refuse_changed(source, fd, facts)
-            _prove(out, written, facts.st_size, tell)
+            written = _copied(fd, out, facts, progress)
+            _read_back(out, written, facts.st_size, progress)
             os.fchmod(out, stat.S_IMODE(facts.st_mode) & 0o777)
             os.fsync(out)
         finally:
@@ -105,7 +105,7 @@ def refuse_replacing(target: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """A name beside the target for what is not whole yet; nothing of that name stays."""
+    """A name beside the target for what is not finished yet; nothing of that name stays."""
     part = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part")
     try:
         yield part
@@ -126,7 +126,7 @@ def _opened(source: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def _made(part: Path, layout: Layout | None) -> int:
-    """The empty file, open; the layout, if any, is given to it as it is made."""
+    """Makes the empty file, with this layout if any, and opens it."""
     if layout is None:
         return os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
@@ -135,51 +135,52 @@ def _made(part: Path, layout: Layout | None) -> int:
     return os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _pieces(fd: int, size: int, what: str, tell: Callable[[str], None]) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(PIECE, max(1, size))))
-    done = 0
-    while got := os.preadv(fd, [buffer], done):
-        if done % TOLD < got:
-            tell(f"{what} {format_size(done)} of {format_size(size)}")
-        yield buffer[:got]
-        done += got
+def _pieces(fd: int, size: int, what: str, progress: Callable[[str], None]) -> Iterator[memoryview]:
+    """The open file, piece by piece. Raises Truncated, OSError."""
+    source = Source(fd, None, size)
+    try:
+        for at, piece in reading.pieces(source, 0, size, reading.buffer(max(1, size))):
+            if at % PROGRESS_EVERY == 0:
+                progress(f"{what} {format_size(at)} of {format_size(size)}")
+            yield piece
+    except Unreadable as unreadable:
+        raise unreadable.error from None
 
 
-def _copied(fd: int, out: int, size: int, tell: Callable[[str], None]) -> bytes:
-    """Copies all there is; the digest of what was read."""
+def _copied(fd: int, out: int, before: os.stat_result, progress: Callable[[str], None]) -> bytes:
+    """Copies the open file; returns the digest of what was read. Raises ImageError, OSError."""
     total = Running()
-    for piece in _pieces(fd, size, "copied", tell):
-        total.add(piece)
-        while piece:
-            piece = piece[os.write(out, piece) :]
-    return total.digest()
-
-
-def _refuse_changed(source: Path, fd: int, before: os.stat_result) -> None:
+    with contextlib.suppress(Truncated):  # then its size has changed, too
+        for piece in _pieces(fd, before.st_size, "copied", progress):
+            total.add(piece)
+            while piece:
+                piece = piece[os.write(out, piece) :]
     after = os.fstat(fd)
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise ImageError(
-            f"{source} was written to while it was copied", "try again when it is done"
+            "the image was written to while it was copied", "try again when it is done"
         )
+    return total.digest()
 
 
-def _prove(out: int, written: bytes, size: int, tell: Callable[[str], None]) -> None:
-    """Reads back what is on the servers, not what this node still has in memory of it."""
+def _read_back(out: int, written: bytes, size: int, progress: Callable[[str], None]) -> None:
+    """Compares what is on the servers, not what this node still has in memory of it."""
     os.fsync(out)
     os.posix_fadvise(out, 0, 0, os.POSIX_FADV_DONTNEED)
     total = Running()
-    for piece in _pieces(out, size, "verified", tell):
-        total.add(piece)
+    with contextlib.suppress(Truncated):
+        for piece in _pieces(out, size, "verified", progress):
+            total.add(piece)
     if os.fstat(out).st_size != size or total.digest() != written:
         raise Failed("io", "what is read back is not what was written", "nothing was published")
 
 
 def pieces(done: Published) -> list[Piece]:
     """Pure: what `publish` prints."""
-    spread = "all OSTs" if done.layout.stripes == -1 else f"{done.layout.stripes} OSTs"
-    layout = f"{spread}, in pieces of {done.layout.size}"
+    osts = "all OSTs" if done.layout.stripes == -1 else f"{done.layout.stripes} OSTs"
+    layout = f"{osts}, in stripes of {done.layout.size}"
     if not done.striped:
-        layout = f"not striped: {done.filesystem} is no Lustre, so this is a plain copy"
+        layout = f"not striped: {done.filesystem} is not Lustre, so this is a plain copy"
     rate = format_rate(done.size, done.seconds)
     return [
         Line(f"Published {done.path}", heading=True),
@@ -187,7 +188,7 @@ def pieces(done: Published) -> list[Piece]:
             (
                 ("size", format_size(done.size)),
                 ("layout", layout),
-                ("digest", f"{done.digest} (XXH3-128), read back"),
+                ("checksum", f"{done.digest} (XXH3-128), read back"),
                 ("time", f"{format_duration(done.seconds)} ({rate}, verified)"),
             ),
             indent=2,

@@ -1,7 +1,8 @@
-"""One image of a tree of many small files: `forestage pack`.
+"""Packs a directory of many small files into one squashfs image: `forestage pack`.
 
 A virtual environment of 50 000 files costs a shared file system 50 000 opens on each node; as one
-squashfs it is one file, which can be staged as any image.
+squashfs image it is one file, which can be staged as any other. mksquashfs replaces a file that it
+cannot read by an empty one and ends with 0, so its messages are read, and its inodes counted.
 """
 
 import os
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.admin.publish import refuse_replacing, unfinished
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
-from forestage.publish import refuse_replacing, unfinished
 from forestage.system import atomic, run
 from forestage.system.run import Ran
 from forestage.system.terminal import Facts, Line, Piece
@@ -24,13 +25,12 @@ from forestage.units import format_duration, format_size
 OPTIONS = ("-no-recovery", "-noappend", "-no-progress")
 LEVEL = ("-Xcompression-level", "3")
 
-# mksquashfs 4.5: a file that it cannot read becomes an empty one, and the exit status is 0.
 _LOST = re.compile(r"^(?:Failed to|Could not|Cannot|.*creating empty file).*$", re.M | re.I)
 _FACT = re.compile(r"^(Number of inodes|Compression) (\S+)$", re.M)
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """An image that is there. Bytes: `size` of it, `tree` of the files in it; `seconds` it took."""
+    """A finished image. Bytes: `size` of it, `tree` of the files in it; `seconds` it took."""
 
     path: str
     inodes: int
@@ -40,15 +40,8 @@ class Packed(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Superblock(msgspec.Struct, frozen=True):
-    """What `unsquashfs -s` reads at the head of an image."""
-
-    inodes: int
-    compression: str
-
-
-class Counted(msgspec.Struct, frozen=True):
-    """What a tree holds: files, directories and links, hard links once; and its files' bytes."""
+class Tree(msgspec.Struct, frozen=True):
+    """What a directory holds: inodes, hard links once; and its files' bytes."""
 
     inodes: int
     size: int
@@ -61,7 +54,7 @@ def argv(folder: Path, image: Path, compression: str) -> list[str]:
 
 
 def pack(
-    folder: Path, image: Path, force: bool, clock: Clock, tell: Callable[[str], None]
+    folder: Path, image: Path, force: bool, clock: Clock, progress: Callable[[str], None]
 ) -> Packed:
     """Packs `folder` into `image`, which gets its name when it is whole and on disk.
 
@@ -69,36 +62,35 @@ def pack(
     image is not what the tree was, OSError.
     """
     began = clock.monotonic()
-    inside, folder = _places(folder, image)
-    refuse_replacing(inside, force)
-    tell(f"counting what is in {folder}")
+    folder, target = Path(os.path.realpath(folder)), _target(folder, image)
+    refuse_replacing(target, force)
+    progress(f"counting what is in {folder}")
     before = counted(folder)
-    with unfinished(inside) as part:
-        tell(f"packing {before.inodes} inodes, {format_size(before.size)}")
+    with unfinished(target) as part:
+        progress(f"packing {before.inodes} inodes, {format_size(before.size)}")
         _make(folder, part)
-        block = proven(run.run(["unsquashfs", "-s", str(part)]), before.inodes)
+        compression = verified(run.run(["unsquashfs", "-s", str(part)]), before.inodes)
         size = part.stat().st_size
         atomic.sync(part)
-        refuse_replacing(inside, force)
-        part.replace(inside)
-        atomic.sync_directory(inside.parent)
+        refuse_replacing(target, force)
+        part.replace(target)
+        atomic.sync_directory(target.parent)
     took = round(clock.monotonic() - began, 3)
-    return Packed(str(inside), block.inodes, before.size, size, block.compression, took)
+    return Packed(str(target), before.inodes, before.size, size, compression, took)
 
 
-def _places(folder: Path, image: Path) -> tuple[Path, Path]:
-    """Image and folder as absolute paths: programs are run elsewhere. Raises ImageError."""
+def _target(folder: Path, image: Path) -> Path:
+    """The image's absolute path: programs are run elsewhere. Raises ImageError."""
     if not folder.is_dir():
         raise ImageError(f"{folder} is no directory")
-    real = Path(os.path.realpath(folder))
     parent = Path(os.path.realpath(image.parent))
-    if parent.is_relative_to(real):
+    if parent.is_relative_to(folder):
         raise ImageError(f"{image} would be part of itself", "put it outside of the directory")
-    return parent / image.name, real
+    return parent / image.name
 
 
-def counted(folder: Path) -> Counted:
-    """Looks at all that is below a directory. Raises OSError for what cannot be entered."""
+def counted(folder: Path) -> Tree:
+    """Counts what is below a directory. Raises OSError for what cannot be entered."""
     links: set[tuple[int, int]] = set()
     inodes, size = 1, 0
     for facts in _below(str(folder)):
@@ -108,7 +100,7 @@ def counted(folder: Path) -> Counted:
             links.add((facts.st_dev, facts.st_ino))
         inodes += 1
         size += facts.st_size if stat.S_ISREG(facts.st_mode) else 0
-    return Counted(inodes, size)
+    return Tree(inodes, size)
 
 
 def _below(folder: str) -> Iterator[os.stat_result]:
@@ -132,16 +124,16 @@ def _make(folder: Path, part: Path) -> None:
         raise Failed("program", ran.explained(), "nothing was packed")
 
 
-def proven(ran: Ran, inodes: int) -> Superblock:
-    """Pure: what the image says of itself, if it has as many inodes as the tree. Raises Failed."""
-    told = dict(_FACT.findall(ran.out))
-    if ran.code != 0 or "Number of inodes" not in told:
+def verified(ran: Ran, inodes: int) -> str:
+    """Pure: the image's compression, if it has as many inodes as the tree. Raises Failed."""
+    facts: dict[str, str] = dict(_FACT.findall(ran.out))
+    if ran.code != 0 or "Number of inodes" not in facts:
         raise Failed("program", ran.explained(), "nothing was packed")
-    found = int(told["Number of inodes"])
+    found = int(facts["Number of inodes"])
     if found != inodes:
         what = f"the image has {found} inodes, the directory had {inodes}"
         raise Failed("program", what, "was it changed meanwhile? Nothing was packed")
-    return Superblock(found, told.get("Compression", "unknown"))
+    return facts.get("Compression", "unknown")
 
 
 def pieces(done: Packed) -> list[Piece]:

@@ -1,6 +1,7 @@
-"""How often, how much, how long? The counters behind the metrics, from the events. Pure.
+"""Counters of what the event log records: requests, copies, bytes, evictions, waits. Pure.
 
-What was counted is kept between two runs (metrics.py): the log forgets, counters must not.
+`forestage metrics` keeps them between its runs, since the log is rotated and counters must not
+fall; `forestage report` counts logs from the beginning.
 """
 
 from bisect import bisect_left
@@ -17,7 +18,7 @@ RATES = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
 """Bytes per second: from one stream over a slow link to NVMe's own pace."""
 
 REMEMBERED = 10_000
-"""Jobs whose steps are still to be told from their Prolog; a node has some hundreds at most."""
+"""Jobs whose first step repeats what their Prolog was counted for; a node has some hundreds."""
 
 
 class Histogram(msgspec.Struct):
@@ -56,7 +57,7 @@ class Tally(msgspec.Struct):
     and `errors` by reason; `copies` by result, `copied` by where the bytes came from (source,
     peers), `evicted` by the hook that made room. `spared` are bytes that a job had from the cache
     instead of the shared file system, by result. `swept` are leases whose Epilog never ran, `given`
-    is what the peer service gave away, over its restarts.
+    is what the peer service sent to others, over its restarts.
     """
 
     requests: dict[str, dict[str, int]] = {}
@@ -75,7 +76,7 @@ class Tally(msgspec.Struct):
     expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
 
     def add(self, event: Event) -> Start | None:
-        """Counts one event, once; gives the start that it tells of, if none before it has."""
+        """Counts one event; returns the start it reports, unless an earlier event reported it."""
         outcome, start = event.outcome, None
         if event.hook == "stager":
             self._copy(outcome)
@@ -95,7 +96,7 @@ class Tally(msgspec.Struct):
         _more(self.copies, outcome.result)
         if outcome.result != "copied":
             return
-        # Resumed bytes count here: the stager that brought them was killed, and told nothing.
+        # Resumed bytes count here: the stager that copied them was killed, and wrote no event.
         _more(self.copied, "source", max(0, outcome.bytes - outcome.from_peers))
         _more(self.copied, "peers", outcome.from_peers)
         fetched = outcome.bytes - outcome.resumed
@@ -110,7 +111,7 @@ class Tally(msgspec.Struct):
         if outcome.result == "failed":
             _more(self.errors, outcome.reason)
         self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
-        if self._is_told_twice(event):
+        if self._repeats_prolog(event):
             return None
         _more(self.starts, outcome.result)
         is_local = outcome.redirect in ("mounted", "kept", "spank")
@@ -119,8 +120,8 @@ class Tally(msgspec.Struct):
         _more(self.spared, outcome.result, outcome.size)
         return Start(spared=outcome.size)
 
-    def _is_told_twice(self, event: Event) -> bool:
-        """Whether the Prolog has counted this image for the job's first step already."""
+    def _repeats_prolog(self, event: Event) -> bool:
+        """Whether the job's first step repeats what was counted for the job's Prolog."""
         key, job = event.outcome.key, event.job
         if event.outcome.result not in ("hit", "joined", "copied", "started"):
             return False
@@ -137,7 +138,7 @@ class Tally(msgspec.Struct):
         return True
 
     def add_given(self, now: Given | None) -> None:
-        """Counts what the peer service gave since the last call; its own counts restart with it."""
+        """Counts what the peer service sent since the last call; its own counts restart with it."""
         if now is None:
             return
         same = now.since == self.last_given.since
@@ -148,8 +149,8 @@ class Tally(msgspec.Struct):
         self.given.refused += max(0, now.refused - before.refused)
         self.last_given = msgspec.structs.replace(now, keys={})
 
-    def mended(self) -> "Tally":
-        """The same; a histogram that another release wrote with other bounds starts anew."""
+    def repaired(self) -> "Tally":
+        """A copy in which histograms that another release wrote with other bounds start anew."""
         kept = {hook: one for hook, one in self.waits.items() if _is_sound(one, WAITS)}
         rates = self.rates if _is_sound(self.rates, RATES) else Histogram.of(RATES)
         return msgspec.structs.replace(self, waits=kept, rates=rates)

@@ -1,11 +1,16 @@
-"""What is being copied? Each live stager's part, how fast it goes, and which jobs wait for it."""
+"""Copies under way on this node: progress, rate, place in the queue, and which jobs wait.
+
+Read from the parts of live stagers and from the leases, without a lock. A part is live while its
+key's lock is held; it has no `owner` file any more from the moment on at which it is published.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
 
-from forestage import counters, entries
+from forestage import counters
+from forestage.admin import inventory
 from forestage.cache.image import Identity
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Lease
@@ -15,20 +20,20 @@ from forestage.system import lock, records
 from forestage.system.terminal import Bar, Column, Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
 
-EVERY = 1.0  # seconds between two looks of `watch`
-NAMED = 4  # jobs of a copy that people are told; scripts get all
+EVERY = 1.0  # seconds between two snapshots of `watch`
+MAX_NAMED = 4  # waiting jobs of a copy that are printed; JSON has all
 
 Phase = Literal["queued", "copying", "publishing"]
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A copy under way. Bytes: `copied` of `size` are in; `rate` per second, without resumed ones.
+    """A copy under way; sizes are bytes, times seconds.
 
-    `job` asked first (0: no longer known). `age` is seconds since the copy began, or while it is
-    queued since it was asked for; `left` seconds until it ends. `rate` and `left` are None as long
-    as nothing tells them. `place` in the queue counts from 1; 0 is not queued. `waiting` are the
-    jobs that hold a lease on it. Of the bytes, `from_peers` came from other nodes; `served` went to
-    others, copies of the key before this one included.
+    `copied` of `size` are in; `rate` is per second, without resumed bytes. `job` asked first (0: no
+    longer known). `age` counts since the copy began, or while it is queued since it was asked for;
+    `left` until it ends. `rate` and `left` are None until they are known. `place` in the queue
+    counts from 1; 0 is not queued. `waiting` are the jobs that hold a lease on it. `from_peers`
+    bytes came from other nodes; `served` went to others, earlier copies of the key included.
     """
 
     key: str
@@ -55,8 +60,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     copies: tuple[Copy, ...]
 
 
-class Found(msgspec.Struct, frozen=True):
-    """What a live part says; it has no `owner` from the moment on at which it is being published.
+class LivePart(msgspec.Struct, frozen=True):
+    """What a live part says; `owner` is None while it is being published.
 
     `key` is that of the part's directory, `copied` in bytes.
     """
@@ -71,31 +76,31 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def gather(node: Node) -> tuple[Copy, ...]:
-    """Every copy of this node. Raises PermissionError for users who may not look."""
-    leases, _ = entries.live(node.leases)
+    """Every copy of this node. Raises PermissionError for users who may not read the cache."""
+    leases = inventory.read_leases(node.leases).leases
     boot = boot_id()
-    given = counters.read(node.places.peer)
-    found = []
+    served = counters.read(node.places.peer)
+    live = []
     for directory in sorted(node.cache.parts.iterdir()):
         # Whoever copies holds the key's lock; other parts wait for somebody to resume them.
         if not lock.is_free(node.cache.key_lock(directory.name)):
-            one = _found(Part(directory), boot)
-            served = given.of(directory.name) if given else 0
-            found += [msgspec.structs.replace(one, served=served)] if one else []
-    return under_way(found, leases, node.clock.monotonic())
+            part = _live_part(Part(directory), boot)
+            to_others = served.of(directory.name) if served else 0
+            live += [msgspec.structs.replace(part, served=to_others)] if part else []
+    return under_way(live, leases, node.clock.monotonic())
 
 
 def watch(node: Node, for_ever: bool) -> Iterator[Snapshot]:
     """A snapshot each second; unless `for_ever`, the last one is the first without a copy."""
     while True:
-        copies = gather(node) if entries.is_made(node) else ()
+        copies = gather(node) if inventory.is_made(node) else ()
         yield Snapshot(round(node.clock.wall(), 3), copies)
         if not (copies or for_ever):
             return
         node.clock.sleep(EVERY)
 
 
-def _found(part: Part, boot: str) -> Found | None:
+def _live_part(part: Part, boot: str) -> LivePart | None:
     """None where the stager has not claimed the part yet, or has just published it."""
     key = part.directory.name
     owner = part.owner()
@@ -103,20 +108,19 @@ def _found(part: Part, boot: str) -> Found | None:
         if owner.boot != boot:
             return None
         copied = part.copied(owner)
-        # Renamed meanwhile: then the map was looked for where it is no longer.
-        gone = not part.directory.exists()
-        if gone:
+        # Published meanwhile: the map was no longer where it was counted.
+        if not part.directory.exists():
             return None
-        return Found(key, owner.image.identity, owner.engine, copied, owner, part.of_peers())
+        return LivePart(key, owner.image.identity, owner.engine, copied, owner, part.of_peers())
     try:
         entry = records.load(part.directory / "entry.json", Entry)
     except (FileNotFoundError, NotADirectoryError, records.Damaged):
         return None
-    return Found(key, entry.identity, entry.engine, entry.identity.size, None)
+    return LivePart(key, entry.identity, entry.engine, entry.identity.size, None)
 
 
-def under_way(found: Iterable[Found], leases: Iterable[Lease], now: float) -> tuple[Copy, ...]:
-    """Pure: the copies, those that are published first, then as they were asked for.
+def under_way(live: Iterable[LivePart], leases: Iterable[Lease], now: float) -> tuple[Copy, ...]:
+    """Pure: the copies, those being published first, then in the order of asking.
 
     `now` is in monotonic seconds, as an owner's times.
     """
@@ -124,7 +128,7 @@ def under_way(found: Iterable[Found], leases: Iterable[Lease], now: float) -> tu
     for lease in leases:
         for key in dict.fromkeys(use.key for use in lease.uses):
             waiting.setdefault(key, []).append(lease.job)
-    ordered = sorted(found, key=lambda one: (one.owner.since if one.owner else 0.0, one.key))
+    ordered = sorted(live, key=lambda one: (one.owner.since if one.owner else 0.0, one.key))
     queue = [one.key for one in ordered if one.owner and one.owner.phase == "queued"]
     return tuple(
         _copy(
@@ -137,28 +141,28 @@ def under_way(found: Iterable[Found], leases: Iterable[Lease], now: float) -> tu
     )
 
 
-def _copy(found: Found, place: int, waiting: tuple[int, ...], now: float) -> Copy:
-    owner, size = found.owner, found.identity.size
+def _copy(part: LivePart, place: int, waiting: tuple[int, ...], now: float) -> Copy:
+    owner, size = part.owner, part.identity.size
     began = (owner.began if owner.phase == "copying" else owner.since) if owner else now
     took = max(0.0, now - began)
-    moved = found.copied - owner.resumed if owner and owner.phase == "copying" else 0
+    moved = part.copied - owner.resumed if owner and owner.phase == "copying" else 0
     rate = moved / took if moved > 0 and took > 0 else None
     return Copy(
-        key=found.key,
-        image=found.identity.path,
-        engine=found.engine,
+        key=part.key,
+        image=part.identity.path,
+        engine=part.engine,
         phase=owner.phase if owner else "publishing",
         job=owner.job if owner else 0,
-        copied=found.copied,
+        copied=part.copied,
         size=size,
-        percent=round(100 * found.copied / size, 1) if size else 100.0,
+        percent=round(100 * part.copied / size, 1) if size else 100.0,
         age=round(took, 3),
         rate=round(rate, 1) if rate else None,
-        left=round((size - found.copied) / rate, 3) if rate else None,
+        left=round((size - part.copied) / rate, 3) if rate else None,
         place=place,
         waiting=waiting,
-        from_peers=found.from_peers,
-        served=found.served,
+        from_peers=part.from_peers,
+        served=part.served,
     )
 
 
@@ -193,7 +197,7 @@ def bars(found: Snapshot) -> list[Piece]:
     """Pure: what `status --watch` draws on a terminal."""
     drawn: list[Piece] = [Line(f"{moment(found.time)}  {summary(found.copies)}", heading=True)]
     for one in found.copies:
-        drawn += [Line(""), Line(one.image), Bar(one.percent / 100, _told(one), indent=2)]
+        drawn += [Line(""), Line(one.image), Bar(one.percent / 100, _progress(one), indent=2)]
         drawn.append(Line(_who(one), 2))
     return drawn
 
@@ -203,7 +207,7 @@ def lines(found: Snapshot) -> list[Piece]:
     when = moment(found.time)
     if not found.copies:
         return [Line(f"{when}  no copy is under way")]
-    return [Line(f"{when}  {_told(one)}  {_who(one)}  {one.image}") for one in found.copies]
+    return [Line(f"{when}  {_progress(one)}  {_who(one)}  {one.image}") for one in found.copies]
 
 
 def state(one: Copy) -> str:
@@ -215,8 +219,8 @@ def state(one: Copy) -> str:
 
 def jobs(one: Copy) -> str:
     """Pure: who waits; of many only the first."""
-    named = ", ".join(map(str, one.waiting[:NAMED]))
-    more = len(one.waiting) - NAMED
+    named = ", ".join(map(str, one.waiting[:MAX_NAMED]))
+    more = len(one.waiting) - MAX_NAMED
     return f"{named} and {more} more" if more > 0 else named
 
 
@@ -224,7 +228,7 @@ def _who(one: Copy) -> str:
     return f"waiting: {jobs(one)}" if one.waiting else "no job waits"
 
 
-def _told(one: Copy) -> str:
+def _progress(one: Copy) -> str:
     amount = f"{format_size(one.copied)} of {format_size(one.size)}"
     left = f"{_left(one)} left" if _left(one) else ""
     peers = f"{format_size(one.from_peers)} from other nodes" if one.from_peers else ""

@@ -1,18 +1,22 @@
-"""How is this node? The cache, its room, copies under way, leases and redirects at one glance."""
+"""State of the node: the cache, its room, copies under way, leases, redirects.
+
+Only reads. Also behind the gauges of `forestage metrics`.
+"""
 
 import os
 from collections.abc import Iterable
 
 import msgspec
 
-from forestage import copies, counters, entries
+from forestage import counters
+from forestage.admin import copies, inventory
+from forestage.admin.copies import Copy
+from forestage.admin.inventory import Holder, Item
 from forestage.cache import evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.config import switch
-from forestage.copies import Copy
 from forestage.counters import Given
-from forestage.entries import Holder, Holdings, Item
 from forestage.errors import Failed
 from forestage.system import mounts
 from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count
@@ -40,9 +44,9 @@ class Counts(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """The node as it is now. `unusable` says why the cache is not used.
 
-    Then, and where the cache is not made yet, `disk` and `room` are None. `served` is what the peer
-    service of this node gave to others, if one runs or has run since boot. `off` says what has
-    switched staging off for all jobs, and how to switch it on.
+    Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
+    peer service of this node sent to others, if one runs or has run since boot. `off` says what
+    has switched staging off for all jobs, and how to switch it on.
     """
 
     cache: str
@@ -59,20 +63,19 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def gather(node: Node) -> Status:
-    """Looks at the node and changes nothing. Raises PermissionError for users who may not look."""
+    """Reads the node. Raises PermissionError for users who may not read the cache."""
     unusable = ""
     try:
-        holdings = entries.gather(node)
-        made = entries.is_made(node)
+        holdings = inventory.gather(node)
+        made = inventory.is_made(node)
     except Failed as failed:
-        leases, problems = entries.live(node.leases)
-        holdings, made, unusable = Holdings((), leases, problems), False, str(failed)
+        holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
     paths = {item.key: item.path for item in holdings.items}
     found = Status(
         cache=str(node.cache.root),
         unusable=unusable,
         redirects=tuple(bind.path for bind in redirect.binds(node.cache)),
-        leases=tuple(entries.holder(lease, paths) for lease in holdings.leases),
+        leases=tuple(inventory.holder(lease, paths) for lease in holdings.leases),
         problems=holdings.problems,
         served=counters.read(node.places.peer),
         off=_off(node),
@@ -96,7 +99,7 @@ def _off(node: Node) -> str:
 
 
 def counts(items: Iterable[Item]) -> Counts:
-    """Pure."""
+    """Pure: how many entries are in which state; one may be in several."""
     found = list(items)
     return Counts(
         total=len(found),
@@ -133,7 +136,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
     if status.unusable:
         facts.append(("state", f"not in use: {status.unusable}"))
     elif status.room is None:
-        facts.append(("state", "not made yet: the first job with an image makes it"))
+        facts.append(("state", "does not exist yet: the first job with an image creates it"))
     if status.disk and status.room:
         disk, room = status.disk, status.room
         of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"
@@ -147,21 +150,16 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         ]
     facts.append(("redirects", str(len(status.redirects))))
     if status.served:
-        given = status.served
-        facts.append(
-            (
-                "served",
-                f"{format_size(given.bytes)} in {count(given.chunks, 'chunk')} to other nodes",
-            )
-        )
+        sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
+        facts.append(("served", f"{sent} to other nodes"))
     return facts
 
 
 def _entries(found: Counts) -> str:
     numbers = msgspec.structs.asdict(found)
     total = numbers.pop("total")
-    told = ", ".join(f"{number} {word}" for word, number in numbers.items() if number)
-    return f"{total} ({told})" if told else str(total)
+    states = ", ".join(f"{number} {word}" for word, number in numbers.items() if number)
+    return f"{total} ({states})" if states else str(total)
 
 
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:

@@ -1,12 +1,12 @@
-"""What do people want to know? The views behind `ls`, `show` and `config`."""
+"""Views of `forestage ls`, `show` and `config`: entries and settings as tables."""
 
 from collections.abc import Iterable
 
 import msgspec
 
+from forestage.admin.inventory import Holder, Holdings, Item, holder
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease
-from forestage.entries import Holder, Holdings, Item, holder
 from forestage.stage import source
 from forestage.stage.source import SourceState
 from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count, moment, short
@@ -14,7 +14,7 @@ from forestage.units import format_size
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """All about one entry."""
+    """All about one entry; `source` is what became of the file that was copied."""
 
     item: Item
     copy: str
@@ -59,7 +59,7 @@ def everything(cache: Cache, item: Item, leases: Iterable[Lease], checked: Sourc
 
 
 def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
-    """Entries with what became of their sources, looked at as the user who asks."""
+    """Entries with the state of their sources, which are opened as the user who asks."""
     user, held = source.invoking_user(), tuple(leases)
     damaged = SourceState("not-checked", "the entry is damaged")
     return [
@@ -68,10 +68,10 @@ def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[
     ]
 
 
-def told(shown: Iterable[Shown], now: float) -> list[Piece]:
+def pieces(shown: Iterable[Shown], now: float) -> list[Piece]:
     """Pure: what `show` prints."""
-    pieces = [piece for one in shown for piece in (Line(""), *detailed(one, now))]
-    return pieces[1:]
+    separated = [piece for one in shown for piece in (Line(""), *detailed(one, now))]
+    return separated[1:]
 
 
 def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
@@ -83,7 +83,7 @@ def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
 def detailed(found: Shown, now: float) -> list[Piece]:
     """Pure: what `show` prints for one entry."""
     item = found.item
-    facts = [("key", item.key), ("state", state(item) or "free to be evicted")]
+    facts = [("key", item.key), ("state", state(item) or "may be evicted")]
     if item.entry is None:
         facts.append(("path", "unknown: its record cannot be read, or is not of this image"))
     else:
@@ -96,19 +96,19 @@ def detailed(found: Shown, now: float) -> list[Piece]:
             ("access", f"uid {access.uid}, gid {access.gid}, mode {access.mode:04o}"),
             ("ACL", "yes" if access.acl else "none"),
             ("copied", f"{moment(item.created)} by {item.entry.engine}"),
-            ("digest", item.entry.digest or "none"),
+            ("checksum", item.entry.digest or "none"),
         ]
     facts += [
         ("last use", f"{moment(item.used)} ({age(now - item.used)} ago)"),
         ("on disk", format_size(item.bytes)),
         ("local copy", found.copy),
-        ("source", _told(found.source)),
+        ("source", _source(found.source)),
     ]
     facts += [("lease", _lease(one, item.key, now)) for one in found.leases]
     return [Facts(tuple(facts))]
 
 
-def _told(source: SourceState) -> str:
+def _source(source: SourceState) -> str:
     word = source.state.replace("-", " ")
     return f"{word}: {source.detail}" if source.detail else word
 

@@ -1,0 +1,444 @@
+"""Clean-up after crashes: stale leases, redirects and parts, and proof of what the disk kept.
+
+Run by a timer or by hand as root, never by a hook. It does what the Epilog would have done, with
+the Epilog's code and under the hooks' locks, each held no longer than a hook holds it: so it may
+run beside hooks and other sweeps at any moment. A failure is noted and the sweep goes on.
+
+A lease is released only if Slurm says that its job is over on this node. The order matters:
+
+    1. note the lease file's mark (inode, ctime), then ask Slurm about the job
+    2. any doubtful answer, or a Slurm that does not know this node: no lease is released
+    3. under the space lock, release a lease only if its mark is still the same: a requeued job's
+       Prolog may have begun with the same number while Slurm was answering
+    4. pause between two holds of the lock, longer than waiting hooks poll
+
+Entries that an earlier boot wrote are compared once with their own checksums: they were synced
+before they were published, but disks have been seen to lose confirmed writes in a power cut. The
+source is not read for that, since a whole cluster may have restarted at once.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from forestage.admin import evict, inventory, verify
+from forestage.admin.inventory import Item
+from forestage.admin.verify import Progress, Verdict
+from forestage.cache import evict as eviction
+from forestage.cache import redirect
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Leases, Mark
+from forestage.cache.node import Node
+from forestage.cache.part import Part, boot_id
+from forestage.errors import Failed, ForestageError, SlurmError
+from forestage.events import Event, Outcome, append
+from forestage.hooks import epilog
+from forestage.slurm.queue import Slurm, why_over
+from forestage.stage import source
+from forestage.system import lock, records
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, count, short
+
+ABANDONED_AFTER = 24 * 3600.0  # seconds without a write; then a part is only in the way
+PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a whole cache
+PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
+PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
+ROOT = User("root", 0, 0)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class StaleLease(msgspec.Struct, frozen=True):
+    """A lease whose job is over here. `mark` is from before Slurm was asked.
+
+    `lease` is None where its file is damaged.
+    """
+
+    job: int
+    mark: Mark
+    lease: Lease | None
+    why: str
+
+
+class Released(msgspec.Struct, frozen=True):
+    """A lease that was released, or would be, and how many redirects were unmounted with it.
+
+    `user` and `node` are "" where the lease is damaged.
+    """
+
+    job: int
+    user: str
+    node: str
+    why: str
+    redirects: int = 0
+
+
+class SweepReport(msgspec.Struct, frozen=True):
+    """What one sweep did, or would do. `redirects` no lease asked for; `parts`, `evicted`: keys.
+
+    `kept` is how many leases stay. `doubt` says why none was released. `unproven` are the entries
+    that a dry run would read.
+    """
+
+    dry_run: bool
+    released: tuple[Released, ...] = ()
+    kept: int = 0
+    redirects: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
+    verified: tuple[Verdict, ...] = ()
+    unproven: tuple[str, ...] = ()
+    doubt: str = ""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def bad(self) -> int:
+        """How many entries had lost bytes."""
+        return sum(1 for one in self.verified if one.result == "bad")
+
+
+def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepReport:
+    """Cleans up after crashes; as root. `progress` is called with what is being done.
+
+    Raises PermissionError for users who may not read the cache.
+    """
+    start = node.clock.monotonic()
+    run = _Run(node, dry_run)
+    made = run.tried(inventory.is_made, node)
+    stale: tuple[StaleLease, ...] = ()
+    doubt = ""
+    try:
+        stale = stale_leases(node.leases, slurm)
+    except (ForestageError, OSError) as error:
+        _raise_if_not_root(error)
+        doubt = str(error)
+    released = tuple(run.each(stale))
+    run.tried(run.strays, stale)
+    parts = (run.tried(run.dead_parts, stale) or ()) if made else ()
+    evicted = (run.tried(run.evicted, stale) or ()) if made else ()
+    unproven = (run.tried(unproven_entries, node) or ()) if made else ()
+    verified = () if dry_run else tuple(run.proofs(unproven, progress))
+    done = SweepReport(
+        dry_run=dry_run,
+        released=released,
+        kept=len(node.leases.jobs()) - (len(released) if dry_run else 0),
+        redirects=tuple(run.unmounted),
+        parts=parts,
+        evicted=evicted,
+        verified=verified,
+        unproven=tuple(item.key for item in unproven) if dry_run else (),
+        doubt=doubt,
+        problems=tuple(run.problems),
+    )
+    if not dry_run:
+        run.tried(lambda report: _record(node, report, start), done)
+    return msgspec.structs.replace(done, problems=tuple(run.problems))
+
+
+def stale_leases(leases: Leases, slurm: Slurm) -> tuple[StaleLease, ...]:
+    """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
+    # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
+    marks = {job: leases.mark(job) for job in leases.jobs()}
+    at_work = slurm.at_work() if marks else frozenset()
+    stale = []
+    for job, mark in marks.items():
+        if mark is None or job in at_work:
+            continue
+        lease = None
+        with contextlib.suppress(Failed):  # a damaged lease goes with its job, and not before
+            lease = leases.read(job)
+        why = why_over(slurm.job(job), lease.node if lease else "")
+        if why:
+            stale.append(StaleLease(job, mark, lease, why))
+    # Another cluster's Slurm knows none of our jobs.
+    for node in sorted({one.lease.node for one in stale if one.lease and one.lease.node}):
+        if not slurm.knows_node(node):
+            raise SlurmError(
+                f"the Slurm that was asked has no node {node}", "is SLURM_CONF the one of slurmd?"
+            )
+    return tuple(stale)
+
+
+def _raise_if_not_root(error: Exception) -> None:
+    """A user who may not read the cache is told so; for root it is a problem like any other."""
+    if isinstance(error, PermissionError) and os.geteuid() != 0:
+        raise error
+
+
+class _Run:
+    """One sweep at work. `problems` and `unmounted` (paths no longer redirected) grow meanwhile.
+
+    `hung` are the ids of mounts on which a path did not answer in time: nothing else on them is
+    tried, since each try would take as long.
+    """
+
+    def __init__(self, node: Node, dry_run: bool) -> None:
+        self.node = node
+        self.dry_run = dry_run
+        self.problems: list[str] = []
+        self.unmounted: list[str] = []
+        self.hung: set[int] = set()
+
+    def tried(self, work: Callable[[T], R], subject: T) -> R | None:
+        """What `work` returns; None, and a problem noted, where it fails in an expected way."""
+        try:
+            return work(subject)
+        except (ForestageError, OSError) as error:
+            _raise_if_not_root(error)
+            self.problems.append(str(error))
+            return None
+
+    def each(self, stale: tuple[StaleLease, ...]) -> Iterator[Released]:
+        """Releases them one by one; a hook that waits gets the lock in between."""
+        for one in stale:
+            released = self.tried(self.release, one)
+            if released is not None:
+                yield released
+            if not self.dry_run:
+                self.pause()
+
+    def pause(self) -> None:
+        """Leaves the lock free for long enough that a hook that polls for it sees that."""
+        self.node.clock.sleep(PAUSE)
+
+    def release(self, one: StaleLease) -> Released | None:
+        """Does what the Epilog would have done. None where a hook has used the lease since."""
+        node, leases = self.node, self.node.leases
+        released = Released(one.job, "", "", one.why)
+        cache, user = node.cache, ROOT
+        if one.lease:
+            cache, user = Cache(Path(one.lease.cache)), one.lease.user
+            released = Released(one.job, user.name, one.lease.node, one.why)
+        if self.dry_run:
+            return released
+        with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
+            if leases.mark(one.job) != one.mark:
+                return None
+            if one.lease and node.config.on_deadline == "abort":
+                # Before the lock is free: a job of this number may begin again, with its copy.
+                self.tried(lambda lease: epilog.abort(cache, leases, lease), one.lease)
+            try:
+                number = epilog.let_go(cache, leases, one.lease, node.places, one.job, user)
+            except (ForestageError, OSError) as error:  # the lease is gone, its redirect a stray
+                number = self._note_stuck(error)
+        return msgspec.structs.replace(released, redirects=number)
+
+    def strays(self, stale: tuple[StaleLease, ...]) -> None:
+        """Unmounts redirects that no lease asks for, one owner's for each hold of the lock.
+
+        Where a path hangs, that costs a waiting hook one timeout, not one for each owner.
+        """
+        if self.dry_run:
+            needed = {use.path for lease in self._staying(stale) for use in lease.uses}
+            bound = redirect.binds(self.node.cache)
+            self.unmounted += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
+            return
+        tried: set[User] = set()
+        while self._strays_of_next_owner(tried):
+            self.pause()
+
+    def _strays_of_next_owner(self, tried: set[User]) -> bool:
+        """Those of an owner who is not in `tried` yet; returns whether there was one."""
+        node = self.node
+        with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
+            node.leases.drop_unfinished()
+            stray = redirect.unneeded(redirect.binds(node.cache), node.leases.redirected())
+            if not stray:  # what is left is where redirects are made
+                redirect.unmount_unneeded(node.cache, node.leases, node.places, ROOT, None)
+                return False
+            owned: dict[User, list[redirect.Bind]] = {}
+            for bind in stray:
+                owned.setdefault(_owner(node.cache, bind), []).append(bind)
+            for owner in [one for one in owned if one not in tried]:
+                binds = [bind for bind in owned[owner] if bind.mount.parent not in self.hung]
+                tried.add(owner)
+                if len(binds) < len(owned[owner]):
+                    skipped = (bind.path for bind in owned[owner] if bind not in binds)
+                    self.problems.append(
+                        f"not tried, as their file system hangs: {', '.join(skipped)}"
+                    )
+                if binds:
+                    self._unmount(binds, owner)
+                    return True
+            return False
+
+    def _unmount(self, binds: list[redirect.Bind], owner: User) -> None:
+        try:
+            redirect.unmount(binds, owner)
+        except (ForestageError, OSError) as error:
+            self._note_stuck(error)
+        left = {bind.mount.id for bind in redirect.binds(self.node.cache)}
+        self.unmounted += [bind.path for bind in binds if bind.mount.id not in left]
+
+    def _note_stuck(self, error: Exception) -> int:
+        """Notes that redirects stay; returns how many others were unmounted."""
+        self.problems.append(str(error))
+        if not isinstance(error, redirect.StillMounted):
+            return 0
+        self.hung |= error.hung
+        return error.off
+
+    def dead_parts(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
+        """Deletes parts that nobody will resume; returns their keys."""
+        node = self.node
+        wanted = {use.key for lease in self._staying(stale) for use in lease.uses}
+        boot, now = boot_id(), node.clock.wall()
+
+        def unwanted(part: Part) -> bool:
+            abandoned = part.stood_still(now) > ABANDONED_AFTER
+            return (abandoned and part.directory.name not in wanted) or not part.resumable_in(boot)
+
+        if not self.dry_run:
+            return eviction.drop_dead_parts(node.cache, unwanted)
+        return tuple(
+            directory.name
+            for directory in node.cache.parts.iterdir()
+            if unwanted(Part(directory)) and lock.is_free(node.cache.key_lock(directory.name))
+        )
+
+    def evicted(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
+        """Evicts down to the low watermark, as the Epilog does; returns the keys."""
+        node = self.node
+        if not self.dry_run:
+            return eviction.tidy(node.cache, node.leases, node.config)
+        leased = frozenset(use.key for lease in self._staying(stale) for use in lease.uses)
+        return evict.plan_at_rest(node, leased).victims
+
+    def proofs(self, items: tuple[Item, ...], progress: Progress) -> Iterator[Verdict]:
+        """Verifies what an earlier boot wrote; bad entries are evicted, healthy ones noted.
+
+        Ends after PROVING_TIME: the rest stays unproven, and the next sweep goes on with it.
+        """
+        until = self.node.clock.monotonic() + PROVING_TIME
+        for item in items:
+            if self.node.clock.monotonic() > until:
+                return
+            verdict = self.tried(lambda one: prove(self.node, one, progress), item)
+            if verdict is not None:
+                yield verdict
+
+    def _staying(self, stale: tuple[StaleLease, ...]) -> list[Lease]:
+        """The leases that are not released. Raises Failed for a damaged one that stays."""
+        over = {one.job for one in stale}
+        leases = self.node.leases
+        staying = (leases.read(job) for job in leases.jobs() if job not in over)
+        return [lease for lease in staying if lease is not None]
+
+
+def _owner(cache: Cache, bind: redirect.Bind) -> User:
+    """The user who can reach a redirect's path where root is squashed."""
+    entry = cache.read(bind.key) if bind.key else None
+    return source.owner(entry.access) if entry else ROOT
+
+
+def _record(node: Node, done: SweepReport, start: float) -> None:
+    """One event for each lease, and one, of job 0, for what belonged to no job."""
+    now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
+
+    def event(one: Released, outcome: Outcome) -> Event:
+        return Event(now, "sweep", one.job, outcome, one.user, node=one.node, total=total)
+
+    events = [
+        event(one, Outcome("released", released=one.redirects, detail=one.why))
+        for one in done.released
+    ]
+    bad = tuple(one.key for one in done.verified if one.evicted)
+    if done.redirects or done.evicted or bad:
+        rest = Outcome("released", released=len(done.redirects), evicted=(*done.evicted, *bad))
+        events.append(event(Released(0, "", "", ""), rest))
+    append(node.places.events, events)
+
+
+def unproven_entries(node: Node) -> tuple[Item, ...]:
+    """The entries that an earlier boot wrote and that no sweep has verified since."""
+    proven = (boot_id().encode(), PROVEN)
+    items = inventory.gather(node).items
+    return tuple(item for item in items if _boot_of(node.cache.entry_dir(item.key)) not in proven)
+
+
+def prove(node: Node, item: Item, progress: Progress) -> Verdict | None:
+    """Compares an entry with its checksums, past the page cache; a bad one is evicted.
+
+    A healthy one is noted, so that no other sweep reads it; None: it was evicted. Raises OSError.
+    """
+    with contextlib.ExitStack() as undo:
+        note = None
+        if item.entry is not None:  # else it is bad, whatever else is there
+            # Opened first: the note must lie beside the bytes that are read, whatever has that
+            # name by then. And what cannot be noted would be read again by every sweep.
+            try:
+                here = os.open(
+                    node.cache.entry_dir(item.key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                )
+            except FileNotFoundError:  # evicted since the sweep began
+                return None
+            undo.callback(os.close, here)
+            try:
+                note = _open_note(here)
+            except OSError as error:
+                what = f"entry {item.key} cannot be noted as verified: {error.strerror}"
+                raise Failed("io", what, "evict it if its file `boot` is damaged") from None
+            undo.callback(os.close, note)
+        (verdict,) = verify.verify(node, [item], False, progress, "after a restart").verdicts
+        if note is not None and verdict.result == "ok":
+            os.pwrite(note, PROVEN, 0)
+            os.ftruncate(note, len(PROVEN))
+    return verdict
+
+
+def _open_note(here: int) -> int:
+    """Opens an entry's `boot` for writing, as it is. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open("boot", flags, 0o600, dir_fd=here)
+
+
+def _boot_of(directory: Path) -> bytes:
+    """The boot that wrote an entry; b"" where that cannot be read."""
+    try:
+        return records.read(directory / "boot")
+    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        return b""
+
+
+def pieces(done: SweepReport) -> list[Piece]:
+    """Pure: what `sweep` prints: what was done, or would be, and what could not be."""
+    would = "would be " if done.dry_run else ""
+    lines = [_line(one, would) for one in done.released]
+    lines += [f"{path}: redirect {would}unmounted, no lease needs it" for path in done.redirects]
+    lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
+    lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
+    lines += [f"{short(key)}: would be verified, an earlier boot wrote it" for key in done.unproven]
+    for one in done.verified:
+        if one.result == "bad":
+            end = f"stays: {one.stays}" if one.stays else "evicted"
+            lines.append(
+                f"{short(one.key)}: bad ({one.detail or 'its chunks have changed'}), {end}"
+            )
+    healthy = sum(1 for one in done.verified if one.result == "ok")
+    if healthy:
+        lines.append(f"{count(healthy, 'entry', 'entries')} of an earlier boot verified: healthy")
+    if done.doubt:
+        lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")
+    lines += [f"Problem: {problem}" for problem in done.problems]
+    lines.append(f"{count(len(done.released), 'lease')} {would}released, {done.kept} kept.")
+    return [Line(text) for text in lines]
+
+
+def _line(one: Released, would: str) -> str:
+    redirects = f", {count(one.redirects, 'redirect')} unmounted" if one.redirects else ""
+    who = f" of {one.user}" if one.user else ""
+    return f"job {one.job}{who}: lease {would}released ({one.why}){redirects}"
+
+
+def exit_code(done: SweepReport) -> int:
+    """Pure: bad bytes before all else, then what the node could not do, then Slurm's silence."""
+    if done.bad:
+        return 7
+    if done.problems:
+        return 6
+    return 8 if done.doubt else 0

@@ -1,0 +1,76 @@
+"""Unmounts every redirect of this node: before the package goes, or when bytes are in doubt.
+
+Processes that have the local copy open keep it; what is opened next is the shared file system's
+own file. Leases stay, so that nothing a job holds is evicted.
+"""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache import redirect
+from forestage.cache.layout import Cache
+from forestage.cache.node import Node
+from forestage.cache.redirect import Bind
+from forestage.errors import ForestageError
+from forestage.stage import source
+from forestage.system import lock
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, count
+
+ROOT = User("root", 0, 0)
+
+
+class Unredirected(msgspec.Struct, frozen=True):
+    """The paths that show the shared file system again, and those that do not."""
+
+    paths: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+
+
+def unredirect(node: Node) -> Unredirected:
+    """Unmounts them all; as root. Raises PermissionError for other users.
+
+    Redirects that a hook mounts later stay, so switch staging off first (switch.py): a hook that
+    gets the space lock after us sees that. Where the configuration is broken, `node` may have the
+    default one: the leases name the caches.
+    """
+    undone: list[str] = []
+    problems: list[str] = []
+    for cache in _caches(node):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT))
+            except lock.Busy as busy:  # unmounting is right without it as well
+                problems.append(str(busy))
+            for bind in reversed(redirect.binds(cache)):
+                try:
+                    _unmount(cache, bind)
+                except (ForestageError, OSError) as error:
+                    problems.append(f"{bind.path}: {error}")
+                else:
+                    undone.append(bind.path)
+    return Unredirected(tuple(undone), tuple(problems))
+
+
+def _caches(node: Node) -> list[Cache]:
+    """The configured one, and each that a lease names: the configuration may have changed since."""
+    found = {node.cache.real: node.cache}
+    for root in node.leases.caches():
+        cache = Cache(Path(root))
+        found.setdefault(cache.real, cache)
+    return list(found.values())
+
+
+def _unmount(cache: Cache, bind: Bind) -> None:
+    entry = cache.read(bind.key) if bind.key else None
+    redirect.unmount([bind], source.owner(entry.access) if entry else ROOT)
+
+
+def pieces(done: Unredirected) -> list[Piece]:
+    """Pure: what `unredirect` prints."""
+    lines = [f"{path}: redirect unmounted" for path in done.paths]
+    lines += [f"Problem: {problem}" for problem in done.problems]
+    lines.append(f"{count(len(done.paths), 'redirect')} unmounted.")
+    return [Line(text) for text in lines]

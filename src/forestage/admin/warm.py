@@ -1,0 +1,256 @@
+"""Has nodes copy images before a job wants them: `forestage warm`, one tiny job per node.
+
+Slurm decides who may use a node and when, and the node's own Prolog does the rest, as for any job:
+it opens the images as the user who asks. There is one job for each node, so that one that is busy
+or down holds up no other. The answer (warm_node.py) comes through srun, so no shared directory is
+needed.
+
+An interrupted command leaves no job behind. An srun that is killed leaves its job, so the jobs are
+cancelled by a name that no other job has, and each srun ends with its job.
+"""
+
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from forestage.admin.warm_node import ImageResult, NodeReport
+from forestage.clock import Clock
+from forestage.errors import SlurmError
+from forestage.slurm.job import MAX_HINTED
+from forestage.slurm.queue import TIMEOUT, Slurm
+from forestage.system import run
+from forestage.system.run import Ran
+from forestage.system.terminal import Column, Line, Piece, Table, count
+from forestage.units import format_duration
+
+# Where the packages put the interpreter on every node; the hooks start the same one.
+PYTHON = "/usr/lib/forestage/bin/python3"
+# srun's task has its job's number in the environment; nothing else goes through the shell.
+SCRIPT = 'exec "$0" -I -m forestage.admin.warm_node "$SLURM_JOB_ID" "$@"'
+MAX_NAMED = 4  # nodes that the progress names
+CANCEL_TIMEOUT = 10.0  # seconds for cancelled jobs to end
+CANCEL_EVERY = 0.5  # seconds between two scancels
+SIGNAL_POLL = 0.5  # seconds until a signal is noticed, at the most
+
+MAX_IMAGES = MAX_HINTED
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What is wanted. `images` are absolute paths as the nodes have them.
+
+    `options` are more of srun's. `wait` is a hint; `busy` the seconds after which a node that Slurm
+    has not given is left out.
+    """
+
+    images: tuple[str, ...]
+    nodes: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    wait: str = ""
+    busy: float = 300.0
+    at_once: int = 64
+
+
+class NodeAnswer(msgspec.Struct, frozen=True):
+    """One node. `seconds`: until its job was over, the wait for the node included.
+
+    `job` is 0 and `problem` says why where there is no answer.
+    """
+
+    node: str
+    seconds: float
+    job: int = 0
+    images: tuple[ImageResult, ...] = ()
+    problem: str = ""
+
+    @property
+    def is_warm(self) -> bool:
+        return bool(self.images) and all(one.is_here for one in self.images)
+
+
+class WarmReport(msgspec.Struct, frozen=True):
+    """All nodes, in the order of the node set; `failed` have not got every image."""
+
+    failed: int
+    nodes: tuple[NodeAnswer, ...]
+
+
+class _Command(NamedTuple):
+    """What all threads of one command share; `name` is that of its jobs, and of no others."""
+
+    order: Order
+    slurm: Slurm
+    clock: Clock
+    name: str
+    kill: threading.Event
+
+
+def nodes_of(text: str) -> tuple[str, ...]:
+    """The nodes of a ClusterShell node set, groups included. Raises ValueError."""
+    from ClusterShell.NodeSet import NodeSet, NodeSetException
+
+    try:
+        found = tuple(NodeSet(text))
+    except NodeSetException as error:
+        raise ValueError(str(error)) from None
+    if not found:
+        raise ValueError(f"{text!r} names no node")
+    return found
+
+
+def comment(order: Order) -> str:
+    """Pure: the hint, as job.py reads it: commas, spaces and `;` separate names there."""
+    paths = ",".join(quote(image, safe="/", errors="surrogateescape") for image in order.images)
+    return f"stage={paths}" + (f" stage-wait={order.wait}" if order.wait else "")
+
+
+def argv(order: Order, node: str, name: str) -> list[str]:
+    """Pure: srun's command line for one node."""
+    return [
+        *("srun", f"--job-name={name}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"),
+        # Beside other jobs where the partition allows that; no MPI, and no directory of ours.
+        *("--oversubscribe", "--mpi=none", "--chdir=/", "--quiet"),
+        *(f"--immediate={max(1, round(order.busy))}", f"--comment={comment(order)}"),
+        *(*order.options, "--"),
+        *("sh", "-c", SCRIPT, PYTHON, *order.images),
+    ]
+
+
+def answer(node: str, ran: Ran, seconds: float) -> NodeAnswer:
+    """Pure: what the job printed among whatever else there is (a TaskProlog may print, too)."""
+    took = round(seconds, 3)
+    for line in reversed(ran.out.splitlines()):
+        try:
+            report = msgspec.json.decode(line, type=NodeReport)
+        except msgspec.DecodeError:
+            continue
+        return NodeAnswer(node, took, report.job, report.images)
+    lines = [line.removeprefix("srun: ") for line in ran.err.splitlines() if line.strip()]
+    # The first error says what is wrong, later ones what follows from it.
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    problem = [*errors, *lines, f"srun ended with {ran.code} and no answer"][0]
+    return NodeAnswer(node, took, problem=problem)
+
+
+def warm(
+    order: Order, slurm: Slurm, clock: Clock, token: str, progress: Callable[[str], None]
+) -> WarmReport:
+    """Runs the jobs and waits for all. Raises SlurmError where Slurm's commands are missing.
+
+    `token` makes the jobs' name unique, so that an interrupt cancels these and no others.
+    """
+    if shutil.which("srun", path=slurm.path) is None:
+        raise SlurmError("srun is not installed", "add its directory to PATH")
+    command = _Command(order, slurm, clock, f"forestage-warm-{token}", threading.Event())
+    answers: dict[str, NodeAnswer] = {}
+    futures: dict[Future[NodeAnswer], str] = {}
+    with ThreadPoolExecutor(min(order.at_once, len(order.nodes))) as pool:
+        try:
+            for node in order.nodes:
+                futures[pool.submit(_ask, command, node)] = node
+            progress(progress_line(order, answers))
+            for future in _as_they_end(futures):
+                answers[futures[future]] = future.result()
+                progress(progress_line(order, answers))
+        except BaseException:
+            _cancel(command, futures)
+            raise
+    return summed(answers[node] for node in order.nodes)
+
+
+def _as_they_end(futures: "Iterable[Future[NodeAnswer]]") -> "Iterator[Future[NodeAnswer]]":
+    """Each of them once it is over.
+
+    Waits in short turns: CPython may sleep through a signal that comes just before a wait, and
+    wakes only for the next one.
+    """
+    left = set(futures)
+    while left:
+        over, left = wait(left, SIGNAL_POLL, FIRST_COMPLETED)
+        yield from over
+
+
+def _ask(command: _Command, node: str) -> NodeAnswer:
+    """In a thread of its own: the job of one node, from its submission to its end."""
+    began = command.clock.monotonic()
+    ran = _run(command.slurm, argv(command.order, node, command.name), command.kill)
+    return answer(node, ran, command.clock.monotonic() - began)
+
+
+def _run(slurm: Slurm, words: list[str], kill: threading.Event, limit: float | None = None) -> Ran:
+    program = shutil.which(words[0], path=slurm.path)
+    if program is None:
+        raise SlurmError(f"{words[0]} is not installed", "add its directory to PATH")
+    variables = {"SLURM_CONF": slurm.conf} if slurm.conf else {}
+    return run.run([program, *words[1:]], stop=kill, timeout=limit, variables=variables)
+
+
+def _cancel(command: _Command, futures: "Iterable[Future[NodeAnswer]]") -> None:
+    """Cancels the jobs until no srun is left; kills those left after CANCEL_TIMEOUT."""
+    for future in futures:
+        future.cancel()
+    end = command.clock.monotonic() + CANCEL_TIMEOUT
+    try:
+        while True:  # more than once: an srun may be about to submit its job
+            _run(command.slurm, ["scancel", f"--name={command.name}"], threading.Event(), TIMEOUT)
+            if not wait(futures, CANCEL_EVERY).not_done or command.clock.monotonic() >= end:
+                return
+    finally:
+        command.kill.set()
+
+
+def summed(answers: Iterable[NodeAnswer]) -> WarmReport:
+    """Pure: the report on all nodes."""
+    nodes = tuple(answers)
+    return WarmReport(sum(not one.is_warm for one in nodes), nodes)
+
+
+def progress_line(order: Order, answers: dict[str, NodeAnswer]) -> str:
+    """Pure: one line while it goes on."""
+    missing = [node for node in order.nodes if node not in answers]
+    named = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
+    done = f"{len(answers)} of {count(len(order.nodes), 'node')} done"
+    totals = ", ".join(_totals(answers.values()))
+    return "; ".join(filter(None, (done, totals, f"waiting for {named}" if named else "")))
+
+
+def _totals(answers: Iterable[NodeAnswer]) -> Iterator[str]:
+    """Pure: "3 hit", "1 no answer"."""
+    results: Counter[str] = Counter()
+    for one in answers:
+        results.update(image.result for image in one.images)
+        results.update(() if one.images else ("no answer",))
+    for result, number in results.most_common():
+        yield f"{number} {result}"
+
+
+def pieces(done: WarmReport) -> list[Piece]:
+    """Pure: what `warm` prints."""
+    columns = (
+        Column("node"),
+        Column("result"),
+        Column("staged", right=True),
+        Column("job", right=True),
+        Column("took", right=True),
+        Column("image or reason", folds=True),
+    )
+    rows = tuple(row for one in done.nodes for row in _rows(one))
+    warm = len(done.nodes) - done.failed
+    head = f"{warm} of {count(len(done.nodes), 'node')} warm: {', '.join(_totals(done.nodes))}"
+    return [Line(head, heading=True), Table(columns, rows)]
+
+
+def _rows(one: NodeAnswer) -> Iterator[tuple[str, ...]]:
+    took = format_duration(one.seconds)
+    if not one.images:
+        yield (one.node, "no answer", "-", "-", took, one.problem)
+    for image in one.images:
+        why = ": ".join(filter(None, (image.reason, image.detail)))
+        what = f"{image.image} ({why})" if why else image.image
+        staged = "-" if image.wait is None else format_duration(image.wait)
+        yield (one.node, image.result, staged, str(one.job), took, what)
