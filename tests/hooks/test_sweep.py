@@ -123,11 +123,11 @@ def test_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
 
     class Slow(Running):
         def job(self, job: int) -> Told | None:
-            printed = super().job(job)
+            answer = super().job(job)
             before = node.leases.mark(7)
             # The kernel's clock ticks in milliseconds, and a real Slurm takes some.
             until(lambda: node.prolog(7, path) and node.leases.mark(7) != before, "a tick")
-            return printed
+            return answer
 
     assert swept(node, Slow("", "", running.proc)).released == ()
     lease = node.lease(7)
@@ -189,7 +189,7 @@ def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
 
 
 def test_lease_names_its_node(node: Node) -> None:
-    """Slurm's name for it, by which a job that was requeued to another one is printed."""
+    """Slurm's name for it, by which a job that was requeued to another one is recognised."""
     path = node.put("alice/a.sqsh")
     node.prolog(7, path)
     node.prolog(8, path, comment="stage=off")

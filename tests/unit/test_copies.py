@@ -73,13 +73,13 @@ def copying(**changes: object) -> Copy:
     return msgspec.structs.replace(one[0], **changes)
 
 
-def text(printed: list[Piece]) -> str:
+def text(pieces: list[Piece]) -> str:
     out = io.StringIO()
-    write(printed, out)
+    write(pieces, out)
     return out.getvalue()
 
 
-# --- pure: from parts to what is printed
+# --- pure: from parts to copies
 
 
 def test_resumed_bytes_count_as_copied_but_not_for_rate() -> None:
@@ -113,9 +113,9 @@ def test_queue_is_in_the_stagers_order() -> None:
         found("k2", since=20.0),
         found("k0", since=10.0, phase="copying", began=11.0),
     ]
-    printed = under_way(parts, [], now=40.0)
-    assert [(one.key, one.place) for one in printed] == [("k0", 0), ("k1", 1), ("k2", 2), ("k3", 3)]
-    assert [state(one) for one in printed] == ["0%", "queued 1", "queued 2", "queued 3"]
+    ordered = under_way(parts, [], now=40.0)
+    assert [(one.key, one.place) for one in ordered] == [("k0", 0), ("k1", 1), ("k2", 2), ("k3", 3)]
+    assert [state(one) for one in ordered] == ["0%", "queued 1", "queued 2", "queued 3"]
 
 
 def test_waiting_lists_each_lease_once() -> None:
@@ -147,8 +147,8 @@ def test_piped_line_has_all_facts() -> None:
 
 def test_path_with_escapes_is_harmless() -> None:
     bad = copying(image="/lustre/\x1b]0;gotcha\x07.sqsh")
-    for printed in (table((bad,)), bars(Snapshot(NOW, (bad,))), lines(Snapshot(NOW, (bad,)))):
-        assert "\x1b" not in text(printed)
+    for pieces in (table((bad,)), bars(Snapshot(NOW, (bad,))), lines(Snapshot(NOW, (bad,)))):
+        assert "\x1b" not in text(pieces)
 
 
 # --- gathered from a real cache

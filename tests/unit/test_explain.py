@@ -1,4 +1,4 @@
-"""What a job is printed afterwards: every outcome in plain words, no run mixed up with another."""
+"""`forestage explain`: every outcome in plain words, no run mixed up with another."""
 
 import errno
 import io

@@ -80,18 +80,6 @@ def test_relative_paths_are_of_the_current_directory(
     assert (tmp_path / "venv.sqsh").exists()
 
 
-def test_mksquashfs_command_line(
-    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
-) -> None:
-    asked = fake("mksquashfs", 'exec /usr/bin/mksquashfs "$@"')
-    site.run("pack", str(tree), "-o", str(tmp_path / "x"))
-    (words,) = asked.read_text().splitlines()
-    folder, image, *options = words.split()
-    assert (folder, Path(image).parent, image.endswith("/x")) == (str(tree), tmp_path, False)
-    assert options[:2] == ["-no-recovery", "-noappend"]
-    assert options[-4:] == ["-comp", "zstd", "-Xcompression-level", "3"]
-
-
 def test_tools_that_know_gzip_only_use_it(
     site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The sweep: what may go after a crash, and above all what may not."""
+"""The sweep: what is cleaned up after a crash, and above all what is kept."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ def test_lease_taken_while_slurm_answers_is_kept(site: Site, touch: str) -> None
 def test_job_requeued_to_other_nodes_loses_its_lease_here(site: Site) -> None:
     hold(site, 7, node="n1")
     hold(site, 8, node="")
-    printed = Told("RUNNING", "n[2-3]")
-    done = swept(site, slurm({7: printed, 8: printed}))
+    elsewhere = Told("RUNNING", "n[2-3]")
+    done = swept(site, slurm({7: elsewhere, 8: elsewhere}))
     assert [one.job for one in done.released] == [7]
 
 
@@ -273,12 +273,12 @@ def test_copy_is_aborted_under_lock_before_job_can_begin_again(
 
     def abort(cache: Cache, leases: Leases, ended: Lease) -> None:
         seen.append((lock.is_free(site.node.cache.space_lock), ended))
-        raise OSError("it cannot be printed")
+        raise OSError("no such process")
 
     monkeypatch.setattr(epilog, "abort", abort)
     done = swept(site, slurm({7: None}))
     assert seen == [(False, lease)]
-    assert (jobs(site), done.problems) == ((), ("it cannot be printed",))
+    assert (jobs(site), done.problems) == ((), ("no such process",))
 
 
 @pytest.mark.parametrize(
@@ -298,14 +298,6 @@ def test_question_that_cannot_be_asked_is_doubt(
 
 
 # --- redirects
-
-
-def test_stray_redirect_is_unmounted_while_slurm_is_silent(site: Site, bound: list[Bind]) -> None:
-    hold(site, 7, Use("l", "/lustre/b"))
-    bound += [bind("/lustre/stray"), bind("/lustre/b", number=2)]
-    done = swept(site, slurm())
-    assert done.redirects == ("/lustre/stray",)
-    assert [one.path for one in bound] == ["/lustre/b"]
 
 
 def test_stray_redirect_is_reached_as_entrys_owner(
@@ -520,7 +512,7 @@ def test_entry_that_cannot_be_noted_is_not_verified(
 
 @pytest.fixture
 def after_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
-    """Has something happen whenever an entry, its key is printed, has been read."""
+    """Has something happen with the key of each entry that has been read."""
 
     def put(then: Callable[[str], None]) -> None:
         real = verify.verify

@@ -80,16 +80,6 @@ def test_entry_like_its_source_is_ok(site: Site, size: int) -> None:
     assert (found["result"], found["offset"]) == ("bad", size - 1)
 
 
-def test_sparse_image_is_ok(site: Site) -> None:
-    path = site.image("a.sqsh")
-    with path.open("wb") as file:
-        file.truncate(4 * CHUNK)
-        file.seek(2 * CHUNK + 5)
-        file.write(b"data")
-    site.publish(path)
-    assert one(site)["result"] == "ok"
-
-
 def test_wrong_bit_is_located_and_entry_evicted(site: Site, source: Path) -> None:
     key = site.publish(source)
     good = site.publish(site.image("b.sqsh", DATA))
