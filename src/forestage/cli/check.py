@@ -19,7 +19,7 @@ def check(ctx: click.Context, as_json: bool) -> None:
 
     world = ctx.obj
     conf = os.environ.get("SLURM_CONF", "")
-    asked = work.Request(world.places, world.clock, conf, is_root=os.geteuid() == 0)
+    asked = work.Asked(world.places, world.clock, conf, is_root=os.geteuid() == 0)
     done = work.check(asked)
     terminal.show(done, work.pieces(done), as_json)
     ctx.exit(done.code)
