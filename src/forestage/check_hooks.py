@@ -21,7 +21,7 @@ from forestage.system.tree import Files
 from forestage.uses import Uses
 
 NAMES = ("Prolog", "Epilog")
-RECENT = 7 * 86400.0  # seconds; hooks that ran since are there, by whatever way slurmd finds them
+RECENT = 7 * 86400.0  # seconds; a hook that ran since is called by some script of the site
 OURS = {"Prolog": Places().prolog, "Epilog": Places().epilog}
 TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
 
@@ -59,7 +59,7 @@ class Interpreter(msgspec.Struct, frozen=True):
 
 
 class Hooks(msgspec.Struct, frozen=True):
-    """`recent` are those of ours that have run of late, whatever slurm.conf seems to say."""
+    """`recent` are those of our hooks that have run within RECENT."""
 
     conf: str
     hooks: tuple[Hook, ...]
@@ -138,7 +138,10 @@ def findings(facts: Hooks) -> Iterator[Finding]:
     for name in NAMES:
         hooks = [hook for hook in facts.hooks if hook.name == name]
         ours = any(script.ours for hook in hooks for script in hook.scripts)
-        if not ours and name.lower() not in facts.recent:
+        # A script of the site may call ours by a way that is not seen here; but without any
+        # line in slurm.conf nothing can, whatever has run before the line was taken out.
+        called = bool(hooks) and name.lower() in facts.recent
+        if not ours and not called:
             yield _absent(facts, name)
     for one in facts.interpreters:
         if one.trouble:

@@ -19,6 +19,7 @@ from commands import Frozen
 from forestage import check_disk, check_sources
 from forestage.cli.main import World, main
 from forestage.finding import Code, Finding, Level, worst
+from forestage.paths import Places
 from forestage.system import as_user
 from goodnode import COMPANION, RELEASE, REPO, GoodNode, words
 
@@ -772,6 +773,19 @@ def test_hooks_that_a_script_calls_are_known_for_ours(node: GoodNode) -> None:
     assert node.ids() == []
     node.remove("/usr/lib/forestage/bin/python3")
     assert node.ids() == ["hook-interpreter"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("prolog", "Prolog=/etc/slurm/prolog.d/*\n"), ("epilog", f"Epilog={Places().epilog}\n")],
+)
+def test_hook_line_removed_after_jobs_ran_is_absent(node: GoodNode, name: str, line: str) -> None:
+    """As when configuration management puts an old slurm.conf back."""
+    node.use("/lustre/a.sqsh", 1, hook="prolog")
+    node.use("/lustre/a.sqsh", 1, hook="epilog")
+    assert node.ids() == []
+    node.slurm(line, "")
+    assert node.ids() == [f"{name}-absent"]
 
 
 def test_what_else_a_sites_script_runs_is_not_asked_to_run_our_hooks(node: GoodNode) -> None:
