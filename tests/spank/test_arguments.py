@@ -67,7 +67,16 @@ def test_it_compiles_without_a_warning(tmp_path: Path, compiler: str) -> None:
 
 def test_it_installs_as_a_plugin_that_all_may_read(tmp_path: Path) -> None:
     make(tmp_path / "forestage.so", f"DESTDIR={tmp_path}", "install")
-    assert (tmp_path / "usr/lib/forestage/spank/forestage.so").stat().st_mode & 0o777 == 0o644
+    there = tmp_path / "usr/lib/forestage/spank"
+    assert (there / "forestage.so").stat().st_mode & 0o777 == 0o644
+    assert (there / "forestage.so.release").stat().st_mode & 0o777 == 0o644
+
+
+def test_release_beside_the_plugin_is_that_of_its_slurm(tmp_path: Path) -> None:
+    """`forestage check` compares it with what slurmd says."""
+    make(tmp_path / "forestage.so")
+    slurmd = subprocess.run(["slurmd", "-V"], check=True, capture_output=True, text=True).stdout
+    assert (tmp_path / "forestage.so.release").read_text() == f"{slurmd.split()[-1]}\n"
 
 
 def test_slurm_sees_its_callbacks_and_no_other_name(tmp_path: Path) -> None:
