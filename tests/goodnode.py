@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Mapping
 from pathlib import Path
 
 from commands import NOW, Frozen
 from forestage import events
-from forestage.check import Checked, Request, check, pieces
+from forestage.check import Report, Target, check, pieces
 from forestage.events import Event, Outcome
 from forestage.paths import Places
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, harmless
 
 REPO = Path(__file__).resolve().parents[1]
-RELEASE = 0x160508  # 22.05.8
+RELEASE = "22.05.8"
 
 CONFIG = "sources: [/lustre]\ncache: /mnt/nvme/forestage\nmin_free: 0\n"
 
@@ -56,31 +54,16 @@ TCP = """\
 """Somebody listens on 7717; 7716 is a connection."""
 
 
-def shared_object(words: Mapping[str, int], after: bytes = b"") -> bytes:
-    """A 64-bit ELF file that defines these variables of 32 bits, and wants `printf`."""
-    names, symbols, values = b"\0", struct.pack("<IBBHQQ", 0, 0, 0, 0, 0, 0), b""
-    for name, value in (*words.items(), ("printf", None)):
-        place = (3, 0x1000 + len(values)) if value is not None else (0, 0)
-        symbols += struct.pack("<IBBHQQ", len(names), 0x11, 0, *place, 4)
-        names += name.encode() + b"\0"
-        values += b"" if value is None else struct.pack("<I", value)
-    start = 64
-    sections = [(0, 0, 0, 0, 0, 0)]
-    body = b""
-    for kind, address, content, link, each in (
-        (11, 0, symbols, 2, 24),
-        (3, 0, names, 0, 0),
-        (1, 0x1000, values, 0, 0),
-    ):
-        sections.append((kind, address, start + len(body), len(content), link, each))
-        body += content
-    head = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
-    head += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, start + len(body), 0, 64, 0, 0, 64, 4, 0)
-    table = b"".join(
-        struct.pack("<IIQQQQIIQQ", 0, kind, 0, address, offset, size, link, 0, 1, each)
-        for kind, address, offset, size, link, each in sections
-    )
-    return head + body + table + after
+DEVICES = """\
+{"blockdevices": [
+  {"name": "vda", "maj:min": "254:0", "rota": true},
+  {"name": "sda", "maj:min": "8:0", "rota": true, "children": [{"name": "sda1", "maj:min": "8:1"}]},
+  {"name": "nvme0n1", "maj:min": "259:0", "rota": false, "children": [
+    {"name": "md0", "maj:min": "9:0", "rota": false}
+  ]}
+]}
+"""
+"""As `lsblk --json` prints them."""
 
 
 class GoodNode:
@@ -111,13 +94,14 @@ class GoodNode:
         self.write("/etc/slurm/prolog.d/90-site", "#!/bin/sh\nexit 0\n", 0o755)
         self.write("/usr/lib/forestage/bin/python3", "#!/bin/sh\nexit 0\n", 0o755)
         self.write("/usr/lib/forestage/bin/forestage", "#!/bin/sh\n", 0o755)
-        self.plugin("/usr/lib64/slurm/auth_munge.so", RELEASE)
-        self.plugin("/usr/lib/forestage/spank/forestage.so", RELEASE - 1)  # only the last part
+        self.write("/usr/sbin/slurmd", f"#!/bin/sh\necho slurm-wlm {RELEASE}\n", 0o755)
+        self.plugin("/usr/lib/forestage/spank/forestage.so")
+        self.companion_for("22.05.3")  # the last part may differ
         self.link("/etc/systemd/system/timers.target.wants/forestage-sweep.timer", "/x")
         self.at("/run/systemd/system").mkdir(parents=True)
 
     def _pyxis(self) -> None:
-        self.plugin("/usr/lib64/slurm/pyxis.so", RELEASE, b"enroot\0use_squashfuse=\0")
+        self.plugin("/usr/lib64/slurm/pyxis.so", "enroot", "use_squashfuse=")
         self.write("/etc/enroot/enroot.conf", ENROOT)
         for name in ("squashfuse", "setpriv"):
             self.write(f"/usr/bin/{name}", "#!/bin/sh\n", 0o755)
@@ -130,23 +114,8 @@ class GoodNode:
             self.link(f"/proc/{pid}/ns/mnt", "mnt:[9]" if name == "sshd" else "mnt:[1]")
         self.write("/proc/sys/user/max_user_namespaces", "100\n")
         self.write("/proc/sys/user/max_mnt_namespaces", "100\n")
-        self.write(
-            "/proc/swaps", "Filename Type Size Used Priority\n/dev/nvme3n1 partition 1 0 -2\n"
-        )
         self.write("/proc/net/tcp", TCP)
-        for name in ("nvme0n1", "nvme1n1"):
-            self.disk(name)
-            self.link(f"/sys/block/md0/slaves/{name}", f"../../{name}")
-        # In use, or too small: none of these is spare.
-        self.disk("nvme2n1", size=10)
-        self.disk("nvme3n1")
-        self.disk("nvme4n1")
-        self.write("/sys/block/nvme4n1/nvme4n1p1/partition", "1\n")
-        self.disk("vda")
-        self.write("/sys/block/md0/md/level", "raid0\n")
-        self.write("/sys/block/md0/md/raid_disks", "2\n")
-        self.link("/sys/dev/block/9:0", "../../block/md0")
-        self.link("/sys/dev/block/254:0", "../../block/vda")
+        self.write("/usr/bin/lsblk", f"#!/bin/sh\ncat <<END\n{DEVICES}END\n", 0o755)
 
     # What a test does to it
 
@@ -200,15 +169,12 @@ class GoodNode:
         kept = [line for line in MOUNTS if line.split()[4] != point]
         self.write("/proc/self/mountinfo", "\n".join(kept) + "\n")
 
-    def plugin(
-        self, path: str, release: int, after: bytes = b"", also: tuple[str, ...] = ()
-    ) -> None:
-        defined = {"plugin_version": release, **dict.fromkeys(also, 0)}
-        self._write(path, shared_object(defined, after), 0o644)
+    def plugin(self, path: str, *names: str) -> None:
+        """A plugin with these names in its table of strings."""
+        self._write(path, b"\x7fELF" + b"".join(f"\0{name}\0".encode() for name in names), 0o644)
 
-    def disk(self, name: str, size: int = 1000) -> None:
-        self.write(f"/sys/block/{name}/size", f"{size}\n")
-        self.write(f"/sys/block/{name}/queue/rotational", "1\n" if name == "vda" else "0\n")
+    def companion_for(self, release: str) -> None:
+        self.write("/usr/lib/forestage/spank/forestage.so.release", f"{release}\n")
 
     def use(self, image: str, size: int, times: int = 1, hook: events.Hook = "prolog") -> None:
         """Jobs that asked for an image, an hour ago."""
@@ -218,15 +184,14 @@ class GoodNode:
 
     # What `check` says of it
 
-    def check(self) -> Checked:
+    def check(self) -> Report:
         me = User("", os.getuid(), os.getgid())
-        asked = Request(self.places, Frozen(), self.conf, me, self.is_root)
-        return check(asked)
+        return check(Target(self.places, Frozen(), self.conf, me, self.is_root))
 
     def ids(self) -> list[str]:
         return [one.id for one in self.check().findings]
 
 
-def words(checked: Checked) -> str:
+def words(report: Report) -> str:
     """What a person reads."""
-    return "\n".join(harmless(piece.text) for piece in pieces(checked) if isinstance(piece, Line))
+    return "\n".join(harmless(piece.text) for piece in pieces(report) if isinstance(piece, Line))

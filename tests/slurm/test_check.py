@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from jobs import CLI, Site, hooked
 from spec import INSIDE_STATE, PYXIS_REPORT, ClusterSpec
-
-from forestage import elf
-from forestage.check_plugins import release
 
 STACK = "/etc/slurm/plugstack.conf"
 OURS = f"optional {INSIDE_STATE}/forestage.so\n"
@@ -56,16 +52,15 @@ def test_what_drains_nodes_is_found_before_it_does(site: Site) -> None:
     assert "drains the node at its next job" in said
 
 
-def test_the_release_that_a_plugin_was_built_for_is_read_from_it(site: Site) -> None:
+def test_companion_of_another_release_is_found(site: Site) -> None:
     """Else an upgrade of Slurm would not be noticed."""
     told = site.cluster.run(["scontrol", "--version"], user="root").stdout.split()[-1]
-    file = site.cluster.host_path(str(INSIDE_STATE / "forestage.so"))
-    built = elf.parse(file.read_bytes())
-    own = elf.parse(next(Path("/usr/lib").glob("*/slurm-wlm/auth_munge.so")).read_bytes())
-    assert built is not None
-    assert own is not None
-    versions = built.word("plugin_version"), own.word("plugin_version")
-    assert versions[0] == versions[1]
-    assert release(versions[0] or 0) == told.rpartition(".")[0]
-    assert "slurm_spank_user_init" in built.symbols
-    assert "slurm_spank_job_prolog" not in built.symbols
+    path = str(INSIDE_STATE / "forestage.so.release")
+    assert site.cluster.read(path) == f"{told}\n"
+    try:
+        site.cluster.write(path, "21.08.1\n")
+        code, found, said = checked(site)
+    finally:
+        site.cluster.write(path, f"{told}\n")
+    assert (code, found) == (1, ["companion-release"])
+    assert f"this is {told.rpartition('.')[0]}" in said

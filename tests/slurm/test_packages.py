@@ -72,12 +72,33 @@ def reconfigure(cluster: Cluster) -> None:
     cluster.wait_idle(30)
 
 
+def change_lines(site: Site, packages: Packages, command: str) -> None:
+    """Adds and removes the lines that `enable` or `disable` prints, as an admin does."""
+    plan = json.loads(packages.root("forestage", command, "--json"))
+    for change in plan["lines"]:
+        text = site.cluster.read(change["file"])
+        line = f"{change['text']}\n"
+        if change["action"] == "remove":
+            assert text.count(line) == 1
+            text = text.replace(line, "")
+        else:
+            text = line + text if "first" in change["place"] else text + line
+        site.cluster.write(change["file"], text)
+
+
 def enable(site: Site, packages: Packages) -> str:
-    """As the page says: the configuration, then the command, then Slurm is told."""
+    """As the page says: the configuration, the lines, the links, then Slurm is told."""
     site.configure()
+    change_lines(site, packages, "enable")
     told = packages.root("forestage", "enable", "--yes")
     reconfigure(site.cluster)
     return told
+
+
+def disable(site: Site, packages: Packages) -> None:
+    change_lines(site, packages, "disable")
+    packages.root("forestage", "disable", "--yes")
+    reconfigure(site.cluster)
 
 
 def holes(folder: str, packages: Packages) -> str:
@@ -99,7 +120,7 @@ def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: P
     packages.install()
     packages.root("touch", "/var/tmp/installed")
     before = site.cluster.read(CONF)
-    assert "scontrol reconfigure" in enable(site, packages)
+    assert "There is nothing to change." in enable(site, packages), "the lines are there"
     image = site.image("warm")
     cold, warm = site.srun(image), site.srun(image)
     assert [site.results(job.job) for job in (cold, warm)] == [["copied"], ["hit"]]
@@ -108,8 +129,7 @@ def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: P
     page = packages.root("forestage", "report", "-o", "-")
     assert "</style>" in page, "template and style sheet are in the package"
     assert holes(HOME, packages) == "", "stale byte code would be written anew"
-    packages.root("forestage", "disable", "--yes")
-    reconfigure(site.cluster)
+    disable(site, packages)
     after = site.srun(image)
     assert site.outcomes(after.job) == []
     assert site.cluster.read(CONF) == before

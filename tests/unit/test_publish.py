@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage import check_striping
 from forestage.admin import publish
+from forestage.check import sources
 from forestage.cli.exits import Exit
 from forestage.errors import Failed
 from forestage.stage import buffers
@@ -71,7 +71,7 @@ def test_layout_options_reach_lfs(site: Site, lfs: Callable[[str], Path]) -> Non
 
 def test_check_advises_the_same_command() -> None:
     words = publish.setstripe(publish.Layout(), Path("/x"))
-    assert tuple(words[:-1]) == check_striping.STRIPE
+    assert tuple(words[:-1]) == sources.STRIPE
 
 
 @pytest.mark.parametrize("script", [f"{SETSTRIPE}; exit 1", ": >/dev/null"])

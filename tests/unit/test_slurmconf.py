@@ -109,7 +109,7 @@ def test_each_setting_names_its_lines() -> None:
 
 @given(st.text('a=#\\" \r\n\t'))
 def test_no_line_is_taken_for_a_part_of_another(text: str) -> None:
-    """`forestage disable` drops lines by their numbers."""
+    """`forestage disable` names lines by their numbers."""
     last = 0
     for line in joined(CONF, text):
         assert last < line.first <= line.last <= text.count("\n") + 1

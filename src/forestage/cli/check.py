@@ -1,4 +1,4 @@
-"""`forestage check`: findings about this node's set-up, for people and for Nagios."""
+"""The command `forestage check`."""
 
 import os
 
@@ -19,8 +19,8 @@ def check(ctx: click.Context, as_json: bool) -> None:
 
     world = ctx.obj
     conf = os.environ.get("SLURM_CONF", "")
-    asked = work.Asked(world.places, world.clock, conf, is_root=os.geteuid() == 0)
-    done = work.check(asked)
+    target = work.Target(world.places, world.clock, conf, is_root=os.geteuid() == 0)
+    done = work.check(target)
     terminal.show(done, work.pieces(done), as_json)
     ctx.exit(done.code)
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,13 +9,13 @@ import click
 from forestage.cli.exits import Exit
 
 if TYPE_CHECKING:
-    from forestage.activate import Plan
-    from forestage.activation import Site
+    from forestage.admin.enable import Plan
+    from forestage.admin.site import Site
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-yes = click.option("-y", "--yes", is_flag=True, help="Do it; else it is only told.")
+yes = click.option("-y", "--yes", is_flag=True, help="Make or remove links; else it is a dry run.")
 slurm_conf = click.option(
     "--slurm-conf",
     metavar="FILE",
@@ -33,13 +32,15 @@ slurm_conf = click.option(
 def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> None:
     """Have Slurm call forestage: Prolog=, Epilog=, the companion.
 
-    Changes slurm.conf, or the directory that Prolog= names, and plugstack.conf; restarts nothing.
+    Prints the lines to add to slurm.conf and plugstack.conf. Where Prolog= names a directory's
+    files, --yes makes the link there. With --yes, the sweep's timer is switched on as well.
     """
-    from forestage import activate
+    from forestage.admin import enable as work
+    from forestage.system.tree import Files
 
-    _change(ctx, slurm_conf, activate.to_enable, yes, as_json)
+    _change(ctx, slurm_conf, work.to_enable, yes, as_json)
     if yes:
-        said = activate.start_timer(ctx.obj.places)
+        said = work.start_timer(Files(ctx.obj.places.root))
         if said:
             click.echo(said, err=as_json)
 
@@ -52,11 +53,12 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> None:
     """Have Slurm call forestage no longer.
 
-    Takes out what `enable` has put in. Refuses what would drain nodes, with exit status 9.
+    Prints the lines to remove; --yes removes the links that `enable` has made. Refuses what would
+    drain nodes, with exit status 9.
     """
-    from forestage import activate
+    from forestage.admin import enable as work
 
-    _change(ctx, slurm_conf, activate.to_disable, yes, as_json)
+    _change(ctx, slurm_conf, work.to_disable, yes, as_json)
 
 
 def _change(
@@ -66,17 +68,21 @@ def _change(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Tells the plan, and does it with `yes`. Ends the command where it is refused."""
-    from forestage import activate, activated, activation
+    """Shows the plan, and changes links with `yes`. Ends the command where it is refused."""
+    from forestage.admin import enable as work
     from forestage.system import terminal
+    from forestage.system.tree import Files
 
-    plan = decide(activation.gather(ctx.obj.places, Path(slurm_conf)))
+    files = Files(ctx.obj.places.root)
+    path = os.path.abspath(slurm_conf)
+    if files.mode(path) is None:
+        raise click.BadParameter(f"{path} is not there", param_hint="--slurm-conf")
+    plan = decide(work.read_site(files, path))
     done = yes and not plan.refusals
     if done:
-        activate.apply(plan, ctx.obj.places)
-    enabling = decide is activate.to_enable
-    told = activated.pieces(plan, done, enabling)
-    terminal.show(activated.document(plan, done), told, as_json)
+        work.apply(plan, files)
+    shown = work.pieces(plan, done, enabling=decide is work.to_enable)
+    terminal.show(work.document(plan, done), shown, as_json)
     if plan.refusals:
         ctx.exit(Exit.REFUSED)
 

@@ -1,4 +1,4 @@
-"""What else does a node need: programs, the kernel, slurmd's mounts, timers, peers? For `check`."""
+"""Findings about the node itself: programs, the kernel, slurmd's mounts, timers, peers."""
 
 import os
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import msgspec
 
 from forestage import credential
+from forestage.check.finding import Finding
 from forestage.config import Config, switch
 from forestage.errors import ForestageError
-from forestage.finding import Finding
 from forestage.paths import Places
 from forestage.system.tree import Files
 
@@ -133,8 +133,8 @@ def _services(machine: Machine) -> Iterator[Finding]:
             "slurmd-mounts",
             "warning",
             "slurmd has mounts of its own, apart from the node's",
-            "`forestage status` and the sweep do not see the redirects that its Prologs lay, and"
-            " cannot take them off after a crash",
+            "`forestage status` and the sweep do not see the bind mounts that its Prologs make, and"
+            " cannot unmount them after a crash",
             "systemctl edit slurmd: no PrivateTmp=, ProtectSystem=, ProtectHome= and the like",
         )
     if machine.timer is False:
@@ -152,7 +152,7 @@ def _services(machine: Machine) -> Iterator[Finding]:
             "peer-proof",
             "warning",
             f"peers are on, and this node cannot prove who it is: {peers.unproven}",
-            "It gets no chunk from other nodes and gives none: each cold start reads the shared"
+            "It gets no chunk from other nodes and sends none: each cold start reads the shared"
             " file system once per node",
             "systemctl enable --now munge, or peers.key_file",
         )

@@ -1,4 +1,4 @@
-"""Can the cache's disk hold images, and give them back quickly? For `check`."""
+"""Findings about the cache's place: its file system, who may write there, its room, its disk."""
 
 import contextlib
 import os
@@ -8,17 +8,19 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import blocks
-from forestage.blocks import Disks, Raid
 from forestage.cache import evict
 from forestage.cache.layout import Cache
+from forestage.check.finding import Finding
+from forestage.check.uses import Used
 from forestage.config import Config
 from forestage.errors import Failed
-from forestage.finding import Finding
+from forestage.system import run
 from forestage.system import tree as tree
 from forestage.system.tree import Files, Filesystem
 from forestage.units import format_size
-from forestage.uses import Used
+
+TIMEOUT = 5.0  # seconds for lsblk
+LSBLK = ("--json", "--output", "NAME,MAJ:MIN,ROTA")
 
 
 class Space(msgspec.Struct, frozen=True):
@@ -31,7 +33,7 @@ class Space(msgspec.Struct, frozen=True):
 
 class Place(msgspec.Struct, frozen=True):
     """Where the cache lies. `real` is its path without links; `hidden_by` a directory above it that
-    jobs cannot see; `not_ours` why the root must not be used."""
+    jobs cannot see; `not_ours` why the root must not be used; `rotating` disks are below it."""
 
     cache: str
     real: str
@@ -39,7 +41,7 @@ class Place(msgspec.Struct, frozen=True):
     hidden_by: str = ""
     not_ours: str = ""
     space: Space | None = None
-    disks: Disks | None = None
+    rotating: tuple[str, ...] = ()
     largest: Used | None = None
 
 
@@ -62,7 +64,7 @@ def gather(
         place,
         not_ours=_not_ours(cache),
         space=_space(cache, config),
-        disks=blocks.look(files, under.device),
+        rotating=_rotating(files, under.device),
     )
 
 
@@ -95,6 +97,39 @@ def _space(cache: Cache, config: Config) -> Space | None:
     return Space(total, free, max(0, room))
 
 
+class _Device(msgspec.Struct, rename={"number": "maj:min"}):
+    """As lsblk(8) shows one. What it is a part of, as an array or a volume, is its child."""
+
+    name: str
+    number: str = ""
+    rota: bool = False
+    children: tuple["_Device", ...] = ()
+
+
+class _Devices(msgspec.Struct):
+    blockdevices: tuple[_Device, ...] = ()
+
+
+def _rotating(files: Files, device: str) -> tuple[str, ...]:
+    """The rotating disks below a device (major:minor); none where lsblk cannot tell."""
+    program = files.program("lsblk")
+    if not program:
+        return ()
+    try:
+        ran = run.run([str(files.at(program)), *LSBLK], timeout=TIMEOUT)
+        # Releases before 2.33 write "1" and "0" for true and false.
+        found = msgspec.convert(msgspec.json.decode(ran.out), _Devices, strict=False)
+    except (Failed, OSError, msgspec.DecodeError):
+        return ()
+    # Virtual disks, such as vda, call themselves rotational for want of a better word.
+    disks = (one for one in found.blockdevices if one.rota and one.name.startswith("sd"))
+    return tuple(one.name for one in disks if _is_below(one, device))
+
+
+def _is_below(one: _Device, device: str) -> bool:
+    return one.number == device or any(_is_below(child, device) for child in one.children)
+
+
 def findings(place: Place, config: Config, origin: str) -> Iterator[Finding]:
     """Pure. `origin` is the file that sets `cache:`."""
     under = place.under
@@ -107,8 +142,8 @@ def findings(place: Place, config: Config, origin: str) -> Iterator[Finding]:
             "critical",
             f"{place.cache} lies on the root file system: its disk is not mounted",
             "Nothing is staged until it is",
-            f"/etc/fstab: the cache's disk, at {Path(place.cache).parent} (or, if it shall lie"
-            f" there, {origin}: require_mount: false)",
+            f"/etc/fstab: the cache's disk, at {Path(place.cache).parent} (or, if it is meant"
+            f" to be there, {origin}: require_mount: false)",
         )
         return
     if place.hidden_by:
@@ -129,8 +164,14 @@ def findings(place: Place, config: Config, origin: str) -> Iterator[Finding]:
             f"chown root: {place.cache}; chmod 0700 {place.cache} (if nobody else uses it)",
         )
     yield from _room(place, origin)
-    if place.disks:
-        yield from _disks(place, place.disks)
+    if place.rotating:
+        yield Finding(
+            "disk-spins",
+            "warning",
+            f"{place.cache} lies on a rotating disk ({', '.join(place.rotating)})",
+            "It reads 0.2 GB/s where an NVMe reads 3 and more: two minutes for 23 GiB",
+            f"{origin}: cache: on an NVMe or SSD",
+        )
 
 
 def _kind(place: Place, under: Filesystem, line: str) -> Iterator[Finding]:
@@ -182,48 +223,4 @@ def _room(place: Place, origin: str) -> Iterator[Finding]:
             f" {largest.path} ({format_size(largest.size)})",
             "Two jobs with images of that size at a time: one of them reads the shared file system",
             f"make room on the disk, or {origin}: cache: on a larger one",
-        )
-
-
-def _disks(place: Place, disks: Disks) -> Iterator[Finding]:
-    if disks.raid:
-        yield from _raid(disks.raid)
-    if disks.spins:
-        yield Finding(
-            "disk-spins",
-            "warning",
-            f"{place.cache} lies on a rotating disk ({', '.join(disks.spins)})",
-            "It reads 0.2 GB/s where an NVMe reads 3 and more: two minutes for 23 GiB",
-            "cache: on an NVMe or SSD",
-        )
-    if disks.spare:
-        number = len(disks.names) + len(disks.spare)
-        yield Finding(
-            "disks-idle",
-            "warning",
-            f"{', '.join(disks.spare)} look unused, the cache has only {', '.join(disks.names)}",
-            f"A RAID 0 of {number} copies up to {number / len(disks.names):.1f} times as fast, and"
-            " holds as much more",
-            f"mdadm --create /dev/md0 --level=0 --raid-devices={number} ... (all on them is lost)",
-        )
-
-
-def _raid(raid: Raid) -> Iterator[Finding]:
-    if raid.missing:
-        yield Finding(
-            "raid-degraded",
-            "warning",
-            f"{raid.name} ({raid.level}) lacks {raid.missing} of its {raid.disks} disks",
-            "It is slower, and one more lost disk empties the cache",
-            f"mdadm --detail /dev/{raid.name}; mdadm /dev/{raid.name} --add NEW-DISK",
-        )
-    if raid.level in ("raid1", "raid4", "raid5", "raid6", "raid10"):
-        yield Finding(
-            "raid-level",
-            "warning",
-            f"the cache lies on {raid.name}, a {raid.level} of {raid.disks} disks",
-            f"It writes copies slower than a RAID 0 of the same disks, which is up to {raid.disks}"
-            " times as fast as one; every entry can be copied again, so nothing needs a mirror",
-            f"mdadm --create /dev/{raid.name} --level=0 --raid-devices={raid.disks} DISKS, which"
-            " loses all that is on them",
         )

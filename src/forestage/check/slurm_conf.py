@@ -1,4 +1,4 @@
-"""Does slurm.conf leave a Prolog the time that a copy takes? For `check`.
+"""Findings about slurm.conf: the time that it leaves a Prolog for a copy, and containers.
 
 What each setting does was tried on a cluster or read in slurm.conf(5); see deadline.py.
 """
@@ -6,58 +6,15 @@ What each setting does was tried on a cluster or read in slurm.conf(5); see dead
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
+from forestage.admin.site import Conf
+from forestage.check.finding import Finding
 from forestage.config import Settings, dotted
-from forestage.finding import Finding
 from forestage.slurm import slurm_conf, timeouts
 from forestage.system.tree import Files
 from forestage.units import format_duration
 
-# Where packages keep it, and where slurmd puts what it got from slurmctld.
-USUAL = (
-    "/etc/slurm/slurm.conf",
-    "/run/slurm/conf/slurm.conf",
-    "/var/spool/slurmd/conf-cache/slurm.conf",
-    "/etc/slurm-llnl/slurm.conf",
-    "/opt/slurm/etc/slurm.conf",
-    "/usr/local/etc/slurm.conf",
-)
 _TIMEOUTS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
-
-
-class Conf(msgspec.Struct, frozen=True):
-    """slurm.conf: where it lies, and its settings, names in lower case. Of `lines`, some repeat."""
-
-    path: str
-    lines: tuple[tuple[str, str], ...]
-
-    @property
-    def settings(self) -> dict[str, str]:
-        return dict(self.lines)
-
-    def every(self, name: str) -> tuple[str, ...]:
-        return tuple(value for key, value in self.lines if key == name and value)
-
-    def flags(self, name: str) -> list[str]:
-        return [flag.strip() for flag in self.settings.get(name, "").split(",") if flag.strip()]
-
-    def has(self, name: str, flag: str) -> bool:
-        return flag.lower() in (one.lower() for one in self.flags(name))
-
-
-def gather(files: Files, named: str) -> Conf | None:
-    """The file that is `named` ($SLURM_CONF), else the usual one; None if it cannot be read."""
-    for path in filter(None, (named, *USUAL)):
-        try:
-            found = slurm_conf.settings(path, lambda one: files.at(one).read_bytes().decode())
-            return Conf(path, tuple((one.name, one.value) for one in found))
-        except FileNotFoundError:
-            if path == named:
-                return None
-        except (OSError, ValueError):
-            return None
-    return None
+_UNWANTED = ("serial", "runinjob")  # of PrologFlags
 
 
 def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
@@ -111,7 +68,7 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             "PrologFlags has Serial: all Prologs and Epilogs of a node wait for each other",
             "While one job waits for a copy, for minutes perhaps, no other starts or ends on the"
             " node",
-            _prolog_flags(conf, but="serial"),
+            line,
         )
     if "runinjob" in flags:
         yield Finding(
@@ -120,13 +77,13 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             "PrologFlags has RunInJob: the Prolog runs in the job's own container",
             "The memory that a copy passes through is charged to the job; under"
             " job_container/tmpfs the redirects of the Prolog are hidden from the job",
-            _prolog_flags(conf, but="runinjob"),
+            line,
         )
 
 
-def _prolog_flags(conf: Conf, but: str = "") -> str:
-    """The line with the flags that forestage wants, the others kept."""
-    flags = [flag for flag in conf.flags("prologflags") if flag.lower() != but]
+def _prolog_flags(conf: Conf) -> str:
+    """The line with the flags that forestage wants: the same one, whichever finding shows it."""
+    flags = [flag for flag in conf.flags("prologflags") if flag.lower() not in _UNWANTED]
     has = timeouts.prolog_flags({"prologflags": ",".join(flags)})
     flags += [flag for flag in ("Alloc", "DeferBatch") if flag.lower() not in has]
     return f"{conf.path}: PrologFlags={','.join(flags)}"

@@ -1,4 +1,4 @@
-"""Images, users and hooks that this node's event log records, for `check`."""
+"""What this node's event log says: images by how often they were asked for, users, hooks."""
 
 import contextlib
 import pwd

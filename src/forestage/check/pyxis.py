@@ -1,4 +1,4 @@
-"""How does pyxis start a container, and where does enroot unpack it? For `check`."""
+"""Findings about pyxis and enroot: mounting or unpacking an image, and where to."""
 
 import re
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.check_plugins import Plugin
-from forestage.finding import Finding
+from forestage.admin.site import Plugin
+from forestage.check.finding import Finding
 from forestage.system import tree as tree
 from forestage.system.tree import Files, Filesystem
 
@@ -17,13 +17,16 @@ _YES = ("1", "true", "yes", "y")  # pyxis' config.c
 
 
 class Pyxis(msgspec.Struct, frozen=True):
-    """`plugin` of the stack; where enroot unpacks, and on what; None where nobody knows, "" where
-    its configuration does not say, which means below users' homes.
+    """`plugin` of the stack; `mounts_images`: it knows use_squashfuse.
 
-    `fuse` is the mode of /dev/fuse; `cache` the file system below our cache.
+    `data_path` is where enroot unpacks, and `data` on what; None where nobody knows, "" where its
+    configuration does not say, which means below users' homes. `fuse` is the mode of /dev/fuse,
+    `cache` the file system below our cache.
     """
 
     plugin: Plugin
+    runs_enroot: bool = True
+    mounts_images: bool = True
     data_path: str | None = None
     data: Filesystem | None = None
     cache: Filesystem | None = None
@@ -37,8 +40,11 @@ def gather(files: Files, plugin: Plugin, cache: str) -> Pyxis:
     """Reads enroot's configuration. It is shell, of which only plain values are understood."""
     mounted = files.filesystems()
     path = _data_path(files)
+    code = files.data(plugin.path) or b""
     return Pyxis(
         plugin=plugin,
+        runs_enroot=b"enroot" in code,
+        mounts_images=b"use_squashfuse=" in code,
         data_path=path,
         data=tree.under(mounted, files.real(path)) if path else None,
         cache=tree.under(mounted, files.real(cache)),
@@ -68,11 +74,11 @@ def _data_path(files: Files) -> str | None:
 
 def findings(facts: Pyxis) -> Iterator[Finding]:
     """Pure. Of a plugin that does not run enroot nothing is known."""
-    if not facts.plugin.exists or "enroot" not in facts.plugin.strings:
+    if not facts.plugin.exists or not facts.runs_enroot:
         return
     line = facts.plugin.line
     mounts = line.argument("use_squashfuse").lower() in _YES
-    if "use_squashfuse=" not in facts.plugin.strings:
+    if not facts.mounts_images:
         yield Finding(
             "pyxis-old",
             "warning",
@@ -106,7 +112,7 @@ def _fuse(facts: Pyxis) -> Iterator[Finding]:
         yield Finding(
             "fuse-device",
             "critical",
-            f"/dev/fuse {has}, and pyxis is told use_squashfuse=1",
+            f"/dev/fuse {has}, and pyxis has use_squashfuse=1",
             "No user but root can mount an image: container jobs fail",
             '/etc/udev/rules.d/99-fuse.rules: KERNEL=="fuse", MODE="0666" (now: chmod 0666'
             " /dev/fuse)"
@@ -117,7 +123,7 @@ def _fuse(facts: Pyxis) -> Iterator[Finding]:
         yield Finding(
             "squashfuse-missing",
             "critical",
-            "squashfuse is not installed, and pyxis is told use_squashfuse=1",
+            "squashfuse is not installed, and pyxis has use_squashfuse=1",
             "Container jobs fail",
             "install the package squashfuse",
         )

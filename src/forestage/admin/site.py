@@ -1,0 +1,294 @@
+"""The site's Slurm files as one model: slurm.conf, the scripts that it names, and plugstack.conf.
+
+`enable`, `disable` and `check` all decide by this model. It is read below the root of a `Files`, as
+slurmd reads it; no command of Slurm is run and nothing is changed.
+"""
+
+import contextlib
+import glob
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage.paths import Places
+from forestage.slurm import plugstack, slurm_conf
+from forestage.slurm.slurm_conf import Setting
+from forestage.system.tree import Files
+
+# Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
+OURS = {"Prolog": str(Places().prolog), "Epilog": str(Places().epilog)}
+COMPANION = str(Places().companion)
+# Where packages keep slurm.conf, and where slurmd puts what it got from slurmctld.
+USUAL_CONF = (
+    "/etc/slurm/slurm.conf",
+    "/run/slurm/conf/slurm.conf",
+    "/var/spool/slurmd/conf-cache/slurm.conf",
+    "/etc/slurm-llnl/slurm.conf",
+    "/opt/slurm/etc/slurm.conf",
+    "/usr/local/etc/slurm.conf",
+)
+# Where packages put Slurm's plugins, if slurm.conf has no PluginDir.
+USUAL_PLUGINS = (
+    "/usr/lib64/slurm",
+    "/usr/lib/x86_64-linux-gnu/slurm-wlm",
+    "/usr/lib/aarch64-linux-gnu/slurm-wlm",
+    "/usr/lib/slurm",
+    "/usr/local/lib/slurm",
+    "/opt/slurm/lib/slurm",
+    "/opt/slurm/lib64/slurm",
+)
+SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
+
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
+
+HookName = Literal["Prolog", "Epilog"]
+State = Literal["fine", "missing", "dangling", "not-executable"]
+Relation = Literal["hook", "names-us", "other"]
+
+
+class Conf(msgspec.Struct, frozen=True):
+    """slurm.conf with its includes: where it lies, and its settings, names in lower case."""
+
+    path: str
+    lines: tuple[Setting, ...]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The value that counts for each name: the last one."""
+        return {one.name: one.value for one in self.lines}
+
+    @property
+    def configless(self) -> bool:
+        """Whether slurmd writes this file itself, from what slurmctld sends."""
+        return "/run/slurm/conf/" in self.path or "/conf-cache/" in self.path
+
+    def every(self, name: str) -> tuple[Setting, ...]:
+        return tuple(one for one in self.lines if one.name == name and one.value)
+
+    def flags(self, name: str) -> list[str]:
+        return [flag.strip() for flag in self.settings.get(name, "").split(",") if flag.strip()]
+
+    def has(self, name: str, flag: str) -> bool:
+        return flag.lower() in (one.lower() for one in self.flags(name))
+
+
+class Script(msgspec.Struct, frozen=True):
+    """A program that slurmd runs as Prolog or Epilog.
+
+    hook: it is our hook, or a link to it. names-us: its path or its text, comments apart, says
+    "forestage", as a wrapper's does. other: the site's own.
+    """
+
+    path: str
+    state: State
+    relation: Relation
+
+    @property
+    def ours(self) -> bool:
+        return self.relation != "other"
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """One `Prolog=` or `Epilog=` of slurm.conf, and the scripts that it stands for.
+
+    `directory`: whether the directory of a glob is there.
+    """
+
+    setting: Setting
+    is_glob: bool
+    directory: bool
+    scripts: tuple[Script, ...]
+
+
+class Hook(msgspec.Struct, frozen=True):
+    """Our hook of a name, and what slurm.conf has for that name. `usable`: it can be executed."""
+
+    name: HookName
+    path: str
+    usable: bool
+    patterns: tuple[Pattern, ...]
+
+    @property
+    def globs(self) -> tuple[Pattern, ...]:
+        return tuple(one for one in self.patterns if one.is_glob)
+
+    @property
+    def scripts(self) -> tuple[Script, ...]:
+        return tuple(script for pattern in self.patterns for script in pattern.scripts)
+
+
+class Plugin(msgspec.Struct, frozen=True):
+    """A plugin of the stack: its line, and its file."""
+
+    line: plugstack.Plugin
+    path: str
+    exists: bool
+
+    @property
+    def ours(self) -> bool:
+        return Path(self.path).name == "forestage.so"
+
+    @property
+    def pyxis(self) -> bool:
+        return "pyxis" in Path(self.path).name
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """plugstack.conf with its includes, and the plugins in the order in which Slurm loads them.
+
+    `broken` says why no more of it could be read.
+    """
+
+    file: str
+    plugins: tuple[Plugin, ...]
+    broken: str = ""
+
+    @property
+    def companion(self) -> Plugin | None:
+        return next((one for one in self.plugins if one.ours), None)
+
+    @property
+    def pyxis(self) -> Plugin | None:
+        return next((one for one in self.plugins if one.pyxis), None)
+
+
+class Site(msgspec.Struct, frozen=True):
+    """What Slurm reads on this node. `companion_built`: whether the companion is installed."""
+
+    conf: Conf
+    hooks: tuple[Hook, ...]
+    stack: Stack
+    companion_built: bool
+
+
+def read(files: Files, path: str) -> Site:
+    """The site whose slurm.conf is `path`. Raises OSError; ValueError where Slurm would refuse the
+    file as well."""
+    return with_conf(files, read_conf(files, path))
+
+
+def read_conf(files: Files, path: str) -> Conf:
+    """slurm.conf alone. Raises as `read` does."""
+    lines = tuple(slurm_conf.settings(path, lambda one: files.at(one).read_bytes().decode()))
+    return Conf(path, lines)
+
+
+def find_conf(files: Files, named: str) -> Conf | None:
+    """The file that is `named` ($SLURM_CONF), else the usual one; None if it cannot be read."""
+    for path in filter(None, (named, *USUAL_CONF)):
+        try:
+            return read_conf(files, path)
+        except FileNotFoundError:
+            if path == named:
+                return None
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def with_conf(files: Files, conf: Conf) -> Site:
+    """The hooks and plugins that a slurm.conf leads to."""
+    hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
+    built = files.mode(COMPANION) is not None
+    return Site(conf, hooks, _stack(files, conf), built)
+
+
+def _hook(files: Files, conf: Conf, name: HookName) -> Hook:
+    path = OURS[name]
+    patterns = tuple(_pattern(files, one, path) for one in conf.every(name.lower()))
+    return Hook(name, path, _state(files, path) == "fine", patterns)
+
+
+def _pattern(files: Files, setting: Setting, hook: str) -> Pattern:
+    value = setting.value
+    if not glob.has_magic(value):
+        return Pattern(setting, False, True, (_script(files, value, hook),))
+    # Dangling links are matches as well: glob(3), as slurmd calls it, finds them.
+    found = sorted(glob.iglob(str(files.at(value))))  # noqa: PTH207 - absolute, as slurmd's
+    paths = (f"/{one.removeprefix(str(files.root)).lstrip('/')}" for one in found)
+    directory = stat.S_ISDIR(files.mode(str(Path(value).parent)) or 0)
+    return Pattern(setting, True, directory, tuple(_script(files, one, hook) for one in paths))
+
+
+def _script(files: Files, path: str, hook: str) -> Script:
+    return Script(path, _state(files, path), _relation(files, path, hook))
+
+
+def _state(files: Files, path: str) -> State:
+    mode = files.mode(path)
+    if mode is None:
+        return "dangling" if files.at(path).is_symlink() else "missing"
+    return "fine" if stat.S_ISREG(mode) and mode & 0o111 else "not-executable"
+
+
+def _relation(files: Files, path: str, hook: str) -> Relation:
+    real = files.real(path)
+    if real == files.real(hook):
+        return "hook"
+    named = "forestage" in path or "forestage" in real or bool(lines_naming_us(files, path))
+    return "names-us" if named else "other"
+
+
+def lines_naming_us(files: Files, script: str) -> list[str]:
+    """The lines of a script that say "forestage", comments apart."""
+    text = _COMMENT.sub("", files.text(script, SCRIPT) or "")
+    return [line for line in text.split("\n") if "forestage" in line]
+
+
+def _stack(files: Files, conf: Conf) -> Stack:
+    beside = str(Path(conf.path).with_name("plugstack.conf"))
+    file = conf.settings.get("plugstackconfig", beside)
+    folders = plugin_folders(conf)
+    plugins: list[Plugin] = []
+    broken = ""
+    lines = plugstack.read(file, lambda path: files.text(path) or "", files.root)
+    try:
+        plugins.extend(_plugin(files, line, folders) for line in lines)
+    except ValueError as error:  # includes that never end: what comes before them is kept
+        broken = str(error)
+    return Stack(file, tuple(plugins), broken)
+
+
+def plugin_folders(conf: Conf) -> list[str]:
+    """Where Slurm looks for a plugin that is named without a directory."""
+    folders = [*conf.settings.get("plugindir", "").split(":"), *USUAL_PLUGINS]
+    return [folder for folder in folders if folder]
+
+
+def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> Plugin:
+    path = line.path
+    if not path.startswith("/"):
+        tried = [f"{folder}/{path}" for folder in folders]
+        path = next((one for one in tried if files.mode(one) is not None), path)
+    return Plugin(line, path, files.mode(path) is not None)
+
+
+# slurmd sets SLURM_SCRIPT_CONTEXT for each of its scripts (prolog and epilog guide).
+_CONTEXTS = frozenset(
+    (b"SLURM_SCRIPT_CONTEXT=prolog_slurmd", b"SLURM_SCRIPT_CONTEXT=epilog_slurmd")
+)
+
+
+def hook_runs(files: Files) -> bool:
+    """Whether slurmd runs a Prolog or an Epilog on this node now, ours or another. As root."""
+    return any(_is_hook(process) for process in _processes(files))
+
+
+def _processes(files: Files) -> Iterator[Path]:
+    return (files.at(f"/proc/{name}") for name in files.names("/proc") if name.isdigit())
+
+
+def _is_hook(process: Path) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        if _CONTEXTS.isdisjoint((process / "environ").read_bytes().split(b"\0")):
+            return False
+        # Only slurmd's own child counts: users may set any variable, and what a Prolog has left
+        # behind, such as a stager, still has the Prolog's.
+        parent = (process / "stat").read_bytes().rpartition(b") ")[2].split()[1]
+        return (process.parent / os.fsdecode(parent) / "comm").read_bytes().startswith(b"slurm")
+    return False

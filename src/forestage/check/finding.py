@@ -1,0 +1,97 @@
+"""Findings of `forestage check`, the report that they make, and its exit status for Nagios."""
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Literal
+
+import msgspec
+
+from forestage.system.terminal import Line, Piece, count, harmless
+
+Level = Literal["critical", "warning", "unknown"]
+Status = Literal["ok", "warning", "critical", "unknown"]
+
+_ORDER = ("critical", "warning", "unknown")
+
+
+class Code(IntEnum):
+    """Exit statuses as Nagios, and what has taken after it, understand them."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+    UNKNOWN = 3
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing to change.
+
+    critical: jobs or the node suffer, or no job gets what forestage is there for.
+    warning: slower than it need be, or a risk.
+    unknown: it could not be looked at.
+    `id` is for scripts and never changes; `why` says it in seconds or in risk; `change` is the line
+    to change, after its file, or the command to run.
+    """
+
+    id: str
+    level: Level
+    what: str
+    why: str
+    change: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The document: `code` is the exit status, `findings` the worst first."""
+
+    status: Status
+    code: int
+    findings: tuple[Finding, ...]
+
+
+def report(findings: Iterable[Finding]) -> Report:
+    """Pure: the findings in order, their text made harmless."""
+    found = tuple(map(_harmless, sorted(findings, key=lambda one: _ORDER.index(one.level))))
+    code = worst(found)
+    statuses: dict[Code, Status] = {
+        Code.OK: "ok",
+        Code.WARNING: "warning",
+        Code.CRITICAL: "critical",
+        Code.UNKNOWN: "unknown",
+    }
+    return Report(statuses[code], int(code), found)
+
+
+def _harmless(one: Finding) -> Finding:
+    """Names of files may be anything but text, which JSON has no way to say."""
+    return msgspec.structs.replace(
+        one, what=harmless(one.what), why=harmless(one.why), change=harmless(one.change)
+    )
+
+
+def worst(findings: Iterable[Finding]) -> Code:
+    """Pure: the exit status. What is known to be wrong goes before what is not known."""
+    levels = {finding.level for finding in findings}
+    if "critical" in levels:
+        return Code.CRITICAL
+    if "warning" in levels:
+        return Code.WARNING
+    return Code.UNKNOWN if levels else Code.OK
+
+
+def pieces(report: Report) -> list[Piece]:
+    """Pure: what people read; the first line is all that Nagios shows in its lists."""
+    word = report.status.upper()
+    if not report.findings:
+        return [Line(f"forestage {word} - nothing to change")]
+    ids = ", ".join(dict.fromkeys(one.id for one in report.findings))
+    found: list[Piece] = [
+        Line(f"forestage {word} - {count(len(report.findings), 'finding')}: {ids}")
+    ]
+    for one in report.findings:
+        found += [
+            Line(""),
+            Line(f"{one.level.upper()} {one.id}: {one.what}", heading=True),
+            Line(f"{one.why}.", indent=2),
+            Line(f"change  {one.change}", indent=2),
+        ]
+    return found

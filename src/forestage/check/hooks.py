@@ -1,0 +1,171 @@
+"""Findings about slurmd's hooks: whether they reach ours, and whether those can run.
+
+A glob that matches nothing, a script that is missing or cannot be executed: Slurm takes each for a
+failed Prolog and drains the node (read in slurmd's run_script.c).
+"""
+
+import difflib
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from forestage.admin.enable import LINK
+from forestage.admin.site import Hook, Pattern, Script, Site, lines_naming_us
+from forestage.check.finding import Finding
+from forestage.check.uses import Uses
+from forestage.errors import Failed
+from forestage.system import run
+from forestage.system.tree import Files
+
+RECENT = 7 * 86400.0  # seconds; a hook that ran since is called by some script of the site
+TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
+ALIKE = 0.8  # difflib's ratio, from which a missing path is our hook's with a typing error
+
+_PATHS = re.compile(r"/[\w./+-]+")
+
+
+class Interpreter(msgspec.Struct, frozen=True):
+    """What our hooks are run by; `trouble` is "" where it can load them."""
+
+    path: str
+    trouble: str = ""
+
+
+class Hooks(msgspec.Struct, frozen=True):
+    """`recent` are those of our hooks that have run within RECENT, in lower case."""
+
+    site: Site
+    interpreters: tuple[Interpreter, ...] = ()
+    recent: frozenset[str] = frozenset()
+
+
+def gather(files: Files, site: Site, uses: Uses, now: float) -> Hooks:
+    """Looks at the scripts, and starts the interpreters of ours once each."""
+    scripts = [script for hook in site.hooks for script in hook.scripts]
+    ours = [one.path for one in scripts if one.ours and one.state == "fine"]
+    recent = frozenset(name for name, when in uses.hooks.items() if now - when < RECENT)
+    return Hooks(site, tuple(_interpreters(files, ours)), recent)
+
+
+def _interpreters(files: Files, scripts: list[str]) -> Iterator[Interpreter]:
+    """Those that our scripts name, and the scripts which these call, where they name us."""
+    words = [word for path in scripts for word in _paths_in(files, path)]
+    called = [word for word in words if lines_naming_us(files, word)]
+    words += [word for path in called for word in _paths_in(files, path)]
+    named = (word for word in words if re.fullmatch(r".*/python[\d.]*", word))
+    for path in dict.fromkeys(named):
+        yield Interpreter(path, _trouble(files, path))
+
+
+def _paths_in(files: Files, script: str) -> list[str]:
+    """Only from lines that name us: a site's script may start other programs as well."""
+    return [word for line in lines_naming_us(files, script) for word in _PATHS.findall(line)]
+
+
+def _trouble(files: Files, path: str) -> str:
+    mode = files.mode(path)
+    if mode is None or not mode & 0o111:
+        return "it is not there, or not executable"
+    wanted = "import forestage.hooks, forestage.prolog, forestage.epilog"
+    try:
+        ran = run.run([str(files.at(path)), "-I", "-c", wanted], timeout=TIMEOUT)
+    except (Failed, OSError) as error:
+        return str(error)
+    return ran.explained() if ran.code else ""
+
+
+def findings(facts: Hooks) -> Iterator[Finding]:
+    """Pure."""
+    for hook in facts.site.hooks:
+        for pattern in hook.patterns:
+            yield from _broken(hook, pattern)
+    for hook in facts.site.hooks:
+        ours = any(script.ours or _mistyped(script, hook) for script in hook.scripts)
+        # A script of the site may call ours in a way that is not seen here; but without any
+        # line in slurm.conf nothing can, whatever has run before the line was taken out.
+        called = bool(hook.patterns) and hook.name.lower() in facts.recent
+        if not ours and not called:
+            yield _absent(facts.site, hook)
+    for one in facts.interpreters:
+        if one.trouble:
+            yield Finding(
+                "hook-interpreter",
+                "critical",
+                f"the hooks' interpreter {one.path} cannot run them: {one.trouble}",
+                "No job gets an image staged; each goes on with its original path",
+                f"install forestage's package again, until `{one.path} -I -c 'import"
+                " forestage.hooks'` ends well",
+            )
+
+
+def _mistyped(script: Script, hook: Hook) -> bool:
+    """Whether a path that leads nowhere is meant to be that of our hook."""
+    if script.state not in ("missing", "dangling"):
+        return False
+    alike = difflib.get_close_matches(script.path, [hook.path], cutoff=ALIKE)
+    return script.relation == "names-us" or bool(alike)
+
+
+def _broken(hook: Hook, pattern: Pattern) -> Iterator[Finding]:
+    line = f"{hook.name}={pattern.setting.value}"
+    where = pattern.setting.line.where
+    risk = f"Slurm takes it for a failed {hook.name} and drains the node at its next job"
+    if not pattern.scripts:
+        directory = pattern.setting.value.rpartition("/")[0]
+        yield Finding(
+            "hook-no-match",
+            "critical",
+            f"{line} matches no file",
+            risk,
+            f"ln -s {hook.path} {directory}/{LINK} (or {where}: without {line})",
+        )
+    for script in pattern.scripts:
+        if script.state in ("missing", "dangling"):
+            word = "a link that leads nowhere" if script.state == "dangling" else "not there"
+            yield Finding(
+                "hook-missing",
+                "critical",
+                f"{script.path} of {line} is {word}",
+                risk,
+                _repair(hook, pattern, script),
+            )
+        elif script.state == "not-executable":
+            yield Finding(
+                "hook-not-executable",
+                "critical",
+                f"{script.path} of {line} is no program that can be executed",
+                risk,
+                f"chmod 0755 {script.path} (or take it out of that directory)",
+            )
+
+
+def _repair(hook: Hook, pattern: Pattern, script: Script) -> str:
+    """What to do about a script that is not there."""
+    where, line = pattern.setting.line.where, f"{hook.name}={pattern.setting.value}"
+    if script.relation == "hook" and not hook.usable:
+        return f"install forestage's package again (or {where}: without {line})"
+    if pattern.is_glob:
+        ours = _mistyped(script, hook)
+        return f"ln -sfn {hook.path} {script.path}" if ours else f"rm {script.path}"
+    if _mistyped(script, hook):
+        return f"{where}: {hook.name}={hook.path}"
+    return f"{where}: without {line}"
+
+
+def _absent(site: Site, hook: Hook) -> Finding:
+    what = f"no {hook.name} in slurm.conf is forestage's, nor mentions it"
+    if hook.globs:
+        change = "forestage enable --yes"
+    elif hook.patterns:
+        change = f"{hook.patterns[0].setting.value}: run {hook.path} at its end"
+    else:
+        change = f"{site.conf.path}: {hook.name}={hook.path}"
+    if hook.name == "Epilog":
+        why = "Leases and redirects stay when jobs end, until the sweep finds them"
+        return Finding("epilog-absent", "critical", what, why, change)
+    if site.stack.companion:
+        why = "Copies start with a job's first step and not with the job: seconds later"
+        return Finding("prolog-absent", "warning", what, why, change)
+    why = "No image is ever staged on this node"
+    return Finding("prolog-absent", "critical", what, why, change)

@@ -1,0 +1,413 @@
+"""enable and disable: exact lines for the admin, our links, and no way to drain nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from commands import Site
+from forestage.admin import enable, site
+from forestage.admin.enable import LineChange, Plan
+from forestage.cli.exits import Exit
+from forestage.cli.site import enable as command
+from forestage.errors import Failed, RefusedError
+from forestage.paths import Places
+from forestage.system.run import Ran
+from forestage.system.tree import Files
+
+CONF, STACK = "/etc/slurm/slurm.conf", "/etc/slurm/plugstack.conf"
+PROLOG_D = "/etc/slurm/prolog.d"
+PROLOG, EPILOG = str(Places().prolog), str(Places().epilog)
+COMPANION = str(Places().companion)
+TEXT = "ClusterName=c  # ours\nPrologFlags=Alloc,DeferBatch\nNodeName=n[1-4] CPUs=8"
+SLURM_CONF = f"--slurm-conf={CONF}"
+
+
+class Slurm:
+    """A node's Slurm configuration below a root of its own, with forestage installed."""
+
+    def __init__(self, root: Path) -> None:
+        self.places = Places(root)
+        self.files = Files(root)
+        self.conf = CONF
+        for hook in (PROLOG, EPILOG):
+            self.script(hook)
+        self.write(CONF, TEXT)
+
+    def at(self, path: str) -> Path:
+        return self.files.at(path)
+
+    def write(self, path: str, text: str) -> None:
+        self.at(path).parent.mkdir(parents=True, exist_ok=True)
+        self.at(path).write_text(text)
+
+    def script(self, path: str, text: str = "#!/bin/sh\n") -> None:
+        self.write(path, text)
+        self.at(path).chmod(0o755)
+
+    def link(self, path: str) -> None:
+        self.at(path).symlink_to(self.at(PROLOG))
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.at(PROLOG_D).iterdir())
+
+    def with_glob(self, pattern: str = "*", others: tuple[str, ...] = ("20-site",)) -> None:
+        """Prolog= is a glob; the Epilog is ours already."""
+        self.at(PROLOG_D).mkdir()
+        for other in others:
+            self.script(f"{PROLOG_D}/{other}")
+        self.write(CONF, f"{TEXT}\nProlog={PROLOG_D}/{pattern}\nEpilog={EPILOG}\n")
+
+    def to_enable(self) -> Plan:
+        return enable.to_enable(enable.read_site(self.files, self.conf))
+
+    def to_disable(self) -> Plan:
+        return enable.to_disable(enable.read_site(self.files, self.conf))
+
+    def enable(self) -> None:
+        enable.apply(self.to_enable(), self.files)
+
+    def disable(self) -> None:
+        enable.apply(self.to_disable(), self.files)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    return Slurm(tmp_path)
+
+
+def added(file: str, text: str, place: str = "at the end") -> LineChange:
+    return LineChange(file, "add", text, place)
+
+
+def removed(file: str, text: str, place: str) -> LineChange:
+    return LineChange(file, "remove", text, place)
+
+
+# --- lines of slurm.conf
+
+
+def test_slurm_conf_without_hooks_gets_two_lines(slurm: Slurm) -> None:
+    plan = slurm.to_enable()
+    assert plan.lines == (added(CONF, f"Prolog={PROLOG}"), added(CONF, f"Epilog={EPILOG}"))
+    assert (plan.refusals, plan.notes) == ((), ())
+
+
+def test_slurm_conf_is_never_edited(slurm: Slurm) -> None:
+    slurm.enable()
+    slurm.disable()
+    assert slurm.at(CONF).read_text() == TEXT
+    assert not slurm.at(STACK).exists()
+
+
+def test_lines_that_are_there_are_not_asked_for_again_and_are_removed(slurm: Slurm) -> None:
+    slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog=\\\n{EPILOG}\n")
+    assert slurm.to_enable().empty
+    assert slurm.to_disable().lines == (
+        removed(CONF, f"Prolog={PROLOG}", "line 4"),
+        removed(CONF, f"Epilog={EPILOG}", "lines 5-6"),
+    )
+
+
+def test_line_of_an_included_file_is_removed_there(slurm: Slurm) -> None:
+    slurm.write("/etc/slurm/hooks.conf", f"prolog = {PROLOG}\n")
+    slurm.write(CONF, f"{TEXT}\nInclude hooks.conf\nEpilog={EPILOG}\n")
+    assert slurm.to_enable().empty
+    first = slurm.to_disable().lines[0]
+    assert first == removed("/etc/slurm/hooks.conf", f"prolog = {PROLOG}", "line 1")
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        (CONF, "Include gone.conf\n", "gone.conf is included, but is not there"),
+        (CONF, "Include slurm.conf\n", "never end"),
+        (STACK, "include plugstack.conf\n", "never end"),
+        (CONF, f"Prolog={PROLOG} Epilog=/site\n", r"slurm\.conf:1 says more than one thing"),
+    ],
+)
+def test_unreadable_configuration_is_not_guessed(
+    slurm: Slurm, path: str, text: str, problem: str
+) -> None:
+    slurm.write(path, text)
+    with pytest.raises(Failed, match=problem):
+        slurm.to_enable()
+
+
+def test_comment_or_other_setting_is_no_hook(slurm: Slurm) -> None:
+    slurm.write(
+        CONF,
+        "# Prolog=/site/old\nPrologSlurmctld=/site/ctld\n"
+        "PrologFlags=Alloc # Epilog=/site/old \\\nClusterName=c\n",
+    )
+    plan = slurm.to_enable()
+    assert [one.text for one in plan.lines] == [f"Prolog={PROLOG}", f"Epilog={EPILOG}"]
+    assert any("DeferBatch" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("folder", ["/run/slurm/conf", "/var/spool/slurmd/conf-cache"])
+def test_configless_node_says_where_to_change_the_file(slurm: Slurm, folder: str) -> None:
+    slurm.conf = f"{folder}/slurm.conf"
+    slurm.write(slurm.conf, TEXT)
+    for plan in (slurm.to_enable(), slurm.to_disable()):
+        assert any("configless" in note for note in plan.notes)
+
+
+# --- what would drain nodes
+
+
+@pytest.mark.parametrize("harm", ["gone", "not executable"])
+def test_hook_that_cannot_be_executed_is_refused(slurm: Slurm, harm: str) -> None:
+    if harm == "gone":
+        slurm.at(EPILOG).unlink()
+    else:
+        slurm.at(EPILOG).chmod(0o644)
+    plan = slurm.to_enable()
+    assert [one.text for one in plan.lines] == [f"Prolog={PROLOG}"]
+    assert [EPILOG in why for why in plan.refusals] == [True]
+
+
+def test_prolog_of_the_site_is_not_replaced(slurm: Slurm) -> None:
+    slurm.script("/site/prolog")
+    slurm.write(CONF, f"{TEXT}\nProlog=/site/prolog\n")
+    with pytest.raises(RefusedError, match="Prolog=/site/prolog is there already: run"):
+        slurm.enable()
+
+
+def test_comment_of_a_script_that_names_us_does_not_call_us(slurm: Slurm) -> None:
+    slurm.script("/site/prolog", f"#!/bin/sh\n# {PROLOG}\nmount /s  # not {PROLOG}\n")
+    slurm.write(CONF, f"{TEXT}\nProlog=/site/prolog\n")
+    assert slurm.to_enable().refusals
+
+
+def test_script_that_calls_us_is_left_as_it_is(slurm: Slurm) -> None:
+    slurm.script("/site/prolog", f"#!/bin/sh\nmount /scratch\nexec {PROLOG}\n")
+    slurm.write(CONF, f"{TEXT}\nProlog=/site/prolog\nEpilog={EPILOG}\n")
+    assert slurm.to_enable().empty
+    plan = slurm.to_disable()
+    assert [one.text for one in plan.lines] == [f"Epilog={EPILOG}"]
+    assert any("/site/prolog" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [("*", "50-forestage"), ("*.sh", "50-forestage.sh"), ("[0-9]*", "50-forestage")],
+)
+def test_glob_gets_a_link_that_it_matches(slurm: Slurm, pattern: str, name: str) -> None:
+    slurm.with_glob(pattern)
+    slurm.enable()
+    assert os.readlink(slurm.at(f"{PROLOG_D}/{name}")) == str(slurm.at(PROLOG))
+    assert slurm.to_enable().empty
+    slurm.script(f"{PROLOG_D}/20-site.sh")
+    slurm.disable()
+    assert name not in slurm.names()
+
+
+@pytest.mark.parametrize("pattern", ["site?", "*/run"])
+def test_glob_that_no_name_of_ours_fits_is_refused(slurm: Slurm, pattern: str) -> None:
+    slurm.with_glob(pattern)
+    with pytest.raises(RefusedError, match=r"by hand|not there"):
+        slurm.enable()
+
+
+def test_glob_of_a_missing_directory_is_refused(slurm: Slurm) -> None:
+    slurm.write(CONF, f"{TEXT}\nProlog={PROLOG_D}/*\n")
+    with pytest.raises(RefusedError, match="make it first"):
+        slurm.enable()
+
+
+@pytest.mark.parametrize("state", ["dangling", "not-executable"])
+def test_glob_with_a_script_that_drains_is_refused(slurm: Slurm, state: str) -> None:
+    slurm.with_glob()
+    if state == "dangling":
+        slurm.at(f"{PROLOG_D}/70-gone").symlink_to("nowhere")
+    else:
+        slurm.write(f"{PROLOG_D}/README", "read me")
+    with pytest.raises(RefusedError, match=f"is {state}, which drains nodes"):
+        slurm.enable()
+    assert "50-forestage" not in slurm.names()
+
+
+def test_link_of_another_name_is_ours(slurm: Slurm) -> None:
+    slurm.with_glob()
+    slurm.link(f"{PROLOG_D}/05-images")
+    assert slurm.to_enable().empty
+    slurm.disable()
+    assert slurm.names() == ["20-site"]
+
+
+def test_glob_is_never_left_without_a_match(slurm: Slurm) -> None:
+    slurm.with_glob(others=())
+    slurm.enable()
+    with pytest.raises(RefusedError, match="would match nothing"):
+        slurm.disable()
+    assert slurm.names() == ["50-forestage"]
+
+
+def test_glob_that_matches_the_hook_itself_loses_nothing(slurm: Slurm) -> None:
+    slurm.write(CONF, f"{TEXT}\nProlog={PROLOG[:-1]}*\n")
+    slurm.disable()
+    assert slurm.at(PROLOG).exists()
+
+
+def process(slurm: Slurm, number: int, name: str, parent: int, *environ: str) -> None:
+    """As proc(5) shows one."""
+    slurm.write(f"/proc/{number}/comm", f"{name}\n")
+    slurm.write(f"/proc/{number}/stat", f"{number} ({name}) S {parent} {number} 1 0 -1\n")
+    slurm.write(f"/proc/{number}/environ", "".join(f"{one}\0" for one in environ))
+
+
+@pytest.mark.parametrize("context", ["prolog_slurmd", "epilog_slurmd"])
+def test_link_stays_while_slurmd_may_have_listed_it(slurm: Slurm, context: str) -> None:
+    """slurmd lists the directory, then looks for each script in turn; one that is gone drains."""
+    slurm.with_glob()
+    slurm.enable()
+    process(slurm, 70, "slurmd", 1, "A=b")
+    process(slurm, 71, "90-health) x", 70, "A=b", f"SLURM_SCRIPT_CONTEXT={context}")
+    with pytest.raises(RefusedError, match="may have listed the directory"):
+        slurm.disable()
+    assert "50-forestage" in slurm.names()
+
+
+def test_process_that_only_looks_like_a_prolog_keeps_no_link(slurm: Slurm) -> None:
+    """A copy that goes on after its Prolog, a user's variable: both may be there for ever."""
+    slurm.with_glob()
+    slurm.enable()
+    prolog = "SLURM_SCRIPT_CONTEXT=prolog_slurmd"
+    process(slurm, 1, "systemd", 0)
+    process(slurm, 70, "slurmd", 1, "A=b")
+    process(slurm, 71, "forestage-stage", 1, prolog)
+    process(slurm, 72, "20-site", 70, "SLURM_SCRIPT_CONTEXT=prolog_task", f"X={prolog}")
+    slurm.at("/proc/73").mkdir()  # it has ended
+    slurm.disable()
+    assert "50-forestage" not in slurm.names()
+
+
+def test_shared_directory_is_warned_of_before_a_link_goes(slurm: Slurm) -> None:
+    slurm.with_glob()
+    slurm.enable()
+    assert any("not seen from here" in note for note in slurm.to_disable().notes)
+
+
+# --- the companion
+
+
+def test_companion_goes_before_pyxis(slurm: Slurm) -> None:
+    slurm.write(COMPANION, "")
+    slurm.write(STACK, "# site\ninclude plugstack.conf.d/*\n")
+    slurm.write("/etc/slurm/plugstack.conf.d/pyxis.conf", "required /usr/lib/pyxis.so\n")
+    plan = slurm.to_enable()
+    place = "as the first line, before pyxis (/etc/slurm/plugstack.conf.d/pyxis.conf:1)"
+    assert plan.lines[-1] == added(STACK, f"optional {COMPANION}", place)
+    assert any("Login nodes" in note for note in plan.notes)
+
+
+def test_companion_that_is_not_installed_is_not_loaded(slurm: Slurm) -> None:
+    slurm.write(STACK, "required pyxis.so\n")
+    assert {one.file for one in slurm.to_enable().lines} == {CONF}
+
+
+def test_plug_stack_config_names_the_file(slurm: Slurm) -> None:
+    slurm.write(COMPANION, "")
+    slurm.write(CONF, f"{TEXT}\nPlugStackConfig=/opt/stack.conf\n")
+    last = slurm.to_enable().lines[-1]
+    assert last == added("/opt/stack.conf", f"optional {COMPANION}", "as the first line")
+
+
+def test_pyxis_before_the_companion_is_to_be_moved(slurm: Slurm) -> None:
+    slurm.write(COMPANION, "")
+    slurm.write(STACK, f"required pyxis.so\noptional {COMPANION} timeout=60\n")
+    assert any(f"{STACK}:2: move this line" in note for note in slurm.to_enable().notes)
+    line = removed(STACK, f"optional {COMPANION} timeout=60", "line 2")
+    assert slurm.to_disable().lines == (line,)
+
+
+def test_relative_plugin_include_is_beside_its_file(slurm: Slurm) -> None:
+    slurm.write(STACK, "include plug*.d\n")
+    slurm.write("/etc/slurm/plug.d", f"optional {COMPANION}\n")
+    stack = site.read(slurm.files, CONF).stack
+    assert [plugin.path for plugin in stack.plugins] == [COMPANION]
+
+
+# --- the commands
+
+
+def run(tmp_path: Path, *words: str, code: int = Exit.OK) -> str:
+    done = Site(tmp_path).run(*words, SLURM_CONF)
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def test_command_prints_lines_to_copy_and_what_comes_next(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.write(COMPANION, "")
+    told = run(tmp_path, "enable").splitlines()
+    at = told.index(f"Add to {CONF}, at the end:")
+    assert told[at + 1 : at + 3] == [f"  Prolog={PROLOG}", f"  Epilog={EPILOG}"]
+    assert told[at + 3 : at + 5] == [
+        f"Add to {STACK}, as the first line:",
+        f"  optional {COMPANION}",
+    ]
+    assert "scontrol reconfigure, and on each node systemctl restart slurmd" in told[-1]
+    assert slurm.at(CONF).read_text() == TEXT
+
+
+def test_without_yes_no_link_is_made(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.with_glob()
+    assert "add --yes" in run(tmp_path, "enable")
+    assert slurm.names() == ["20-site"]
+
+
+def test_with_yes_the_link_is_made(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.with_glob()
+    told = run(tmp_path, "enable", "--yes")
+    assert f"+ {PROLOG_D}/50-forestage -> {PROLOG}" in told
+    assert "scontrol" not in told, "slurmd looks into the directory at each job"
+    assert slurm.names() == ["20-site", "50-forestage"]
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_sweep_timer_is_started_with_yes_where_systemd_runs(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int
+) -> None:
+    slurm.at("/run/systemd/system").mkdir(parents=True)
+    asked = []
+
+    def systemctl(argv: list[str], **how: object) -> Ran:
+        asked.append(argv[1:])
+        return Ran(tuple(argv), ends, "", "Failed to connect to bus")
+
+    monkeypatch.setattr("forestage.system.run.run", systemctl)
+    node = Site(tmp_path)
+    assert node.run("enable", SLURM_CONF).exit_code == Exit.OK
+    assert asked == []
+    told = node.run("enable", "--yes", SLURM_CONF).stdout
+    assert asked == [["enable", "--now", "forestage-sweep.timer"]]
+    assert ("is not on" in told) == bool(ends)
+
+
+def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.script("/site/prolog")
+    slurm.write(CONF, "Prolog=/site/prolog\n")
+    told = run(tmp_path, "enable", "--yes", "--json", code=Exit.REFUSED)
+    document = json.loads(told)
+    assert document["done"] is False
+    assert "Prolog=/site/prolog" in document["refusals"][0]
+    line = {"file": CONF, "action": "add", "text": f"Epilog={EPILOG}", "place": "at the end"}
+    assert document["lines"] == [line]
+
+
+def test_slurm_conf_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    done = Site(tmp_path).run("enable", "--slurm-conf=/nope")
+    assert done.exit_code == Exit.USAGE
+
+
+def test_slurm_conf_is_where_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    (option,) = [one for one in command.params if one.name == "slurm_conf"]
+    assert callable(option.default)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    assert option.default() == CONF
+    monkeypatch.setenv("SLURM_CONF", "/opt/slurm/etc/slurm.conf")
+    assert option.default() == "/opt/slurm/etc/slurm.conf"
