@@ -17,7 +17,6 @@ import msgspec
 from forestage.admin import site as sites
 from forestage.admin.site import COMPANION, Hook, Pattern, Site
 from forestage.errors import Failed, RefusedError
-from forestage.slurm import timeouts
 from forestage.slurm.slurm_conf import Line as ConfLine
 from forestage.system import run
 from forestage.system.terminal import Line, Piece
@@ -102,9 +101,9 @@ def to_enable(site: Site) -> Plan:
     plans = [_enable_hook(site, hook) for hook in site.hooks]
     plans.append(_enable_companion(site))
     notes = _configless(site)
-    if FLAGS - timeouts.prolog_flags(site.conf.settings):
+    if FLAGS - site.conf.prolog_flags:
         notes.append(
-            "PrologFlags=Alloc,DeferBatch lets jobs wait for their images for longer than 15 s."
+            f"{site.conf.wanted_prolog_flags} lets jobs wait for their images for longer than 15 s."
         )
     return _sum([*plans, Plan(notes=tuple(notes))])
 
@@ -277,20 +276,20 @@ def document(plan: Plan, done: bool) -> Document:
 
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
     """Pure: the lines to change, the links, what there is to know, what comes next."""
-    told: list[Piece] = []
+    shown: list[Piece] = []
     for where in dict.fromkeys((one.file, one.action) for one in plan.lines):
-        told += _changes(plan, *where)
-    told += [Line(f"+ {one.path} -> {one.target}", whole=True) for one in plan.links]
-    told += [Line(f"- {one.path} -> {one.target}", whole=True) for one in plan.unlinks]
-    told += [Line(note) for note in plan.notes]
+        shown += _changes(plan, *where)
+    shown += [Line(f"+ {one.path} -> {one.target}", whole=True) for one in plan.links]
+    shown += [Line(f"- {one.path} -> {one.target}", whole=True) for one in plan.unlinks]
+    shown += [Line(note) for note in plan.notes]
     if plan.refusals:
-        told += [Line(f"Refused: {why}") for why in plan.refusals]
-        return [*told, Line("Nothing was done.")]
+        shown += [Line(f"Refused: {why}") for why in plan.refusals]
+        return [*shown, Line("Nothing was done.")]
     if plan.empty:
-        return [*told, Line("There is nothing to change.")]
+        return [*shown, Line("There is nothing to change.")]
     if enabling:
-        told.append(Line(EVERYWHERE))
-    return [*told, *(Line(text) for text in _next(plan, done))]
+        shown.append(Line(EVERYWHERE))
+    return [*shown, *(Line(text) for text in _next(plan, done))]
 
 
 def _changes(plan: Plan, file: str, action: str) -> list[Piece]:
@@ -298,16 +297,15 @@ def _changes(plan: Plan, file: str, action: str) -> list[Piece]:
     lines = [one for one in plan.lines if (one.file, one.action) == (file, action)]
     places = ", ".join(dict.fromkeys(one.place for one in lines))
     verb = "Add to" if action == "add" else "Remove from"
-    told: list[Piece] = [Line(f"{verb} {file}, {places}:", heading=True)]
-    return [*told, *(Line(one.text, 2, whole=True) for one in lines)]
+    shown: list[Piece] = [Line(f"{verb} {file}, {places}:", heading=True)]
+    return [*shown, *(Line(one.text, 2, whole=True) for one in lines)]
 
 
 def _next(plan: Plan, done: bool) -> list[str]:
     """What is left to do. slurmd looks into prolog.d at each job, into slurm.conf when told to."""
     steps = []
     if plan.links or plan.unlinks:
-        verb = "made" if plan.links else "removed"
-        steps.append(f"Links: {verb}." if done else f"Links: none {verb} yet, add --yes.")
+        steps.append("The links were changed." if done else "No link was changed yet: add --yes.")
     if plan.lines:
         # slurmd itself loads a new plugin only when it starts; steps load it at once.
         stack = any("forestage.so" in one.text for one in plan.lines)

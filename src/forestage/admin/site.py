@@ -44,6 +44,10 @@ USUAL_PLUGINS = (
 )
 SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
 
+# PrologFlags that set Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 says so of two.
+_ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
+_WANTED = ("Alloc", "DeferBatch")
+_UNWANTED = ("serial", "runinjob")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
 
 HookName = Literal["Prolog", "Epilog"]
@@ -72,6 +76,18 @@ class Conf(msgspec.Struct, frozen=True):
 
     def flags(self, name: str) -> list[str]:
         return [flag.strip() for flag in self.settings.get(name, "").split(",") if flag.strip()]
+
+    @property
+    def prolog_flags(self) -> set[str]:
+        """PrologFlags in lower case, with those that others imply."""
+        return _implied(self.flags("prologflags"))
+
+    @property
+    def wanted_prolog_flags(self) -> str:
+        """The line with the flags that forestage wants, the site's others kept."""
+        flags = [one for one in self.flags("prologflags") if one.lower() not in _UNWANTED]
+        flags += [one for one in _WANTED if one.lower() not in _implied(flags)]
+        return f"PrologFlags={','.join(flags)}"
 
     def has(self, name: str, flag: str) -> bool:
         return flag.lower() in (one.lower() for one in self.flags(name))
@@ -238,6 +254,11 @@ def lines_naming_us(files: Files, script: str) -> list[str]:
     """The lines of a script that say "forestage", comments apart."""
     text = _COMMENT.sub("", files.text(script, SCRIPT) or "")
     return [line for line in text.split("\n") if "forestage" in line]
+
+
+def _implied(flags: list[str]) -> set[str]:
+    found = {flag.lower() for flag in flags}
+    return found | {"alloc"} if found & _ALLOCATING else found
 
 
 def _stack(files: Files, conf: Conf) -> Stack:

@@ -14,7 +14,6 @@ from forestage.system.tree import Files
 from forestage.units import format_duration
 
 _TIMEOUTS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
-_UNWANTED = ("serial", "runinjob")  # of PrologFlags
 
 
 def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
@@ -40,8 +39,8 @@ def launch_limit(conf: dict[str, str]) -> float:
 
 
 def _flags(conf: Conf) -> Iterator[Finding]:
-    flags = timeouts.prolog_flags(conf.settings)
-    line = _prolog_flags(conf)
+    flags = conf.prolog_flags
+    line = f"{conf.path}: {conf.wanted_prolog_flags}"
     waits = format_duration(launch_limit(conf.settings))
     if "alloc" not in flags:
         yield Finding(
@@ -79,14 +78,6 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             " job_container/tmpfs the redirects of the Prolog are hidden from the job",
             line,
         )
-
-
-def _prolog_flags(conf: Conf) -> str:
-    """The line with the flags that forestage wants: the same one, whichever finding shows it."""
-    flags = [flag for flag in conf.flags("prologflags") if flag.lower() not in _UNWANTED]
-    has = timeouts.prolog_flags({"prologflags": ",".join(flags)})
-    flags += [flag for flag in ("Alloc", "DeferBatch") if flag.lower() not in has]
-    return f"{conf.path}: PrologFlags={','.join(flags)}"
 
 
 def _timeouts(conf: Conf) -> Iterator[Finding]:
@@ -154,7 +145,7 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
 
 def _longer(conf: Conf, seconds: float) -> str:
     """What would let a Prolog take so long."""
-    if {"alloc", "deferbatch"} <= timeouts.prolog_flags(conf.settings):
+    if {"alloc", "deferbatch"} <= conf.prolog_flags:
         return f"AuthInfo=cred_expire={seconds * 4 / 3 + 5:.0f}"
     return "PrologFlags=Alloc,DeferBatch"
 
