@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from host import ClusterError
+from mirror import mirror, proxy
 
 HOST = "first"
 ADDRESS = "10.99.0.1"
@@ -109,11 +110,14 @@ class Machine:
         """Runs a block as root would; what it printed. Only apt meets the world's network."""
         enter = ["nsenter", f"--target={self._init}", "--mount", "--pid", "--uts", "--ipc"]
         sleeper = Path(f"/proc/{self._init}/root{self._stage}/network").read_text().strip()
-        network = [] if "apt-get" in block else ["nsenter", f"--net=/proc/{sleeper}/ns/net"]
+        own, proxies = ["nsenter", f"--net=/proc/{sleeper}/ns/net"], dict[str, str]()
+        if "apt-get" in block:
+            own, proxies = [], proxy(mirror())
         chroot = ["chroot", f"{self._stage}/root", "env", "-i", "-C", "/root"]
         clean = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root"]
         clean += ["LANG=C.UTF-8", "DEBIAN_FRONTEND=noninteractive"]
-        argv = [*enter, *network, *chroot, *clean, "sh", "-eu"]
+        clean += [f"{name}={value}" for name, value in proxies.items()]
+        argv = [*enter, *own, *chroot, *clean, "sh", "-eu"]
         done = subprocess.run(argv, input=block, capture_output=True, text=True, timeout=900)
         if done.returncode:
             raise ClusterError(f"{block}\nexit {done.returncode}\n{done.stdout}{done.stderr}")

@@ -1,8 +1,8 @@
 """Debian trees with other releases of Slurm and Python, for a cluster to run in.
 
-Each is made once by debootstrap, below a directory that is root's alone. In it forestage lies
-where a package would put it, in a virtual environment of the tree's own Python. Needs a network
-the first time. Standard library only, as `cluster` itself.
+Each is made once by debootstrap, from the mirror of the machine's own apt, below a directory that
+is root's alone. In it forestage lies where a package would put it, in a virtual environment of the
+tree's own Python. Needs a network the first time. Standard library only, as `cluster` itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import tomllib
 from host import ClusterError
+from mirror import mirror, proxy
 from spec import REPO, ClusterSpec
 
 TREES = Path("/var/cache/forestage-test")
-MIRROR = "http://deb.debian.org/debian"
 PACKAGES = (
     "slurmd,slurmctld,slurm-client,munge,libslurm-dev,gcc,libc6-dev,make,python3,python3-venv,"
     "squashfs-tools,squashfuse,fuse3,rsync,acl,attr,iproute2,mount,util-linux,e2fsprogs,procps"
@@ -51,8 +51,7 @@ def prepared(suite: str) -> Path:
             for old in (tree, unfinished):
                 shutil.rmtree(old, ignore_errors=True)
             options = ["--variant=minbase", f"--include={PACKAGES}"]
-            # What a killed debootstrap has mounted must not stay, to be deleted with the rest.
-            _run([*PRIVATE, "debootstrap", *options, suite, str(unfinished), MIRROR])
+            _bootstrap(options, suite, unfinished)
             shutil.rmtree(unfinished / "var/cache/apt/archives", ignore_errors=True)
             (unfinished / "packages").write_text(PACKAGES)
             unfinished.rename(tree)
@@ -70,9 +69,15 @@ def fresh() -> Path:
         if not tree.exists():
             shutil.rmtree(unfinished, ignore_errors=True)
             options = ["--variant=minbase", "--include=ca-certificates"]
-            _run([*PRIVATE, "debootstrap", *options, "bookworm", str(unfinished), MIRROR])
+            _bootstrap(options, "bookworm", unfinished)
             unfinished.rename(tree)
     return tree
+
+
+def _bootstrap(options: Sequence[str], suite: str, tree: Path) -> None:
+    """What a killed debootstrap has mounted does not stay, to be deleted with the rest."""
+    uri = mirror()
+    _run([*PRIVATE, "debootstrap", *options, suite, str(tree), uri], env=os.environ | proxy(uri))
 
 
 @contextlib.contextmanager
@@ -119,9 +124,9 @@ def _run_in(tree: Path, argv: Sequence[str]) -> None:
     _run([*PRIVATE, "sh", "-c", script, "sh", inside, str(REPO), str(tree), *clean, *argv])
 
 
-def _run(argv: Sequence[str]) -> None:
+def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     done = subprocess.run(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=0o022
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=0o022, env=env
     )
     if done.returncode:
         raise ClusterError(f"{' '.join(argv)}\n{done.stdout[-4000:]}")

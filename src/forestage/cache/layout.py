@@ -25,7 +25,7 @@ from forestage.system import atomic, mounts, records
 
 FORMAT = "1\n"
 
-# The signature is fixed by https://bford.info/cachedir/: backup programs leave such a folder out.
+# CACHEDIR.TAG: its signature is fixed, and backup programs leave a folder that has one out.
 _CACHEDIR_TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
     "# Copies of container images, made by forestage. Each can be fetched again.\n"
