@@ -1,7 +1,4 @@
-"""One copy by an engine, as the stager does it: reserve, copy, fsync. For bench/copy.
-
-copy_once.py chunks|rsync digest|nodigest SOURCE PART-DIRECTORY
-"""
+"""One copy by an engine, as the stager does it: reserve, copy, fsync. For bench/copy."""
 
 import os
 import threading
@@ -11,7 +8,8 @@ from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.part import Part
 from forestage.config import Config
-from forestage.stage import engines, pipeline
+from forestage.stage import engines, source
+from forestage.stage.source import OpenImage
 from forestage.system.as_user import User
 
 
@@ -19,12 +17,12 @@ def copy_once(config: Config, path: str, directory: Path) -> None:
     """Leaves the file at `path` as a durable part in `directory`, which must not exist yet."""
     fd = os.open(path, os.O_RDONLY)
     wanted = Image(image.identify(fd, path), Access(0, 0, 0o600))
-    looked = OpenImage(wanted, User("root", 0, 0), fd)
-    source = pipeline.open_source(looked, config)
+    opened = OpenImage(wanted, User("root", 0, 0), fd)
+    reading = source.open_source(opened, config)
     part = Part(directory)
     part.directory.mkdir()
     chosen = engines.of(config)
-    chosen.reserve(source, part)
-    chosen.copy(source, part, threading.Event())
+    chosen.reserve(reading, part)
+    chosen.copy(reading, part, threading.Event())
     with part.image.open("rb") as file:
         os.fsync(file.fileno())

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -82,7 +83,8 @@ def timed(work: Callable[[], None]) -> Run:
         try:
             work()
             os._exit(0)
-        finally:
+        except BaseException:
+            traceback.print_exc()
             os._exit(1)
     _, status, usage = os.wait4(pid, 0)
     if status:

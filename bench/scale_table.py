@@ -34,8 +34,8 @@ from forestage.slurm.job import Hints, Job
 from forestage.stage import wait
 from forestage.system.as_user import User
 
-ENTRIES = (10, 1_000, 10_000)
-HOOKS = 200
+FEW = 10  # entries
+SOME = 1_000
 TMPFS = ("mnt/nvme", "run")  # what a node has on its NVMe and on a tmpfs
 IMAGE_BYTES = 8 * 1024 * 1024
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -51,7 +51,7 @@ os._exit(Hook(sys.argv[1], os.environ, time.monotonic()).run(Places(Path(sys.arg
 
 
 class Storm(NamedTuple):
-    """What 200 hooks at once did: results, copies made, seconds, CPU seconds."""
+    """What hooks at once did: results, copies made, seconds, CPU seconds."""
 
     results: Counter[str]
     copies: int
@@ -127,7 +127,7 @@ def measured(node: Node) -> tuple[float, float, float]:
     return hit, read, plan
 
 
-def storm(images: int) -> Storm:
+def storm(hooks: int, images: int) -> Storm:
     """All hooks at once, spread evenly over `images` images."""
     with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
         places = fresh(Path(folder))
@@ -136,17 +136,17 @@ def storm(images: int) -> Storm:
             paths = [places.root / f"shared/{number}" for number in range(images)]
             for path in paths:
                 path.write_bytes(os.urandom(IMAGE_BYTES))
-            return unleashed(places, paths)
+            return unleashed(places, hooks, paths)
         finally:
             for path in paths:
                 subprocess.run(["umount", "-q", path], check=False, stderr=subprocess.DEVNULL)
             clear(places)
 
 
-def unleashed(places: Places, paths: Sequence[Path]) -> Storm:
+def unleashed(places: Places, hooks: int, paths: Sequence[Path]) -> Storm:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
-    running = [begin(places, job, paths[job % len(paths)]) for job in range(HOOKS)]
+    running = [begin(places, job, paths[job % len(paths)]) for job in range(hooks)]
     codes = [process.wait() for process in running]
     wall = time.perf_counter() - start
     reap()
@@ -181,25 +181,26 @@ def reap() -> None:
             return
 
 
-def main() -> None:
+def main(most: int = 10_000, hooks: int = 200) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     print(f"{'entries':>8} {'hit ms':>9} {'read all ms':>12} {'plan ms':>9}")
     rows = {}
-    for count in ENTRIES:
+    for count in [*(count for count in (FEW, SOME) if count < most), most]:
         rows[count] = by_entries(count)
         print(f"{count:8} {rows[count][0]:9.3f} {rows[count][1]:12.1f} {rows[count][2]:9.2f}")
-    print(f"\n{HOOKS} hooks at once, images of {IMAGE_BYTES >> 20} MiB")
+    print(f"\n{hooks} hooks at once, images of {IMAGE_BYTES >> 20} MiB")
     print(f"{'images':>8} {'copies':>7} {'wall s':>7} {'CPU s':>7}  results")
-    storms = {images: storm(images) for images in (1, 20)}
+    storms = {images: storm(hooks, images) for images in (1, 20)}
     for images, one in storms.items():
-        told = ", ".join(f"{number} {word}" for word, number in sorted(one.results.items()))
-        print(f"{images:8} {one.copies:7} {one.wall:7.1f} {one.cpu:7.1f}  {told}")
-    few, many = rows[ENTRIES[0]], rows[ENTRIES[-1]]
+        results = ", ".join(f"{number} {word}" for word, number in sorted(one.results.items()))
+        print(f"{images:8} {one.copies:7} {one.wall:7.1f} {one.cpu:7.1f}  {results}")
     print(
-        f"\nhit_10000_over_10={many[0] / few[0]:.2f} plan_10000_ms={many[2]:.0f}"
+        f"\nhit_{most}_over_{FEW}={rows[most][0] / rows[FEW][0]:.2f}"
+        f" plan_{most}_ms={rows[most][2]:.0f}"
         f" copies_1={storms[1].copies} copies_20={storms[20].copies}"
         f" work_20_over_1={storms[20].cpu / storms[1].cpu:.2f}"
     )
 
 
-main()
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Each bench runs, and ends with the line that it promises; how fast anything is, no test says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+RATIO = r"-?\d+\.\d+"  # a time that is added to another may be lost in the noise
+
+# As small as they can be: a run of a few seconds each.
+SMALL = {
+    "copy": (["32MiB", "1"], f"vs_rsync={RATIO} vs_cp={RATIO} of_limit={RATIO}"),
+    "hooks": (["2"], f"noimage={RATIO} hit={RATIO}"),
+    "peers": (
+        ["--nodes", "1,2", "--mib", "4"],
+        rf"src_bytes={RATIO}\(2\) t2_over_t1={RATIO} speedup2={RATIO}",
+    ),
+    "peers-model": (["4"], rf"cpu=\d+s worst_read={RATIO}"),
+    "scale": (
+        ["100", "20"],
+        rf"hit_100_over_10={RATIO} plan_100_ms=\d+ copies_1=1 copies_20=20 work_20_over_1={RATIO}",
+    ),
+    "step": (["2"], f"noimage={RATIO} hit1={RATIO} hit16={RATIO}"),
+}
+
+
+def test_every_bench_has_a_small_run() -> None:
+    programs = {path.name for path in BENCH.iterdir() if path.is_file() and not path.suffix}
+    assert programs == set(SMALL)
+
+
+@pytest.mark.parametrize("bench", SMALL)
+def test_bench_ends_with_the_line_that_it_promises(machine: None, bench: str) -> None:
+    options, promised = SMALL[bench]
+    ran = subprocess.run(
+        [BENCH / bench, *options], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.fullmatch(promised, ran.stdout.splitlines()[-1]), ran.stdout
