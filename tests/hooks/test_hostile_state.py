@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,17 +56,6 @@ def _written(name: str, data: bytes) -> Damage:
 
 
 @_replaced
-def _huge(path: Path, victim: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 40)
-
-
-@_replaced
-def _directory(path: Path, victim: Path) -> None:
-    path.mkdir()
-
-
-@_replaced
 def _full_directory(path: Path, victim: Path) -> None:
     (path / "image").mkdir(parents=True)
     (path / "owner.json").write_text("{")
@@ -79,65 +67,22 @@ def _link(path: Path, victim: Path) -> None:
 
 
 @_replaced
-def _link_to_a_directory(path: Path, victim: Path) -> None:
-    path.symlink_to(victim.parent)
-
-
-@_replaced
-def _dangling_link(path: Path, victim: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-@_replaced
-def _link_loop(path: Path, victim: Path) -> None:
-    path.symlink_to(path.name)
-
-
-@_replaced
 def _fifo(path: Path, victim: Path) -> None:
     os.mkfifo(path)
 
 
-@_replaced
-def _socket(path: Path, victim: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
+_cut = _written("_cut", b'{"job": 1, "user": {"na')
+_garbage = _written("_garbage", b"\xff\xfe\0" * 100)
 
 
-DAMAGES: list[Damage] = [
-    _gone,
-    _written("_empty", b""),
-    _written("_cut", b'{"job": 1, "user": {"na'),
-    _written("_binary", b"\xff\xfe\0" * 100),
-    _written("_other_json", b"[]"),
-    _written("_newer", b'{"version": 7, "key": {"sha512": "x"}, "job": {"id": 7}}'),
-    _written("_deep", b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
-    _written("_nonsense", b'{"job": -1e400, "pid": 0, "chunk": 0}'),
-    _huge,
-    _directory,
-    _full_directory,
-    _link,
-    _link_to_a_directory,
-    _dangling_link,
-    _link_loop,
-    _fifo,
-    _socket,
-]
+def each(*damages: Damage) -> pytest.MarkDecorator:
+    """One damage for each path through the code: other kinds are refused where records are read.
 
-FEW = {"_cut", "_full_directory", "_link", "_fifo"}
-
-
-def each(damages: list[Damage]) -> pytest.MarkDecorator:
-    """All of them, though only a few in `./test` without `--all`."""
-    marked = [
-        pytest.param(
-            damage,
-            id=damage.__name__[1:],
-            marks=[] if damage.__name__ in FEW else [pytest.mark.long],
-        )
-        for damage in damages
-    ]
-    return pytest.mark.parametrize("damage", marked)
+    (tests/unit/test_fuzz_records.py has those.)
+    """
+    return pytest.mark.parametrize(
+        "damage", [pytest.param(damage, id=damage.__name__[1:]) for damage in damages]
+    )
 
 
 IN_ENTRY = ("entry.json", "image", "map", "used", "")  # the last is the entry itself
@@ -194,7 +139,7 @@ def shows(node: Node, wanted: Image) -> bool:
     return Path(wanted.path).read_bytes() == content(sum(Path(wanted.path).name.encode()))
 
 
-@each(DAMAGES)
+@each(_gone, _cut, _garbage, _full_directory, _link, _fifo)
 def test_a_damaged_cache_costs_a_miss_and_no_other_entry(
     node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,7 +179,7 @@ def test_a_damaged_cache_costs_a_miss_and_no_other_entry(
     assert all(line.isprintable() for line in capfd.readouterr().err.splitlines())
 
 
-@each(DAMAGES)
+@each(_cut, _full_directory)
 def test_what_lies_in_the_cache_by_a_wrong_name_is_evicted_first(
     node: Node, victim: Path, damage: Damage
 ) -> None:
@@ -266,7 +211,7 @@ def spoil_each(node: Node, victim: Path, damage: Damage) -> dict[str, Image]:
     return made
 
 
-@each(DAMAGES)
+@each(_gone, _cut, _fifo)
 def test_the_sweep_after_a_restart_ends_and_keeps_what_is_right(
     node: Node, victim: Path, damage: Damage
 ) -> None:
@@ -280,7 +225,7 @@ def test_the_sweep_after_a_restart_ends_and_keeps_what_is_right(
     assert (again.verified, again.problems) == ((), ())
 
 
-@each(DAMAGES)
+@each(_gone, _garbage, _fifo)
 def test_verifying_all_ends_and_keeps_what_is_right(
     node: Node, victim: Path, damage: Damage
 ) -> None:
@@ -292,7 +237,7 @@ def test_verifying_all_ends_and_keeps_what_is_right(
     assert node.entries() == {made[file].key for file in ("none", "used")}
 
 
-@each(DAMAGES[1:])
+@each(_cut, _garbage, _full_directory)
 def test_a_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
     node: Node, victim: Path, damage: Damage
 ) -> None:
@@ -323,7 +268,7 @@ def test_a_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
     assert node.binds() == {}
 
 
-@each(DAMAGES[1:])
+@each(_cut, _fifo)
 def test_a_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original(
     node: Node, victim: Path, damage: Damage
 ) -> None:
@@ -337,7 +282,7 @@ def test_a_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original
     assert node.prolog(1, wanted.path).said == ("hit", "")
 
 
-@each(DAMAGES[1:])
+@each(_cut, _garbage, _fifo)
 def test_a_cache_whose_format_cannot_be_read_is_left_alone(
     node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,7 +308,7 @@ def test_a_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: st
     assert node.epilog(1).said == ("released", "")
 
 
-@each(DAMAGES[1:])
+@each(_cut, _link, _fifo)
 def test_what_only_people_read_is_in_no_jobs_way(node: Node, victim: Path, damage: Damage) -> None:
     """Events, CACHEDIR.TAG, peer.json, and what a killed hook left where redirects are made."""
     node.cache.prepare(require_mount=True)

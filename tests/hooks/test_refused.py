@@ -327,6 +327,13 @@ def test_a_hint_with_nothing_to_stage_gets_an_outcome(node: Node) -> None:
     assert node.prolog(8, comment="the stage is set").outcomes == ()
 
 
+def test_one_image_that_is_missing_does_not_keep_the_other_from_being_staged(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    ran = node.prolog(7, comment=f"stage={node.shared}/alice/missing.sqsh,{path}")
+    assert [outcome.result for outcome in ran.outcomes] == ["declined", "copied"]
+    assert set(node.binds()) == {str(path)}
+
+
 @pytest.mark.parametrize(("kind", "reason"), [("file", "missing"), ("loop", "bad-path")])
 def test_a_folder_swapped_during_the_copy_is_the_users_doing(
     node: Node, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str

@@ -101,6 +101,16 @@ def test_rights_given_beneath_a_redirect_are_there_for_the_next_job(node: Node) 
     assert read_as(BOB, path) == content()
 
 
+def test_copy_of_a_group_readable_source_serves_a_member_of_that_group(node: Node) -> None:
+    path = node.put("alice/image.sqsh", mode=0o640)
+    os.chown(node.server / "alice/image.sqsh", ALICE.uid, BOB.gid)
+    node.prolog(1, path)
+    ran = node.prolog(2, path, user=BOB)
+    assert ran.said == ("hit", "")
+    assert node.shows_entry(path, ran.outcome.key)
+    assert read_as(BOB, path) == content()
+
+
 def test_an_acl_is_mirrored(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o600)
     subprocess.run(
