@@ -19,6 +19,8 @@ import lanes  # it and `node` lie beside this file, not in a package
 from forestage.system import mounts
 from node import Node
 
+pytest_plugins = ["flaky"]
+
 # No deadline and no too_slow: a slow machine is not a bug. No database: a run does not depend on
 # the last one.
 # Fewer examples than usual, as many tests share the time; more of them where there is time.

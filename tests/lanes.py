@@ -1,22 +1,38 @@
-"""Several pytest processes that share the tests: each takes what no other has taken yet.
+"""Several pytest processes, the lanes, that share the tests: `tests/lanes.py [FOLDER]`, as ./test.
 
-Tests on a cluster mostly wait for it, so that others can run meanwhile. What is shared out are
-groups: the tests of one file, or those of them that are on the same cluster. See ./test.
+Each takes what no other has taken yet. What is shared out are groups: the tests of one file, or
+those of them that are on the same cluster. Clusters mostly wait, so there are more lanes than
+processors: some begin with clusters, the others with what computes, and then with what is left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the processes have in common
-CLUSTERS_FIRST = "FORESTAGE_TEST_CLUSTERS_FIRST"  # set: this one begins with those
+REPOSITORY = Path(__file__).parent.parent
+LANES = "FORESTAGE_TEST_LANES"  # how many, if not what suits this machine
+TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the lanes have in common
+CLUSTERS_FIRST = "FORESTAGE_TEST_CLUSTERS_FIRST"  # set: this lane begins with those
 # These take longest; what begins last should be over soon.
-LONGEST = ["load", "suites", "peers", "job_waits", "step_waits", "step_sees", "bad_input"]
-LONGEST += ["job_stages", "linters", "source_hangs", "stager_killed", "waiting"]
+LONGEST = ["peers", "job_waits", "load", "step_waits", "suites", "benches", "step_sees", "sweep"]
+LONGEST += ["inline", "processes", "with_peer", "linters", "source_hangs", "stager_killed"]
+# A test that hangs fails after its own time (pyproject.toml); this is for a lane that hangs.
+LIMIT, LONG_LIMIT = 40 * 60, 8 * 3600  # seconds
+PATIENCE = 60  # seconds for a lane to take its clusters down
+
+
+# In each lane
 
 
 def taken_here() -> Path | None:
@@ -41,8 +57,9 @@ def run(session: pytest.Session, taken: Path) -> None:
 def group_of(item: pytest.Item) -> str:
     """What must stay together: a file, or what is on one cluster of several that it starts."""
     call = getattr(item, "callspec", None)  # only what has parameters has one
-    cluster = call.indices.get("cluster_spec", 0) if call else 0
-    return f"{item.path.parent.name}-{item.path.stem}-{cluster}"
+    indices = call.indices if call else {}
+    alone = indices.get("bench", 0)  # each of these has a cluster of its own
+    return f"{item.path.parent.name}-{item.path.stem}-{indices.get('cluster_spec', alone)}"
 
 
 def in_order(items: Sequence[pytest.Item], clusters_first: bool) -> list[pytest.Item]:
@@ -74,3 +91,83 @@ def _take(group: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+# Around them
+
+
+def start_all(arguments: Sequence[str]) -> int:
+    """Runs the lanes and shows what each has said; the exit code is 0, or that of the worst."""
+    import flaky  # not above: in the lanes it is a plugin, which pytest wants to import itself
+
+    count = int(os.environ.get(LANES) or 2 * len(os.sched_getaffinity(0)) + 1)
+    limit = LONG_LIMIT if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else LIMIT
+    start, before = time.monotonic(), _ticks()
+    with tempfile.TemporaryDirectory(prefix="forestage-test-") as folder:
+        os.environ.setdefault(flaky.FAILED, f"{folder}/failed")
+        (Path(folder) / "taken").mkdir()
+        os.environ[TAKEN] = f"{folder}/taken"
+        lanes: list[tuple[subprocess.Popen[bytes], IO[str]]] = []
+
+        def stop(*_: object) -> None:
+            for process, _log in lanes:
+                process.terminate()
+            raise KeyboardInterrupt
+
+        # Handled here, they are at their default there, even if whoever began this ignores ^C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, stop)
+        try:
+            for number in range(count):
+                lanes.append(_start(arguments, Path(folder), number, number % 5 < 3))
+            codes = [_end(process, start + limit) for process, _ in lanes]
+        except KeyboardInterrupt:
+            for process, _ in lanes:  # a terminal's ^C has reached them as well
+                _end(process, time.monotonic() + PATIENCE)
+            return 130
+        for number, (_, log) in enumerate(lanes):
+            log.seek(0)
+            print(f"--- lane {number + 1}\n{log.read()}" if number else "", end="")
+        busy, ticks = (now - then for now, then in zip(_ticks(), before, strict=True))
+        seconds = time.monotonic() - start
+        print(f"{count} lanes, {seconds:.0f} s, processors {busy / max(1, ticks):.0%} busy")
+        for name in flaky.names(Path(os.environ[flaky.FAILED])):
+            print(f"failed: {name}")
+    # A lane may be left without tests; where all are, there were none.
+    bad = [code for code in codes if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)]
+    return max(bad, default=min(codes))
+
+
+def _start(
+    arguments: Sequence[str], folder: Path, number: int, clusters_first: bool
+) -> tuple[subprocess.Popen[bytes], IO[str]]:
+    """The first lane is shown as it runs; what the others say is kept until all have ended."""
+    log = (folder / f"{number}.log").open("w+")
+    environment = os.environ | ({CLUSTERS_FIRST: "1"} if clusters_first else {})
+    command = [sys.executable, "-m", "pytest", *arguments]
+    output = None if number == 0 else log
+    stderr = None if number == 0 else subprocess.STDOUT
+    return subprocess.Popen(
+        command, env=environment, cwd=REPOSITORY, stdout=output, stderr=stderr
+    ), log
+
+
+def _end(process: subprocess.Popen[bytes], until: float) -> int:
+    for stop in (process.terminate, process.kill):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(max(0.0, until - time.monotonic()))
+            return code if code >= 0 else 128 - code
+        print(f"a lane has not ended in time: {process.args}", file=sys.stderr)
+        stop()
+        until = time.monotonic() + PATIENCE
+    return 128 - process.wait()
+
+
+def _ticks() -> tuple[int, int]:
+    """Ticks that all processors together were busy, and that have gone by (proc(5))."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+if __name__ == "__main__":
+    sys.exit(start_all(sys.argv[1:]))
