@@ -98,8 +98,11 @@ def prepare(place: Place, warm: bool) -> None:
     """Empties the target and brings the source's cache into the wanted state."""
     (place.target / "image").unlink(missing_ok=True)
     shutil.rmtree(place.target / "part", ignore_errors=True)
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    for point in place:
+        subprocess.run(["sync", "--file-system", point], check=True)
+    with (place.source / "image").open("rb") as source:
+        # Of this file only: whatever else the machine has cached is of use to others.
+        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if warm:
         subprocess.run(["cat", place.source / "image"], stdout=subprocess.DEVNULL, check=True)
     # A virtual machine may have given free memory back to its host. Whoever writes through the
