@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import pytest
 
@@ -96,6 +96,13 @@ def _take(group: Path) -> bool:
 # Around them
 
 
+class Lane(NamedTuple):
+    """A pytest process, and the file in which stands what it says."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
 def start_all(arguments: Sequence[str]) -> int:
     """Runs the lanes and shows what each has said; the exit code is 0, or that of the worst."""
     import flaky  # not above: in the lanes it is a plugin, which pytest wants to import itself
@@ -107,27 +114,22 @@ def start_all(arguments: Sequence[str]) -> int:
         os.environ.setdefault(flaky.FAILED, f"{folder}/failed")
         (Path(folder) / "taken").mkdir()
         os.environ[TAKEN] = f"{folder}/taken"
-        lanes: list[tuple[subprocess.Popen[bytes], IO[str]]] = []
-
-        def stop(*_: object) -> None:
-            for process, _log in lanes:
-                process.terminate()
-            raise KeyboardInterrupt
-
+        lanes: list[Lane] = []
         # Handled here, they are at their default there, even if whoever began this ignores ^C.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, _interrupted)
+        signal.signal(signal.SIGTERM, _interrupted)
         try:
             for number in range(count):
-                lanes.append(_start(arguments, Path(folder), number, number % 5 < 3))
-            codes = [_end(process, start + limit) for process, _ in lanes]
+                lanes.append(_start(arguments, Path(folder), number))
+            codes = [_end(lane, start + limit) for lane in lanes]
         except KeyboardInterrupt:
-            for process, _ in lanes:  # a terminal's ^C has reached them as well
-                _end(process, time.monotonic() + PATIENCE)
+            for lane in lanes:
+                lane.process.send_signal(signal.SIGINT)
+            for lane in lanes:
+                _end(lane, time.monotonic() + PATIENCE)
             return 130
-        for number, (_, log) in enumerate(lanes):
-            log.seek(0)
-            print(f"--- lane {number + 1}\n{log.read()}" if number else "", end="")
+        for number, lane in enumerate(lanes):
+            print(f"--- lane {number + 1}\n{lane.log.read_text()}" if number else "", end="")
         busy, ticks = (now - then for now, then in zip(_ticks(), before, strict=True))
         seconds = time.monotonic() - start
         print(f"{count} lanes, {seconds:.0f} s, processors {busy / max(1, ticks):.0%} busy")
@@ -138,29 +140,45 @@ def start_all(arguments: Sequence[str]) -> int:
     return max(bad, default=min(codes))
 
 
-def _start(
-    arguments: Sequence[str], folder: Path, number: int, clusters_first: bool
-) -> tuple[subprocess.Popen[bytes], IO[str]]:
-    """The first lane is shown as it runs; what the others say is kept until all have ended."""
-    log = (folder / f"{number}.log").open("w+")
-    environment = os.environ | ({CLUSTERS_FIRST: "1"} if clusters_first else {})
-    command = [sys.executable, "-m", "pytest", *arguments]
-    output = None if number == 0 else log
-    stderr = None if number == 0 else subprocess.STDOUT
-    return subprocess.Popen(
-        command, env=environment, cwd=REPOSITORY, stdout=output, stderr=stderr
-    ), log
+def _interrupted(*_: object) -> None:
+    """Once: a second signal would cut the lanes' way down short, and leave clusters behind."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
-def _end(process: subprocess.Popen[bytes], until: float) -> int:
-    for stop in (process.terminate, process.kill):
+def _start(arguments: Sequence[str], folder: Path, number: int) -> Lane:
+    """The first lane is shown as it runs; what the others say is kept until all have ended.
+
+    A session of its own: what is sent to a whole process group reaches a lane once, from here.
+    Where this process is killed, the kernel ends the lanes.
+    """
+    log = folder / f"{number}.log"
+    environment = os.environ | ({CLUSTERS_FIRST: "1"} if number % 5 < 3 else {})
+    tied = ["setpriv", "--pdeathsig", "INT"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*tied, sys.executable, "-m", "pytest", *arguments],
+            env=environment,
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=file if number else None,
+            stderr=subprocess.STDOUT if number else None,
+            start_new_session=True,
+        )
+    return Lane(process, log)
+
+
+def _end(lane: Lane, until: float) -> int:
+    """Its exit code, as a shell has it. After `until` it is ended, and told so on stderr."""
+    for stop in (lane.process.terminate, lane.process.kill):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(max(0.0, until - time.monotonic()))
+            code = lane.process.wait(max(0.0, until - time.monotonic()))
             return code if code >= 0 else 128 - code
-        print(f"a lane has not ended in time: {process.args}", file=sys.stderr)
+        print(f"a lane has not ended in time: {lane.log.read_text()[-2000:]}", file=sys.stderr)
         stop()
         until = time.monotonic() + PATIENCE
-    return 128 - process.wait()
+    return 128 - lane.process.wait()
 
 
 def _ticks() -> tuple[int, int]:
