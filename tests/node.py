@@ -175,7 +175,7 @@ class Node:
     ) -> dict[str, str]:
         """What slurmd gives its hooks, as far as they read it; its conf sets no limits."""
         conf = self.places.root / "slurm.conf"
-        conf.write_text("PrologFlags=Alloc,DeferBatch\nAuthInfo=cred_expire=7200\n")
+        conf.write_text("BatchStartTimeout=7200\nAuthInfo=cred_expire=7200\n")
         environ = {
             "SLURM_CONF": str(conf),
             "SLURM_JOB_ID": str(job),

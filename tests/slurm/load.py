@@ -31,7 +31,7 @@ CONFIG: Mapping[str, object] = {
     "max_size": 22 * MIB,  # of 50 in all: something goes at every turn
     "low_watermark": "80%",
     "bandwidth": 20 * MIB,  # so that copies take a moment in which they may be disturbed
-    "deadline": f"{CRED_EXPIRE - 5}s",
+    "deadline": "auto",  # a longer wait may cost a job whose node registers meanwhile
     "partitions": {
         "plain": {"enabled": False},
         "steps": {"redirect": "spank", "prolog_wait": "0s"},
@@ -69,7 +69,6 @@ def strained(nodes: int = 3) -> ClusterSpec:
         "AuthInfo": f"cred_expire={CRED_EXPIRE}",
         "PartitionName": f"{spec.slurm_conf['PartitionName']}\n{extra}",
         "MessageTimeout": "60",
-        "BatchStartTimeout": "120",
         "MinJobAge": "7200",  # what became of each is asked at the end
     }
     return dataclasses.replace(

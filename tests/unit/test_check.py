@@ -18,7 +18,8 @@ from click.testing import CliRunner
 from commands import Frozen
 from forestage import check
 from forestage.check import Finding, Level
-from forestage.cli.main import World, main
+from forestage.cli.main import main
+from forestage.cli.world import World
 from forestage.paths import Places
 from forestage.system import as_user
 from goodnode import COMPANION, DEVICES, REPO, GoodNode, words
@@ -128,22 +129,35 @@ SLURM = [
     warning(
         "cred-expire",
         f"{CONF}: AuthInfo=socket=/m,cred_expire=600",
-        slurm("ClusterName=good", "AuthInfo=socket=/m,cred_expire=60"),
+        slurm("ClusterName=good", "BatchStartTimeout=300\nAuthInfo=socket=/m,cred_expire=60"),
     ),
     critical(
         "deadline-too-long",
-        f"{YAML}: deadline: auto (or {CONF}: AuthInfo=cred_expire=405)",
-        settings("deadline: 5m\n"),
+        f"{YAML}: deadline: auto (or {CONF}: BatchStartTimeout=85)",
+        settings("deadline: 1m\n"),
     ),
     critical(
         "deadline-too-long",
-        f"{YAML}: partitions.gpu.deadline: auto (or {CONF}: AuthInfo=cred_expire=405)",
+        f"{YAML}: deadline: auto (or {CONF}: BatchStartTimeout=405,"
+        " AuthInfo=ttl=5,cred_expire=405)",
+        both(
+            settings("deadline: 5m\n"),
+            slurm("ClusterName=good", "BatchStartTimeout=120\nAuthInfo=ttl=5"),
+        ),
+    ),
+    critical(
+        "deadline-too-long",
+        f"{YAML}: partitions.gpu.deadline: auto (or {CONF}: BatchStartTimeout=405,"
+        " AuthInfo=cred_expire=405)",
         settings("partitions:\n  gpu:\n    deadline: 5m\n"),
     ),
     warning(
         "deadline-cut",
         f"{CONF}: PrologEpilogTimeout=85",
-        both(settings("deadline: 1m\n"), slurm("ClusterName=good", "PrologEpilogTimeout=60")),
+        both(
+            settings("deadline: 1m\n"),
+            slurm("ClusterName=good", "BatchStartTimeout=120\nPrologEpilogTimeout=60"),
+        ),
     ),
     warning(
         "contain-spank",
@@ -537,7 +551,7 @@ def test_source_that_last_user_cannot_read_is_found(
     def call(*_: object) -> object:
         raise PermissionError(13, "no") if state == "denied" else as_user.TooSlow("no answer")
 
-    monkeypatch.setattr(as_user, "call", call)
+    monkeypatch.setattr(asuser, "call", call)
     node.use("/lustre/a.sqsh", 1)
     assert node.ids() == [f"source-{state}"]
 
@@ -550,15 +564,16 @@ def test_source_of_another_group_is_no_finding(
     def call(*_: object) -> object:
         raise PermissionError(13, "no")
 
-    monkeypatch.setattr(as_user, "call", call)
+    monkeypatch.setattr(asuser, "call", call)
     node.use("/lustre2/a.sqsh", 1)
     assert node.ids() == []
 
 
 def test_source_is_entered_as_the_user(tmp_path: Path, as_root: None) -> None:
+    from forestage.files import Files
+    from forestage.job import User
+
     from forestage.check import sources
-    from forestage.system.as_user import User
-    from forestage.system.tree import Files
 
     for above in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         above.chmod(above.stat().st_mode | 0o011)
@@ -618,7 +633,7 @@ def test_hanging_file_system_is_not_asked_for_striping(
 
     asked = lfs("echo 1")
     node.use("/lustre/a.sqsh", G)
-    monkeypatch.setattr(as_user, "call", call)
+    monkeypatch.setattr(asuser, "call", call)
     assert "source-hangs" in node.ids()
     assert asked.read_text() == ""
 
@@ -692,7 +707,7 @@ def test_prolog_flag_that_implies_alloc_is_no_finding(node: GoodNode) -> None:
     assert node.ids() == []
 
 
-@pytest.mark.parametrize("keys", ["deadline: 5m\nprolog_wait: 0\n", "deadline: 30s\n"])
+@pytest.mark.parametrize("keys", ["deadline: 5m\nprolog_wait: 0\n", "deadline: 15s\n"])
 def test_deadline_that_slurm_allows_is_no_finding(node: GoodNode, keys: str) -> None:
     node.config(keys)
     assert node.ids() == []
@@ -812,7 +827,7 @@ def invoke(node: GoodNode, *args: str) -> tuple[int, str]:
 @pytest.fixture
 def as_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sources are looked at as who runs the test: pytest's folders are closed to others."""
-    monkeypatch.setattr(as_user, "become", lambda user: None)
+    monkeypatch.setattr(asuser, "become", lambda user: None)
 
 
 def test_command_ends_as_nagios_plugin(node: GoodNode, as_root: None, as_nobody: None) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from forestage.slurm.timeouts import SAFE, UNKNOWN, Limits, limits, patience, read, step_patience
 
 BOTH = "PrologFlags=Alloc,DeferBatch"
+LONG = "BatchStartTimeout=3600"
 
 
 def conf(text: str) -> dict[str, str]:
@@ -24,10 +25,12 @@ def conf(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # Slurm's defaults: MessageTimeout 10 s + BatchStartTimeout 10 s, less a quarter.
+        # Slurm's defaults: BatchStartTimeout 10 s + MessageTimeout 10 s, less a quarter.
         ("", Limits(None, 15.0)),
-        ("MessageTimeout=30", Limits(None, 30.0)),
         ("BatchStartTimeout=50", Limits(None, 45.0)),
+        # Of MessageTimeout no more than 10 s count.
+        ("MessageTimeout=30", Limits(None, 15.0)),
+        ("MessageTimeout=6", Limits(None, 12.0)),
         ("MessageTimeout=2\nBatchStartTimeout=2", Limits(None, 1.0)),
         ("MessageTimeout=1\nBatchStartTimeout=1", Limits(None, 0.0)),
         # Unset, nonsense and 0 are Slurm's defaults.
@@ -47,24 +50,18 @@ def conf(text: str) -> dict[str, str]:
         ("PrologTimeout=65534\nPrologEpilogTimeout=100", Limits(75.0, 15.0, 75.0)),
         ("EpilogTimeout=4", Limits(None, 15.0, 1.0)),
         ("EpilogTimeout=40\nPrologEpilogTimeout=100", Limits(75.0, 15.0, 30.0)),
-        # With DeferBatch no srun waits; then only the job's credential goes off, after 120 s.
-        (BOTH, Limits(None, 90.0)),
-        ("PrologFlags=deferbatch , ALLOC,Contain", Limits(None, 90.0)),
-        ("PrologFlags=Alloc", Limits(None, 15.0)),
-        ("PrologFlags=NoDeferBatch,Alloc", Limits(None, 15.0)),
-        # These imply Alloc, DeferBatch does not (`scontrol show config`, Slurm 22.05).
-        ("PrologFlags=Contain,DeferBatch", Limits(None, 90.0)),
-        ("PrologFlags=DeferBatch,NoHold", Limits(None, 90.0)),
-        ("PrologFlags=X11", Limits(None, 15.0)),
-        ("PrologFlags=DeferBatch", Limits(None, 15.0)),
-        (f"{BOTH}\nPrologEpilogTimeout=600", Limits(450.0, 90.0, 450.0)),
-        (f"{BOTH}\nPrologEpilogTimeout=60", Limits(45.0, 45.0, 45.0)),
-        (f"{BOTH}\nAuthInfo=cred_expire=60", Limits(None, 45.0)),
-        (f"{BOTH}\nAuthInfo=socket=/run/munge/s, CRED_EXPIRE=400,ttl=5", Limits(None, 300.0)),
-        (f"{BOTH}\nAuthInfo=cred_expire=0", Limits(None, 90.0)),
-        (f"{BOTH}\nAuthInfo=cred_expire=never", Limits(None, 90.0)),
+        # The flags do not keep slurmctld from ending a job whose Prolog outlasts a registration.
+        (BOTH, Limits(None, 15.0)),
+        (f"{BOTH}\nPrologEpilogTimeout=600", Limits(450.0, 15.0, 450.0)),
+        # Nothing but BatchStartTimeout does; then the job's credential expires, after 120 s.
+        (LONG, Limits(None, 90.0)),
+        ("BatchStartTimeout=100\nAuthInfo=cred_expire=600", Limits(None, 82.5)),
+        (f"{LONG}\nPrologEpilogTimeout=60", Limits(45.0, 45.0, 45.0)),
+        (f"{LONG}\nAuthInfo=cred_expire=60", Limits(None, 45.0)),
+        (f"{LONG}\nAuthInfo=socket=/run/munge/s, CRED_EXPIRE=400,ttl=5", Limits(None, 300.0)),
+        (f"{LONG}\nAuthInfo=cred_expire=0", Limits(None, 90.0)),
+        (f"{LONG}\nAuthInfo=cred_expire=never", Limits(None, 90.0)),
         ("AuthInfo=cred_expire=8", Limits(None, 5.0)),
-        ("AuthInfo=cred_expire=600\nMessageTimeout=1000", Limits(None, 450.0)),
     ],
 )
 def test_what_slurm_conf_allows(text: str, expected: Limits) -> None:
@@ -82,7 +79,6 @@ SECONDS = st.integers(0, 70000).map(str)
             "prologtimeout": SECONDS,
             "messagetimeout": SECONDS,
             "batchstarttimeout": SECONDS,
-            "prologflags": st.sampled_from(["Alloc", "Alloc,DeferBatch", "", "x"]),
             "authinfo": st.one_of(st.text(), SECONDS.map("cred_expire={}".format)),
         },
     )
@@ -202,7 +198,7 @@ def test_without_slurm_conf_the_wait_is_the_safe_one(
 
 @given(st.text())
 def test_any_text_gives_limits(text: str) -> None:
-    found = limits({"prologepilogtimeout": text, "authinfo": text, "prologflags": text})
+    found = limits({"prologepilogtimeout": text, "authinfo": text, "batchstarttimeout": text})
     assert found.hurts >= 0
 
 

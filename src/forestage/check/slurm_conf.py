@@ -1,6 +1,6 @@
 """Findings about slurm.conf: the time that it leaves a Prolog for a copy, and containers.
 
-What each setting does was tried on a cluster or read in slurm.conf(5); see deadline.py.
+What each setting does was tried on a cluster or read in slurm.conf(5); see timeouts.py.
 """
 
 from collections.abc import Iterator
@@ -34,21 +34,20 @@ def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
 
 
 def launch_limit(conf: dict[str, str]) -> float:
-    """Pure: seconds after which a step of the job may be lost, whatever would end the Prolog."""
+    """Pure: seconds after which the job may be lost, whatever would end the Prolog."""
     return timeouts.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
 
 
 def _flags(conf: Conf) -> Iterator[Finding]:
     flags = conf.prolog_flags
     line = f"{conf.path}: {conf.wanted_prolog_flags}"
-    waits = format_duration(launch_limit(conf.settings))
     if "alloc" not in flags:
         yield Finding(
             "prolog-alloc",
             "warning",
             "PrologFlags has no Alloc: the Prolog runs at a job's first step only",
-            "Every srun whose Prolog takes longer than 20 s (MessageTimeout + BatchStartTimeout)"
-            f" dies; so jobs wait {waits} for a copy at most, then read the shared file system",
+            "The copy starts late, and every srun dies whose Prolog takes longer than"
+            " MessageTimeout + BatchStartTimeout, 20 s by default",
             line,
         )
     elif "deferbatch" not in flags:
@@ -57,7 +56,8 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             "warning",
             "PrologFlags has no DeferBatch",
             "A batch job starts when its first node is ready, and loses its first srun where"
-            f" another node's Prolog takes 20 s longer; so jobs wait {waits} for a copy at most",
+            " another node's Prolog takes longer than MessageTimeout + BatchStartTimeout, 20 s by"
+            " default",
             line,
         )
     if "serial" in flags:
@@ -93,8 +93,8 @@ def _timeouts(conf: Conf) -> Iterator[Finding]:
             " the shared file system at its first start",
             f"{conf.path}: {name}=600",
         )
-    usual = launch_limit({"prologflags": "Alloc,DeferBatch"})
-    allowed = launch_limit({**conf.settings, "prologflags": "Alloc,DeferBatch"})
+    usual = launch_limit({**conf.settings, "authinfo": ""})
+    allowed = launch_limit(conf.settings)
     if allowed < usual:
         yield Finding(
             "cred-expire",
@@ -102,13 +102,13 @@ def _timeouts(conf: Conf) -> Iterator[Finding]:
             f"cred_expire in AuthInfo is so short that a job waits {format_duration(allowed)} for a"
             f" copy at most, and not {format_duration(usual)}",
             "A job whose credential expires during its Prolog cannot start its steps",
-            f"{conf.path}: AuthInfo={_authinfo(conf)}",
+            f"{conf.path}: AuthInfo={_authinfo(conf, 600)}",
         )
 
 
-def _authinfo(conf: Conf) -> str:
+def _authinfo(conf: Conf, expire: int) -> str:
     others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
-    return ",".join([*others, "cred_expire=600"])
+    return ",".join([*others, f"cred_expire={expire}"])
 
 
 def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
@@ -129,7 +129,8 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
                 "critical",
                 f"{key}: {told} is longer than this slurm.conf allows a Prolog to take,"
                 f" {format_duration(launch)}",
-                "Sruns of jobs that wait longer for a copy die",
+                "Slurm ends or requeues a batch job that waits longer when its node registers: at"
+                " `scontrol reconfigure`, when slurmd starts, every 33 min by default",
                 f"{where}: {key}: auto (or {conf.path}: {_longer(conf, config.deadline)})",
             )
         elif limits.drains is not None and config.deadline > limits.drains:
@@ -144,10 +145,13 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
 
 
 def _longer(conf: Conf, seconds: float) -> str:
-    """What would let a Prolog take so long."""
-    if {"alloc", "deferbatch"} <= conf.prolog_flags:
-        return f"AuthInfo=cred_expire={seconds * 4 / 3 + 5:.0f}"
-    return "PrologFlags=Alloc,DeferBatch"
+    """The settings that let a Prolog take so long."""
+    wanted = int(seconds * 4 / 3 + 5)
+    changed = {**conf.settings, "batchstarttimeout": str(wanted)}
+    lines = [f"BatchStartTimeout={wanted}"]
+    if launch_limit(changed) < seconds:
+        lines.append(f"AuthInfo={_authinfo(conf, wanted)}")
+    return ", ".join(lines)
 
 
 def _containers(conf: Conf, settings: Settings) -> Iterator[Finding]:

@@ -10,20 +10,19 @@ import msgspec
 from forestage.slurm.slurm_conf import settings
 
 SAFE = 15.0
-"""Seconds; below the 20 s after which Slurm's defaults lose the first srun of a batch job."""
+"""Seconds; below the 20 s after which a job may be lost with Slurm's defaults."""
 
 LAST_WORDS = 5.0
 """Seconds that a step's helper keeps for its answer."""
 
 _DEFAULTS = {"messagetimeout": 10.0, "batchstarttimeout": 10.0}  # slurm.conf(5), seconds
-# Each sets Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 shows it for two of them.
-_ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
+_LAUNCH = 10.0  # seconds that slurmctld adds to BatchStartTimeout at most: DEFAULT_MSG_TIMEOUT
 _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for so long
 
 
 class Limits(msgspec.Struct, frozen=True):
     """Seconds. Beyond `drains` Slurm kills the Prolog and drains the node, and beyond `epilog` the
-    Epilog; beyond `hurts` it may lose a step of the job. None: Slurm sets no such limit."""
+    Epilog; beyond `hurts` it may lose the job. None: Slurm sets no such limit."""
 
     drains: float | None
     hurts: float
@@ -37,24 +36,24 @@ UNKNOWN = Limits(drains=None, hurts=SAFE, known=False)
 def limits(conf: dict[str, str]) -> Limits:
     """Pure: what the settings of slurm.conf (names in lower case) mean for a Prolog.
 
-    slurm.conf(5): PrologEpilogTimeout (since 25.05 PrologTimeout and EpilogTimeout), PrologFlags,
-    MessageTimeout, BatchStartTimeout, AuthInfo. A Prolog that outlasts the defaults of the last
-    three was seen to kill sruns at 20 s, unless PrologFlags has both Alloc and DeferBatch.
+    slurm.conf(5): PrologEpilogTimeout (since 25.05 PrologTimeout and EpilogTimeout),
+    BatchStartTimeout, MessageTimeout, AuthInfo.
+
+    A batch job that has run for longer than BatchStartTimeout + min(10 s, MessageTimeout) and has
+    no slurmstepd on its first node, as its Prolog still runs there, is lost when that node
+    registers: every 33 min by default, at `scontrol reconfigure`, when slurmd starts. slurmctld
+    then ends it with NODE_FAIL or requeues it (job_mgr.c, _purge_missing_jobs; 22.05, 24.11 and
+    26.05 alike), whatever PrologFlags says. Without Alloc and DeferBatch sruns die somewhat later,
+    after BatchStartTimeout + MessageTimeout.
     """
     both = _seconds(conf, "prologepilogtimeout")
     timeouts = [_seconds(conf, name) or both for name in ("prologtimeout", "epilogtimeout")]
     drains, epilog = (_below(timeout) if timeout else None for timeout in timeouts)
-    launch = _cred_expire(conf)
-    if not {"alloc", "deferbatch"} <= prolog_flags(conf):
-        launch = min(launch, sum(_seconds(conf, name) or 0.0 for name in _DEFAULTS))
-    hurts = _below(launch)
+    start, message = (
+        _seconds(conf, name) or 0.0 for name in ("batchstarttimeout", "messagetimeout")
+    )
+    hurts = _below(min(_cred_expire(conf), start + min(_LAUNCH, message)))
     return Limits(drains, hurts if drains is None else min(hurts, drains), epilog)
-
-
-def prolog_flags(conf: dict[str, str]) -> set[str]:
-    """Pure: PrologFlags in lower case, those included that others imply."""
-    flags = {flag.strip().lower() for flag in conf.get("prologflags", "").split(",")}
-    return flags | {"alloc"} if flags & _ALLOCATING else flags
 
 
 def patience(
