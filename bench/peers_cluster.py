@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO / "tests/slurm"))
+sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import MIB, Fleet, networked  # noqa: E402

@@ -135,7 +135,8 @@ def storm(hooks: int, images: int) -> Storm:
         try:
             paths = [places.root / f"shared/{number}" for number in range(images)]
             for path in paths:
-                path.write_bytes(os.urandom(IMAGE_BYTES))
+                # With the magic and the version of a squashfs, without which nothing is redirected.
+                path.write_bytes(b"hsqs" + bytes(24) + b"\4\0\0\0" + os.urandom(IMAGE_BYTES - 32))
             return unleashed(places, hooks, paths)
         finally:
             for path in paths:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import squashfs
 from forestage import events
 from forestage.cache import image, redirect
 from forestage.cache.image import Identity
@@ -40,8 +41,9 @@ READ_ONLY = os.ST_RDONLY | os.ST_NOSUID | os.ST_NODEV
 
 
 def content(seed: int = 1, size: int = SIZE) -> bytes:
-    """Bytes that differ in every block, and from those of another seed."""
-    return b"".join(b"%015d\n" % (seed * 1_000_000 + n) for n in range(size // 16))
+    """An image's bytes, which differ in every block, and from those of another seed."""
+    lines = b"".join(b"%015d\n" % (seed * 1_000_000 + n) for n in range(size // 16))
+    return squashfs.beginning(lines)
 
 
 @dataclass(frozen=True)

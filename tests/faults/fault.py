@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+import squashfs
 from forestage.cache.part import PROCESS_NAME, missing_chunks
 from forestage.clock import Clock
 from node import Node, Ran, until
@@ -27,7 +28,7 @@ _fork = multiprocessing.get_context("fork")
 @lru_cache(maxsize=8)
 def image(seed: int = 1, size: int = CHUNKS * MIB - 4321) -> bytes:
     """Bytes that no other seed gives; the last chunk is short, and ends within a block."""
-    return random.Random(seed).randbytes(size)
+    return squashfs.beginning(random.Random(seed).randbytes(size))
 
 
 def in_stager() -> bool:

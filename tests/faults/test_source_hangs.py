@@ -11,6 +11,7 @@ from fault import MIB, Beside, Points, Until, image
 
 from forestage.cache import redirect
 from forestage.clock import Clock, Deadline
+from forestage.hooks import image as request
 from forestage.stage import wait
 from node import Node, Ran, until
 
@@ -43,6 +44,29 @@ def test_a_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, f
     far.answer()
     assert beside(lambda: node.prolog(3, path)).outcome.result == "copied"
     assert path.read_bytes() == image()
+
+
+def test_first_bytes_that_do_not_come_leave_the_original_path(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metadata are answered; what tells an image from another file is not."""
+    monkeypatch.setattr(request, "LOOK", 0.3)
+    node.configure(deadline="1h", on_error="drain")
+    path = far.put("image.sqsh", image())
+    _reads_only(far)
+    ran = beside(lambda: node.prolog(1, path))
+    assert (ran.code, *ran.said) == (0, "declined", "source-hangs")
+    assert (node.lease(1), node.parts()) == (None, [])
+
+
+def test_hit_needs_no_byte_of_the_source(node: Node, far: Far) -> None:
+    path = far.put("image.sqsh", image())
+    assert node.prolog(1, path).outcome.result == "copied"
+    assert node.epilog(1).outcome.released == 1
+    _reads_only(far)
+    assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
+    assert node.binds() != {}
+    assert beside(lambda: node.epilog(2)).code == 0
 
 
 class Strike:

@@ -257,9 +257,9 @@ def test_no_look_takes_all_of_a_long_patience(node: Node, monkeypatch: pytest.Mo
     asked: list[float] = []
     glance = image.open_as_user
 
-    def noting(path: str, user: User, *rest: Any) -> Any:
+    def noting(path: str, user: User, *rest: Any, **named: Any) -> Any:
         asked.append(rest[-1])
-        return glance(path, user, *rest)
+        return glance(path, user, *rest, **named)
 
     monkeypatch.setattr(image, "glance", noting)
     node.configure(deadline="1h")

@@ -17,6 +17,7 @@ from host import wait_until
 from jobs import CACHE, CLI, HOOK_LOG, Site, hooked
 from spec import ALICE, REPO, STORE, ClusterSpec, Net
 
+import squashfs
 from forestage import events
 from forestage.cache.part import missing_chunks
 from forestage.events import Event
@@ -94,7 +95,7 @@ class Fleet(Site):
         fresh = target.with_name(f"{name}.new")
         with fresh.open("wb") as file:
             for _ in range(mib):
-                file.write(os.urandom(MIB))
+                file.write(squashfs.beginning(os.urandom(MIB)))
         os.chown(fresh, ALICE.uid, ALICE.uid)
         fresh.replace(target)
         return path

@@ -18,6 +18,8 @@ from images import MIB
 from jobs import HOOK_LOG, Site, hooked
 from spec import ALICE, BOB, PYXIS_REPORT, REPO, ClusterSpec, User
 
+import squashfs
+
 CRED_EXPIRE = 25  # seconds; 120 on most clusters
 # Slurm has a requeued job wait for a second more than slurmd remembers that the job was killed. In
 # 22.05 (slurm_cred.c, _clear_expired_job_states) that is not enough: what has expired is forgotten
@@ -231,6 +233,7 @@ class Sources:
         """By rename, as one should, or in place, which nobody may be reading then."""
         # None as large as another: an older one shows in its size, too.
         data = self._random.randbytes(picture.mib * MIB + 4096 + self._random.randrange(4096))
+        data = squashfs.beginning(data)
         target = self.site.source(picture.path)
         written = target if in_place else target.with_suffix(".new")
         # Before it can be seen.

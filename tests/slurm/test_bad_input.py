@@ -22,6 +22,12 @@ def cluster_spec() -> ClusterSpec:
     return hooked(nodes=2, nvme_mib=64)
 
 
+def text(site: Site) -> str:
+    path = "/shared/alice/text.sqsh"
+    site.source(path).write_text("This is not an image.\n" * 100)
+    return path
+
+
 @dataclass(frozen=True)
 class Case:
     """What is asked for by pyxis' option, and the reason why it is not staged."""
@@ -35,6 +41,7 @@ CASES = {
     "missing": Case("missing", lambda site: "/shared/alice/missing.sqsh"),
     "directory": Case("not-a-file", lambda site: "/shared/alice"),
     "unreadable": Case("no-permission", lambda site: site.image("own", mode=0o600), user="bob"),
+    "no-image": Case("not-squashfs", text),
     "registry": Case("registry", lambda site: "nvcr.io#nvidia/pytorch:24.01-py3"),
     "newline": Case("bad-path", lambda site: "/shared/alice/a\nb.sqsh"),
     "long-path": Case("bad-path", lambda site: "/shared" + "/x" * 2500),

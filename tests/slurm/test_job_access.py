@@ -108,3 +108,17 @@ def test_the_copy_belongs_to_whom_the_source_belongs(site: Site) -> None:
     )
     assert (copy.st_uid, copy.st_mode & 0o777) == (ALICE.uid, 0o640)
     assert site.cache().root.stat().st_mode & 0o777 == 0o700
+
+
+def test_another_users_log_stays_writable_for_his_jobs(site: Site) -> None:
+    """A redirect over it would have slurmstepd fail to open StdOut: JobLaunchFailure."""
+    log = "/shared/bob/out.txt"
+    site.source(log).write_text("begin\n")
+    site.cluster.run(["chown", "bob:bob", log], user="root")
+    with site.holding(None, comment=f"stage={log}") as alice:
+        assert site.outcome(alice.job).reason == "not-squashfs"
+        script = "#!/bin/sh\necho end\n"
+        options = ("--nodelist=n1", f"--output={log}", "--open-mode=append")
+        bob = site.cluster.submit(script, *options, user="bob")
+        site.wait_over(bob)
+        assert site.source(log).read_text() == "begin\nend\n"

@@ -94,6 +94,11 @@ class Lab:
     def config(self) -> Config:
         return load_settings(self.node.places.etc).config
 
+    @property
+    def redirect(self) -> object:
+        """As it was configured last; the file itself may be broken just now."""
+        return (self.base | self.config_keys).get("redirect", "bind")
+
     def here(self, clock: Clock) -> Here:
         """The node as commands see it."""
         return Here.of(self.config, self.node.places, clock)

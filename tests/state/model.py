@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import squashfs
 from forestage.system.as_user import User
 from node import ALICE, BOB
 
 
 @lru_cache(maxsize=256)
 def content(seed: int, size: int) -> bytes:
-    """Bytes that no other seed gives."""
-    return random.Random(seed).randbytes(size)
+    """Bytes that no other seed gives: an image's, or for every eighth seed those of no image."""
+    data = random.Random(seed).randbytes(size)
+    return data if seed % 8 == 7 else squashfs.beginning(data)
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,13 @@ def allowed(stay: Stay, user: User, shown: Seen) -> bool:
     return denied and any(v is not None and not v.readable(user) for v in after)
 
 
-def refusal(source: Source, user: User) -> str:
+def refusal(source: Source, user: User, redirect: object) -> str:
     """Why the source as it is now is not staged for this user; "" if it is to be."""
     now = source.now
     if now is None:
         return "missing"
     if not now.readable(user):
         return "no-permission"
-    return "" if now.data else "empty"
+    if not now.data:
+        return "empty"
+    return "" if redirect != "bind" or now.data.startswith(squashfs.MAGIC) else "not-squashfs"

@@ -199,7 +199,7 @@ class Promises(RuleBasedStateMachine):
     ) -> None:
         """`off`: whether staging was switched off when the hook began."""
         if self.lab.broken:
-            reasons = (self.lab.broken, "disabled", refusal(stay.source, user))
+            reasons = (self.lab.broken, "disabled", self.refusal(stay.source, user))
             assert outcome.reason in reasons, outcome
         elif off != self.lab.is_off():
             assert outcome.redirect != "mounted", "redirected though staging was off by then"
@@ -208,9 +208,12 @@ class Promises(RuleBasedStateMachine):
         elif calm and stay.since == stay.source.latest:
             self.check_served(stay.source, user, outcome)
 
+    def refusal(self, source: Source, user: User) -> str:
+        return refusal(source, user, self.lab.redirect)
+
     def check_served(self, source: Source, user: User, outcome: Outcome) -> None:
         """Nobody is served in vain, and nobody is left out without need."""
-        why_not = refusal(source, user)
+        why_not = self.refusal(source, user)
         if why_not:
             assert (outcome.result, outcome.reason) == ("declined", why_not), outcome
             return

@@ -551,7 +551,7 @@ def test_source_that_last_user_cannot_read_is_found(
     def call(*_: object) -> object:
         raise PermissionError(13, "no") if state == "denied" else as_user.TooSlow("no answer")
 
-    monkeypatch.setattr(asuser, "call", call)
+    monkeypatch.setattr(as_user, "call", call)
     node.use("/lustre/a.sqsh", 1)
     assert node.ids() == [f"source-{state}"]
 
@@ -564,7 +564,7 @@ def test_source_of_another_group_is_no_finding(
     def call(*_: object) -> object:
         raise PermissionError(13, "no")
 
-    monkeypatch.setattr(asuser, "call", call)
+    monkeypatch.setattr(as_user, "call", call)
     node.use("/lustre2/a.sqsh", 1)
     assert node.ids() == []
 
@@ -633,7 +633,7 @@ def test_hanging_file_system_is_not_asked_for_striping(
 
     asked = lfs("echo 1")
     node.use("/lustre/a.sqsh", G)
-    monkeypatch.setattr(asuser, "call", call)
+    monkeypatch.setattr(as_user, "call", call)
     assert "source-hangs" in node.ids()
     assert asked.read_text() == ""
 
@@ -827,7 +827,7 @@ def invoke(node: GoodNode, *args: str) -> tuple[int, str]:
 @pytest.fixture
 def as_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sources are looked at as who runs the test: pytest's folders are closed to others."""
-    monkeypatch.setattr(asuser, "become", lambda user: None)
+    monkeypatch.setattr(as_user, "become", lambda user: None)
 
 
 def test_command_ends_as_nagios_plugin(node: GoodNode, as_root: None, as_nobody: None) -> None:

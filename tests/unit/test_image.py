@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import squashfs
 from forestage.cache import image
 from forestage.cache.image import (
     Access,
@@ -23,6 +24,7 @@ from forestage.cache.image import (
     declined_by,
     is_below,
     judge,
+    must_be_squashfs,
     wanted_path,
 )
 from forestage.errors import Declined, Failed
@@ -170,6 +172,55 @@ def test_what_is_not_ours_is_declined_with_its_reason(facts: Seen, reason: str) 
     with pytest.raises(Declined) as caught:
         judge(facts, 5)
     assert caught.value.reason == reason
+
+
+HEAD = squashfs.beginning(bytes(96))
+
+
+@pytest.mark.parametrize("head", [HEAD[:32], HEAD, squashfs.beginning(b"\xff" * 32)])
+def test_squashfs_superblock_may_be_redirected_for_the_node(head: bytes) -> None:
+    must_be_squashfs(msgspec.structs.replace(seen(), head=head))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        HEAD[:31],
+        b"a log, of which bob writes the next line now\n",
+        b"sqsh" + HEAD[4:],  # big-endian, of a release that no kernel mounts any more
+        HEAD[:28] + b"\3\0\1\0",
+        HEAD[:28] + b"\4\0\1\0",
+        HEAD[:28] + b"\4\1\0\0",
+        HEAD[:28] + b"\0\4\0\0",
+        bytes(8) + HEAD,
+    ],
+)
+def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
+    with pytest.raises(Declined) as caught:
+        must_be_squashfs(msgspec.structs.replace(seen(), head=head))
+    assert (caught.value.reason, isinstance(caught.value, Failed)) == ("not-squashfs", False)
+
+
+@pytest.mark.parametrize(
+    ("data", "copied", "head"),
+    [
+        (b"12345", None, b""),
+        (b"12345", b"", b"12345"),
+        (HEAD, b"", HEAD[:32]),
+        (b"12345", b"abc", b"abc"),
+    ],
+)
+def test_a_look_tells_the_first_bytes_of_the_copy_or_else_of_the_source(
+    shared: Path, me: User, data: bytes, copied: bytes | None, head: bytes
+) -> None:
+    (shared / "a").write_bytes(data)
+    asked = None if copied is None else lambda _: copied
+    found, line = image.glance(
+        str(shared / "a"), me, [str(shared)], [], PATIENCE, copied_head=asked
+    )
+    line.close()
+    assert found.head == head
 
 
 @pytest.mark.parametrize(

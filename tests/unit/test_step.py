@@ -111,7 +111,8 @@ def test_no_image_is_no_event(configured: Callable[..., Node], asking: Job) -> N
               ("failed", "copy"), ("failed", "cache-not-mounted"))),
         *(("declined", reason, False)
           for reason in ("registry", "outside-sources", "off", "disabled", "missing",
-                         "no-permission", "not-a-file", "empty", "too-large", "bad-path")),
+                         "no-permission", "not-a-file", "empty", "too-large", "bad-path",
+                         "not-squashfs")),
     ],
 )  # fmt: skip
 def test_a_user_reads_what_costs_him_time_and_not_what_pyxis_tells(

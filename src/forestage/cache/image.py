@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -24,6 +24,9 @@ from forestage.units import format_size
 ACL = "system.posix_acl_access"
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
+
+SUPERBLOCK = 32  # bytes of a squashfs superblock that tell what it is
+_MAGIC, _VERSION = b"hsqs", (4, 0)  # linux/fs/squashfs/squashfs_fs.h, struct squashfs_super_block
 
 PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
 
@@ -74,12 +77,16 @@ class Image(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What was found at a path; `judge` decides what it means. `path` is "" if it is not text."""
+    """What was found at a path; `judge` decides what it means. `path` is "" if it is not text.
+
+    `head` is the file's first SUPERBLOCK bytes, where they were asked for.
+    """
 
     path: str
     sources: tuple[str, ...]
     mode: int
     image: Image | None = None
+    head: bytes = b""
 
 
 def wanted_path(request: Request, work_dir: str) -> str:
@@ -116,10 +123,17 @@ def open_file(
 
 
 def open_as_user(
-    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
+    path: str,
+    user: User,
+    sources: Iterable[str],
+    caches: Sequence[str],
+    timeout: float,
+    copied_head: Callable[[Image], bytes] | None = None,
 ) -> tuple[Facts, socket.socket]:
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
+    With `copied_head` the first bytes are wanted as well. It returns those of the image's copy on
+    this node, or b"" where there is none: a hit reads nothing of the source.
     The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
     it. Raises OSError as the user would get it; as_user.TooSlow.
     """
@@ -130,7 +144,11 @@ def open_as_user(
             trace.point("looking")
             try:
                 with as_user.acting(user):
-                    return _open(path, tuple(sources), caches)
+                    found, fds = _open(path, tuple(sources), caches)
+                if copied_head is not None and found.image is not None:
+                    head = copied_head(found.image) or _head(fds[0], user)
+                    found = msgspec.structs.replace(found, head=head)
+                return found, fds
             except _Covered as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
                 # host's table stays. A descriptor from before is of the old namespace.
@@ -173,6 +191,22 @@ def judge(found: Facts, max_size: int | None) -> Image:
     return found.image
 
 
+def must_be_squashfs(found: Facts) -> None:
+    """Pure: raises Declined for what may not be redirected for the whole node.
+
+    Everybody on the node would find the file read-only and immovable: an image can bear that, but
+    not somebody else's log or data, which any user who can read it may name. `found` must
+    have been opened with `copied_head`.
+    """
+    version = (int.from_bytes(found.head[at : at + 2], "little") for at in (28, 30))
+    if len(found.head) < SUPERBLOCK or found.head[:4] != _MAGIC or tuple(version) != _VERSION:
+        raise Declined(
+            "not-squashfs",
+            f"{found.path} is no squashfs image (version 4.0)",
+            "`redirect: spank` stages other files as well",
+        )
+
+
 def declined_by(error: OSError, path: str) -> Declined:
     """Pure: what an error of the user's own look means. pyxis will tell the user the same."""
     known = {
@@ -183,7 +217,7 @@ def declined_by(error: OSError, path: str) -> Declined:
         errno.ELOOP: ("bad-path", "has too many symbolic links"),
         errno.ENAMETOOLONG: ("bad-path", "has a name that is too long"),
     }
-    reason, text = known.get(error.errno or 0, ("source-error", f"cannot be opened: {error}"))
+    reason, text = known.get(error.errno or 0, ("source-error", f"cannot be read: {error}"))
     return Declined(reason, f"{path} {text}")
 
 
@@ -252,6 +286,21 @@ def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), read_acl(source))
     image = Image(identity(facts, resolved), access)
     return Facts(resolved, sources, mode, image), [source]
+
+
+def _head(fd: int, user: User) -> bytes:
+    """The first bytes of an open source, as the user; fewer than SUPERBLOCK if it has no more.
+
+    Called once its identity is known: what is written in between makes another identity.
+    """
+    data = b""
+    with as_user.acting(user):
+        while len(data) < SUPERBLOCK:
+            piece = os.pread(fd, SUPERBLOCK - len(data), len(data))
+            if not piece:
+                break
+            data += piece
+    return data
 
 
 def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ REASONS = {
     "missing": "The file was not there when the job started.",
     "no-permission": "The job's user could not read the file.",
     "not-a-file": "Only regular files are staged.",
+    "not-squashfs": "With `redirect: bind` only squashfs images are staged, since everybody on the"
+    " node would see the redirect.",
     "outside-sources": "The admin has not named this directory in `sources:`.",
     "empty": "There is nothing to copy.",
     "too-many": "The job holds as many images on this node as one job may.",

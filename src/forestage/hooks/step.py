@@ -24,7 +24,9 @@ from forestage.units import format_duration
 
 EVERY = 30.0  # seconds between two lines for a user who waits
 
-PYXIS_TELLS = frozenset(("bad-path", "missing", "no-permission", "not-a-file", "empty"))
+PYXIS_TELLS = frozenset(
+    ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
+)
 AS_DECIDED = frozenset(("registry", "outside-sources", "too-large", "off", "disabled", "config"))
 
 Say = Callable[[str], None]

@@ -8,6 +8,7 @@ for what only a copy needs, so nothing here imports the engines.
 
 import contextlib
 import errno
+import functools
 import os
 import pwd
 import socket
@@ -108,8 +109,10 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     bound = redirect.binds(node.cache)
     caches = [node.cache.real]
     limit = min(HOOK_TIMEOUT, end.left())
+    binds = node.config.redirect == "bind"
+    head = functools.partial(_copied_head, node.cache) if binds else None
     try:
-        found, line = image.open_as_user(path, user, node.config.sources, caches, limit)
+        found, line = image.open_as_user(path, user, node.config.sources, caches, limit, head)
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.
@@ -122,7 +125,21 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
         if bound:
             key = found.image.key if found.image else ""
             redirect.unmount_stale(node.cache, frozenset((path, found.path)), key, user, end)
-        yield OpenImage(image.judge(found, node.config.max_image_size), user, -1, line)
+        judged = image.judge(found, node.config.max_image_size)
+        if binds:
+            image.must_be_squashfs(found)
+        yield OpenImage(judged, user, -1, line)
+
+
+def _copied_head(cache: Cache, wanted: Image) -> bytes:
+    """Returns the first bytes of the image's entry; b"" if there is none that can be read."""
+    try:
+        if cache.find(wanted) is None:
+            return b""
+        with cache.image(wanted.key).open("rb") as copy:
+            return copy.read(image.SUPERBLOCK)
+    except OSError:
+        return b""
 
 
 def _shown(user: User, path: str, node: Node, end: Deadline) -> str:

@@ -1,0 +1,77 @@
+"""Files that are no squashfs images: nobody makes another user's data read-only for the node.
+
+Which bytes are an image: unit/test_image.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import squashfs
+from node import BOB, Node, content
+
+LOG = b"step 1\n" * 100
+WAYS = ("option", "hint")
+
+
+def ask(node: Node, job: int, path: Path, way: str) -> tuple[str, str]:
+    if way == "option":
+        return node.prolog(job, path).said
+    return node.prolog(job, comment=f"stage={path}").said
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("data", [LOG, squashfs.MAGIC, squashfs.MAGIC + bytes(1000)])
+def test_other_users_file_stays_writable_movable_and_uncopied(
+    node: Node, way: str, data: bytes
+) -> None:
+    path = node.put("bob/progress.log", data, user=BOB)
+    assert ask(node, 1, path, way) == ("declined", "not-squashfs")
+    assert (node.binds(), node.entries(), node.parts(), node.lease(1)) == ({}, set(), [], None)
+    with path.open("ab") as log:
+        log.write(b"step 2\n")
+    assert path.read_bytes() == data + b"step 2\n"
+    path.rename(path.with_name("moved"))
+    path.with_name("moved").unlink()
+
+
+def test_other_users_program_keeps_its_setuid_bit(node: Node) -> None:
+    path = node.put("apps/starter", b"\x7fELF" + bytes(1000), user=BOB, mode=0o4755)
+    assert ask(node, 1, path, "hint") == ("declined", "not-squashfs")
+    assert node.shows_source(path)
+
+
+def test_image_that_became_another_file_loses_the_redirect_of_a_running_job(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    node.prolog(1, path)
+    node.put("alice/image.sqsh", LOG)
+    assert ask(node, 2, path, "option") == ("declined", "not-squashfs")
+    assert path.read_bytes() == LOG
+
+
+def test_entry_of_another_mode_is_not_bound(node: Node) -> None:
+    node.configure(redirect="none")
+    path = node.put("bob/data", LOG, user=BOB)
+    assert node.prolog(1, path).outcome.result == "copied"
+    node.configure(redirect="bind")
+    assert ask(node, 2, path, "option") == ("declined", "not-squashfs")
+    assert node.binds() == {}
+
+
+@pytest.mark.parametrize(("redirect", "result"), [("spank", "started"), ("none", "copied")])
+def test_any_file_is_staged_where_the_node_does_not_show_it(
+    node: Node, redirect: str, result: str
+) -> None:
+    node.configure(redirect=redirect, prolog_wait="0s" if redirect == "spank" else None)
+    path = node.put("alice/data", LOG)
+    assert node.prolog(1, path).outcome.result == result
+    assert node.shows_source(path)
+
+
+def test_only_the_part_of_the_nodes_jobs_with_bind_is_refused(node: Node) -> None:
+    node.configure(redirect="bind", partitions={"batch": {"redirect": "none"}})
+    assert node.prolog(1, node.put("alice/data", LOG)).outcome.result == "copied"
+    assert node.prolog(2, node.put("alice/image.sqsh", content())).outcome.result == "copied"
+    assert node.binds() == {}

@@ -1,0 +1,12 @@
+"""What forestage takes for a squashfs image: bytes with the beginning of its superblock."""
+
+from __future__ import annotations
+
+MAGIC, VERSION = b"hsqs", b"\4\0\0\0"  # at 0, and major and minor at 28
+
+
+def beginning(data: bytes) -> bytes:
+    """The bytes with magic and version in their place; too few of them stay as they are."""
+    if len(data) < 32:
+        return data
+    return MAGIC + data[4:28] + VERSION + data[32:]
