@@ -32,6 +32,7 @@ from forestage.config import Config
 from forestage.paths import Places
 from forestage.slurm.job import Hints, Job
 from forestage.stage import wait
+from forestage.stage.source import OpenImage
 from forestage.system.as_user import User
 
 FEW = 10  # entries
