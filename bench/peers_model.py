@@ -1,4 +1,4 @@
-"""Simulated nodes that run forestage's own Supply: what would 10 000 nodes do?
+"""Simulated nodes that run forestage's own Schedule: what would 10 000 nodes do?
 
 Links: each node sends and receives LINK bytes a second, whatever it has to send in the order of
 asking. The source gives SOURCE bytes a second, the same to each who reads. A dead node does not
@@ -13,10 +13,9 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forestage.asks import Ask, Why
-from forestage.shares import SOURCE
+from forestage.peers.ring import SOURCE
+from forestage.peers.schedule import Ask, Schedule, Why
 from forestage.stage import with_peers
-from forestage.supply import Supply
 
 LATENCY = 0.0005  # seconds, of a question and its answer
 SILENCE = 1.0  # seconds until a dead node is taken for one
@@ -24,9 +23,9 @@ POLL = 0.25  # seconds between two looks of an idle worker
 
 
 class Case(NamedTuple):
-    """Bytes, bytes a second, seconds; `dead`, `slow`, `late`, `blind` are shares of all nodes.
+    """Bytes, bytes a second, seconds; `dead`, `slow`, `late`, `unreadable` are shares of all nodes.
 
-    For those that are blind the source fails.
+    For those that are unreadable the source fails.
     """
 
     nodes: int
@@ -39,7 +38,7 @@ class Case(NamedTuple):
     late: float = 0.0
     late_by: float = 0.0
     dies_at: float = 0.0
-    blind: float = 0.0
+    unreadable: float = 0.0
     threads: int = 4
     downloads: int = 8
 
@@ -96,8 +95,8 @@ class Node:
 
     def __init__(self, name: str, rate: float) -> None:
         self.name, self.rate = name, rate
-        self.supply: Supply | None = None
-        self.dead = self.blind = False
+        self.schedule: Schedule | None = None
+        self.dead = self.unreadable = False
         self.begun = 0.0
         self.ended: float | None = None
         self.free_up = self.free_down = 0.0
@@ -106,7 +105,7 @@ class Node:
         self.waiting: dict[int, list[tuple[Node, Ask, float]]] = {}
 
     def has(self, number: int) -> bool:
-        return self.supply is not None and not self.supply.missing >> number & 1
+        return self.schedule is not None and not self.schedule.missing >> number & 1
 
 
 class World:
@@ -135,8 +134,8 @@ class World:
             self.after(case.dies_at, self._die, node)
         for node in drawn[::-1][: round(case.slow * case.nodes)]:
             node.rate = case.link / 10
-        for node in drawn[::-1][: round(case.blind * case.nodes)]:
-            node.blind = True
+        for node in drawn[::-1][: round(case.unreadable * case.nodes)]:
+            node.unreadable = True
         late = set(self.names[: round(case.late * case.nodes)])
         for node in drawn:
             # Prologs do not begin in the same instant.
@@ -170,7 +169,7 @@ class World:
         if node.dead:
             return
         node.begun = self.now
-        node.supply = Supply(
+        node.schedule = Schedule(
             "key", self.names, node.name, range(self.case.chunks), self.case.chunk, self.policy
         )
         node.readers, node.askers = self.case.threads, self.case.downloads
@@ -180,14 +179,14 @@ class World:
 
     def _work(self, node: Node) -> None:
         """Gives every idle worker something to do."""
-        supply = node.supply
-        if node.dead or supply is None or node.ended is not None:
+        schedule = node.schedule
+        if node.dead or schedule is None or node.ended is not None:
             return
-        while node.askers and (ask := supply.next_of_peers(self.now)):
+        while node.askers and (ask := schedule.next_fetch(self.now)):
             node.askers -= 1
             self.asks += 1
             self._ask(node, self.nodes[ask.peer], ask)
-        while node.readers and (ask := supply.next_of_source(self.now)):
+        while node.readers and (ask := schedule.next_read(self.now)):
             node.readers -= 1
             self._read(node, ask)
         if (node.readers or node.askers) and not node.looks:
@@ -200,7 +199,7 @@ class World:
 
     def _read(self, node: Node, ask: Ask) -> None:
         size = self.case.chunk
-        if node.blind:
+        if node.unreadable:
             self.after(LATENCY, self._failed, node, ask, "source")
             return
         self.read += size
@@ -216,14 +215,14 @@ class World:
     def _ask(self, node: Node, peer: Node, ask: Ask) -> None:
         if peer.dead:
             self.after(SILENCE, self._failed, node, ask, "silent")
-        elif peer.supply is None:
+        elif peer.schedule is None:
             self.after(LATENCY, self._failed, node, ask, "absent")
         elif peer.has(ask.number):
             self._send(node, peer, ask)
         else:
-            assert node.supply is not None
+            assert node.schedule is not None
             peer.waiting.setdefault(ask.number, []).append((node, ask, self.now))
-            patience = max(LATENCY, node.supply.wait(ask))
+            patience = max(LATENCY, node.schedule.wait(ask))
             self.after(patience, self._waited, node, peer, ask, self.now)
 
     def _waited(self, node: Node, peer: Node, ask: Ask, since: float) -> None:
@@ -235,19 +234,19 @@ class World:
 
     def _send(self, node: Node, peer: Node, ask: Ask) -> None:
         size = self.case.chunk
-        assert node.supply is not None
+        assert node.schedule is not None
         peer.free_up = max(peer.free_up, self.now) + size / peer.rate
         node.free_down = max(node.free_down, self.now) + size / node.rate
         took = max(peer.free_up, node.free_down) - self.now + LATENCY
-        patience = node.supply.give_up(ask)
+        patience = node.schedule.give_up(ask)
         if took > patience:
             self.after(patience, self._failed, node, ask, "slow")
         else:
             self.after(took, self._got, node, ask, peer)
 
     def _got(self, node: Node, ask: Ask, peer: Node | None = None) -> None:
-        supply = node.supply
-        if node.dead or supply is None:
+        schedule = node.schedule
+        if node.dead or schedule is None:
             return
         if peer is not None and peer.dead:
             self.after(SILENCE, self._failed, node, ask, "silent")
@@ -255,24 +254,24 @@ class World:
         self._back(node, ask)
         if peer is not None:
             self._tell(node, peer)
-        supply.got(ask, self.now)
+        schedule.got(ask, self.now)
         for other, asked, _ in node.waiting.pop(ask.number, ()):
             self._send(other, node, asked)
-        if supply.done and node.ended is None:
+        if schedule.done and node.ended is None:
             node.ended = self.now
         self._work(node)
 
     def _tell(self, node: Node, peer: Node) -> None:
         """What a peer's answer says besides."""
-        if peer.supply is not None and node.supply is not None and not peer.dead:
-            has = self.all & ~peer.supply.missing
-            node.supply.knows(peer.name, has, self.now, peer.supply.blind)
+        if peer.schedule is not None and node.schedule is not None and not peer.dead:
+            has = self.all & ~peer.schedule.missing
+            node.schedule.peer_has(peer.name, has, self.now, peer.schedule.source_failed)
 
     def _failed(self, node: Node, ask: Ask, why: Why) -> None:
-        if node.supply is None or node.dead:
+        if node.schedule is None or node.dead:
             return
         self._back(node, ask)
-        node.supply.failed(ask, why, self.now)
+        node.schedule.failed(ask, why, self.now)
         self._work(node)
 
     def _back(self, node: Node, ask: Ask) -> None:

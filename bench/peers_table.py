@@ -24,7 +24,7 @@ TROUBLES = {
     "1 % slow": {"slow": 0.01},
     "5 % slow": {"slow": 0.05},
     "half 5 s late": {"late": 0.5, "late_by": 5.0},
-    "half read errors": {"blind": 0.5},
+    "half read errors": {"unreadable": 0.5},
 }
 
 

@@ -12,18 +12,18 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from forestage import credential
 from forestage.cache import digest
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
-from forestage.config import Config, load_settings
-from forestage.credential import Prover
+from forestage.config import Config
 from forestage.paths import Places
-from forestage.peers import Peers
+from forestage.peers import auth, of_job
+from forestage.peers.auth import Offer, Prover
+from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.system import lock
 from node import HANGS, until
 
@@ -42,12 +42,12 @@ root, munge, node = sys.argv[1:]
 main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
 """
 
-# A machine may stand still: who waits, or takes no bytes, does so as long as he likes.
+# A machine may stand still: clients may wait, or take no bytes, as long as they like.
 PATIENT = """
-from forestage import connections, credential, listen, service, sessions
-service.WAIT, listen.USER_TIMEOUT = 99.0, 0
-connections.STRANGER = connections.IDLE = sessions.IDLE = 3600.0
-credential.CHALLENGE_SECONDS = credential.PATIENCE = 3600.0
+from forestage.peers import auth, server, sessions
+server.WAIT, server.USER_TIMEOUT = 99.0, 0
+sessions.UNPROVEN = sessions.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
+auth.CREDENTIAL_SECONDS, auth.PATIENCE = 3600, 3600.0
 """
 
 LIVE = "import time, pathlib; pathlib.Path('/proc/self/comm').write_text('forestage-stage')\n"
@@ -246,35 +246,48 @@ class Client:
         self, node: Node, key: str, nodelist: str = "n[1-2]", munge: str | None = None
     ) -> None:
         places = node.places if munge is None else Places(node.places.root, munge)
-        made = Peers.of(node.config, "n2", nodelist, key, places)
+        made = of_job(node.config, "n2", nodelist, key, places)
         assert made is not None
         self.peers = made
         self.buffer = memoryview(bytearray(1 << 18))
         self.got: dict[int, bytes] = {}
         self.has: list[int] = []
-        self.blind = False  # what n1 said last
+        self.source_failed = False  # what n1 said last
 
     def fetch(
-        self, number: int, peer: str = "n1", give_up: float = HANGS, wait: float | None = None
+        self, number: int, peer: str = "n1", give_up: float = HANGS, wait: float = 5.0
     ) -> bytes:
-        """The chunk's bytes. Raises peers.Failed."""
+        """The chunk's bytes. Raises ChunkRefused."""
         pieces: dict[int, bytes] = {}
 
-        def sink(at: int, piece: memoryview) -> None:
+        def write(at: int, piece: memoryview) -> None:
             pieces[at] = bytes(piece)
 
-        def knows(has: int, blind: bool) -> None:
+        def peer_has(has: int, source_failed: bool) -> None:
             self.has.append(has)
-            self.blind = blind
+            self.source_failed = source_failed
 
         start, size = span(number)
-        found = self.peers.fetch(
-            peer, number, start, size, self.buffer, give_up, sink, lambda: False, wait, knows
-        )  # fmt: skip
+        receiver = Receiver(self.buffer, write, peer_has, lambda: False)
+        found = self.peers.fetch(peer, ChunkRequest(number, start, size, give_up, wait), receiver)
         data = b"".join(pieces[at] for at in sorted(pieces))
         assert found == digest.of_chunk(data)
         assert sorted(pieces) == list(range(start, start + size, len(self.buffer)))
         return data
+
+    def fetch_to(
+        self,
+        write: Callable[[int, memoryview], None],
+        number: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+        wait: float = 5.0,
+        piece_size: int = 1 << 18,
+    ) -> None:
+        """Has n1's chunk written piece by piece; `stop` as the copy says it."""
+        start, size = span(number)
+        buffer = memoryview(bytearray(piece_size))
+        receiver = Receiver(buffer, write, lambda has, source_failed: None, stop)
+        self.peers.fetch("n1", ChunkRequest(number, start, size, HANGS, wait), receiver)
 
 
 class Stranger:
@@ -297,12 +310,15 @@ class Stranger:
         answer = self.http.getresponse()
         return answer.status, answer.read()
 
-    def challenge(self) -> str:
-        return self.ask("/v1/challenge")[1].decode()
+    def is_answered(self) -> bool:
+        """Whether the service answers at all."""
+        return self.ask("/")[0] == 404
 
     def log_in(self, prover: Prover, key: str) -> int:
         """Gets a session as a client does; the status."""
-        offer = prover.offer(key, self.challenge())
+        return self.send_credential(prover.offer(key))
+
+    def send_credential(self, offer: Offer) -> int:
         status, body = self.ask("/v1/session", "POST", offer.text.encode())
         if status == 200:
             self.session, self.secret = json.loads(body)["session"], offer.secret
@@ -316,20 +332,21 @@ class Stranger:
         within: str | None = None,
         path: str | None = None,
         wait: str = "0",
+        made_for: str = "",
     ) -> int:
-        """Asks for a chunk, rightly but for what is given; the status."""
+        """Asks for a chunk, right except for what is given; the status."""
         self.counter += 1
         mine = self.counter if counter is None else counter
         path = path or f"/v1/chunk/{key}/{number}"
         if within is None:
             start, size = span(int(number) if str(number).isdigit() else 0)
             within = f"bytes={start}-{start + size - 1}"
-        seal = credential.of_request(self.secret, "GET", path, within, mine)
+        mac = auth.of_request(self.secret, made_for or self.session, "GET", path, within, mine)
         return self.ask(
             path,
             Range=within,
             Forestage_Session=self.session,
             Forestage_Counter=str(mine),
             Forestage_Wait=wait,
-            Forestage_Seal=seal,
+            Forestage_Mac=mac,
         )[0]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from forestage import credential, exchange, wire
 from forestage.cache import redirect
 from forestage.hooks import image as request
+from forestage.peers import auth, connection, protocol
 from forestage.stage import opened
 from forestage.system import lock
 
 LIMITS = (
-    (credential, "PATIENCE"),
+    (auth, "PATIENCE"),
     (request, "LOOK"),
     (opened, "LOOK_TIMEOUT"),
-    (redirect, "UNMOUNT_TIMEOUT"),
-    (wire, "CONNECT"),
-    (wire, "STALL"),
-    (exchange, "HANDSHAKE"),
+    (redirect, "TAKE_OFF_TIMEOUT"),
+    (connection, "CONNECT"),
+    (connection, "STALL"),
+    (protocol, "HANDSHAKE"),
 )
 
 

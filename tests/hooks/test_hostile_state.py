@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from forestage import counters, events
-from forestage.admin import sweep
+from forestage import events, sweep
 from forestage.cache import digest, image, space
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
@@ -23,6 +22,7 @@ from forestage.cli.main import World, main
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.hooks.boundary import Hook
+from forestage.peers import stats
 from forestage.slurm.queue import Slurm
 from node import ALICE, BOB, Node, content, read_as
 
@@ -86,7 +86,7 @@ def each(*damages: Damage) -> pytest.MarkDecorator:
 
 
 IN_ENTRY = ("entry.json", "image", "map", "used", "")  # the last is the entry itself
-IN_PART = ("owner.json", "image", "map", "spare", "peers", "blind", "")
+IN_PART = ("owner.json", "image", "map", "spare", "peers", "source-failed", "")
 
 
 def put(node: Node, name: str) -> Image:
@@ -324,7 +324,7 @@ def test_what_only_people_read_is_in_no_jobs_way(node: Node, victim: Path, damag
     assert node.prolog(1, wanted.path).said == ("copied", "")
     assert node.epilog(1).said == ("released", "")
     assert node.binds() == {}
-    assert counters.read(node.places.peer) is None
+    assert stats.read(node.places.peer) is None
     damage(node.places.events, victim)
     # Without `Node`, which would read the events.
     prolog = Hook("prolog", node.environ(2, wanted.path), time.monotonic())

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from forestage import credential, exchange, peers, wire
 from forestage.cache import digest
-from forestage.credential import Challenges, KeyFile
 from forestage.errors import PeerError
-from forestage.peers import Failed
+from forestage.peers import auth, connection, protocol
+from forestage.peers.auth import KeyFile
+from forestage.peers.protocol import ChunkRefused
 from node import HANGS
-from peering import CHUNK, Client, Node, free_port, image, of_chunk, span
+from peering import CHUNK, Client, Node, free_port, image, of_chunk
 
 KEY = image().key
 DATA = of_chunk(0)
@@ -28,13 +28,12 @@ DIGEST = digest.of_chunk(DATA).hex()
 class Fake:
     """A service in this process; it knows the key file unless told otherwise.
 
-    `on_chunk` writes the answer to a request for a chunk: (connection, its seal's maker).
+    `on_chunk` writes the answer to a request for a chunk: (connection, the maker of its reply).
     """
 
-    def __init__(self, on_chunk: Callable[[socket.socket, Seal], None], shared: bytes) -> None:
+    def __init__(self, on_chunk: Callable[[socket.socket, Reply], None], shared: bytes) -> None:
         self.on_chunk = on_chunk
         self.prover = KeyFile(shared)
-        self.challenges = Challenges()
         self.secrets = [b""]
         self.requests: list[str] = []
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -67,21 +66,19 @@ class Fake:
                 self.answer(line, first, headers, body)
 
     def answer(self, line: socket.socket, first: str, headers: dict[str, str], body: str) -> None:
-        if "challenge" in first:
-            say(line, "200 OK", self.challenges.fresh(0.0).encode())
-        elif "session" in first:
-            with contextlib.suppress(credential.Refused):
+        if "session" in first:
+            with contextlib.suppress(auth.Refused):
                 self.secrets.append(self.prover.read(body).secret)
             name = str(len(self.secrets) - 1)
-            seal = credential.of_session(self.secrets[-1], name)
-            say(line, "200 OK", json.dumps({"session": name, "seal": seal}).encode())
+            mac = auth.of_session(self.secrets[-1], name)
+            say(line, "200 OK", json.dumps({"session": name, "mac": mac}).encode())
         else:
             secret = self.secrets[int(headers["Forestage-Session"])]
-            self.on_chunk(line, Seal(secret, int(headers["Forestage-Counter"])))
+            self.on_chunk(line, Reply(secret, int(headers["Forestage-Counter"])))
 
 
-class Seal:
-    """Makes the head of a rightly sealed answer."""
+class Reply:
+    """Makes the head of a response with a right MAC."""
 
     def __init__(self, secret: bytes, counter: int) -> None:
         self.secret, self.counter = secret, counter
@@ -95,10 +92,10 @@ class Seal:
         secret: bytes | None = None,
     ) -> bytes:
         secret = self.secret if secret is None else secret
-        seal = credential.of_answer(secret, self.counter, status, has, told, length)
+        mac = auth.of_response(secret, self.counter, status, has, told, length)
         return (
             f"HTTP/1.1 {status} X\r\nForestage-Has: {has}\r\nForestage-Digest: {told}\r\n"
-            f"Forestage-Seal: {seal}\r\nContent-Length: {length}\r\n\r\n"
+            f"Forestage-Mac: {mac}\r\nContent-Length: {length}\r\n\r\n"
         ).encode()
 
 
@@ -106,8 +103,8 @@ def say(line: socket.socket, status: str, body: bytes) -> None:
     line.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
-def good(line: socket.socket, seal: Seal) -> None:
-    line.sendall(seal.head() + DATA)
+def good(line: socket.socket, reply: Reply) -> None:
+    line.sendall(reply.head() + DATA)
 
 
 @pytest.fixture
@@ -115,7 +112,7 @@ def fake() -> Iterator[Callable[..., Fake]]:
     made: list[Fake] = []
 
     def make(
-        on_chunk: Callable[[socket.socket, Seal], None] = good, shared: bytes = b"k" * 64
+        on_chunk: Callable[[socket.socket, Reply], None] = good, shared: bytes = b"k" * 64
     ) -> Fake:
         made.append(Fake(on_chunk, shared))
         return made[-1]
@@ -142,12 +139,12 @@ def client_of(tmp_path: Path) -> Iterator[Callable[[int | str], Client]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds takes tenths, until there is a connection and a session."""
-    monkeypatch.setattr(wire, "CONNECT", 0.3)
-    monkeypatch.setattr(exchange, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(connection, "CONNECT", 0.3)
+    monkeypatch.setattr(protocol, "HANDSHAKE", 0.5)
 
 
 def why(client: Client, give_up: float = HANGS, wait: float = 0.0) -> str:
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(ChunkRefused) as caught:
         client.fetch(0, give_up=give_up, wait=wait)
     return caught.value.why
 
@@ -156,14 +153,14 @@ MakeFake = Callable[..., Fake]
 ClientOf = Callable[[int | str], Client]
 
 
-def test_a_right_answer_is_believed(fake: MakeFake, client_of: ClientOf) -> None:
+def test_right_response_is_accepted(fake: MakeFake, client_of: ClientOf) -> None:
     """The one that all the lies below differ from."""
     client = client_of(fake().port)
     assert client.fetch(0) == client.fetch(0) == DATA
     assert client.has == [1, 1]
 
 
-def test_one_session_and_one_connection_serve_many_chunks(
+def test_many_chunks_use_one_session_and_one_connection(
     fake: MakeFake, client_of: ClientOf
 ) -> None:
     server = fake()
@@ -171,128 +168,122 @@ def test_one_session_and_one_connection_serve_many_chunks(
     for _ in range(5):
         client.fetch(0)
     assert [line.split()[1][:11] for line in server.requests] == [
-        "/v1/challen", "/v1/session", *["/v1/chunk/"+KEY[0]] * 5
+        "/v1/session", *["/v1/chunk/"+KEY[0]] * 5
     ]  # fmt: skip
 
 
-def test_threads_that_begin_together_open_one_session(fake: MakeFake, client_of: ClientOf) -> None:
+def test_threads_starting_together_open_one_session(fake: MakeFake, client_of: ClientOf) -> None:
     server = fake()
     client = client_of(server.port)
-    start, size = span(0)
-
-    def fetch() -> None:
-        buffer = memoryview(bytearray(CHUNK))
-        client.peers.fetch(
-            "n1", 0, start, size, buffer, HANGS, lambda at, piece: None, lambda: False
-        )
-
-    threads = [threading.Thread(target=fetch) for _ in range(8)]
+    threads = [
+        threading.Thread(target=client.fetch_to, args=(lambda at, piece: None,)) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     asked = [line.split()[1] for line in server.requests]
-    assert (asked.count("/v1/session"), len(asked)) == (1, 10)
+    assert (asked.count("/v1/session"), len(asked)) == (1, 9)
 
 
 # --- who lies
 
 
-def test_a_stranger_named_as_a_node_is_not_believed(fake: MakeFake, client_of: ClientOf) -> None:
-    """He has no key file, so he cannot tell the secret, nor seal anything with it."""
+def test_server_without_key_file_is_wrong(fake: MakeFake, client_of: ClientOf) -> None:
+    """Without the key file it does not know the secret, and cannot make a MAC with it."""
     server = fake(shared=b"x" * 64)
     assert why(client_of(server.port)) == "wrong"
-    assert not [line for line in server.requests if "chunk" in line], "he was not even asked"
+    assert not [line for line in server.requests if "chunk" in line], "it was not even asked"
 
 
-LIES: dict[str, Callable[[socket.socket, Seal], None]] = {
-    "no seal": lambda line, seal: say(line, "206 X", DATA),
-    "a seal of another secret": lambda line, seal: line.sendall(seal.head(secret=b"x") + DATA),
-    "another request's seal": lambda line, seal: line.sendall(
-        Seal(seal.secret, seal.counter + 1).head() + DATA
+LIES: dict[str, Callable[[socket.socket, Reply], None]] = {
+    "no MAC": lambda line, reply: say(line, "206 X", DATA),
+    "a MAC of another secret": lambda line, reply: line.sendall(reply.head(secret=b"x") + DATA),
+    "another request's MAC": lambda line, reply: line.sendall(
+        Reply(reply.secret, reply.counter + 1).head() + DATA
     ),
-    "a digest changed on the way": lambda line, seal: line.sendall(
-        seal.head().replace(DIGEST.encode(), b"0" * 32) + DATA
+    "a digest changed on the way": lambda line, reply: line.sendall(
+        reply.head().replace(DIGEST.encode(), b"0" * 32) + DATA
     ),
-    "wrong bytes": lambda line, seal: line.sendall(seal.head() + b"x" + DATA[1:]),
-    "a last byte that is wrong": lambda line, seal: line.sendall(seal.head() + DATA[:-1] + b"x"),
-    "a shorter chunk": lambda line, seal: line.sendall(seal.head(length=9) + DATA[:9]),
-    "a longer chunk": lambda line, seal: line.sendall(seal.head(length=CHUNK + 1) + DATA + b"x"),
-    "an absence with a wrong seal": lambda line, seal: line.sendall(
-        seal.head(404, told="", length=0, secret=b"x")
+    "wrong bytes": lambda line, reply: line.sendall(reply.head() + b"x" + DATA[1:]),
+    "a last byte that is wrong": lambda line, reply: line.sendall(reply.head() + DATA[:-1] + b"x"),
+    "a shorter chunk": lambda line, reply: line.sendall(reply.head(length=9) + DATA[:9]),
+    "a longer chunk": lambda line, reply: line.sendall(reply.head(length=CHUNK + 1) + DATA + b"x"),
+    "an absence with a wrong MAC": lambda line, reply: line.sendall(
+        reply.head(404, told="", length=0, secret=b"x")
     ),
-    "no digest": lambda line, seal: line.sendall(seal.head(told="") + DATA),
-    "no number of chunks": lambda line, seal: line.sendall(seal.head(has="-1") + DATA),
-    "a digest in capitals": lambda line, seal: line.sendall(seal.head(told="A" * 32) + DATA),
+    "no digest": lambda line, reply: line.sendall(reply.head(told="") + DATA),
+    "no number of chunks": lambda line, reply: line.sendall(reply.head(has="-1") + DATA),
+    "a digest in capitals": lambda line, reply: line.sendall(reply.head(told="A" * 32) + DATA),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_seen(fake: MakeFake, client_of: ClientOf, lie: str) -> None:
+def test_lying_response_is_wrong(fake: MakeFake, client_of: ClientOf, lie: str) -> None:
     assert why(client_of(fake(LIES[lie]).port)) == "wrong"
 
 
-ODD: dict[str, Callable[[socket.socket, Seal], None]] = {
-    "turned away": lambda line, seal: say(line, "403 X", b""),
-    "an unsealed absence": lambda line, seal: say(line, "404 X", b""),
-    "an unsealed failure": lambda line, seal: say(line, "500 X", b""),
-    "a redirection": lambda line, seal: line.sendall(seal.head(301, told="", length=0)),
-    "all of it": lambda line, seal: line.sendall(seal.head(200) + DATA),
-    "another cut": lambda line, seal: line.sendall(seal.head(416, told="", length=0)),
-    "no HTTP": lambda line, seal: line.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
-    "closed at once": lambda line, seal: line.shutdown(socket.SHUT_RDWR),
-    "closed half-way": lambda line, seal: (
-        line.sendall(seal.head() + DATA[:5000]),
+ODD: dict[str, Callable[[socket.socket, Reply], None]] = {
+    "turned away": lambda line, reply: say(line, "403 X", b""),
+    "an absence without a MAC": lambda line, reply: say(line, "404 X", b""),
+    "a failure without a MAC": lambda line, reply: say(line, "500 X", b""),
+    "a redirection": lambda line, reply: line.sendall(reply.head(301, told="", length=0)),
+    "all of it": lambda line, reply: line.sendall(reply.head(200) + DATA),
+    "another cut": lambda line, reply: line.sendall(reply.head(416, told="", length=0)),
+    "no HTTP": lambda line, reply: line.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
+    "closed at once": lambda line, reply: line.shutdown(socket.SHUT_RDWR),
+    "closed half-way": lambda line, reply: (
+        line.sendall(reply.head() + DATA[:5000]),
         line.shutdown(socket.SHUT_RDWR),
     )[1],
-    "a page of text": lambda line, seal: say(line, "500 X", b"x" * 100_000),
-    "a head without end": lambda line, seal: line.sendall(
+    "a page of text": lambda line, reply: say(line, "500 X", b"x" * 100_000),
+    "a head without end": lambda line, reply: line.sendall(
         b"HTTP/1.1 206 X\r\n" + b"X: y\r\n" * 100_000
     ),
-    "forgets each session": lambda line, seal: say(line, "401 X", b""),
+    "forgets each session": lambda line, reply: say(line, "401 X", b""),
 }
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_an_odd_answer_is_a_refusal(fake: MakeFake, client_of: ClientOf, odd: str) -> None:
+def test_odd_response_is_refused(fake: MakeFake, client_of: ClientOf, odd: str) -> None:
     server = fake(ODD[odd])
     assert why(client_of(server.port)) == "refused"
     assert len(server.requests) < 9, "it is not asked for ever"
 
 
-def test_an_absence_tells_what_the_peer_has(fake: MakeFake, client_of: ClientOf) -> None:
-    server = fake(lambda line, seal: line.sendall(seal.head(404, has="a", told="", length=0)))
+def test_absent_response_reports_what_the_peer_has(fake: MakeFake, client_of: ClientOf) -> None:
+    server = fake(lambda line, reply: line.sendall(reply.head(404, has="a", told="", length=0)))
     client = client_of(server.port)
     assert (why(client), client.has) == ("absent", [10])
 
 
-def test_an_absence_of_the_whole_image_tells_nothing(fake: MakeFake, client_of: ClientOf) -> None:
-    server = fake(lambda line, seal: line.sendall(seal.head(503, has="", told="", length=0)))
+def test_absence_of_whole_image_reports_nothing(fake: MakeFake, client_of: ClientOf) -> None:
+    server = fake(lambda line, reply: line.sendall(reply.head(503, has="", told="", length=0)))
     client = client_of(server.port)
     assert (why(client), why(client), client.has) == ("absent", "absent", [])
-    assert len(server.requests) == 4, "the connection and the session are kept"
+    assert len(server.requests) == 3, "the connection and the session are kept"
 
 
 # --- who hangs
 
 
-def hang(line: socket.socket, seal: Seal) -> None:
+def hang(line: socket.socket, reply: Reply) -> None:
     time.sleep(600)
 
 
-def stall(line: socket.socket, seal: Seal) -> None:
-    line.sendall(seal.head() + DATA[:5000])
+def stall(line: socket.socket, reply: Reply) -> None:
+    line.sendall(reply.head() + DATA[:5000])
     time.sleep(600)
 
 
-def dribble(line: socket.socket, seal: Seal) -> None:
-    line.sendall(seal.head())
+def dribble(line: socket.socket, reply: Reply) -> None:
+    line.sendall(reply.head())
     for _ in range(6000):
         line.sendall(b"x")
         time.sleep(0.05)
 
 
-def dribble_head(line: socket.socket, seal: Seal) -> None:
+def dribble_head(line: socket.socket, reply: Reply) -> None:
     line.sendall(b"HTTP/1.1 206 X\r\n")
     for _ in range(6000):
         line.sendall(b"X")
@@ -300,50 +291,50 @@ def dribble_head(line: socket.socket, seal: Seal) -> None:
 
 
 @pytest.mark.parametrize("how", [hang, stall])
-def test_who_says_no_more_is_left(
+def test_hanging_peer_is_silent(
     fake: MakeFake,
     client_of: ClientOf,
     monkeypatch: pytest.MonkeyPatch,
-    how: Callable[[socket.socket, Seal], None],
+    how: Callable[[socket.socket, Reply], None],
 ) -> None:
-    monkeypatch.setattr(wire, "STALL", 0.2)
+    monkeypatch.setattr(connection, "STALL", 0.2)
     assert why(client_of(fake(how).port)) == "silent"
 
 
 @pytest.mark.parametrize("how", [dribble, dribble_head])
-def test_who_does_not_come_to_an_end_is_left(
-    fake: MakeFake, client_of: ClientOf, how: Callable[[socket.socket, Seal], None]
+def test_dribbling_peer_is_slow(
+    fake: MakeFake, client_of: ClientOf, how: Callable[[socket.socket, Reply], None]
 ) -> None:
     assert why(client_of(fake(how).port), give_up=1.0) == "slow"
 
 
-def test_a_wait_that_was_asked_for_is_no_silence(
+def test_requested_wait_is_no_silence(
     fake: MakeFake, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "STALL", 0.2)
+    monkeypatch.setattr(connection, "STALL", 0.2)
 
-    def late(line: socket.socket, seal: Seal) -> None:
+    def late(line: socket.socket, reply: Reply) -> None:
         time.sleep(0.5)
-        monkeypatch.setattr(wire, "STALL", HANGS)  # what follows may come as slowly as it likes
-        good(line, seal)
+        monkeypatch.setattr(
+            connection, "STALL", HANGS
+        )  # what follows may come as slowly as it likes
+        good(line, reply)
 
     assert client_of(fake(late).port).fetch(0, wait=HANGS) == DATA
 
 
-def test_a_challenge_that_never_comes_is_given_up(client_of: ClientOf, impatient: None) -> None:
+def test_session_never_opened_is_refused(client_of: ClientOf, impatient: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, nobody reads
         assert why(client_of(server.getsockname()[1])) in ("silent", "refused")
 
 
-def test_a_chunk_that_came_by_another_way_is_let_go(fake: MakeFake, client_of: ClientOf) -> None:
+def test_transfer_is_stopped_when_chunk_came_otherwise(fake: MakeFake, client_of: ClientOf) -> None:
     client = client_of(fake(stall).port)
-    start, size = span(0)
-    wanted: list[int] = []
-    with pytest.raises(Failed) as caught:
-        client.peers.fetch(
-            "n1", 0, start, size, memoryview(bytearray(1000)), HANGS,
-            lambda at, piece: wanted.append(at), lambda: len(wanted) > 2,
-        )  # fmt: skip
+    pieces: list[int] = []
+    with pytest.raises(ChunkRefused) as caught:
+        client.fetch_to(
+            lambda at, piece: pieces.append(at), stop=lambda: len(pieces) > 2, piece_size=1000
+        )
     assert caught.value.why == "slow", "and not silent"
 
 
@@ -358,35 +349,31 @@ class Soon:
         self.over = threading.Event()
 
     def why(self) -> str:
-        start, size = span(0)
         timer = threading.Timer(0.3, self.over.set)
         timer.start()
-        with pytest.raises(Failed) as caught:
-            self.client.peers.fetch(
-                "n1", 0, start, size, self.client.buffer, HANGS,
-                lambda at, piece: None, self.over.is_set, 0.0,
-            )  # fmt: skip
+        with pytest.raises(ChunkRefused) as caught:
+            self.client.fetch_to(lambda at, piece: None, stop=self.over.is_set, wait=0.0)
         assert self.over.is_set()
         timer.join()
-        door = self.client.peers._doors["n1"]
-        assert door.failed is None, "others may still want something of this peer"
+        shared = self.client.peers._sessions["n1"]
+        assert shared.failed is None, "others may still want something of this peer"
         return caught.value.why
 
 
 @pytest.mark.parametrize("how", [hang, stall])
-def test_an_answer_that_does_not_come_is_let_go(
-    fake: MakeFake, client_of: ClientOf, how: Callable[[socket.socket, Seal], None]
+def test_response_not_coming_is_stopped(
+    fake: MakeFake, client_of: ClientOf, how: Callable[[socket.socket, Reply], None]
 ) -> None:
     """Long before it would be called silent."""
     assert Soon(client_of(fake(how).port)).why() == "slow"
 
 
-def test_a_handshake_that_does_not_come_to_an_end_is_let_go(client_of: ClientOf) -> None:
+def test_handshake_not_ending_is_stopped(client_of: ClientOf) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert Soon(client_of(server.getsockname()[1])).why() == "slow"
 
 
-def test_a_connection_that_is_not_made_is_let_go(client_of: ClientOf) -> None:
+def test_connection_not_made_is_stopped(client_of: ClientOf) -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):  # then the kernel drops who comes
@@ -411,25 +398,23 @@ def no_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     test_ended.set()
 
 
-def test_a_name_that_is_not_resolved_is_let_go(
-    client_of: ClientOf, no_answer: threading.Event
-) -> None:
+def test_name_not_resolved_is_stopped(client_of: ClientOf, no_answer: threading.Event) -> None:
     assert Soon(client_of("n1.example:7717")).why() == "slow"
     assert not no_answer.is_set()
 
 
-def test_a_name_that_is_not_resolved_is_given_up(
+def test_name_not_resolved_is_refused(
     client_of: ClientOf, no_answer: threading.Event, impatient: None
 ) -> None:
     assert why(client_of("n1.example:7717")) == "refused"
     assert not no_answer.is_set()
 
 
-def test_who_waits_for_another_threads_handshake_can_let_go(
+def test_waiting_for_handshake_of_other_thread_is_stopped(
     fake: MakeFake, client_of: ClientOf
 ) -> None:
     client = client_of(fake().port)
-    door = client.peers._doors["n1"]
+    door = client.peers._sessions["n1"]
     door.lock.acquire()
     other = threading.Timer(HANGS, door.lock.release)
     other.daemon = True
@@ -438,10 +423,10 @@ def test_who_waits_for_another_threads_handshake_can_let_go(
     other.cancel()
 
 
-def test_a_credential_that_is_not_wanted_any_more_is_no_fault_of_the_peer(
+def test_credential_not_wanted_any_more_is_no_fault_of_the_peer(
     fake: MakeFake, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def offer(_: KeyFile, key: str, challenge: str, stop: Callable[[], bool]) -> None:
+    def offer(_: KeyFile, key: str, stop: Callable[[], bool]) -> None:
         while not stop():
             time.sleep(0.01)
         raise PeerError("munge: signal 9")
@@ -455,15 +440,15 @@ def test_a_credential_that_is_not_wanted_any_more_is_no_fault_of_the_peer(
 
 
 @pytest.mark.parametrize("where", ["127.0.0.1:1", "no-such-host.invalid:7717", "[::1]:1"])
-def test_who_cannot_be_reached_is_refused(client_of: ClientOf, impatient: None, where: str) -> None:
+def test_unreachable_peer_is_refused(client_of: ClientOf, impatient: None, where: str) -> None:
     assert why(client_of(where)) == "refused"
 
 
-def test_what_befell_one_thread_is_not_tried_by_all(
+def test_failure_of_one_thread_is_not_repeated_by_all(
     client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would wait for the time-out of a connection, one after the other."""
-    monkeypatch.setattr(peers, "AGAIN", 3600.0)
+    monkeypatch.setattr("forestage.peers.client.AGAIN", 3600.0)
     port = free_port()
     client = client_of(port)
     assert why(client) == "refused"
@@ -474,11 +459,9 @@ def test_what_befell_one_thread_is_not_tried_by_all(
             server.accept()
 
 
-def test_a_connection_that_was_ended_meanwhile_is_made_anew(
-    fake: MakeFake, client_of: ClientOf
-) -> None:
-    def once(line: socket.socket, seal: Seal) -> None:
-        good(line, seal)
+def test_closed_connection_is_made_again(fake: MakeFake, client_of: ClientOf) -> None:
+    def once(line: socket.socket, reply: Reply) -> None:
+        good(line, reply)
         line.shutdown(socket.SHUT_WR)
 
     server = fake(once)
@@ -489,19 +472,18 @@ def test_a_connection_that_was_ended_meanwhile_is_made_anew(
 # --- what is ours
 
 
-def test_a_full_disk_here_is_no_fault_of_the_peer(fake: MakeFake, client_of: ClientOf) -> None:
+def test_full_local_disk_is_no_fault_of_the_peer(fake: MakeFake, client_of: ClientOf) -> None:
     client = client_of(fake().port)
-    start, size = span(0)
 
     def full(at: int, piece: memoryview) -> None:
         raise OSError(28, "no space")
 
     with pytest.raises(OSError, match="no space"):
-        client.peers.fetch("n1", 0, start, size, client.buffer, HANGS, full, lambda: False)
+        client.fetch_to(full)
     assert client.fetch(0) == DATA, "what was left of the answer is not taken for the next one"
 
 
-def test_wrong_bytes_on_the_peers_disk_are_seen(tmp_path: Path) -> None:
+def test_wrong_bytes_on_disk_of_peer_are_wrong(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{free_port()}"})
     key = node.publish()
     with node.cache.image(key).open("r+b") as file:
@@ -509,17 +491,17 @@ def test_wrong_bytes_on_the_peers_disk_are_seen(tmp_path: Path) -> None:
         file.write(b"\xff")
     node.start()
     client = Client(node, key)
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(ChunkRefused) as caught:
         client.fetch(1)
     assert caught.value.why == "wrong"
     assert client.fetch(0) == DATA
     assert node.end() == 0
 
 
-def test_only_a_few_connections_are_kept(
+def test_least_recent_connections_are_closed(
     fake: MakeFake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forestage.peers.KEPT", 2)
+    monkeypatch.setattr("forestage.peers.client.KEPT", 2)
     server = fake()
     node = Node(tmp_path / "n2", {f"n{n}": f"127.0.0.1:{server.port}" for n in (1, 3, 4)}, "n2")
     client = Client(node, KEY, "n[1-4]")

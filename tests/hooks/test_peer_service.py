@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import counters, credential
 from forestage.cache import digest
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
-from forestage.credential import KeyFile
-from forestage.peers import Failed
+from forestage.peers import auth, stats
+from forestage.peers.auth import KeyFile
+from forestage.peers.protocol import ChunkRefused
 from node import HANGS
 from peering import (
     CHUNK,
@@ -33,7 +33,6 @@ from peering import (
     free_port,
     image,
     of_chunk,
-    span,
     stager,
 )
 
@@ -80,7 +79,7 @@ def copying(node: Node) -> Iterator[Part]:
 # --- what it gives
 
 
-def test_every_chunk_of_an_entry_is_right_to_the_last_byte(node: Node, key: str) -> None:
+def test_chunks_of_entry_are_right_to_the_last_byte(node: Node, key: str) -> None:
     client = Client(node, key)
     assert [client.fetch(number) for number in range(COUNT)] == [
         of_chunk(number) for number in range(COUNT)
@@ -88,7 +87,7 @@ def test_every_chunk_of_an_entry_is_right_to_the_last_byte(node: Node, key: str)
     assert client.has == [(1 << COUNT) - 1] * COUNT
 
 
-def test_a_chunk_that_arrives_while_somebody_waits_is_given(node: Node, copying: Part) -> None:
+def test_chunk_arriving_during_the_wait_is_given(node: Node, copying: Part) -> None:
     client = Client(node, image(2).key)
     found: list[bytes] = []
     waiter = threading.Thread(target=lambda: found.append(client.fetch(2, wait=90.0)))
@@ -101,39 +100,39 @@ def test_a_chunk_that_arrives_while_somebody_waits_is_given(node: Node, copying:
     assert client.has == [1 << 2]
 
 
-def test_a_chunk_that_never_arrives_is_absent_after_the_wait(node: Node, copying: Part) -> None:
+def test_chunk_not_arriving_is_absent_after_the_wait(node: Node, copying: Part) -> None:
     node.bring(copying, 0, seed=2)
     client = Client(node, image(2).key)
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(ChunkRefused) as caught:
         client.fetch(1, wait=0.1)
     assert (caught.value.why, client.has) == ("absent", [1])
 
 
-def test_a_node_whose_source_fails_says_so(node: Node, copying: Part) -> None:
+def test_failed_source_is_reported_to_clients(node: Node, copying: Part) -> None:
     """Else each of the others waits for what it should read, and would read it."""
     node.bring(copying, 0, seed=2)
     client = Client(node, image(2).key)
     client.fetch(0)
-    assert not client.blind
-    copying.note_blind()
+    assert not client.source_failed
+    copying.note_source_failed()
     client.fetch(0)
-    assert (client.has, client.blind) == ([1, 1], True)
+    assert (client.has, client.source_failed) == ([1, 1], True)
 
 
-def test_a_node_whose_stager_was_killed_says_so(node: Node) -> None:
+def test_killed_stager_is_reported_to_clients(node: Node) -> None:
     """Else the others ask it for what it should read, again and again, and nobody reads it."""
     with stager() as pid:
         part = node.part(seed=3, pid=pid)
         node.bring(part, 0, seed=3)
         client = Client(node, image(3).key)
         client.fetch(0)
-        assert not client.blind
-    with pytest.raises(Failed):
+        assert not client.source_failed
+    with pytest.raises(ChunkRefused):
         client.fetch(1)
-    assert (client.has, client.blind) == ([1, 1], True)
+    assert (client.has, client.source_failed) == ([1, 1], True)
 
 
-def test_what_a_dead_copy_has_is_given(node: Node, known: Stranger) -> None:
+def test_chunk_of_dead_copy_is_given(node: Node, known: Stranger) -> None:
     part = node.part(seed=3, pid=0)
     known.log_in(SHARED, image(3).key)
     assert known.chunk(image(3).key, 0) == 404
@@ -141,7 +140,7 @@ def test_what_a_dead_copy_has_is_given(node: Node, known: Stranger) -> None:
     assert known.chunk(image(3).key, 0, wait="5") == 206
 
 
-def test_a_copy_that_is_published_while_somebody_waits_is_given(node: Node) -> None:
+def test_copy_published_during_the_wait_is_given(node: Node) -> None:
     with stager() as pid:
         part = node.part(seed=4, pid=pid)
         client = Client(node, image(4).key)
@@ -154,43 +153,32 @@ def test_a_copy_that_is_published_while_somebody_waits_is_given(node: Node) -> N
     assert found == [of_chunk(3, seed=4)]
 
 
-def test_what_another_boot_left_is_not_given(node: Node, known: Stranger) -> None:
-    part = node.part(seed=5)
-    owner = part.owner()
-    assert owner is not None
-    part.write_owner(msgspec.structs.replace(owner, boot="another"))
-    node.bring(part, 0, seed=5)
-    known.log_in(SHARED, image(5).key)
-    assert known.chunk(image(5).key, 0) == 404
-
-
-def test_an_entry_without_digests_is_given_with_one_made_on_the_spot(node: Node) -> None:
+def test_entry_without_digests_is_given_with_new_ones(node: Node) -> None:
     key = node.publish(seed=6, digests=digest.UNKNOWN * COUNT)
     assert Client(node, key).fetch(3) == of_chunk(3, seed=6)
 
 
-def test_an_entry_that_is_evicted_while_it_is_sent_is_sent_to_its_end(node: Node) -> None:
+def test_entry_evicted_during_upload_is_sent_to_its_end(node: Node) -> None:
     """The first piece has come; the rest, still to be sent, is no longer under any name."""
     key = node.publish(seed=7)
     client = Client(node, key)
     pieces: list[bytes] = []
 
-    def sink(at: int, piece: memoryview) -> None:
+    def write(at: int, piece: memoryview) -> None:
         if not pieces:
             node.cache.retire(key)
             node.cache.empty_evicted()
         pieces.append(bytes(piece))
 
-    start, size = span(1)
-    client.peers.fetch("n1", 1, start, size, client.buffer, HANGS, sink, lambda: False)
+    client.fetch_to(write, number=1)
     assert b"".join(pieces) == of_chunk(1, seed=7)
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(ChunkRefused) as caught:
         client.fetch(1)
     assert caught.value.why == "absent"
 
 
 @pytest.mark.parametrize(("count", "told"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])
-def test_what_it_has_is_told_as_far_as_a_header_can(node: Node, count: int, told: bool) -> None:
+def test_set_of_chunks_is_left_out_when_too_long(node: Node, count: int, told: bool) -> None:
     """A longer one would be refused by the client, and the chunk with it."""
     key = node.publish(seed=9)
     file = node.cache.entry_dir(key) / "map"
@@ -229,30 +217,28 @@ def test_what_it_has_is_told_as_far_as_a_header_can(node: Node, count: int, told
         "http://127.0.0.1/v1/chunk/{key}/0",
     ],
 )
-def test_nothing_but_a_key_and_a_number_is_understood(known: Stranger, key: str, path: str) -> None:
+def test_path_other_than_key_and_number_is_refused(known: Stranger, key: str, path: str) -> None:
     asked = path.format(key=key, upper=key.upper().replace("0", "A"))
     assert known.chunk(key, 0, path=asked) in (400, 404)
     assert known.chunk(key, 0) == 206
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PROPFIND"])
-def test_other_methods_do_nothing(node: Node, port: int, key: str, method: str) -> None:
+def test_other_methods_are_not_found(node: Node, port: int, key: str, method: str) -> None:
     assert Stranger(port).ask(f"/v1/chunk/{key}/0", method)[0] == 404
 
 
-def test_without_a_session_nothing_is_given(node: Node, port: int, key: str) -> None:
+def test_request_without_session_is_unauthorized(node: Node, port: int, key: str) -> None:
     assert Stranger(port).ask(f"/v1/chunk/{key}/0", Range="bytes=0-1048575")[0] == 401
     assert Stranger(port).chunk(key, 0) == 401
 
 
-def test_a_strangers_question_does_not_tell_which_keys_there_are(
-    node: Node, port: int, key: str
-) -> None:
+def test_stranger_cannot_tell_known_keys_from_unknown(node: Node, port: int, key: str) -> None:
     assert Stranger(port).chunk(key, 0) == Stranger(port).chunk(OTHER_KEY, 0)
 
 
 @pytest.mark.parametrize("guess", [b"", b"guessed"])
-def test_a_session_that_was_overheard_is_of_no_use_without_its_secret(
+def test_recorded_session_without_its_secret_is_refused(
     known: Stranger, port: int, key: str, guess: bytes
 ) -> None:
     thief = Stranger(port)
@@ -260,31 +246,31 @@ def test_a_session_that_was_overheard_is_of_no_use_without_its_secret(
     assert thief.chunk(key, 0) == 403
 
 
-def test_a_request_that_was_overheard_cannot_be_repeated(known: Stranger, key: str) -> None:
+def test_recorded_request_is_refused(known: Stranger, key: str) -> None:
     assert known.chunk(key, 0, counter=7) == 206
     assert known.chunk(key, 0, counter=7) == 403
     assert known.chunk(key, 0, counter=6) == 206, "threads do not ask in order"
 
 
 @pytest.mark.parametrize("counter", ["", "-1", "x", "1.0", "9" * 19, "١"])
-def test_a_counter_is_a_number(known: Stranger, key: str, counter: str) -> None:
+def test_invalid_request_number_is_unauthorized(known: Stranger, key: str, counter: str) -> None:
     said = counter.encode().decode("latin-1")
     path = f"/v1/chunk/{key}/0"
     assert known.ask(path, Forestage_Session=known.session, Forestage_Counter=said)[0] == 401
 
 
-def test_a_session_is_good_for_its_key_only(node: Node, known: Stranger) -> None:
+def test_session_for_other_key_is_refused(node: Node, known: Stranger) -> None:
     other = node.publish(seed=8)
     assert known.chunk(other, 0) == 403
 
 
-def test_an_unknown_key_is_not_found(known: Stranger) -> None:
+def test_unknown_key_is_not_found(known: Stranger) -> None:
     known.log_in(SHARED, OTHER_KEY)
     assert known.chunk(OTHER_KEY, 0) == 404
 
 
 @pytest.mark.parametrize("number", [COUNT, 999999999])
-def test_a_number_out_of_range_is_refused(known: Stranger, key: str, number: int) -> None:
+def test_number_out_of_range_is_refused(known: Stranger, key: str, number: int) -> None:
     assert known.chunk(key, number) == 416
 
 
@@ -303,13 +289,11 @@ def test_a_number_out_of_range_is_refused(known: Stranger, key: str, number: int
         f"chars=0-{CHUNK - 1}",
     ],
 )
-def test_only_the_range_of_the_very_chunk_is_given(known: Stranger, key: str, within: str) -> None:
+def test_range_other_than_the_chunk_is_refused(known: Stranger, key: str, within: str) -> None:
     assert known.chunk(key, 0, within=within) == 416
 
 
-def test_a_node_that_cuts_otherwise_is_refused_before_it_waits(
-    copying: Part, known: Stranger
-) -> None:
+def test_other_chunk_size_is_refused_before_the_wait(copying: Part, known: Stranger) -> None:
     known.log_in(SHARED, image(2).key)
     assert known.chunk(image(2).key, 0, within="bytes=0-16777215", wait="5") == 416
 
@@ -320,43 +304,53 @@ def test_a_node_that_cuts_otherwise_is_refused_before_it_waits(
 @pytest.mark.parametrize(
     "text", ["", "{}", "MUNGE:AwQDAAA:", "\0", '{"protocol":"forestage-1"}', "[" * 4000, "é" * 9]
 )
-def test_what_is_no_credential_opens_nothing(node: Node, port: int, text: str) -> None:
+def test_invalid_credential_opens_nothing(node: Node, port: int, text: str) -> None:
     assert Stranger(port).ask("/v1/session", "POST", text.encode())[0] in (403, 413)
 
 
-def test_a_credential_of_another_key_file_opens_nothing(node: Node, port: int, key: str) -> None:
+def test_credential_of_other_key_file_opens_nothing(node: Node, port: int, key: str) -> None:
     assert Stranger(port).log_in(KeyFile(b"x" * 64), key) == 403
 
 
-def test_a_credential_opens_one_session_only(node: Node, port: int, key: str) -> None:
+def test_credential_opens_one_session_only(node: Node, port: int, key: str) -> None:
     stranger = Stranger(port)
-    offer = SHARED.offer(key, stranger.challenge()).text.encode()
+    offer = SHARED.offer(key).text.encode()
     assert stranger.ask("/v1/session", "POST", offer)[0] == 200
     assert stranger.ask("/v1/session", "POST", offer)[0] == 403
 
 
-def test_a_credential_for_a_challenge_of_ones_own_opens_nothing(
-    node: Node, port: int, key: str
+def test_recorded_credential_on_another_node_opens_a_session_of_no_use(
+    node: Node, known: Stranger, key: str, tmp_path: Path
 ) -> None:
-    offer = SHARED.offer(key, "1.00.00").text.encode()
-    assert Stranger(port).ask("/v1/session", "POST", offer)[0] == 403
+    """Neither a request of one's own nor one that was recorded has a right MAC there."""
+    offer = SHARED.offer(key)
+    assert known.send_credential(offer) == 200
+    assert known.chunk(key, 0, counter=5) == 206
+    port = free_port()
+    other = Node(tmp_path / "other", {"n1": f"127.0.0.1:{port}"})
+    other.publish()
+    other.start()
+    thief = Stranger(port)
+    assert thief.send_credential(offer) == 200
+    assert thief.chunk(key, 0, counter=5, made_for=known.session) == 403
+    thief.secret = b"guessed"
+    assert thief.chunk(key, 0) == 403
+    assert other.end() == 0
 
 
 # --- what it bears
 
 
-def test_a_huge_request_is_refused(node: Node, known: Stranger, key: str) -> None:
+def test_huge_request_is_refused(node: Node, known: Stranger, key: str) -> None:
     for headers in ({"X": "y" * 100_000}, {f"X{n}": "y" for n in range(1000)}):
         port = int(node.addresses["n1"].rpartition(":")[2])
-        assert Stranger(port).ask("/v1/challenge", **headers)[0] == 400
+        assert Stranger(port).ask("/v1/session", **headers)[0] == 400
     assert Stranger(port).ask("/v1/session", "POST", b"x" * 100_000)[0] == 413
     assert Stranger(port).ask(f"/v1/{'x' * 100_000}")[0] == 400
     assert known.chunk(key, 0) == 206
 
 
-def test_a_body_that_is_promised_and_never_ends_holds_no_memory(
-    node: Node, port: int, known: Stranger, key: str
-) -> None:
+def test_endless_body_holds_no_memory(node: Node, port: int, known: Stranger, key: str) -> None:
     """The service is still there for others, and has hardly grown."""
     assert node.process is not None
     before = resident(node.process.pid)
@@ -383,7 +377,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_strangers_who_say_nothing_do_not_keep_others_out(
+def test_silent_connections_do_not_keep_clients_out(
     node: Node, port: int, known: Stranger, key: str
 ) -> None:
     """More of them than there is room for: the oldest are cut off, those who are known are not."""
@@ -398,7 +392,7 @@ def test_strangers_who_say_nothing_do_not_keep_others_out(
         line.close()
 
 
-def test_no_more_uploads_at_once_than_set(node: Node, tmp_path: Path) -> None:
+def test_uploads_beyond_the_limit_are_refused(node: Node, tmp_path: Path) -> None:
     """One may be sent at once: while a client does not read, the next is told to go elsewhere."""
     port = free_port()
     alone = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
@@ -437,7 +431,7 @@ def grow(node: Node, key: str) -> None:
 def start_chunk(stranger: Stranger, key: str) -> None:
     """Asks for the large chunk, and does not read beyond the answer's head."""
     path = f"/v1/chunk/{key}/0"
-    seal = credential.of_request(stranger.secret, "GET", path, BIG_SPAN, 500)
+    mac = auth.of_request(stranger.secret, stranger.session, "GET", path, BIG_SPAN, 500)
     stranger.http.request(
         "GET",
         path,
@@ -446,7 +440,7 @@ def start_chunk(stranger: Stranger, key: str) -> None:
             "Forestage-Session": stranger.session,
             "Forestage-Counter": "500",
             "Forestage-Wait": "90",
-            "Forestage-Seal": seal,
+            "Forestage-Mac": mac,
         },
     )
     assert stranger.http.sock.recv(12) == b"HTTP/1.1 206"
@@ -456,15 +450,15 @@ def start_chunk(stranger: Stranger, key: str) -> None:
     "said",
     [
         b"",
-        b"GET /v1/challenge HTTP/1.1\r\nHost: n1\r\nX: ",
+        b"GET / HTTP/1.1\r\nHost: n1\r\nX: ",
         b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 400\r\n\r\nx",
-        b"GET /v1/challenge HTTP/1.1\r\nHost: n1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n",
     ],
 )
-def test_a_stranger_who_dribbles_is_cut_off(tmp_path: Path, said: bytes) -> None:
+def test_dribbling_stranger_is_cut(tmp_path: Path, said: bytes) -> None:
     port = free_port()
     node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
-    node.start("from forestage import connections; connections.STRANGER = 0.1\n")
+    node.start("from forestage.peers import sessions; sessions.UNPROVEN = 0.1\n")
     with socket.create_connection(("127.0.0.1", port), timeout=HANGS) as line:
         line.sendall(said)
         with contextlib.suppress(ConnectionError):
@@ -475,13 +469,13 @@ def test_a_stranger_who_dribbles_is_cut_off(tmp_path: Path, said: bytes) -> None
     assert "Traceback" not in node.said.decode(), node.said.decode()
 
 
-def test_a_client_who_stops_reading_is_cut_off_and_its_place_is_free(tmp_path: Path) -> None:
+def test_client_that_stops_reading_is_cut_and_frees_its_slot(tmp_path: Path) -> None:
     port = free_port()
     node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
     node.configure(uploads=1)
     key = node.publish()
     grow(node, key)
-    node.start("from forestage import service; service.GRACE, service.SLOWEST = 2.0, 1 << 40\n")
+    node.start("from forestage.peers import server; server.GRACE, server.SLOWEST = 2.0, 1 << 40\n")
     slow, other = Stranger(port), Stranger(port)
     slow.http.connect()
     slow.http.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -497,20 +491,20 @@ def test_a_client_who_stops_reading_is_cut_off_and_its_place_is_free(tmp_path: P
 SLOW_DECODER = """
 import sys, time
 from pathlib import Path
-from forestage import credential, service
-service.DECODERS = 1
-real = credential.KeyFile.read
+from forestage.peers import auth, server
+server.DECODERS = 1
+real = auth.KeyFile.read
 def read(self, text):
     print("decodes", file=sys.stderr, flush=True)
     while not Path({go!r}).exists():
         time.sleep(0.01)
     return real(self, text)
-credential.KeyFile.read = read
-credential.check = lambda prover: None
+auth.KeyFile.read = read
+auth.check = lambda prover: None
 """
 
 
-def test_credentials_of_those_who_have_gone_are_not_decoded(tmp_path: Path) -> None:
+def test_credential_of_gone_client_is_not_decoded(tmp_path: Path) -> None:
     """Thousands of them would keep the cluster's own waiting."""
     port = free_port()
     node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
@@ -521,12 +515,12 @@ def test_credentials_of_those_who_have_gone_are_not_decoded(tmp_path: Path) -> N
     for line in lines:
         line.sendall(b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 1\r\n\r\nx")
     node.until_said(b"decodes")
-    assert Stranger(port).challenge(), "so all of them are being answered"
+    assert Stranger(port).is_answered(), "so all of them are being answered"
     for line in lines:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         line.close()
     known = Stranger(port)
-    assert known.challenge(), "so it knows that they have gone"
+    assert known.is_answered(), "so it knows that they have gone"
     go.touch()
     assert known.log_in(SHARED, key) == 200
     assert node.end() == 0
@@ -537,7 +531,7 @@ def test_credentials_of_those_who_have_gone_are_not_decoded(tmp_path: Path) -> N
 # --- its life
 
 
-def test_sigterm_ends_it_though_somebody_waits_and_its_counts_are_kept(tmp_path: Path) -> None:
+def test_sigterm_during_a_wait_ends_service_and_keeps_counts(tmp_path: Path) -> None:
     port = free_port()
     node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"})
     key = node.publish()
@@ -553,7 +547,7 @@ def test_sigterm_ends_it_though_somebody_waits_and_its_counts_are_kept(tmp_path:
         def wait() -> None:
             try:
                 waiting.fetch(0, wait=5.0)
-            except Failed as failed:
+            except ChunkRefused as failed:
                 whys.append(failed.why)
 
         thread = threading.Thread(target=wait)
@@ -562,14 +556,14 @@ def test_sigterm_ends_it_though_somebody_waits_and_its_counts_are_kept(tmp_path:
         assert node.end() == 0
         thread.join()
     assert whys in (["absent"], ["refused"])
-    given = counters.read(node.places.peer)
+    given = stats.read(node.places.peer)
     assert given is not None
     assert (given.chunks, given.bytes) == (2, CHUNK + SIZE - 3 * CHUNK)
     assert node.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
     assert b"Traceback" not in node.said
 
 
-def test_a_client_goes_on_when_the_service_was_started_anew(tmp_path: Path) -> None:
+def test_client_goes_on_after_restart_of_service(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{free_port()}"})
     client = Client(node, node.publish())
     node.start()
@@ -585,7 +579,7 @@ def ran(node: Node) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=HANGS)
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_taken_port_ends_with_exit_code_and_reason(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = ran(Node(tmp_path / "n1", {"n1": f"127.0.0.1:{port}"}))
@@ -594,7 +588,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_where_peers_are_off_it_says_so(tmp_path: Path) -> None:
+def test_disabled_peers_end_with_exit_code_and_reason(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1", {})
     node.configure(enabled=False)
     ended = ran(node)
@@ -604,7 +598,7 @@ def test_where_peers_are_off_it_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_readable_key_file_ends_with_exit_code_and_reason(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1", {})
     (node.places.etc / "peer.key").chmod(0o640)
     ended = ran(node)
@@ -622,7 +616,7 @@ def test_both_families_are_served_on_one_port(tmp_path: Path) -> None:
     assert node.end() == 0
 
 
-def test_it_serves_on_the_interface_that_is_named(tmp_path: Path) -> None:
+def test_named_interface_is_served(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1", {"n1": f"127.0.0.1:{free_port()}"})
     node.configure(listen="lo")
     node.start()

@@ -65,7 +65,7 @@ def at_rest(fleet: Fleet) -> None:
     assert fleet.leftovers() == []
 
 
-def test_nodes_read_the_source_once_and_the_job_reads_nothing_of_it(fleet: Fleet) -> None:
+def test_nodes_with_peers_read_the_source_once_and_the_job_none_of_it(fleet: Fleet) -> None:
     nodes, size = fleet.cluster.nodes, MIB << 20
     for number in range(ATTEMPTS):
         path = fleet.data(f"once-{number}", MIB)
@@ -89,7 +89,7 @@ def test_nodes_read_the_source_once_and_the_job_reads_nothing_of_it(fleet: Fleet
     assert "of it from other nodes" in fleet.command("explain", str(job))
 
 
-def test_without_peers_each_node_reads_it_all(fleet: Fleet) -> None:
+def test_nodes_without_peers_read_all_of_it_each(fleet: Fleet) -> None:
     """Else the other tests would prove nothing."""
     fleet.configure(peers={"enabled": False})
     nodes = fleet.cluster.nodes[:2]
@@ -102,7 +102,7 @@ def test_without_peers_each_node_reads_it_all(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_every_healthy_node_has_it_to_the_last_byte(fleet: Fleet, name: str) -> None:
+def test_mishap_leaves_every_healthy_node_with_right_bytes(fleet: Fleet, name: str) -> None:
     for number in range(ATTEMPTS):
         told = meet(fleet, name, fleet.cluster.nodes, MIB, number)
         assert told.wrong == []
@@ -115,11 +115,11 @@ def test_every_healthy_node_has_it_to_the_last_byte(fleet: Fleet, name: str) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in MISHAPS if name not in (*QUICK, "none")])
-def test_the_same_when_it_comes_earlier_or_later(fleet: Fleet, name: str) -> None:
-    test_every_healthy_node_has_it_to_the_last_byte(fleet, name)
+def test_mishap_earlier_or_later_leaves_right_bytes(fleet: Fleet, name: str) -> None:
+    test_mishap_leaves_every_healthy_node_with_right_bytes(fleet, name)
 
 
-def test_a_service_whose_port_is_taken_says_so(fleet: Fleet) -> None:
+def test_taken_port_is_explained(fleet: Fleet) -> None:
     done = fleet.cluster.run(
         ["/usr/lib/forestage/bin/forestage", "peer"], user="root", node="n1", check=False
     )
@@ -127,7 +127,7 @@ def test_a_service_whose_port_is_taken_says_so(fleet: Fleet) -> None:
     assert "port 7717 of n1 is taken by another program" in done.stderr
 
 
-def test_a_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
+def test_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
     path = fleet.data("private", 1)
     job = fleet.start(path, ["n1"])
     fleet.await_copies(path, ["n1"])
@@ -146,8 +146,8 @@ def test_a_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
     assert asks("") == nothing
     assert asks(made_by("alice")) == [403, *nothing]
     assert asks(made_by("alice", "--restrict-uid=0")) == [403, *nothing]
-    # Root's, but without an answer to a challenge of the service, as an old one would be.
-    old = json.dumps({"protocol": "forestage-1", "key": key, "challenge": "0", "secret": "00" * 32})
+    # Root's, but made for something else.
+    old = json.dumps({"protocol": "forestage-0", "key": key, "secret": "00" * 32})
     root = fleet.cluster.run(["munge"], user="root", node="n2", input=old).stdout
     assert asks(root) == [403, *nothing]
     # Told once a second, not for each.

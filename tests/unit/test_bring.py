@@ -22,6 +22,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import MAX_SHARED, Part, boot_id
 from forestage.config import Peering
 from forestage.errors import Declined, Failed
+from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.slurm.job import Job
 from forestage.stage import engines, opened, pipeline, stager
 from forestage.stage.chunks import Source
@@ -422,23 +423,12 @@ class Lending:
     me = "n1"
     closed = False
 
-    def fetch(
-        self,
-        peer: str,
-        number: int,
-        start: int,
-        size: int,
-        buffer: memoryview,
-        give_up: float,
-        sink: Callable[[int, memoryview], None],
-        stop: Callable[[], bool],
-        wait: float | None = None,
-        knows: Callable[[int, bool], None] = lambda has, blind: None,
-    ) -> bytes:
-        knows((1 << 64) - 1, False)
-        buffer[:size] = CONTENT[start : start + size]
-        sink(start, buffer[:size])
-        return digest.of_chunk(CONTENT[start : start + size])
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        receiver.peer_has((1 << 64) - 1, False)
+        data = CONTENT[chunk.start : chunk.start + chunk.size]
+        receiver.buffer[: chunk.size] = data
+        receiver.write(chunk.start, receiver.buffer[: chunk.size])
+        return digest.of_chunk(data)
 
     def close(self) -> None:
         self.closed = True
@@ -470,7 +460,7 @@ def test_peers_are_not_asked_for_more_chunks_than_they_can_tell_of(
 ) -> None:
     lending = Lending()
     said: list[str] = []
-    monkeypatch.setattr("forestage.peers.Peers.of", lambda *_: lending)
+    monkeypatch.setattr("forestage.peers.of_job", lambda *_: lending)
     monkeypatch.setattr(pipeline.log, "say", lambda line, by_slurm: said.append(line))
     config = msgspec.structs.replace(task.node.config, chunk_size=1, peers=Peering(enabled=True))
     identity = msgspec.structs.replace(task.image.identity, size=count)

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.asks import Policy
 from forestage.cache import digest, space
 from forestage.cache.part import Part, missing_chunks
-from forestage.refusal import Failed, Why
-from forestage.shares import Shares
+from forestage.peers.protocol import ChunkRefused, ChunkRequest, Receiver
+from forestage.peers.ring import Ring
+from forestage.peers.schedule import Policy, Why
 from forestage.stage import chunks, with_peers
 from forestage.stage.chunks import Source, Tuning
 
@@ -36,35 +36,24 @@ class Fake:
         self.asked: list[tuple[str, int]] = []
         self.before: Callable[[str, int], None] = lambda peer, number: None
 
-    def fetch(
-        self,
-        peer: str,
-        number: int,
-        start: int,
-        size: int,
-        buffer: memoryview,
-        give_up: float,
-        sink: Callable[[int, memoryview], None],
-        stop: Callable[[], bool],
-        wait: float | None = None,
-        knows: Callable[[int, bool], None] = lambda has, blind: None,
-    ) -> bytes:
-        self.asked.append((peer, number))
-        self.before(peer, number)
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        self.asked.append((peer, chunk.number))
+        self.before(peer, chunk.number)
         why = self.bad.get(peer)
         if why in ("refused", "silent", "absent"):
-            raise Failed(why)
-        knows(self.has, False)
-        if not self.has >> number & 1:
-            raise Failed("absent")
+            raise ChunkRefused(why)
+        receiver.peer_has(self.has, False)
+        if not self.has >> chunk.number & 1:
+            raise ChunkRefused("absent")
         running = digest.Running()
-        for at in range(start, start + size, len(buffer)):
-            piece = buffer[: min(len(buffer), start + size - at)]
+        end, buffer = chunk.start + chunk.size, receiver.buffer
+        for at in range(chunk.start, end, len(buffer)):
+            piece = buffer[: min(len(buffer), end - at)]
             piece[:] = self.data[at : at + len(piece)] if not why else b"\xee" * len(piece)
             running.add(piece)
-            sink(at, piece)
+            receiver.write(at, piece)
         if why:
-            raise Failed(why)
+            raise ChunkRefused(why)
         return running.digest()
 
 
@@ -100,7 +89,7 @@ class Pair:
         each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
         assert self.part.digests() == b"".join(digest.of_chunk(one) for one in each)
         assert not self.part.peers.exists()
-        assert not self.part.blind.exists()
+        assert not self.part.source_failed.exists()
 
 
 @pytest.fixture
@@ -129,18 +118,18 @@ def everything() -> int:
 
 
 def share(me: str = "a") -> set[int]:
-    shares = Shares("key", ("a", "b", "c", "d"))
-    return {number for number in range(COUNT) if shares.reader(number) == me}
+    ring = Ring("key", ("a", "b", "c", "d"))
+    return {number for number in range(COUNT) if ring.reader(number) == me}
 
 
-def test_where_others_have_all_the_source_is_not_read(pair: Pair, patient: None) -> None:
+def test_peers_with_all_chunks_leave_source_unread(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     assert pair.copy(fake) == SIZE
     pair.check()
     assert not pair.read
 
 
-def test_the_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patient: None) -> None:
+def test_own_share_is_read_and_rest_is_fetched(pair: Pair, patient: None) -> None:
     mine = sum(1 << number for number in share())
     fake = Fake(pair.data, everything() & ~mine)
     from_others = pair.copy(fake)
@@ -150,7 +139,7 @@ def test_the_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patien
 
 
 @pytest.mark.parametrize("why", ["refused", "silent", "wrong", "slow"])
-def test_whatever_one_peer_does_the_bytes_are_right(pair: Pair, patient: None, why: Why) -> None:
+def test_bad_peer_leaves_bytes_right(pair: Pair, patient: None, why: Why) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["c"] = why
     pair.copy(fake)
@@ -160,7 +149,7 @@ def test_whatever_one_peer_does_the_bytes_are_right(pair: Pair, patient: None, w
 
 
 @pytest.mark.parametrize("why", ["refused", "wrong"])
-def test_where_no_peer_is_of_use_all_is_read(pair: Pair, why: Why) -> None:
+def test_useless_peers_make_all_be_read(pair: Pair, why: Why) -> None:
     fake = Fake(pair.data, everything())
     fake.bad = dict.fromkeys("bcd", why)
     assert pair.copy(fake) == 0
@@ -168,9 +157,7 @@ def test_where_no_peer_is_of_use_all_is_read(pair: Pair, why: Why) -> None:
     assert sorted(pair.read) == list(range(COUNT))
 
 
-def test_a_source_that_fails_here_does_no_harm_where_others_have_all(
-    pair: Pair, patient: None
-) -> None:
+def test_failing_source_is_replaced_by_peers(pair: Pair, patient: None) -> None:
     def fail(number: int) -> None:
         raise source.Unreadable(OSError(5, "broken"))
 
@@ -179,7 +166,7 @@ def test_a_source_that_fails_here_does_no_harm_where_others_have_all(
     fake = Fake(pair.data, everything() & ~mine)
 
     def read_elsewhere(peer: str, number: int) -> None:
-        if pair.part.blind.exists():  # they are told, a moment after the reading
+        if pair.part.source_failed.exists():  # they are told, a moment after the reading
             fake.has = everything()
 
     fake.before = read_elsewhere
@@ -187,7 +174,7 @@ def test_a_source_that_fails_here_does_no_harm_where_others_have_all(
     pair.check()
 
 
-def test_a_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
+def test_truncated_source_ends_the_copy(pair: Pair) -> None:
     def cut(number: int) -> None:
         raise source.Truncated
 
@@ -196,9 +183,7 @@ def test_a_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
         pair.copy(Fake(pair.data, 0))
 
 
-def test_a_full_disk_ends_the_copy_and_no_peer_is_blamed(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, start: int, data: memoryview) -> None:
         raise OSError(28, "full")
 
@@ -208,7 +193,7 @@ def test_a_full_disk_ends_the_copy_and_no_peer_is_blamed(
     assert pair.part.digests().strip(b"\0") == b""
 
 
-def test_a_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> None:
+def test_stopped_copy_is_resumed_from_its_map(pair: Pair, patient: None) -> None:
     stop = threading.Event()
     fake = Fake(pair.data, everything())
 
@@ -227,7 +212,7 @@ def test_a_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> Non
     assert {number for _, number in again.asked} == set(left)
 
 
-def test_holes_are_asked_of_nobody(tmp_path: Path, pair: Pair) -> None:
+def test_holes_are_neither_read_nor_fetched(tmp_path: Path, pair: Pair) -> None:
     os.truncate(tmp_path / "source", 0)
     os.truncate(tmp_path / "source", SIZE)
     pair.data = bytes(SIZE)
@@ -241,7 +226,7 @@ def run_of(pair: Pair, fake: Fake) -> with_peers.Shared:
     return with_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake, 3)
 
 
-def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None:
+def test_late_wrong_piece_never_overwrites_a_chunk_that_is_in(pair: Pair) -> None:
     """The slow liar has begun to write when another ask brings the chunk; then it goes on."""
     fake = Fake(pair.data, everything())
     run = run_of(pair, fake)
@@ -257,8 +242,8 @@ def test_a_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> No
     fake.before = before
     fake.bad["b"] = "wrong"
     for ask in (liar, honest):
-        run.supply.asks[ask] = 0.0
-        run.guards.setdefault(number, threading.Lock())
+        run.schedule.asks[ask] = 0.0
+        run.chunk_locks.setdefault(number, threading.Lock())
     thread = threading.Thread(target=run._bring, args=(liar, bytes_of(CHUNK), False))
     thread.start()
     assert begun.wait(600)
@@ -276,19 +261,19 @@ def bytes_of(size: int) -> memoryview:
     return with_peers.reading.buffer(size)
 
 
-def test_a_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
+def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["b"] = "wrong"
     run = run_of(pair, fake)
     ask = with_peers.Ask(3, "b")
-    run.supply.asks[ask] = 0.0
-    run.guards[3] = threading.Lock()
+    run.schedule.asks[ask] = 0.0
+    run.chunk_locks[3] = threading.Lock()
     run._bring(ask, bytes_of(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
 
 
-def test_how_much_came_from_peers_can_be_seen_meanwhile(pair: Pair, patient: None) -> None:
+def test_bytes_from_peers_are_noted_meanwhile(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     seen: list[int] = []
     fake.before = lambda peer, number: seen.append(pair.part.of_peers())
@@ -299,5 +284,5 @@ def test_how_much_came_from_peers_can_be_seen_meanwhile(pair: Pair, patient: Non
 
 
 @pytest.mark.parametrize(("nodes", "at_once"), [(1, 4), (4, 4), (8, 2), (16, 1), (9999, 1)])
-def test_many_nodes_read_one_chunk_at_a_time(nodes: int, at_once: int) -> None:
+def test_reads_at_once_get_fewer_with_more_nodes(nodes: int, at_once: int) -> None:
     assert with_peers.policy(4, 8, nodes).at_once == at_once

@@ -20,8 +20,8 @@ from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.part import Owner, Part, chunk_count, done_bytes
 from forestage.config import Config
-from forestage.counters import Given
 from forestage.events import Event
+from forestage.peers.stats import Uploaded
 from forestage.system import records
 from forestage.system.as_user import User
 
@@ -30,7 +30,7 @@ RECORDS: list[msgspec.Struct] = [
     Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks", 16, "d"),
     Owner(7, "boot", IMAGE, 1 << 20, "chunks", 3, 5.0),
     Lease(1, User("alice", 1, 1), 5.0, "/cache", (Use("k", "/a"),)),
-    Given(1.0, 2, 3),
+    Uploaded(1.0, 2, 3),
 ]
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -68,7 +68,7 @@ def spoilt(draw: st.DrawFn) -> tuple[type[msgspec.Struct], bytes]:
 @example((Entry, b"[" * 100_000))
 @example((Lease, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
 @example((Owner, b'{"pid":' + b"9" * 5000 + b"}"))
-@example((Given, b'{"since":1e999}'))
+@example((Uploaded, b'{"since":1e999}'))
 @hypothesis_settings(
     max_examples=120 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

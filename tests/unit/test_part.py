@@ -197,10 +197,10 @@ def test_what_a_killed_stager_said_of_its_peers_and_source_holds_for_it_alone(
     """Else others would read in the stead of one that can read again."""
     part.write_owner(owner(make_image()))
     part.note_peers(7)
-    part.note_blind()
+    part.note_source_failed()
     part.write_owner(owner(make_image()))
     assert part.of_peers() == 0
-    assert not part.blind.exists()
+    assert not part.source_failed.exists()
 
 
 def test_what_is_reserved_is_what_the_disk_gave(part: Part) -> None:

@@ -18,8 +18,8 @@ from forestage import events, log
 from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.part import PROCESS_NAME, Owner, Part, boot_id
-from forestage.counters import Counters
 from forestage.errors import Declined, Failed
+from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.stage import pipeline, stager
 from forestage.stage.pipeline import Task
@@ -128,13 +128,13 @@ def test_a_copy_tells_what_was_given_away_meanwhile_and_not_what_was_before(
     config = msgspec.structs.replace(task.node.config, peers=peers)
     task = msgspec.structs.replace(task, node=msgspec.structs.replace(task.node, config=config))
     given = Counters(task.node.places.peer, since=1.0)
-    given.served(task.key, 100)
-    given.served("another", 1000)
+    given.uploaded(task.key, 100)
+    given.uploaded("another", 1000)
     given.flush()
     fetch = pipeline.fetch
 
     def meanwhile(*arguments: Any) -> int:
-        given.served(task.key, 11)
+        given.uploaded(task.key, 11)
         given.flush()
         return fetch(*arguments)
 

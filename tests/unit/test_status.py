@@ -16,7 +16,7 @@ from forestage.admin.inventory import Holder, Leased
 from forestage.admin.status import Counts, Disk, Status, counts, pieces
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
-from forestage.counters import Given
+from forestage.peers.stats import Uploaded
 from forestage.system import lock
 from forestage.system.terminal import draw
 
@@ -49,7 +49,7 @@ FULL = Status(
             waiting=(4242, 4243),
         ),
     ),
-    served=Given(since=NOW - 9, bytes=3 * G, chunks=768),
+    served=Uploaded(since=NOW - 9, bytes=3 * G, chunks=768),
 )
 
 

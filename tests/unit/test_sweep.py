@@ -37,7 +37,7 @@ ALICE = User("alice", 1000, 1000)
 ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 
-class Request(Slurm):
+class Answers(Slurm):
     """A Slurm that knows these jobs, and what happens while it thinks."""
 
     jobs: dict[int, Told | None]
@@ -65,8 +65,8 @@ def slurm(
     working: Iterable[int] = (),
     nodes: tuple[str, ...] = ("n1",),
     meanwhile: Callable[[], None] = lambda: None,
-) -> Asked:
-    asked = Request("")
+) -> Answers:
+    asked = Answers("")
     asked.jobs, asked.working, asked.nodes = jobs or {}, frozenset(working), nodes
     asked.questions, asked.meanwhile = [], meanwhile
     return asked

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forestage.admin import tally as module
+from forestage import tally as module
 from forestage.admin.tally import RATES, WAITS, Histogram, Tally
-from forestage.counters import Given
 from forestage.events import Event, Hook, Outcome, Result
+from forestage.peers.stats import Uploaded
 
 GIB = 1 << 30
 
@@ -165,11 +165,11 @@ def test_bucket_includes_its_bound(value: float, bucket: int) -> None:
 def test_peer_counts_survive_a_restart_of_the_service() -> None:
     tally = Tally()
     for now in (
-        Given(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
-        Given(since=1.0, bytes=150, chunks=2, sessions=1, refused=2),
+        Uploaded(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
+        Uploaded(since=1.0, bytes=150, chunks=2, sessions=1, refused=2),
         None,  # the node has restarted, the service has not begun
-        Given(since=2.0, bytes=30, chunks=1, sessions=1),
-        Given(since=2.0, bytes=30, chunks=1, sessions=1),
+        Uploaded(since=2.0, bytes=30, chunks=1, sessions=1),
+        Uploaded(since=2.0, bytes=30, chunks=1, sessions=1),
     ):
         tally.add_given(now)
     given = tally.given

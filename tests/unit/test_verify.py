@@ -25,7 +25,7 @@ from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
 from forestage.clock import Clock
 from forestage.errors import Failed
-from forestage.stage import buffers, chunks
+from forestage.stage import chunks, reading
 from forestage.system import lock
 from node import ALICE, BOB, Node, content
 

@@ -9,13 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from forestage import counters
 from forestage.admin import inventory
 from forestage.cache.image import Identity
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
+from forestage.peers import stats
 from forestage.system import lock, records
 from forestage.system.terminal import Bar, Column, Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
@@ -79,7 +79,7 @@ def gather(node: Node) -> tuple[Copy, ...]:
     """Every copy of this node. Raises PermissionError for users who may not read the cache."""
     leases = inventory.read_leases(node.leases).leases
     boot = boot_id()
-    served = counters.read(node.places.peer)
+    served = stats.read(node.places.peer)
     live = []
     for directory in sorted(node.cache.parts.iterdir()):
         # Whoever copies holds the key's lock; other parts wait for somebody to resume them.

@@ -21,7 +21,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from forestage import counters as peer_counts
 from forestage import events, log
 from forestage.admin import status as node_status
 from forestage.admin.status import Status
@@ -32,6 +31,7 @@ from forestage.config import Config, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
+from forestage.peers import stats as peer_counts
 from forestage.system import atomic, lock, records
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage import counters
 from forestage.admin import copies, inventory
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
@@ -16,8 +15,9 @@ from forestage.cache import evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.config import switch
-from forestage.counters import Given
 from forestage.errors import Failed
+from forestage.peers import stats
+from forestage.peers.stats import Uploaded
 from forestage.system import mounts
 from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count
 from forestage.units import format_size
@@ -58,7 +58,7 @@ class Status(msgspec.Struct, frozen=True):
     room: evict.Room | None = None
     entries: Counts = Counts()
     copies: tuple[Copy, ...] = ()
-    served: Given | None = None
+    served: Uploaded | None = None
     off: str = ""
 
 
@@ -77,7 +77,7 @@ def gather(node: Node) -> Status:
         redirects=tuple(bind.path for bind in redirect.binds(node.cache)),
         leases=tuple(inventory.holder(lease, paths) for lease in holdings.leases),
         problems=holdings.problems,
-        served=counters.read(node.places.peer),
+        served=stats.read(node.places.peer),
         off=_off(node),
     )
     if not made:

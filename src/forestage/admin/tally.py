@@ -8,8 +8,8 @@ from bisect import bisect_left
 
 import msgspec
 
-from forestage.counters import Given
 from forestage.events import Event, Outcome
+from forestage.peers.stats import Uploaded
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
@@ -71,8 +71,8 @@ class Tally(msgspec.Struct):
     spared: dict[str, int] = {}
     evicted: dict[str, int] = {}
     swept: int = 0
-    given: Given = msgspec.field(default_factory=lambda: Given(0.0))
-    last_given: Given = msgspec.field(default_factory=lambda: Given(0.0))
+    given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
+    last_given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
     expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
 
     def add(self, event: Event) -> Start | None:
@@ -137,12 +137,12 @@ class Tally(msgspec.Struct):
         self.expected[job].remove(key)
         return True
 
-    def add_given(self, now: Given | None) -> None:
+    def add_given(self, now: Uploaded | None) -> None:
         """Counts what the peer service sent since the last call; its own counts restart with it."""
         if now is None:
             return
         same = now.since == self.last_given.since
-        before = self.last_given if same else Given(now.since)
+        before = self.last_given if same else Uploaded(now.since)
         self.given.bytes += max(0, now.bytes - before.bytes)
         self.given.chunks += max(0, now.chunks - before.chunks)
         self.given.sessions += max(0, now.sessions - before.sessions)

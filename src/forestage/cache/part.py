@@ -1,11 +1,11 @@
 """A copy under way on disk: its bytes so far, and which chunks of them are in.
 
-    parts/<key>/image        as long as the source; space is reserved for all that holds data
-    parts/<key>/map          16 bytes for each chunk: its digest once it is in, zeros before
-    parts/<key>/spare        room for the small files that an entry has beside its image
-    parts/<key>/peers        how many bytes came from peers, in decimal, while they help
-    parts/<key>/blind        is there while peers help and the source gives errors here
-    parts/<key>/owner.json   what is copied, by whom, since when; good for one boot
+    parts/<key>/image          as long as the source; space is reserved for all that holds data
+    parts/<key>/map            16 bytes for each chunk: its digest once it is in, zeros before
+    parts/<key>/spare          room for the small files that an entry has beside its image
+    parts/<key>/peers          how many bytes came from peers, in decimal, while they help
+    parts/<key>/source-failed  is there while peers help and the source gives errors here
+    parts/<key>/owner.json     what is copied, by whom, since when; good for one boot
 
 The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
 bytes, so a killed copy leaves a map that is true. After a power cut the map may have reached the
@@ -70,7 +70,7 @@ class Part:
         self.record = directory / "owner.json"
         self.spare = directory / "spare"
         self.peers = directory / "peers"
-        self.blind = directory / "blind"
+        self.source_failed = directory / "source-failed"
 
     def owner(self) -> Owner | None:
         """Who copies, or copied; None where nothing can be read."""
@@ -102,14 +102,14 @@ class Part:
         with contextlib.suppress(OSError):  # a disk that others filled must not matter
             self.peers.write_text(str(count))
 
-    def note_blind(self) -> None:
+    def note_source_failed(self) -> None:
         """Says that nothing can be read here; the peer service tells the others."""
         with contextlib.suppress(OSError):
-            self.blind.touch()
+            self.source_failed.touch()
 
     def forget_peers(self) -> None:
         self.peers.unlink(missing_ok=True)
-        self.blind.unlink(missing_ok=True)
+        self.source_failed.unlink(missing_ok=True)
 
     def of_peers(self) -> int:
         """Bytes that peers gave to the stager that runs now."""

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from forestage import credential
 from forestage.check.finding import Finding
 from forestage.config import Config, switch
 from forestage.errors import ForestageError
 from forestage.paths import Places
+from forestage.peers import auth
 from forestage.system.tree import Files
 
 TIMER = "forestage-sweep.timer"
@@ -78,7 +78,7 @@ def _timer(files: Files) -> bool | None:
 def _peers(files: Files, places: Places, config: Config) -> Peers:
     port, unproven = config.peers.port, ""
     try:
-        credential.check(credential.prover(config.peers.key_file, places.munge))
+        auth.check(auth.prover(config.peers.key_file, places.munge))
     except (ForestageError, OSError) as error:
         unproven = str(error)
     tables = [files.text(f"/proc/net/{name}") for name in ("tcp", "tcp6")]

@@ -35,9 +35,9 @@ def peer(world: "World", node: str | None) -> None:
     """
     import socket
 
-    from forestage import serve
+    from forestage.peers import server
 
-    serve.run(world.node(), node or socket.gethostname().partition(".")[0])
+    server.run(world.node(), node or socket.gethostname().partition(".")[0])
 
 
 def add_to(main: click.Group) -> None:

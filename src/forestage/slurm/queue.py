@@ -129,7 +129,7 @@ def why_over(told: Told | None, node: str) -> str:
         return f"the job is {told.state}"
     if not (told.nodes and node):
         return ""
-    from forestage.peers import expand  # few jobs need it
+    from forestage.slurm.nodelist import expand  # few jobs need it
 
     nodes = expand(told.nodes)
     return f"the job is {told.state} on other nodes" if nodes and node not in nodes else ""

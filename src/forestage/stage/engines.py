@@ -2,17 +2,22 @@
 
 import os
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from forestage.cache import space
 from forestage.cache.part import Part
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
-from forestage.stage import chunks, with_peers
+from forestage.stage import chunks
 from forestage.stage.chunks import Tuning
 from forestage.stage.source import Source, Unreadable
-from forestage.stage.with_peers import Peers
 from forestage.system import run
+
+if TYPE_CHECKING:
+    pass
+
+if TYPE_CHECKING:
+    from forestage.stage.with_peers import Peers
 
 
 class Engine(Protocol):
@@ -22,7 +27,7 @@ class Engine(Protocol):
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
+        self, source: Source, part: Part, stop: threading.Event, peers: "Peers | None" = None
     ) -> int:
         """Leaves exactly the source's bytes in the part, and its map complete.
 
@@ -43,10 +48,12 @@ class Chunks:
         space.reserve(part, source.size, self.tuning.chunk, data)
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
+        self, source: Source, part: Part, stop: threading.Event, peers: "Peers | None" = None
     ) -> int:
         # A peer's bytes are proven by their digest; without, the source alone can be trusted.
         if peers is not None and self.tuning.digest:
+            from forestage.stage import with_peers  # few copies have peers
+
             return with_peers.copy(source, part, self.tuning, stop, peers, self.downloads)
         chunks.copy(source, part, self.tuning, stop)
         return 0
@@ -69,7 +76,7 @@ class Rsync:
         space.reserve_small(part, source.size, self.tuning.chunk)
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
+        self, source: Source, part: Part, stop: threading.Event, peers: "Peers | None" = None
     ) -> int:
         _must_open(source.buffered, source.path)
         begun = part.image.stat().st_size > 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage import counters, events, log, trace
+from forestage import events, log, peers, trace
 from forestage.cache import digest, evict, image, space
 from forestage.cache.image import Image
 from forestage.cache.layout import Entry
@@ -29,7 +29,7 @@ from forestage.system import lock
 from forestage.units import format_rate
 
 if TYPE_CHECKING:
-    from forestage.peers import Peers
+    from forestage.peers.client import Peers
 
 PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 
@@ -205,10 +205,9 @@ def _peers(task: Task) -> "Peers | None":
         detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
         log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
         return None
-    from forestage.peers import Peers
 
     try:
-        return Peers.of(node.config, job.node, job.nodelist, task.key, node.places)
+        return peers.of_job(node.config, job.node, job.nodelist, task.key, node.places)
     except (PeerError, OSError) as error:
         log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
         return None
@@ -218,8 +217,10 @@ def _uploaded(task: Task) -> int:
     """Bytes of this key that the node's peer service uploaded; it writes them once a second."""
     if not task.node.config.peers.enabled:
         return 0
+    from forestage.peers import stats  # few stagers need it
+
     with contextlib.suppress(OSError):  # only a figure
-        given = counters.read(task.node.places.peer)
+        given = stats.read(task.node.places.peer)
         return given.of(task.key) if given else 0
     return 0
 

@@ -1,9 +1,8 @@
-"""The default engine where other nodes of the job help: some threads read, others ask peers.
+"""Engine of a peer-assisted copy: some threads read the source, some fetch from peers.
 
-The schedule of forestage.peers says which chunk comes next, and from where. A peer's bytes go
-straight into the image, and count only once their digest was right. A chunk that is on its way
-already is brought a second time in memory, and written only if it comes first: no late or wrong
-piece may go over bytes that count.
+schedule.py says what each does next. A peer's bytes go straight into the image, and count only once
+their digest was right. A chunk that is on its way already is brought a second time in memory, and
+written only if it comes first: no late or wrong piece may go over bytes that count.
 """
 
 import mmap
@@ -13,39 +12,26 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from forestage.asks import Ask, Policy
 from forestage.cache.part import Part
 from forestage.errors import Declined
-from forestage.refusal import Failed
-from forestage.shares import SOURCE
+from forestage.peers.protocol import ChunkRefused, ChunkRequest, Receiver
+from forestage.peers.ring import SOURCE
+from forestage.peers.schedule import Ask, Policy, Schedule
 from forestage.stage import reading
 from forestage.stage.chunks import Run, Tuning, Write
 from forestage.stage.source import Source, Unreadable
-from forestage.supply import Supply
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 
 
 class Peers(Protocol):
-    """peers.client.Peers, as far as the engine uses it; tests have others."""
+    """client.Peers, as far as the engine uses it; tests have others."""
 
     nodes: tuple[str, ...]
     me: str
 
-    def fetch(
-        self,
-        peer: str,
-        number: int,
-        start: int,
-        size: int,
-        buffer: memoryview,
-        give_up: float,
-        sink: Write,
-        stop: Callable[[], bool],
-        wait: float | None = None,
-        knows: Callable[[int, bool], None] = lambda has, blind: None,
-    ) -> bytes:
-        """Brings a chunk through `buffer` into `sink`; its digest. Raises refusal.Failed."""
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        """Writes a chunk to the receiver and returns its digest. Raises ChunkRefused."""
 
 
 def copy(
@@ -56,9 +42,9 @@ def copy(
     peers: Peers,
     downloads: int,
 ) -> int:
-    """As chunks.copy, with the help of peers; the bytes that came from them.
+    """Copies as chunks.copy does, and returns how many bytes came from peers.
 
-    `downloads` chunks are asked of peers at once.
+    `downloads` chunks are fetched from peers at once.
     """
     run = Shared(source, part, tuning, stop, peers, downloads)
     try:
@@ -75,7 +61,7 @@ def policy(threads: int, downloads: int, nodes: int) -> Policy:
 
 
 class _Over(Exception):
-    """The chunk has come in another way."""
+    """The chunk came by another ask."""
 
 
 class Shared(Run):
@@ -91,15 +77,15 @@ class Shared(Run):
         downloads: int,
     ) -> None:
         super().__init__(source, part, tuning, stop)
-        # Between our chunks lie those of others: what the kernel reads ahead, nobody wants here.
+        # The next chunks of the file are other nodes' shares: readahead would read them in vain.
         os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
         self.peers = peers
         self.downloads = downloads
         self.from_peers = 0
         self.turn = threading.Condition()
-        self.guards: dict[int, threading.Lock] = {}
+        self.chunk_locks: dict[int, threading.Lock] = {}
         self.unreadable: Unreadable | None = None
-        self.supply = Supply(
+        self.schedule = Schedule(
             part.directory.name,
             peers.nodes,
             peers.me,
@@ -112,17 +98,17 @@ class Shared(Run):
         for number in self.todo:
             if number not in self.data:  # a hole: nothing to bring
                 self.note(number, self.take(number, memoryview(b""), self.write))
-        readers = [lambda: self._serve(self.supply.next_of_source)] * self.tuning.threads
-        askers = [lambda: self._serve(self.supply.next_of_peers)] * self.downloads
+        readers = [lambda: self._run_asks(self.schedule.next_read)] * self.tuning.threads
+        askers = [lambda: self._run_asks(self.schedule.next_fetch)] * self.downloads
         self.join([*readers, *askers])
 
     def close(self) -> None:
         super().close()
-        if self.supply.done:  # of a part that is left behind, both stay true
+        if self.schedule.done:  # a part that is to be resumed keeps both files
             self.part.forget_peers()
 
-    def _serve(self, next_ask: Callable[[float], Ask | None]) -> None:
-        """A thread's life."""
+    def _run_asks(self, next_ask: Callable[[float], Ask | None]) -> None:
+        """Brings one chunk after the other, until there are no more."""
         buffer = reading.buffer(self.tuning.chunk)
         try:
             while (found := self._next(next_ask)) is not None:
@@ -136,15 +122,15 @@ class Shared(Run):
                 self.turn.notify_all()
 
     def _next(self, next_ask: Callable[[float], Ask | None]) -> tuple[Ask, bool] | None:
-        """What to bring, and whether it is on its way already; None: no more."""
+        """What to bring, and whether it is on its way by another ask; None: no more."""
         with self.turn:
-            while not (self._ends() or self.supply.done):
+            while not (self._ends() or self.schedule.done):
                 now = time.monotonic()
                 ask = next_ask(now)
                 if ask is not None:
-                    self.guards.setdefault(ask.number, threading.Lock())
-                    return ask, self.supply.twice(ask)
-                if self.unreadable and self.supply.hopeless(now):
+                    self.chunk_locks.setdefault(ask.number, threading.Lock())
+                    return ask, self.schedule.twice(ask)
+                if self.unreadable and self.schedule.hopeless(now):
                     raise self.unreadable
                 self.turn.wait(POLL)
         return None
@@ -155,71 +141,66 @@ class Shared(Run):
     def _bring(self, ask: Ask, buffer: memoryview, twice: bool) -> None:
         start, size = self.span(ask.number)
         aside = memoryview(mmap.mmap(-1, size)) if twice else None
-        guard = self.guards[ask.number]
+        chunk_lock = self.chunk_locks[ask.number]
 
         def sink(at: int, piece: memoryview) -> None:
             if aside is not None:
                 aside[at - start : at - start + len(piece)] = piece
                 return
-            with guard:
-                if self.supply.obsolete(ask):
+            with chunk_lock:
+                if self.schedule.obsolete(ask):
                     raise _Over
                 self.write(at, piece)
 
         try:
             found = self._fetched(ask, buffer, sink)
-        except Failed as failed:
+        except ChunkRefused as refused:
             with self.turn:
-                self.supply.failed(ask, failed.why, time.monotonic())
+                self.schedule.failed(ask, refused.why, time.monotonic())
             return
         except _Over:
             with self.turn:
-                self.supply.got(ask, time.monotonic())
+                self.schedule.got(ask, time.monotonic())
             return
         if found is not None:
-            with guard:
-                if aside is not None and not self.supply.obsolete(ask):
+            with chunk_lock:
+                if aside is not None and not self.schedule.obsolete(ask):
                     self.write(start, aside)
                 self._is_in(ask, size, found)
 
     def _fetched(self, ask: Ask, buffer: memoryview, sink: Write) -> bytes | None:
-        """The digest; None where the source cannot be read. Raises refusal.Failed."""
+        """The digest; None where the source cannot be read. Raises ChunkRefused."""
         if ask.peer == SOURCE:
             try:
                 return self.take(ask.number, buffer, sink)
             except Unreadable as error:
                 with self.turn:
                     self.unreadable = error
-                    self.supply.failed(ask, "source", time.monotonic())
-                self.part.note_blind()
+                    self.schedule.failed(ask, "source", time.monotonic())
+                self.part.note_source_failed()
                 return None
         start, size = self.span(ask.number)
 
-        def knows(has: int, blind: bool) -> None:
+        def peer_has(has: int, source_failed: bool) -> None:
             with self.turn:
-                self.supply.knows(ask.peer, has, time.monotonic(), blind)
+                self.schedule.peer_has(ask.peer, has, time.monotonic(), source_failed)
 
-        return self.peers.fetch(
-            ask.peer,
-            ask.number,
-            start,
-            size,
-            buffer,
-            self.supply.give_up(ask),
-            sink,
-            lambda: self._ends() or self.supply.obsolete(ask),
-            self.supply.wait(ask),
-            knows,
+        def stop() -> bool:
+            return self._ends() or self.schedule.obsolete(ask)
+
+        chunk = ChunkRequest(
+            ask.number, start, size, self.schedule.give_up(ask), self.schedule.wait(ask)
         )
+        return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop))
 
     def _is_in(self, ask: Ask, size: int, found: bytes) -> None:
-        """Notes a chunk, unless another ask was faster. The caller has the chunk's guard."""
-        if not self.supply.obsolete(ask):
+        """Notes a chunk, unless another ask was faster. The caller holds the chunk's lock."""
+        if not self.schedule.obsolete(ask):
             self.note(ask.number, found)
             if ask.peer != SOURCE:
                 with self.turn:
                     self.from_peers += size
                     self.part.note_peers(self.from_peers)
         with self.turn:
-            self.supply.got(ask, time.monotonic())
+            self.schedule.got(ask, time.monotonic())
             self.turn.notify_all()

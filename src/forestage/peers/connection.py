@@ -1,8 +1,10 @@
-"""HTTP to one peer's service, bounded in time: whatever the peer does, a call ends.
+"""HTTP connection to one peer's service, bounded in time: whatever the peer does, a call ends.
 
-Every byte that arrives comes through `_Bounded.recv_into`. Whatever waits does so for a moment at
-a time, and looks in between whether the answer is still wanted: a copy that is complete must not
-wait for those it had asked.
+http.client reads nothing but by `_Bounded.recv_into`, so that is where silence and the limit are
+noticed. All waiting is done in moments, with a look in between at whether the response is still
+wanted: a copy that is complete must not wait for the peers it had asked.
+
+Why not aiohttp's client: docs/decisions/0018-the-client-reads-with-http-client.md.
 """
 
 import contextlib
@@ -22,15 +24,15 @@ CONNECT = 1.0  # seconds, for a name's addresses, and then for each of them
 STALL = 1.5  # seconds without a byte
 MOMENT = 0.2  # seconds between two looks at whether the answer is still wanted
 MANY = 256 << 10  # bytes that are worth waking up for
-MAX_SMALL = 4096  # bytes of an answer that is no chunk
+MAX_SMALL = 4096  # bytes of a response that is no chunk
 
 
 class Stopped(Exception):
-    """The caller does not want it any more."""
+    """The caller does not want the response any more."""
 
 
 class Late(Exception):
-    """It came, but not fast enough."""
+    """Bytes came, but not fast enough for the limit."""
 
 
 class Unreachable(Exception):
@@ -38,9 +40,10 @@ class Unreachable(Exception):
 
 
 class Limit:
-    """How long an answer may take: `wait` until its first byte beyond STALL, `until` as a whole.
+    """How long one response may take; seconds.
 
-    Seconds; `until` is monotonic.
+    Its first byte may take `wait` longer than STALL, which is the limit between two reads. `until`
+    (monotonic) is the limit for all of it.
     """
 
     def __init__(self, wait: float, until: float, stop: Callable[[], bool]) -> None:
@@ -49,11 +52,11 @@ class Limit:
         self._stop = stop
 
     def silent_at(self) -> float:
-        """When nothing has come for too long, as of now; monotonic."""
+        """When the peer counts as silent if no byte comes from now on; monotonic."""
         return time.monotonic() + self._patience
 
     def moment(self, until: float) -> float:
-        """How long to wait before the next look. Raises Stopped, Late; TimeoutError at `until`."""
+        """Seconds until the next look. Raises Stopped, Late; TimeoutError at `until`."""
         if self._stop():
             raise Stopped
         now = time.monotonic()
@@ -74,7 +77,7 @@ class _Bounded(socket.socket):
     _enough = 1  # bytes that wake a waiting thread
 
     def recv_into(self, *args: Any) -> int:
-        """What has come, once it is much, or a moment is over."""
+        """Reads what has arrived, once it is much, or a moment is over."""
         silent_at = self.limit.silent_at()
         self._wake_at(len(args[0]))
         self.setblocking(False)
@@ -82,17 +85,17 @@ class _Bounded(socket.socket):
         arrived.register(self, select.POLLIN)
         while True:
             arrived.poll(self.limit.moment(silent_at) * 1000)
-            # Kept in here: the file around a socket gives up for good when it sees a time-out.
+            # Caught here: the file object around a socket refuses all reads after a time-out.
             with contextlib.suppress(BlockingIOError):
                 count = super().recv_into(*args)
                 self.limit.arrived()
                 return count
 
     def _wake_at(self, room: int) -> None:
-        """Waits for many bytes where there is room for many, else for any.
+        """Has poll(2) return for many bytes where there is room for many, else for any.
 
-        A chunk that trickles in, one of several, woke its thread for every packet: of what a copy
-        took of the processors, most was that.
+        Chunks from several peers trickle in at once. Without SO_RCVLOWAT each packet woke a thread,
+        which was most of the processor time of a copy.
         """
         enough = min(room, MANY) if room >= MANY // 4 else 1
         if enough != self._enough:
@@ -107,14 +110,14 @@ class _Http(http.client.HTTPConnection):
         self.sock = _connected(Address(self.host, self.port), self.limit)
 
     def bound(self, limit: Limit) -> None:
-        """For the next request and its answer."""
+        """Sets the limit of the next request and its response."""
         if isinstance(self.sock, _Bounded):
             self.sock.settimeout(STALL)
             self.sock.limit = limit
 
 
-class Line:
-    """A connection to a peer, made when it is needed, and kept. For one thread at a time."""
+class Connection:
+    """A connection that is made when it is needed, and kept. For one thread at a time."""
 
     def __init__(self, address: Address) -> None:
         self._http = _Http(address.host, address.port)
@@ -123,7 +126,16 @@ class Line:
     def is_open(self) -> bool:
         return self._http.sock is not None
 
-    def ask(
+    def open(self, limit: Limit) -> None:
+        """Connects, if need be. Raises Unreachable, Stopped, Late."""
+        if not self.is_open:
+            self._http.limit = limit
+            try:
+                self._http.connect()
+            except OSError as error:
+                raise Unreachable(str(error)) from None
+
+    def send(
         self,
         method: str,
         path: str,
@@ -131,18 +143,13 @@ class Line:
         limit: Limit,
         body: bytes | None = None,
     ) -> http.client.HTTPResponse:
-        """Sends a request and gives the answer, of which the head has come.
+        """Sends a request and returns its response, of which the head has been read.
 
         Raises Unreachable, OSError (TimeoutError: silence), http.client.HTTPException, Stopped,
-        Late. After an error, and after an answer that was not read to its end, `close` is the
-        caller's duty.
+        Late. The caller must `close` after an error, and after a response that was not read to its
+        end.
         """
-        if not self.is_open:
-            self._http.limit = limit
-            try:
-                self._http.connect()
-            except OSError as error:
-                raise Unreachable(str(error)) from None
+        self.open(limit)
         self._http.bound(limit)
         self._http.putrequest(method, path, skip_accept_encoding=True)
         for name, value in headers.items():
@@ -157,7 +164,7 @@ class Line:
 
 
 def _connected(address: Address, limit: Limit) -> _Bounded:
-    """Raises Stopped, Late, OSError: that of the last address."""
+    """Tries each address of the host. Raises Stopped, Late, and the OSError of the last one."""
     failed = OSError(f"{address.host} has no address")
     for family, kind, protocol, _, where in _addresses(address, limit):
         try:
@@ -187,21 +194,21 @@ def _connected_to(where: Any, line: _Bounded, limit: Limit) -> _Bounded:
 
 
 def _addresses(address: Address, limit: Limit) -> list[Any]:
-    """As of getaddrinfo(3), which nothing can interrupt: its thread is left to itself then.
+    """The addresses of getaddrinfo(3). Raises Stopped, Late, OSError.
 
-    Raises Stopped, Late, OSError.
+    Nothing can interrupt that call, so it has a thread of its own, which is abandoned if need be.
     """
     found: list[Any] = []
     failed: list[Exception] = []
 
-    def look() -> None:
+    def resolve() -> None:
         try:
             found.extend(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as error:  # the latter: no name that DNS could have
             failed.append(error)
 
     until = time.monotonic() + CONNECT
-    thread = threading.Thread(target=look, name="addresses", daemon=True)
+    thread = threading.Thread(target=resolve, name="addresses", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(limit.moment(until))
@@ -210,9 +217,9 @@ def _addresses(address: Address, limit: Limit) -> list[Any]:
     return found
 
 
-def small(answer: http.client.HTTPResponse) -> bytes:
-    """The whole of a short body. Raises as `Line.ask` does."""
-    body = answer.read(MAX_SMALL)
-    if not answer.isclosed():
-        raise http.client.HTTPException("an answer that is long, or of no known length")
+def read_small(response: http.client.HTTPResponse) -> bytes:
+    """The whole of a short body. Raises what `Connection.send` raises."""
+    body = response.read(MAX_SMALL)
+    if not response.isclosed():
+        raise http.client.HTTPException("a response that is long, or of no known length")
     return body

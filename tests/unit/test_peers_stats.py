@@ -1,4 +1,4 @@
-"""What the service counts: it reaches the disk, and strangers do not reach the log."""
+"""The service's counts: they reach the disk, and strangers cannot fill the log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.counters import KEYS, Counters, read
+from forestage.peers.stats import KEYS, Counters, read
 
 
 @pytest.fixture
@@ -15,11 +15,11 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "run/peer.json"
 
 
-def test_what_was_counted_can_be_read(file: Path) -> None:
+def test_flushed_counts_can_be_read(file: Path) -> None:
     counted = Counters(file, since=5.0)
-    counted.opened()
-    counted.served("a", 100)
-    counted.served("a", 23)
+    counted.session_opened()
+    counted.uploaded("a", 100)
+    counted.uploaded("a", 23)
     counted.refused("10.0.0.9", "no")
     counted.flush()
     found = read(file)
@@ -28,22 +28,22 @@ def test_what_was_counted_can_be_read(file: Path) -> None:
     assert found.refused == 1
 
 
-def test_what_has_not_changed_is_not_written_again(file: Path) -> None:
+def test_unchanged_counts_are_not_written_again(file: Path) -> None:
     counted = Counters(file, since=5.0)
     counted.flush()
     before = file.stat().st_ino
     counted.flush()
     assert file.stat().st_ino == before
-    counted.served("a", 1)
+    counted.uploaded("a", 1)
     counted.flush()
     assert file.stat().st_ino != before
 
 
-def test_each_keys_bytes_are_told_for_the_last_ones_only(file: Path) -> None:
+def test_bytes_by_key_are_kept_for_the_last_keys(file: Path) -> None:
     counted = Counters(file, since=5.0)
     for number in range(KEYS + 10):
-        counted.served("steady", 1)
-        counted.served(f"{number}", 2)
+        counted.uploaded("steady", 1)
+        counted.uploaded(f"{number}", 2)
     counted.flush()
     found = read(file)
     assert found is not None
@@ -51,7 +51,7 @@ def test_each_keys_bytes_are_told_for_the_last_ones_only(file: Path) -> None:
     assert (found.of("steady"), found.of(f"{KEYS + 9}"), found.of("0")) == (KEYS + 10, 2, 0)
 
 
-def test_a_thousand_refusals_are_one_line(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_many_refusals_are_one_log_line(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     counted = Counters(file, since=5.0)
     for number in range(1000):
         counted.refused("10.0.0.9", f"line\nbreak {number}")
@@ -62,14 +62,14 @@ def test_a_thousand_refusals_are_one_line(file: Path, capfd: pytest.CaptureFixtu
     )
 
 
-def test_no_service_has_no_counts(file: Path) -> None:
+def test_missing_or_damaged_counts_are_none(file: Path) -> None:
     assert read(file) is None
     file.parent.mkdir()
     file.write_text("{")
     assert read(file) is None
 
 
-def test_others_cannot_write_the_counts(file: Path) -> None:
+def test_counts_are_writable_by_root_only(file: Path) -> None:
     Counters(file, since=5.0).flush()
     assert file.stat().st_mode & 0o022 == 0
     assert os.listdir(file.parent) == ["peer.json"]

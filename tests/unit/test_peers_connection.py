@@ -1,4 +1,4 @@
-"""What a connection to a peer costs the node that waits for bytes on it."""
+"""Processor time of a connection to a peer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import pytest
+from forestage.address import Address
 
-from forestage import wire
-from forestage.config import Address
-from forestage.wire import MOMENT, Limit, Line
+from forestage.peers import connection
+from forestage.peers.connection import MOMENT, Connection, Limit
 
 PIECE, PIECES = 1024, 256
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\n\r\n" % (PIECE * PIECES)
@@ -28,7 +28,7 @@ def trickle(server: socket.socket) -> None:
             time.sleep(0.001)  # a packet of its own for each
 
 
-def test_a_chunk_that_trickles_in_does_not_wake_its_thread_for_each_packet(
+def test_trickling_chunk_does_not_wake_its_thread_for_each_packet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It did: that was most of what many copies on one machine took of its processors."""
@@ -42,14 +42,14 @@ def test_a_chunk_that_trickles_in_does_not_wake_its_thread_for_each_packet(
 
     monkeypatch.setattr(socket.socket, "recv_into", counted)
     for patience in ("CONNECT", "STALL"):
-        monkeypatch.setattr(wire, patience, 600.0)
+        monkeypatch.setattr(connection, patience, 600.0)
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=trickle, args=[server])
         thread.start()
-        line = Line(Address("127.0.0.1", server.getsockname()[1]))
+        line = Connection(Address("127.0.0.1", server.getsockname()[1]))
         try:
-            answer = line.ask("GET", "/", {}, Limit(5.0, start + 600, lambda: False))
+            answer = line.send("GET", "/", {}, Limit(5.0, start + 600, lambda: False))
             got = bytearray(PIECE * PIECES)
             assert answer.readinto(got) == len(got)
         finally:

@@ -1,0 +1,48 @@
+"""Chunks of images between the nodes of a job.
+
+    ring          which node reads which chunk, and which nodes talk to each other
+    peer_table    what a copy knows of each node around it
+    schedule      which chunk each worker fetches next, and from which node
+    auth          proof that a peer is root on a node of this cluster; MACs
+    connection    one HTTP connection to a peer, bounded in time
+    protocol      a session and a chunk, as the client asks for them
+    client        the nodes of a job: sessions and connections for all threads of a copy
+    local_chunks  the chunks that this node can give
+    sessions      what the service remembers of its clients
+    stats         what the service has uploaded
+    server        the service itself, `forestage peer`
+
+The first seven are used by the stager, the others by the service. A job's hooks load none of them.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forestage.config import Config
+    from forestage.paths import Places
+    from forestage.peers.client import Peers
+
+
+def of_job(
+    config: "Config", node_name: str, nodelist: str, key: str, places: "Places | None" = None
+) -> "Peers | None":
+    """The nodes that a copy may ask; None where peers are off, or there is nobody else.
+
+    `nodelist` as Slurm writes it: n[1-4,7]. Raises PeerError and OSError where the key file cannot
+    be used.
+    """
+    # One name has neither: then nothing is loaded.
+    if not (config.peers.enabled and node_name and ("," in nodelist or "[" in nodelist)):
+        return None
+    from forestage.paths import Places
+    from forestage.peers import auth
+    from forestage.peers.client import Peers
+    from forestage.slurm.nodelist import expand
+
+    nodes = expand(nodelist)
+    if node_name not in nodes:
+        nodes = (*nodes, node_name)
+    if len(nodes) < 2:
+        return None
+    prover = auth.prover(config.peers.key_file, (places or Places()).munge)
+    return Peers(config, nodes, node_name, key, prover)

@@ -1,0 +1,256 @@
+"""Proof that a peer is root on a node of this cluster, and MACs of requests and responses.
+
+The client sends a credential that holds the key it will ask for, and a fresh secret. The credential
+is one of munge's, which encrypts it for root of this cluster, or is made with a key file that all
+nodes share. From then on each request and each response carries a MAC (HMAC-SHA256) that only a
+holder of the secret can make.
+
+A credential that was recorded is good for CREDENTIAL_SECONDS, on the nodes that have not seen it.
+It opens a session whose secret the replayer does not have, and a recorded request does not fit that
+session: its MAC holds the name of the one it was made for. docs/security.md has the argument.
+"""
+
+import binascii
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from forestage.errors import PeerError
+from forestage.system import run
+
+PROTOCOL = "forestage-1"
+CREDENTIAL_SECONDS = 60  # by the wall clocks of two nodes, which may differ by some seconds
+PATIENCE = 5.0  # seconds for munge or unmunge
+SECRET_BYTES = 32
+MAX_TEXT = 4096  # bytes of a credential; ours have some 500
+MAX_KEY_FILE = 4096  # bytes
+
+Stop = Callable[[], bool]
+
+
+class Refused(Exception):
+    """A credential that proves nothing; the text is for the service's own log."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A credential, and the secret that those who may read it find in it."""
+
+    text: str
+    secret: bytes
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What a credential says, once it is known that root of this cluster made it."""
+
+    key: str
+    secret: bytes
+
+
+def _never() -> bool:
+    return False
+
+
+class Prover(Protocol):
+    """A way to make credentials and to read them; each may take milliseconds.
+
+    Both raise Refused and ForestageErrors. `stop` returns true once the offer is not wanted any
+    more.
+    """
+
+    def offer(self, key: str, stop: Stop = _never) -> Offer: ...
+
+    def read(self, text: str) -> Claim: ...
+
+
+class _Payload(msgspec.Struct, frozen=True):
+    """What munge carries; it is encrypted on the way. `secret` in hex."""
+
+    protocol: str
+    key: str
+    secret: str
+
+
+class _Signed(msgspec.Struct, frozen=True):
+    """The credential where a key file takes munge's place; `nonce` and `mac` in hex.
+
+    `made`: milliseconds since the epoch, by the client's clock.
+    """
+
+    protocol: str
+    key: str
+    made: int
+    nonce: str
+    mac: str
+
+
+class Munge(msgspec.Struct, frozen=True):
+    """munged proves the uid, encrypts, and decodes each credential only once on a node.
+
+    `socket` of another munged than the node's own, which is "".
+    """
+
+    socket: str = ""
+
+    def offer(self, key: str, stop: Stop = _never) -> Offer:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        payload = msgspec.json.encode(_Payload(PROTOCOL, key, secret.hex()))
+        argv = ("munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
+        ran = self._run(payload, stop, *argv)
+        if ran.code:
+            raise PeerError(ran.explained(), "is munged running?")
+        return Offer(ran.out.strip(), secret)
+
+    def read(self, text: str) -> Claim:
+        ran = self._run(text.encode(), _never, "unmunge", "--numeric", "--keys=UID")
+        if ran.code:
+            raise Refused(ran.explained())
+        facts, _, payload = ran.out.partition("\n\n")
+        name, _, uid = facts.partition(":")
+        if (name.strip(), uid.strip()) != ("UID", "0"):
+            raise Refused(f"made by uid {uid.strip()!r}, expected root")
+        try:
+            said = msgspec.json.decode(payload, type=_Payload)
+            secret = bytes.fromhex(said.secret)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise Refused(f"not of this kind: {error}") from None
+        if said.protocol != PROTOCOL or len(secret) != SECRET_BYTES:
+            raise Refused("of another protocol")
+        return Claim(said.key, secret)
+
+    def _run(self, content: bytes, stop: Stop, *argv: str) -> run.Ran:
+        """Runs a program of munge's. No secret is an argument, which all users see in ps(1)."""
+        with _in_memory(content) as fd:
+            where = [f"--socket={self.socket}"] if self.socket else []
+            return run.run([*argv, f"--input=/proc/self/fd/{fd}", *where], [fd], _TimeIsUp(stop))
+
+
+class KeyFile(msgspec.Struct, frozen=True):
+    """A secret that all nodes share. The secret of a session is derived from it and never sent."""
+
+    shared: bytes
+
+    @classmethod
+    def load(cls, path: Path) -> "KeyFile":
+        """Raises PeerError unless it is root's own, of some length, and nobody else can read it."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            facts = os.fstat(fd)
+            if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+                raise PeerError(f"{path} is not root's with mode 0600", "chmod it")
+            shared = os.read(fd, MAX_KEY_FILE)
+        finally:
+            os.close(fd)
+        if len(shared) < SECRET_BYTES:
+            raise PeerError(
+                f"{path} holds {len(shared)} bytes, expected {SECRET_BYTES} or more",
+                "head -c 64 /dev/urandom makes a good one",
+            )
+        return cls(shared)
+
+    def offer(self, key: str, stop: Stop = _never) -> Offer:
+        made, nonce = round(time.time() * 1000), secrets.token_hex(SECRET_BYTES)
+        mac = self._keyed("session", key, str(made), nonce).hex()
+        text = msgspec.json.encode(_Signed(PROTOCOL, key, made, nonce, mac)).decode()
+        return Offer(text, self._keyed("secret", key, str(made), nonce))
+
+    def read(self, text: str) -> Claim:
+        try:
+            said = msgspec.json.decode(text, type=_Signed)
+        except msgspec.MsgspecError as error:
+            raise Refused(f"not of this kind: {error}") from None
+        right = self._keyed("session", said.key, str(said.made), said.nonce)
+        if said.protocol != PROTOCOL or not hmac.compare_digest(right, _bytes(said.mac)):
+            raise Refused("made with another key file")
+        # As munge does: the other node's clock may be ahead of this one's.
+        age = time.time() - said.made / 1000
+        if abs(age) > CREDENTIAL_SECONDS:
+            raise Refused(f"made {age:.0f}s ago, by another node's clock")
+        return Claim(said.key, self._keyed("secret", said.key, str(said.made), said.nonce))
+
+    def _keyed(self, purpose: str, *said: str) -> bytes:
+        return _hmac(self.shared, PROTOCOL, purpose, *said)
+
+
+def prover(key_file: str | None, munge_socket: str) -> Prover:
+    """The prover that the configuration names. Raises PeerError, OSError."""
+    return Munge(munge_socket) if key_file is None else KeyFile.load(Path(key_file))
+
+
+def check(prover: Prover) -> None:
+    """Reads a credential of its own: what fails here fails with every peer. Raises PeerError."""
+    try:
+        prover.read(prover.offer("").text)
+    except Refused as refused:
+        raise PeerError(str(refused), "run it as root, and see munged") from None
+
+
+def of_session(secret: bytes, session: str) -> str:
+    """The MAC of a server's first response: it could read the credential."""
+    return _hmac(secret, "session", session).hex()
+
+
+def of_request(secret: bytes, session: str, method: str, path: str, span: str, counter: int) -> str:
+    """The MAC of a request; `span` is its Range header.
+
+    It holds the session's name: else a recorded request would be right in the session that a
+    recorded credential opens on another node.
+    """
+    return _hmac(secret, "request", session, method, path, span, str(counter)).hex()
+
+
+def of_response(
+    secret: bytes, counter: int, status: int, has: str, digest: str = "", length: int = 0
+) -> str:
+    """The MAC of a response. `digest`: hex, "" where no chunk follows; `has`: "" without a copy."""
+    return _hmac(secret, "answer", str(counter), str(status), has, digest, str(length)).hex()
+
+
+def same(mac: str, other: str) -> bool:
+    """Compares in a time that does not depend on how much of it is right."""
+    return hmac.compare_digest(mac.encode(), other.encode(errors="replace"))
+
+
+def _hmac(secret: bytes, *said: str) -> bytes:
+    # Each with its length: no two lists of words are the same bytes.
+    message = "".join(f"{len(word)}:{word}" for word in said)
+    return hmac.digest(secret, message.encode(errors="surrogateescape"), hashlib.sha256)
+
+
+def _bytes(digits: str) -> bytes:
+    """The bytes of hex digits; b"", which no MAC is, where they are none."""
+    try:
+        return binascii.unhexlify(digits)
+    except ValueError:
+        return b""
+
+
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[int]:
+    """A file without a name, for a program that reads a secret."""
+    fd = os.memfd_create("credential", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, content, 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class _TimeIsUp(threading.Event):
+    """Is set when PATIENCE is over, or `stop` returns true."""
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__()
+        self._stop = stop
+        self._until = time.monotonic() + PATIENCE
+
+    def is_set(self) -> bool:
+        return self._stop() or time.monotonic() >= self._until

@@ -1,0 +1,116 @@
+"""The nodes of a job as one copy asks them: its sessions and connections, shared by its threads.
+
+A copy has one session with each peer. The first thread that wants one opens it, the others wait for
+the result, success or failure. Each thread has connections of its own, and keeps the KEPT that it
+used last.
+"""
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from forestage.config import Config
+from forestage.peers import protocol
+from forestage.peers.auth import Prover
+from forestage.peers.connection import Connection
+from forestage.peers.protocol import ChunkRefused, ChunkRequest, Receiver, Session, SessionUnknown
+
+KEPT = 32  # connections of one thread
+MOMENT = 0.2  # seconds between two looks at whether a chunk is still wanted
+AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
+
+
+class _SharedSession:
+    """The session with one peer, and the lock under which it is opened."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.session: Session | None = None
+        self.failed: ChunkRefused | None = None
+        self.failed_at = 0.0
+
+    @contextlib.contextmanager
+    def held(self, stop: Callable[[], bool]) -> Iterator[None]:
+        """Takes the lock; opening a session may take seconds. Raises ChunkRefused at `stop`."""
+        while not self.lock.acquire(timeout=MOMENT):
+            if stop():
+                raise ChunkRefused("slow", "it is not wanted any more")
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+
+class Peers:
+    """The nodes of a job, for the copy of one key."""
+
+    def __init__(
+        self, config: Config, nodes: tuple[str, ...], me: str, key: str, prover: Prover
+    ) -> None:
+        self.nodes = nodes
+        self.me = me
+        self._key = key
+        self._config = config.peers
+        self._prover = prover
+        self._sessions = {node: _SharedSession() for node in nodes}
+        self._own = threading.local()  # each thread's connections
+        self._all: list[OrderedDict[str, Connection]] = []
+
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        """Writes a chunk to the receiver and returns its digest, which the bytes have.
+
+        Raises ChunkRefused: then nothing that was written counts. What `receiver.write` raises goes
+        through. The first chunk of a peer may take protocol.HANDSHAKE seconds more than its limit.
+        """
+        line = self._connection(peer)
+        for _ in range(2):
+            session = self._session(peer, line, receiver.stop)
+            try:
+                return protocol.fetch(line, session, self._key, chunk, receiver)
+            except SessionUnknown:
+                self._forget(peer, session, receiver.stop)
+        raise ChunkRefused("refused", "the session is not known")
+
+    def close(self) -> None:
+        """Closes all connections. No other thread may use them any more."""
+        for lines in self._all:
+            while lines:
+                lines.popitem()[1].close()
+
+    def _connection(self, peer: str) -> Connection:
+        """This thread's connection to a peer; a new one takes the place of the least recent one."""
+        if not hasattr(self._own, "lines"):
+            self._own.lines = OrderedDict()
+            self._all.append(self._own.lines)
+        lines: OrderedDict[str, Connection] = self._own.lines
+        if peer not in lines:
+            lines[peer] = Connection(self._config.of(peer))
+            while len(lines) > KEPT:
+                lines.popitem(last=False)[1].close()
+        lines.move_to_end(peer)
+        return lines[peer]
+
+    def _session(self, peer: str, line: Connection, stop: Callable[[], bool]) -> Session:
+        """The copy's session with a peer, opened if need be. Raises ChunkRefused."""
+        shared = self._sessions[peer]
+        with shared.held(stop):
+            if shared.session is not None:
+                return shared.session
+            # Else each thread would wait for the time-out of its own connection, one by one.
+            if shared.failed is not None and time.monotonic() - shared.failed_at < AGAIN:
+                raise ChunkRefused(shared.failed.why, str(shared.failed))
+            try:
+                shared.session = protocol.open_session(line, self._key, self._prover, stop)
+            except ChunkRefused as failed:
+                if failed.why != "slow":  # else only this thread does not want its chunk any more
+                    shared.failed, shared.failed_at = failed, time.monotonic()
+                raise
+            return shared.session
+
+    def _forget(self, peer: str, session: Session, stop: Callable[[], bool]) -> None:
+        shared = self._sessions[peer]
+        with shared.held(stop):
+            if shared.session is session:  # else another thread has opened a new one
+                shared.session = None

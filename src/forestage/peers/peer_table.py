@@ -1,0 +1,181 @@
+"""Peer table of a copy: which chunks each neighbour has, how busy it is, whom not to ask now.
+
+Pure, a part of schedule.py's state. Sets of chunks are numbers: bit 5 is chunk 5. Times are
+monotonic seconds.
+
+    state          after                              until
+    usable         (at first)
+    backed off     refused, slow, absent, silent      2 to 32 times the seconds of that kind
+    left out       wrong bytes; silent once more      the copy ends
+    lagging        much slower than other peers       some seconds; asked only for what no other has
+    source failed  it said so                         it says otherwise; it is still asked
+
+A peer that is backed off or left out is `out`, and so is, for reading, one whose source failed.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from forestage.peers.ring import SOURCE
+
+# If this many peers are unreachable and none ever answered, no service is taken to run anywhere.
+ENOUGH = 8
+
+
+class PeerTable:
+    """The neighbours of one node, for one copy."""
+
+    def __init__(self, neighbours: Iterable[str]) -> None:
+        self.neighbours = list(neighbours)
+        self.has: dict[str, int] = {}  # chunks of those that have the image or a part of it
+        self.load: Counter[str] = Counter()  # asks under way; SOURCE has an entry too
+        self.source_failed: set[str] = set()
+        self._heard: dict[str, float] = {}  # when it last said what it has
+        self._out: dict[str, float] = {}  # not to be asked until then
+        self._lagging: dict[str, float] = {}
+        self._strikes: Counter[str] = Counter()  # failures since it last gave a chunk
+        self._hung: set[str] = set()
+        self._unreached: set[str] = set()
+        self._answered = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether no service seems to run on any of them."""
+        return not self._answered and len(self._unreached) >= min(len(self.neighbours), ENOUGH)
+
+    @property
+    def any_heard(self) -> bool:
+        """Whether one has ever said what it has."""
+        return bool(self._heard)
+
+    def unreached(self, peer: str) -> None:
+        """Notes that it did not answer, or not as one of our services."""
+        self._unreached.add(peer)
+
+    def answered(self, peer: str) -> None:
+        """Notes that its service runs, whether its copy has begun or not."""
+        self._unreached.discard(peer)
+        self._answered = True
+
+    def said(self, peer: str, has: int, now: float, source_failed: bool) -> None:
+        """Notes which chunks it has, and whether its source fails."""
+        self.answered(peer)
+        self.has[peer] = has
+        (self.source_failed.add if source_failed else self.source_failed.discard)(peer)
+        self._heard[peer] = now
+
+    def news_age(self, peer: str, now: float, begun: float) -> float:
+        """Seconds since it last said what it has, or since the copy began."""
+        return now - self._heard.get(peer, begun)
+
+    def met(self) -> int:
+        """How many have said what they have, or turned out to be out."""
+        return len(self.has.keys() | self._out.keys())
+
+    def back_off(self, peer: str, seconds: float, now: float) -> None:
+        """Does not ask it for so many seconds; twice as many each time, at most 32 times."""
+        if not self.is_out(peer, now):  # several asks that failed together are one failure
+            self._out[peer] = now + seconds * 2 ** min(self._strikes[peer], 5)
+            self._strikes[peer] += 1
+        self.has.pop(peer, None)
+
+    def gave(self, peer: str) -> None:
+        """Notes that a chunk of it came: its failures are forgotten."""
+        self._strikes.pop(peer, None)
+        self._hung.discard(peer)
+
+    def hung(self, peer: str, seconds: float, now: float) -> None:
+        """Backs off from a peer that was silent; the second time it is left out.
+
+        Not the first time: where processors are short all peers may be silent in one moment, and a
+        copy that left all of them out would read the whole image.
+        """
+        if self.is_out(peer, now):
+            return  # several asks that failed together are one failure
+        if peer in self._hung:
+            self.leave_out(peer)
+        else:
+            self._hung.add(peer)
+            self.back_off(peer, seconds, now)
+
+    def leave_out(self, peer: str) -> None:
+        """Does not ask it any more during this copy."""
+        self._out[peer] = math.inf
+        self.has.pop(peer, None)
+
+    def lags(self, peer: str, until: float) -> None:
+        """Notes that it is much slower than others, which are preferred until then."""
+        self._lagging[peer] = until
+
+    def is_lagging(self, peer: str, now: float) -> bool:
+        return self._lagging.get(peer, -math.inf) > now
+
+    def is_out(self, peer: str, now: float) -> bool:
+        return self._out.get(peer, -math.inf) > now
+
+    def not_reading(self, now: float, or_lagging: bool) -> set[str]:
+        """The peers in whose stead others read."""
+        out = [peer for peer, until in self._out.items() if until > now]
+        lagging = [peer for peer in self._lagging if or_lagging and self.is_lagging(peer, now)]
+        return {*out, *self.source_failed, *lagging}
+
+    def may_read(self) -> list[str]:
+        """The peers whose source is not known to fail."""
+        return [peer for peer in self.neighbours if peer not in self.source_failed]
+
+    def all_out(self, now: float) -> bool:
+        """Whether there is no peer to ask."""
+        return all(self.is_out(peer, now) for peer in self.neighbours)
+
+    def offered(self, now: float) -> int:
+        """The chunks that at least one peer has."""
+        found = 0
+        for peer, has in self.has.items():
+            if not self.is_out(peer, now):
+                found |= has
+        return found
+
+    def others_with(self, number: int, peer: str, now: float) -> Iterator[str]:
+        """The other peers that have the chunk."""
+        for other, has in self.has.items():
+            if has >> number & 1 and other != peer and not self.is_out(other, now):
+                yield other
+
+    def reading(self) -> int:
+        """Chunks under way from the source."""
+        return self.load[SOURCE]
+
+
+class Median:
+    """Running median of durations, roughly; `seconds` is 0 without any."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        # A step of 10 % towards each sample: it settles where as many are above as below.
+        before = self.seconds or seconds
+        self.seconds = before * (1.1 if seconds > before else 1 / 1.1)
+
+
+def sum_of(numbers: Iterable[int]) -> int:
+    """The set of these chunks."""
+    found = 0
+    for number in numbers:
+        found |= 1 << number
+    return found
+
+
+def bits(chunks: int) -> list[int]:
+    """The numbers of a set's chunks, in order."""
+    found = []
+    while chunks:
+        found.append(lowest(chunks))
+        chunks &= chunks - 1
+    return found
+
+
+def lowest(chunks: int) -> int:
+    """The number of a set's first chunk."""
+    return (chunks & -chunks).bit_length() - 1

@@ -1,0 +1,235 @@
+"""Client side of the peer protocol: how a session is opened, and how a chunk is fetched.
+
+    POST /v1/session               a credential (auth.py); returns the session's name, with a MAC
+    GET  /v1/chunk/<key>/<number>  Range: the chunk's bytes; request and response carry a MAC
+
+Whatever a peer does becomes a `ChunkRefused`, in bounded time. A connection is closed unless the
+response was read to its end, so a connection that is kept is always between two responses.
+"""
+
+import contextlib
+import http.client
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from forestage import errors
+from forestage.cache import digest
+from forestage.peers import auth, connection
+from forestage.peers.auth import Prover, Refused
+from forestage.peers.connection import Connection, Limit
+from forestage.peers.schedule import Why
+
+HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may need
+
+Stop = Callable[[], bool]
+_HAS = re.compile(r"([0-9a-f]+)(!?)")
+
+
+class ChunkRefused(Exception):
+    """A chunk did not come from a peer; `why` is what the schedule learns from it.
+
+    absent: the service runs and does not have the chunk (yet) · refused: not reached, or turned
+    away · silent: no byte for a while · wrong: bytes or MAC are not right · slow: it took too long,
+    or the copy does not want it any more.
+    """
+
+    def __init__(self, why: Why, detail: str = "") -> None:
+        super().__init__(f"{why}: {detail}" if detail else why)
+        self.why: Why = why
+
+
+class SessionUnknown(Exception):
+    """The peer does not know the session: its service was restarted."""
+
+
+class Session:
+    """A copy's session with one peer. `next(counter)` is atomic, so all threads share it."""
+
+    def __init__(self, name: str, secret: bytes) -> None:
+        self.name = name
+        self.secret = secret
+        self.counter = itertools.count()
+
+
+class ChunkRequest(msgspec.Struct, frozen=True):
+    """One chunk to fetch. `start` and `size` are bytes of the image.
+
+    Seconds: the peer may `wait` for the chunk if it does not have it, `give_up` is the limit for
+    all of it.
+    """
+
+    number: int
+    start: int
+    size: int
+    give_up: float
+    wait: float
+
+    @property
+    def span(self) -> str:
+        return f"bytes={self.start}-{self.start + self.size - 1}"
+
+
+class Receiver(msgspec.Struct, frozen=True):
+    """Where the pieces of a chunk go: `write(offset in the image, piece)`, through `buffer`.
+
+    `peer_has` is called with the chunks that the peer has (bit 5 is chunk 5), if it has any of the
+    image, and with whether its source fails. `stop` returns true once the chunk is not wanted any
+    more.
+    """
+
+    buffer: memoryview
+    write: Callable[[int, memoryview], None]
+    peer_has: Callable[[int, bool], None]
+    stop: Stop
+
+
+class _SessionOpened(msgspec.Struct, frozen=True):
+    session: str
+    mac: str
+
+
+def open_session(line: Connection, key: str, prover: Prover, stop: Stop) -> Session:
+    """Proves to the peer that this is root of the cluster, and checks the peer's own proof.
+
+    Raises ChunkRefused; `slow` only when it was stopped.
+    """
+    with contextlib.ExitStack() as undo, _as_refusals(late="refused"):
+        undo.callback(line.close)
+        # First the connection: no credential is made for a node that is out of reach.
+        line.open(Limit(HANDSHAKE, time.monotonic() + HANDSHAKE, stop))
+        try:
+            offer = prover.offer(key, stop)
+        except (Refused, errors.ForestageError) as error:
+            raise ChunkRefused("slow" if stop() else "refused", str(error)) from None
+        limit = Limit(HANDSHAKE, time.monotonic() + HANDSHAKE, stop)
+        response = line.send("POST", "/v1/session", {}, limit, offer.text.encode())
+        try:
+            opened = msgspec.json.decode(_body(response), type=_SessionOpened)
+        except msgspec.MsgspecError as error:
+            raise ChunkRefused("refused", str(error)) from None
+        # A host that cannot read the credential cannot make this MAC: it is no node of ours.
+        if not auth.same(auth.of_session(offer.secret, opened.session), opened.mac):
+            raise ChunkRefused("wrong", "a wrong MAC on a session")
+        undo.pop_all()
+        return Session(opened.session, offer.secret)
+
+
+def fetch(
+    line: Connection, session: Session, key: str, chunk: ChunkRequest, receiver: Receiver
+) -> bytes:
+    """Writes a chunk to the receiver and returns its digest, which the bytes were checked against.
+
+    Raises ChunkRefused, and SessionUnknown: then nothing that was written counts. What
+    `receiver.write` raises goes through.
+    """
+    path = f"/v1/chunk/{key}/{chunk.number}"
+    limit = Limit(chunk.wait, time.monotonic() + chunk.give_up, receiver.stop)
+    with contextlib.ExitStack() as undo:
+        undo.callback(line.close)
+        with _as_refusals(late="slow"):
+            response, counter = _send_request(line, session, path, chunk, limit)
+            if response.status != http.client.PARTIAL_CONTENT:
+                connection.read_small(response)
+                undo.pop_all()
+        expected = _checked_digest(response, session, counter, receiver)
+        if response.length != chunk.size:
+            raise ChunkRefused("wrong", f"{response.length} bytes of {chunk.size}")
+        found = _receive(response, chunk, receiver)
+        if found.hex() != expected:
+            raise ChunkRefused("wrong", "the bytes do not have their digest")
+        undo.pop_all()
+    return found
+
+
+def _send_request(
+    line: Connection, session: Session, path: str, chunk: ChunkRequest, limit: Limit
+) -> tuple[http.client.HTTPResponse, int]:
+    """The response's head, and the number that the request had."""
+    while True:
+        counter, was_open = next(session.counter), line.is_open
+        headers = {
+            "Range": chunk.span,
+            "Forestage-Session": session.name,
+            "Forestage-Counter": str(counter),
+            "Forestage-Wait": f"{chunk.wait:.3f}",
+            "Forestage-Mac": auth.of_request(
+                session.secret, session.name, "GET", path, chunk.span, counter
+            ),
+        }
+        try:
+            return line.send("GET", path, headers, limit), counter
+        except ConnectionError:
+            # The service closes a connection that was idle, perhaps just now: once more on a new
+            # one, with a new number, as the service may have seen this one.
+            line.close()
+            if not was_open:
+                raise
+
+
+def _checked_digest(
+    response: http.client.HTTPResponse, session: Session, counter: int, receiver: Receiver
+) -> str:
+    """The digest of the chunk that follows. Raises ChunkRefused, SessionUnknown where none does."""
+    if response.status == http.client.UNAUTHORIZED:  # then the peer has no secret for a MAC
+        raise SessionUnknown
+    length = response.length or 0
+    has, expected = (response.headers.get(f"Forestage-{name}", "") for name in ("Has", "Digest"))
+    right = auth.of_response(session.secret, counter, response.status, has, expected, length)
+    mac = response.headers.get("Forestage-Mac", "")
+    # Without a MAC it proves nothing, so it is no lie either: a proxy, or trouble over there.
+    if response.status == http.client.FORBIDDEN or (response.status >= 400 and not mac):
+        raise ChunkRefused("refused", f"status {response.status}")
+    if not auth.same(right, mac):
+        raise ChunkRefused("wrong", "a wrong MAC on a response")
+    if has:
+        known = _HAS.fullmatch(has)
+        if not known:
+            raise ChunkRefused("wrong", "no set of chunks")
+        receiver.peer_has(int(known[1], 16), bool(known[2]))
+    if response.status in (http.client.NOT_FOUND, http.client.SERVICE_UNAVAILABLE):
+        raise ChunkRefused("absent", f"status {response.status}")
+    if response.status != http.client.PARTIAL_CONTENT:
+        raise ChunkRefused("refused", f"status {response.status}")
+    return expected
+
+
+def _receive(response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+    """The digest of the bytes that came."""
+    running = digest.Running()
+    end = chunk.start + chunk.size
+    for at in range(chunk.start, end, len(receiver.buffer)):
+        piece = receiver.buffer[: min(len(receiver.buffer), end - at)]
+        with _as_refusals(late="slow"):
+            count = response.readinto(piece)
+        if count != len(piece):
+            raise ChunkRefused("refused", "the connection was closed half-way")
+        running.add(piece)
+        receiver.write(at, piece)
+    return running.digest()
+
+
+def _body(response: http.client.HTTPResponse) -> bytes:
+    if response.status != http.client.OK:
+        raise ChunkRefused("refused", f"status {response.status}")
+    return connection.read_small(response)
+
+
+@contextlib.contextmanager
+def _as_refusals(late: Why) -> Iterator[None]:
+    """Turns all that a connection may raise into ChunkRefused; `late` is the reason for Late."""
+    try:
+        yield
+    except connection.Stopped:
+        raise ChunkRefused("slow", "it is not wanted any more") from None
+    except connection.Late:
+        raise ChunkRefused(late, "it took too long") from None
+    except connection.Unreachable as error:
+        raise ChunkRefused("refused", str(error)) from None
+    except TimeoutError:
+        raise ChunkRefused("silent", "no byte came") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ChunkRefused("refused", repr(error)) from None

@@ -1,0 +1,363 @@
+"""Chunk schedule of a peer-assisted copy: which chunk each worker fetches next, and from where.
+
+Pure: no threads, no I/O, and the time (monotonic seconds) is an argument. The engine
+(from_peers.py) calls it under its lock; bench/peers-model drives it with simulated links.
+
+    state of a chunk       becomes          when
+    missing, nobody asked  being read       it is of the own share; or taken over, see below
+                           being fetched    a peer has it, or should have it soon
+    being read             in               the source gave it
+                           missing          the source failed; then nothing more is read here
+    being fetched          in               a peer gave it
+                           missing          the peer failed, or did not have it
+                           asked twice      it takes long, and another peer has it; or it is
+                                            overdue, and this node reads it
+    asked twice            in               the first of both came; the other ask is obsolete
+    in                     (the end)
+
+Own chunks are read from the source, unless a peer turns out to have them. All others come from
+peers: each response of a peer says what it has. A chunk that no peer is known to have is waited for
+at the neighbour that is nearest to its reader. In three cases a node takes over a chunk that
+another one should have read:
+
+    stand in   its reader, and all stand-ins before this node, are out or cannot read
+    overdue    nothing is left to ask, and the chunk takes its reader three times as long as usual
+    in need    nothing at all has come for long, or no peer answers: each node reads other chunks,
+               one at first, twice as many after each that came
+
+docs/decisions/0019-three-ways-to-take-over-a-chunk.md says why one rule is not enough.
+"""
+
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from forestage.peers.peer_table import Median, PeerTable, bits, lowest, sum_of
+from forestage.peers.ring import SOURCE, Ring
+
+Why = Literal["absent", "refused", "silent", "wrong", "slow", "source"]
+"""Why a chunk did not come: protocol.ChunkRefused, or `source`: the shared file system failed."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A chunk that one worker is to bring; `peer` is a node's name, or SOURCE."""
+
+    number: int
+    peer: str
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """How patient a copy is; seconds, and bytes a second.
+
+    `at_once`: own chunks read at the same time. Few: the earlier each is whole, the earlier the
+    others can have it. `busy` chunks are to be on their way from peers.
+    """
+
+    at_once: int = 2
+    busy: int = 8
+    probe: float = 0.5  # to find out whether others have begun long before
+    grace: float = 1.0  # for others to begin, before one reads in their stead
+    wait: float = 0.5  # at a peer that does not have the chunk yet
+    news: float = 0.5  # after which a peer may well have more than it said
+    absent: float = 0.2  # before a peer without this copy is asked again; doubles, as the next
+    hung: float = 10.0  # before one that sent no byte is asked again, once; then it is left out
+    refused: float = 2.0  # before one that could not be reached is asked again
+    lagging: float = 4.0  # times the usual duration: then other peers are preferred to that one
+    patience: float = 2.0  # without any chunk, before the source is read out of turn
+    slowest: float = 8e6  # of a peer, while it is not known how long a chunk takes
+    longest: float = 60.0  # of any ask
+
+
+class Schedule:
+    """Which chunks are missing, asked for, in. Sets of chunks are numbers: bit 5 is chunk 5."""
+
+    def __init__(
+        self,
+        key: str,
+        nodes: Sequence[str],
+        me: str,
+        missing: Iterable[int],
+        chunk_bytes: int,
+        policy: Policy | None = None,
+    ) -> None:
+        self.ring = Ring(key, nodes)
+        self.me = me
+        self.policy = policy or Policy()
+        self.asks: dict[Ask, float] = {}  # under way, since when
+        self.by_source = self.by_peers = 0
+        self.missing = sum_of(missing)
+        self._count = self.missing.bit_length()
+        self._unasked = self.missing
+        place, neighbours = self.ring.place[me], self.ring.neighbours(me)
+        self._share = self.missing & sum_of(range(place, self._count, len(self.ring.nodes)))
+        self._due: Counter[str] = Counter()  # by peer, the chunks that should come from it
+        for number in bits(self.missing & ~self._share):
+            self._due[self.ring.nearer(number, me)[0]] |= 1 << number
+        self._peers = PeerTable(neighbours)
+        self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
+        self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
+        self._polls: set[Ask] = set()  # asks that only want to know what the peer has
+        self._turn = place * 7919  # where to look first, so that not all nodes take the same
+        self._first_guess = self.policy.patience + chunk_bytes / self.policy.slowest
+        self._usual = Median()  # of a chunk, wherever it comes from
+        self._usual_read = Median()  # of a chunk that this node reads
+        self._begun: float | None = None
+        self._last_came = 0.0
+        self._probe_until = 0.0
+        self._out_of_turn = 0  # chunks to read at once because nothing comes; 0 while it does
+        self.source_failed = False
+
+    @property
+    def done(self) -> bool:
+        return not self.missing
+
+    def next_read(self, now: float) -> Ask | None:
+        """What a worker is to read from the source; None: nothing now."""
+        begun = self._begin(now)
+        if self.source_failed or self._probing(now):
+            return None
+        number = self._of_share(now)
+        # Others may begin a moment later: a chunk is taken over only after that.
+        if number is None and (self._peers.alone or now - begun >= self.policy.grace):
+            for choose in (self._stand_in, self._overdue, self._in_need):
+                number = choose(now)
+                if number is not None:
+                    break
+        return None if number is None else self._ask(number, SOURCE, now)
+
+    def next_fetch(self, now: float) -> Ask | None:
+        """What a worker is to fetch from a peer; None: nothing now."""
+        begun = self._begin(now)
+        return self._announced(now, begun) or self._expected(now) or self._second(now)
+
+    def give_up(self, ask: Ask) -> float:
+        """Seconds after which a worker must abandon this ask."""
+        return min(self.policy.longest, self._patience())
+
+    def wait(self, ask: Ask) -> float:
+        """Seconds that the peer may wait for the chunk, if it does not have it."""
+        return 0.0 if ask in self._polls else self.policy.wait
+
+    def peer_has(self, peer: str, has: int, now: float, source_failed: bool = False) -> None:
+        """A peer that has the image, or a part of it, said which chunks, and of its source."""
+        if not self._peers.any_heard:
+            self._out_of_turn = 0
+        self._peers.said(peer, has, now, source_failed)
+
+    def got(self, ask: Ask, now: float) -> None:
+        """The chunk came, and is right."""
+        sure = ask in self._sure
+        took = now - self._end(ask)
+        if sure and took > self.policy.lagging * self._usual.seconds > 0:
+            self._peers.lags(ask.peer, now + self.policy.patience)
+        if self.obsolete(ask):
+            return
+        self.missing &= ~(1 << ask.number)
+        self._unasked &= self.missing
+        self._last_came = now
+        self._usual.add(took)
+        if ask.peer == SOURCE:
+            self._usual_read.add(took)
+            self.by_source += 1
+            self._out_of_turn = min(2 * self._out_of_turn, self._count)
+        else:
+            self.by_peers += 1
+            self._out_of_turn = 0
+            self._peers.gave(ask.peer)
+
+    def failed(self, ask: Ask, why: Why, now: float) -> None:
+        """The chunk did not come."""
+        self._end(ask)
+        has = self._peers.has.get(ask.peer)
+        if why == "slow" and self.obsolete(ask):
+            return  # it was stopped because the chunk had come
+        if why in ("refused", "silent", "wrong"):
+            self._peers.unreached(ask.peer)
+        elif why == "absent":
+            self._peers.answered(ask.peer)
+        if why == "source":
+            self.source_failed = True
+        elif why == "wrong":
+            self._peers.leave_out(ask.peer)
+        elif why == "silent":
+            self._peers.hung(ask.peer, self.policy.hung, now)
+        elif why == "refused":
+            self._peers.back_off(ask.peer, self.policy.refused, now)
+        elif why == "slow":
+            self._peers.back_off(ask.peer, self.policy.patience, now)
+        elif has is None or has >> ask.number & 1:  # else it has the copy, but not this chunk yet
+            self._peers.back_off(ask.peer, self.policy.absent, now)
+
+    def obsolete(self, ask: Ask) -> bool:
+        """Whether the chunk came by another ask: then the transfer is to be stopped."""
+        return not self.missing >> ask.number & 1
+
+    def twice(self, ask: Ask) -> bool:
+        """Whether the chunk is on its way by another ask too."""
+        return any(other.number == ask.number and other != ask for other in self.asks)
+
+    def hopeless(self, now: float) -> bool:
+        """Whether the source fails here, and no peer has given anything for long."""
+        return self.source_failed and now - self._last_came > self.policy.longest / 2
+
+    def _begin(self, now: float) -> float:
+        if self._begun is None:
+            self._begun = self._last_came = now
+            self._probe_until = now + self.policy.probe if self._peers.neighbours else now
+        return self._begun
+
+    def _ask(self, number: int, peer: str, now: float) -> Ask:
+        ask = Ask(number, peer)
+        self.asks[ask] = now
+        self._peers.load[peer] += 1
+        if self._peers.has.get(peer, 0) >> number & 1:
+            self._sure.add(ask)
+        self._unasked &= ~(1 << number)
+        return ask
+
+    def _end(self, ask: Ask) -> float:
+        """Forgets an ask, and returns when it began."""
+        since = self.asks.pop(ask)
+        self._peers.load[ask.peer] -= 1
+        self._polls.discard(ask)
+        self._sure.discard(ask)
+        if not self.twice(ask):
+            self._unasked |= self.missing & 1 << ask.number
+        return since
+
+    def _patience(self) -> float:
+        usual = self._usual.seconds
+        return max(self.policy.patience, 4 * usual) if usual else self._first_guess
+
+    # From the source
+
+    def _probing(self, now: float) -> bool:
+        """Whether it is too early to read: peers may turn out to have read everything."""
+        enough = min(4, len(self._peers.neighbours))
+        return now < self._probe_until and self._peers.met() < enough
+
+    def _of_share(self, now: float) -> int | None:
+        """The first chunk of the own share that no peer has.
+
+        A node that begins late finds that others have read some of its share.
+        """
+        if self._peers.reading() >= self.policy.at_once:
+            return None
+        left = self._unasked & self._share
+        left = left and left & ~self._peers.offered(now)
+        return lowest(left) if left else None
+
+    def _stand_in(self, now: float) -> int | None:
+        """A chunk that no peer has and whose reader, and all stand-ins before us, do not read.
+
+        Once all else is asked for, a peer that lags counts as one that is out.
+        """
+        offered = self._peers.offered(now)
+        at_the_end = not self._unasked & offered
+        out = self._peers.not_reading(now, at_the_end)
+        left = self._unasked & ~offered
+        chunks = (self._first_of(peer, left, out) for peer in out)
+        # The lowest of all shares, so that each peer's share advances in turn.
+        return min((number for number in chunks if number is not None), default=None)
+
+    def _first_of(self, peer: str, left: int, out: Container[str]) -> int | None:
+        """The first chunk of a peer's share for which this node is the first that is not out."""
+        for number in range(self.ring.place[peer], self._count, len(self.ring.nodes)):
+            order = self.ring.order(number) if left >> number & 1 else ()
+            if next((node for node in order if node not in out), "") == self.me:
+                return number
+        return None
+
+    def _overdue(self, now: float) -> int | None:
+        """A chunk that takes its reader long, if this node is the reader or its first stand-in."""
+        if self._unasked:
+            return None
+        # Reading takes a peer as long as us. An ask of a peer that waits for its reader is renewed
+        # twice a second and never old, so there silence as a whole is what counts.
+        limit = 3 * max(self._usual.seconds, self._usual_read.seconds)
+        stuck = now - self._last_came > limit > 0
+        for ask in self.asks if stuck else self._slow(limit, now):
+            mine = self.me in self.ring.order(ask.number, 2) and not self.obsolete(ask)
+            if mine and Ask(ask.number, SOURCE) not in self.asks:
+                return ask.number
+        return None
+
+    def _in_need(self, now: float) -> int | None:
+        """Some missing chunk, another one on each node, where nothing has come for long."""
+        reading = self._peers.reading()
+        silence = max(self._first_guess, self._patience(), 4 * self._usual_read.seconds)
+        if not self._out_of_turn:
+            if self._peers.alone or self._peers.all_out(now):
+                self._out_of_turn = self._count
+            elif not reading and now - self._last_came > silence:
+                self._out_of_turn = 1
+        if reading >= self._out_of_turn:
+            return None
+        left = [number for number in bits(self.missing) if Ask(number, SOURCE) not in self.asks]
+        if not left:
+            return None
+        return left[self.ring.place[self.me] * len(left) // len(self.ring.nodes)]
+
+    # From peers
+
+    def _announced(self, now: float, begun: float) -> Ask | None:
+        """A chunk that a peer said it has.
+
+        Chunks that should come from that peer go first, so that all peers send alike. A peer
+        without news is asked for some chunk, only to learn what it has.
+        """
+        if not self._unasked:
+            return None
+        self._turn += 1
+        spare: tuple[int, str] | None = None
+        neighbours = self._peers.neighbours
+        for step in range(len(neighbours)):
+            peer = neighbours[(self._turn + step) % len(neighbours)]
+            if self._peers.load[peer] >= self._each or self._peers.is_out(peer, now):
+                continue
+            has = self._peers.has.get(peer, 0) & self._unasked
+            due = 0 if self._peers.is_lagging(peer, now) else self._due[peer] & self._unasked
+            if has & self._share:  # read in our stead, and others expect it from us
+                return self._ask(lowest(has & self._share), peer, now)
+            if has & due:
+                return self._ask(self._some(has & due), peer, now)
+            # Peers that should give us something are polled often, the others half as often.
+            if self._peers.news_age(peer, now, begun) > self.policy.news * (1 if due else 2):
+                ask = self._ask(lowest(due or self._unasked), peer, now)
+                self._polls.add(ask)
+                return ask
+            if has:
+                spare = spare or (self._some(has), peer)
+        return spare and self._ask(*spare, now)
+
+    def _some(self, chunks: int) -> int:
+        """One of these chunks; each node another one, so that they have something to exchange."""
+        self._turn += 1
+        low = self._turn * 40503 % self._count
+        above = chunks >> low
+        return low + lowest(above) if above else lowest(chunks)
+
+    def _expected(self, now: float) -> Ask | None:
+        """A chunk that no peer is known to have, of the peer that should have it first."""
+        best: tuple[int, str] | None = None
+        for peer in self._peers.may_read() if self._unasked else ():
+            due = self._unasked & (self._due[peer] | (self._share if self.source_failed else 0))
+            if due and not self._peers.load[peer] and not self._peers.is_out(peer, now):
+                candidate = lowest(due), peer
+                best = candidate if best is None else min(best, candidate)
+        return best and self._ask(*best, now)
+
+    def _second(self, now: float) -> Ask | None:
+        """A chunk that is on its way and takes long, of another peer that has it."""
+        for ask in self._slow(1.5 * self._usual.seconds, now):
+            if not self.twice(ask):
+                for peer in self._peers.others_with(ask.number, ask.peer, now):
+                    return self._ask(ask.number, peer, now)
+        return None
+
+    def _slow(self, limit: float, now: float) -> list[Ask]:
+        """The asks that are under way for so many seconds, and still wanted."""
+        late = [ask for ask, since in self.asks.items() if now - since > limit > 0]
+        return [ask for ask in late if not self.obsolete(ask)]

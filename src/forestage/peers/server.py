@@ -1,0 +1,457 @@
+"""Peer service, `forestage peer`: gives chunks of images to other nodes. It knows keys, not paths.
+
+protocol.py has the requests, sessions.py the limits of clients, auth.py what proves a client. A
+chunk of a copy under way is waited for, as long as the client likes, up to WAIT. The bytes go from
+the page cache to the network by sendfile(2). Everything else is 404, and nothing is listed.
+
+One event loop does it all, but for munge and for digests that nobody has taken, which have threads.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import http_exceptions, web
+
+from forestage import log
+from forestage.cache.node import Node
+from forestage.cache.part import ENTRY_BYTES, MAX_SHARED
+from forestage.config import Peering
+from forestage.errors import ConfigError, ForestageError, PeerError, Problem
+from forestage.peers import auth, local_chunks
+from forestage.peers.auth import MAX_TEXT, Prover, Refused
+from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
+from forestage.peers.sessions import CONNECTION_IDLE, Connections, Session, Sessions
+from forestage.peers.stats import Counters
+
+WAIT = 5.0  # seconds for a chunk on its way, at most
+DECODERS = 4  # unmunge at once: whoever reaches the port could start any number of them
+# A client has so many seconds for a chunk, and one more for each SLOWEST bytes of it.
+GRACE = 30.0
+SLOWEST = 1 << 20
+SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
+BACKLOG = 1024  # connections that nodes of a large job open in the same moment
+# A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
+USER_TIMEOUT = 10_000
+SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
+_CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
+_COUNTER = re.compile(r"[0-9]{1,18}")
+_SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
+
+
+class SessionOpened(msgspec.Struct, frozen=True):
+    """The response to a credential; the MAC shows that this server could read it."""
+
+    session: str
+    mac: str
+
+
+class _ChunkRequest(NamedTuple):
+    """A request whose MAC was right; `wait` in seconds."""
+
+    session: Session
+    counter: int
+    number: int
+    span: str
+    wait: float
+
+
+class _Refused(Exception):
+    """A response without a chunk. With a `why` it is counted and logged as a refusal."""
+
+    def __init__(self, status: int, why: str = "") -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Service:
+    """The service's state, and its answer to each request."""
+
+    def __init__(self, node: Node, prover: Prover, counters: Counters) -> None:
+        self.cache = node.cache
+        self.now: Callable[[], float] = node.clock.monotonic
+        self.prover = prover
+        self.counters = counters
+        self.sessions = Sessions()
+        self.connections = Connections(self.now)
+        self.arrivals = Arrivals(node.cache)
+        self.pace = Pace(node.config.peers.bandwidth, self.now)
+        self.uploads = asyncio.Semaphore(node.config.peers.uploads)
+        self.decoders = asyncio.Semaphore(DECODERS)
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers any request. Every expected error ends here."""
+        with self.connections.busy(request.protocol):
+            try:
+                return await self._answer(request)
+            except _Refused as refused:
+                if refused.args[0]:
+                    self.counters.refused(request.remote or "", refused.args[0])
+                return web.Response(status=refused.status)
+            except OSError as error:  # of the cache's disk, or the client has gone
+                if not isinstance(error, ConnectionError):
+                    self.counters.refused(request.remote or "", str(error))
+                if request.transport is not None:  # half of the response may be sent already
+                    request.transport.abort()
+                return web.Response(status=500)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        # raw_path as it was sent: no decoding of percent signs goes round the pattern.
+        if (request.method, request.raw_path) == ("POST", "/v1/session"):
+            return await self._open_session(request)
+        chunk = _CHUNK.fullmatch(request.raw_path)
+        if chunk is None or request.method != "GET":
+            raise _Refused(404)
+        ask = self._authenticated(request, chunk[1], int(chunk[2]))
+        self.connections.proven(request.protocol)
+        try:
+            return await self._answer_chunk(request, ask)
+        except _Refused as refused:
+            has = self._has(ask)
+            mac = auth.of_response(ask.session.secret, ask.counter, refused.status, has)
+            return web.Response(
+                status=refused.status, headers={"Forestage-Has": has, "Forestage-Mac": mac}
+            )
+
+    async def _open_session(self, request: web.BaseRequest) -> web.Response:
+        """Decodes a credential and opens the session that it asks for."""
+        length = request.content_length
+        if length is None or not 0 < length <= MAX_TEXT:
+            raise _Refused(413)
+        try:
+            text = (await request.content.readexactly(length)).decode(errors="replace")
+        except asyncio.IncompleteReadError:
+            raise _Refused(400) from None
+        async with self.decoders:
+            # A client that has gone meanwhile is worth no unmunge, and aiohttp does not tell us.
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError
+            try:
+                claim = await asyncio.to_thread(self.prover.read, text)
+                session = Session(claim, request.remote or "", self.now())
+                self.log_ended(self.sessions.add(session))
+            except Refused as refused:
+                raise _Refused(403, str(refused)) from None
+            except ForestageError as failed:  # munge is not installed any more
+                raise _Refused(503, str(failed)) from None
+        self.counters.session_opened()
+        self.connections.proven(request.protocol)
+        opened = SessionOpened(session.id, auth.of_session(session.secret, session.id))
+        return web.Response(body=msgspec.json.encode(opened))
+
+    def _authenticated(self, request: web.BaseRequest, key: str, number: int) -> _ChunkRequest:
+        """The request, if its MAC is right and it did not come before. Raises _Refused."""
+        headers = request.headers
+        counter, span = headers.get("Forestage-Counter", ""), headers.get("Range", "")
+        session = self.sessions.find(headers.get("Forestage-Session", ""), self.now())
+        if session is None or not _COUNTER.fullmatch(counter):
+            raise _Refused(401)
+        right = auth.of_request(
+            session.secret, session.id, request.method, request.raw_path, span, int(counter)
+        )
+        if not auth.same(right, headers.get("Forestage-Mac", "")):
+            raise _Refused(403, "a wrong MAC on a request")
+        if not session.is_new(int(counter)):
+            raise _Refused(403, "a request a second time")
+        if session.key != key:
+            raise _Refused(403, f"a session for {session.key} asks for {key}")
+        wait = headers.get("Forestage-Wait", "")
+        seconds = float(wait) if _SECONDS.fullmatch(wait) else 0.0
+        return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds))
+
+    async def _answer_chunk(
+        self, request: web.BaseRequest, ask: _ChunkRequest
+    ) -> web.StreamResponse:
+        end = self.now() + ask.wait
+        found = await self._find(ask, end)
+        try:
+            async with self._upload_slot(found.size, end):
+                return await self._respond(request, ask, found)
+        finally:
+            os.close(found.file)
+
+    async def _find(self, ask: _ChunkRequest, end: float) -> Present:
+        """The chunk, at once or when it arrives. Raises _Refused."""
+        found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
+        if isinstance(found, Pending):
+            self._must_fit(ask, found)
+            await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
+            found = local_chunks.find(self.cache, ask.session.key, ask.number)
+        if not isinstance(found, Present):
+            raise _Refused(416 if isinstance(found, Absent) and found.beyond else 404)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, found.file)
+            self._must_fit(ask, found)
+            undo.pop_all()
+        return found
+
+    def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
+        """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
+        if ask.span != f"bytes={found.start}-{found.start + found.size - 1}":
+            raise _Refused(416)
+
+    def _has(self, ask: _ChunkRequest) -> str:
+        """The chunks that are in: hex, bit 5 for chunk 5; "" without a copy.
+
+        A `!` behind it says that the source fails here, so that others read in this node's stead.
+        "" as well where the header would be longer than clients accept.
+        """
+        digests = local_chunks.read_map(self.cache, ask.session.key)
+        fits = 0 < len(digests) <= MAX_SHARED * ENTRY_BYTES
+        failed = "!" if local_chunks.source_failed(self.cache, ask.session.key) else ""
+        return f"{local_chunks.chunks_in(digests):x}{failed}" if fits else ""
+
+    @contextlib.asynccontextmanager
+    async def _upload_slot(self, size: int, end: float) -> AsyncIterator[None]:
+        """Around one upload: bounds their number and bandwidth. Raises _Refused at `end`."""
+        try:
+            await asyncio.wait_for(self.uploads.acquire(), max(0.0, end - self.now()) + 0.01)
+        except asyncio.TimeoutError:
+            raise _Refused(503) from None
+        try:
+            if not await self.pace.wait_turn(size, end):
+                raise _Refused(503)
+            yield
+        finally:
+            self.uploads.release()
+
+    async def _respond(
+        self, request: web.BaseRequest, ask: _ChunkRequest, found: Present
+    ) -> web.StreamResponse:
+        digest = found.digest_hex or await asyncio.to_thread(local_chunks.take_digest, found)
+        has = self._has(ask)
+        mac = auth.of_response(ask.session.secret, ask.counter, 206, has, digest, found.size)
+        response = web.StreamResponse(
+            status=206,
+            headers={"Forestage-Digest": digest, "Forestage-Has": has, "Forestage-Mac": mac},
+        )
+        response.content_length = found.size
+        limit = GRACE + found.size / SLOWEST
+        try:
+            await asyncio.wait_for(self._upload(request, response, found), limit)
+        except asyncio.TimeoutError:
+            raise ConnectionResetError from None
+        ask.session.chunks += 1
+        ask.session.bytes += found.size
+        self.counters.uploaded(ask.session.key, found.size)
+        return response
+
+    async def _upload(
+        self, request: web.BaseRequest, response: web.StreamResponse, found: Present
+    ) -> None:
+        os.posix_fadvise(found.file, found.start, found.size, os.POSIX_FADV_WILLNEED)
+        await response.prepare(request)
+        if request.transport is None or request.transport.is_closing():
+            raise ConnectionResetError
+        # Not web.FileResponse: it would obey If-Range and the like, and open the file by its path.
+        with os.fdopen(os.dup(found.file), "rb") as file:
+            loop = asyncio.get_running_loop()
+            await loop.sendfile(request.transport, file, found.start, found.size)
+        await response.write_eof()
+
+    def log_ended(self, sessions: list[Session]) -> None:
+        """One log line for each session that has ended."""
+        for session in sessions:
+            log.say(f"peer {session.summary()}", by_slurm=False)
+
+    def tidy(self) -> None:
+        """Ends what is due; called once a second."""
+        self.connections.sweep()
+        self.log_ended(self.sessions.expire(self.now()))
+        self._write_counts()
+
+    def close(self) -> None:
+        """Ends all sessions, and writes the last counts."""
+        self.log_ended(self.sessions.end())
+        self._write_counts()
+
+    def _write_counts(self) -> None:
+        # A full /run is no reason to stop the service.
+        with contextlib.suppress(OSError):
+            self.counters.flush()
+
+
+class Pace:
+    """Rate limit of all uploads together, in bytes a second; None is no limit."""
+
+    def __init__(self, rate: int | None, now: Callable[[], float]) -> None:
+        self._rate = rate
+        self._now = now
+        self._free_at = 0.0
+
+    async def wait_turn(self, size: int, end: float) -> bool:
+        """Waits until `size` bytes may go; False, at once, where that is later than `end`."""
+        if self._rate is None:
+            return True
+        now = self._now()
+        start = max(self._free_at, now)
+        if start > max(end, now):
+            return False
+        self._free_at = start + size / self._rate
+        await asyncio.sleep(start - now)
+        return True
+
+
+class _Complaints(logging.Handler):
+    """aiohttp's log. What is no HTTP counts as refused; all else is a fault of ours."""
+
+    def __init__(self, counters: Counters) -> None:
+        super().__init__(logging.WARNING)
+        self.counters = counters
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, http_exceptions.HttpProcessingError):
+            self.counters.refused("", type(error).__name__)
+        else:  # with its traceback
+            log.say(self.format(record), by_slurm=False)
+
+
+def _logger(counters: Counters) -> logging.Logger:
+    logger = logging.Logger("peer")  # has no parent: nobody else gets its records
+    logger.addHandler(_Complaints(counters))
+    return logger
+
+
+class _Server(web.Server):
+    """aiohttp's server, with the service's limits on connections."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(
+            service.handle,
+            access_log=None,
+            logger=_logger(service.counters),
+            keepalive_timeout=CONNECTION_IDLE,
+            lingering_time=0,
+            max_line_size=1024,
+            max_field_size=1024,
+            read_bufsize=2 * MAX_TEXT,
+            auto_decompress=False,
+        )
+        self.service = service
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.service.connections.made(handler, transport)
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self.service.connections.lost(handler)
+
+
+def run(node: Node, name: str) -> None:
+    """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
+
+    Raises ConfigError where peers are off, PeerError for want of munge or the port, OSError.
+    """
+    peers = node.config.peers
+    if not peers.enabled:
+        raise ConfigError((Problem("", "peers.enabled", "is false: set it on every node"),))
+    prover = auth.prover(peers.key_file, node.places.munge)
+    auth.check(prover)
+    asyncio.run(_serve(node, prover, listening_sockets(peers, name)))
+
+
+async def _serve(node: Node, prover: Prover, sockets: list[socket.socket]) -> None:
+    service = Service(node, prover, Counters(node.places.peer, node.clock.wall()))
+    runner = web.ServerRunner(_Server(service), shutdown_timeout=SHUTDOWN)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await runner.setup()
+    for listening in sockets:
+        await web.SockSite(runner, listening, backlog=BACKLOG).start()
+    where = " ".join(str(listening.getsockname()[:2]) for listening in sockets)
+    log.say(f"peer serves at {where}", by_slurm=False)
+    while not stop.is_set():
+        service.tidy()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1.0)
+    service.arrivals.end()
+    await runner.cleanup()
+    service.close()
+
+
+def listening_sockets(config: Peering, node: str) -> list[socket.socket]:
+    """Sockets on what `peers.listen` names, which may have {node} in it. Raises PeerError.
+
+    The port is the one that other nodes use for this node, so that several services on one host can
+    differ.
+    """
+    port = config.of(node).port
+    where = config.listen.replace("{node}", node)
+    device = where if where in _interfaces() else ""
+    with contextlib.ExitStack() as undo:
+        found = []
+        for family, address in _addresses("" if device else where, port):
+            try:
+                one = undo.enter_context(_listening(family, address, device, config.bandwidth))
+            except OSError as error:
+                # A kernel without IPv6, or with all of it switched off, has no such addresses.
+                if not where and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    continue
+                raise _explained(error, where or "any address", port) from None
+            found.append(one)
+        undo.pop_all()
+    return found
+
+
+def _addresses(where: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """All addresses of both families, or those that a name or an address stands for."""
+    if not where:
+        return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]  # noqa: S104
+    try:
+        found = socket.getaddrinfo(where, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise PeerError(
+            f"`peers.listen: {where}` is no interface, name or address here: {error}",
+            "ip address shows what there is",
+        ) from None
+    # Two names in /etc/hosts may lead to one address.
+    return list(dict.fromkeys((family, (str(to[0]), port)) for family, *_, to in found))
+
+
+def _listening(
+    family: socket.AddressFamily, address: tuple[str, int], device: str, rate: int | None
+) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as undo:
+        undo.callback(one.close)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if device:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+        # Connections inherit both.
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT)
+        if rate is not None:
+            one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(rate, 2**32 - 1))
+        one.bind(address)
+        one.listen(BACKLOG)
+        one.setblocking(False)
+        undo.pop_all()
+    return one
+
+
+def _explained(error: OSError, where: str, port: int) -> PeerError:
+    if error.errno == errno.EADDRINUSE:
+        return PeerError(
+            f"port {port} of {where} is taken by another program",
+            "ss -ltnp shows which; set `peers.port` or end it",
+        )
+    return PeerError(
+        f"port {port} of {where}: {os.strerror(error.errno or 0)}",
+        "see `peers.listen`",
+    )
+
+
+def _interfaces() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}

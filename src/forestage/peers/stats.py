@@ -1,0 +1,79 @@
+"""Counts of what the peer service has uploaded, kept in memory and in a file: peer.json.
+
+The service writes the file about once a second; `status`, the stager and the metrics read it. It is
+below /run, so it ends with the boot. Its type is tally.Uploaded.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from forestage import log
+from forestage.system import atomic, records
+from forestage.units import printable
+
+KEYS = 64  # with a count of their own: those uploaded last
+
+
+class Uploaded(msgspec.Struct):
+    """peer.json: counts since the service began (`since`, seconds since the epoch).
+
+    `keys` are the bytes of each key, for the last ones only.
+    """
+
+    since: float
+    bytes: int = 0
+    chunks: int = 0
+    sessions: int = 0
+    refused: int = 0
+    keys: dict[str, int] = {}
+
+    def of(self, key: str) -> int:
+        """Bytes of one key that were given away, as far as that is known."""
+        return self.keys.get(key, 0)
+
+
+def read(file: Path) -> Uploaded | None:
+    """The counts of this node's service; None where none has run since boot."""
+    try:
+        return records.load(file, Uploaded)
+    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        return None
+
+
+class Counters:
+    """The service's counts, and what it refused since the last log line about that."""
+
+    def __init__(self, file: Path, since: float) -> None:
+        self._file = file
+        self._uploaded = Uploaded(since)
+        self._written: Uploaded | None = None
+        self._unlogged = 0
+        self._last = ""
+
+    def session_opened(self) -> None:
+        self._uploaded.sessions += 1
+
+    def uploaded(self, key: str, size: int) -> None:
+        counts = self._uploaded
+        counts.chunks += 1
+        counts.bytes += size
+        counts.keys[key] = counts.keys.pop(key, 0) + size
+        if len(counts.keys) > KEYS:
+            del counts.keys[next(iter(counts.keys))]
+
+    def refused(self, client: str, why: str) -> None:
+        """Logged with the next `flush`, so that strangers cannot fill the log."""
+        self._uploaded.refused += 1
+        self._unlogged += 1
+        self._last = f"client={client} why={printable(why)!r}"
+
+    def flush(self) -> None:
+        """Logs what was refused and writes the file, about once a second. Raises OSError."""
+        if self._unlogged:
+            log.say(f"peer refused={self._unlogged} last: {self._last}", by_slurm=False)
+            self._unlogged = 0
+        if self._written != self._uploaded:
+            self._file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            atomic.write(self._file, msgspec.json.encode(self._uploaded))
+            self._written = msgspec.structs.replace(self._uploaded)

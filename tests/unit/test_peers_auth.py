@@ -1,0 +1,131 @@
+"""Credentials and MACs: what proves nothing is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.errors import PeerError
+from forestage.peers import auth
+from forestage.peers.auth import CREDENTIAL_SECONDS, KeyFile, Munge, Refused
+from forestage.system import run
+
+OURS = KeyFile(b"a" * 32)
+
+
+def key_file(path: Path, content: bytes = b"a" * 32, mode: int = 0o600) -> Path:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_key_file_offer_read_gives_same_secret_that_is_not_sent(tmp_path: Path) -> None:
+    prover = KeyFile.load(key_file(tmp_path / "key"))
+    offer = prover.offer("k")
+    claim = OURS.read(offer.text)
+    assert (claim.key, claim.secret) == ("k", offer.secret)
+    assert offer.secret.hex() not in offer.text
+
+
+def test_two_offers_have_different_secrets() -> None:
+    assert OURS.offer("k").secret != OURS.offer("k").secret
+
+
+@pytest.mark.parametrize("field", ["protocol", "key", "nonce", "mac"])
+def test_changed_offer_is_refused(field: str) -> None:
+    said = msgspec.json.decode(OURS.offer("k").text)
+    for changed in ("", "0", said[field] + "0", said[field][:-1]):
+        with pytest.raises(Refused):
+            OURS.read(msgspec.json.encode(said | {field: changed}).decode())
+
+
+@given(st.text())
+def test_arbitrary_text_as_credential_is_refused(text: str) -> None:
+    with pytest.raises(Refused):
+        OURS.read(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode"), [(b"a" * 31, 0o600), (b"", 0o600), (b"a" * 32, 0o604)]
+)
+def test_short_or_readable_key_file_is_refused(tmp_path: Path, content: bytes, mode: int) -> None:
+    with pytest.raises(PeerError, match=r"mode 0600|expected 32"):
+        KeyFile.load(key_file(tmp_path / "key", content, mode))
+
+
+def test_key_file_of_other_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = key_file(tmp_path / "key")
+    monkeypatch.setattr(auth.os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(PeerError):
+        KeyFile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("age", "is_good"),
+    [
+        (0, True),
+        (CREDENTIAL_SECONDS - 1, True),
+        (-CREDENTIAL_SECONDS + 1, True),
+        (CREDENTIAL_SECONDS + 1, False),
+        (-CREDENTIAL_SECONDS - 1, False),
+    ],
+)
+def test_old_credential_of_a_key_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, age: float, is_good: bool
+) -> None:
+    monkeypatch.setattr(auth.time, "time", lambda: 1e9)
+    offer = OURS.offer("k")
+    monkeypatch.setattr(auth.time, "time", lambda: 1e9 + age)
+    with contextlib.nullcontext() if is_good else pytest.raises(Refused, match="ago"):
+        OURS.read(offer.text)
+
+
+WORDS = st.lists(st.text(alphabet="a1:", max_size=4), min_size=4, max_size=4)
+
+
+@given(WORDS, WORDS)
+def test_different_requests_have_different_macs(one: list[str], other: list[str]) -> None:
+    macs = {auth.of_request(b"s", *words, 1) for words in (one, other)}  # type: ignore[call-arg,arg-type]
+    assert len(macs) == len({tuple(one), tuple(other)})
+
+
+def test_macs_of_different_kinds_differ() -> None:
+    assert auth.of_session(b"s", "1") != auth.of_response(b"s", 1, 2, "")
+    assert auth.of_request(b"s", "n", "G", "p", "b", 1) != auth.of_request(
+        b"s", "n", "G", "p", "b", 2
+    )
+    assert auth.same("ab", "ab")
+    assert not auth.same("ab", "\udcff")
+
+
+def test_prover_refused_by_itself_fails_the_check(tmp_path: Path) -> None:
+    class Lost:
+        def offer(self, key: str, stop: Callable[[], bool] = lambda: False) -> auth.Offer:
+            return auth.Offer("", b"")
+
+        def read(self, text: str) -> auth.Claim:
+            raise Refused("made by uid 5")
+
+    with pytest.raises(PeerError, match="uid 5"):
+        auth.check(Lost())
+    auth.check(OURS)
+
+
+def test_munge_is_killed_when_its_credential_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "munge"
+    program.write_text("#!/bin/sh\nsleep 600\necho MUNGE:late:\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}:{run.PATH}"
+    monkeypatch.setattr(run, "PATH", path)
+    monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
+    monkeypatch.setattr(auth, "PATIENCE", 600.0)
+    with pytest.raises(PeerError, match="signal 9"):
+        Munge().offer("k", lambda: True)

@@ -1,0 +1,64 @@
+"""The peers of a copy: the nodes of its job, or none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forestage import peers
+from forestage.config import Config, Peering
+from forestage.errors import PeerError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    file = tmp_path / "key"
+    file.write_bytes(b"k" * 64)
+    file.chmod(0o600)
+    return Config(peers=Peering(enabled=True, key_file=str(file)))
+
+
+@pytest.mark.parametrize("nodelist", ["", "n1", "n[1]", "n[1-2", "(null)"])
+def test_job_of_one_node_has_no_peers(config: Config, nodelist: str) -> None:
+    assert peers.of_job(config, "n1", nodelist, "k") is None
+
+
+def test_disabled_peers_are_none(config: Config) -> None:
+    assert peers.of_job(Config(), "n1", "n[1-2]", "k") is None
+    assert peers.of_job(config, "", "n[1-2]", "k") is None
+
+
+def test_peers_are_the_nodes_of_the_job_and_this_one(config: Config) -> None:
+    found = peers.of_job(config, "n1", "n[1-3]", "k")
+    assert found is not None
+    assert (found.nodes, found.me) == (("n1", "n2", "n3"), "n1")
+    found = peers.of_job(config, "other", "n[1-2]", "k")
+    assert found is not None
+    assert found.nodes == ("n1", "n2", "other")
+
+
+def test_unusable_key_file_raises_peer_error(config: Config) -> None:
+    Path(config.peers.key_file or "").chmod(0o644)
+    with pytest.raises(PeerError):
+        peers.of_job(config, "n1", "n[1-2]", "k")
+
+
+ALONE = """
+import sys
+from forestage import peers
+from forestage.config import Config, Peering
+for enabled, nodes in ((True, "n1"), (True, ""), (False, "n[1-9]")):
+    assert peers.of_job(Config(peers=Peering(enabled=enabled)), "n1", nodes, "k") is None
+costly = {"ClusterShell", "http.client", "asyncio", "aiohttp", "hmac", "ssl", "socket"}
+print(sorted(costly & set(sys.modules)))
+"""
+
+
+def test_copy_without_peers_imports_nothing_for_them() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-BIc", ALONE], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "[]\n"

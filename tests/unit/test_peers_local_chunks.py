@@ -1,0 +1,292 @@
+"""Chunks that a node can give: the very bytes of a chunk that is in, by key and number."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.cache import digest, part
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.part import ENTRY_BYTES, Owner, boot_id
+from forestage.peers import local_chunks
+from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
+from forestage.system import lock
+
+CHUNK = 8
+DATA = b"aaaaaaaabbbbbbbbcc"  # three chunks, the last one short
+IMAGE = Image(Identity("/l/a", 1, len(DATA), 2, 3), Access(0, 0, 0o644))
+KEY = IMAGE.key
+DIGESTS = b"".join(digest.of_chunk(DATA[at : at + CHUNK]) for at in range(0, len(DATA), CHUNK))
+
+
+def copying(cache: Cache, digests: bytes | None = DIGESTS, **facts: object) -> None:
+    known = {"boot": boot_id(), "chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
+    cache.part(KEY).write_owner(Owner(pid=os.getpid(), image=IMAGE, **known))  # type: ignore[arg-type]
+    cache.part(KEY).image.write_bytes(DATA)
+    if digests is not None:
+        cache.part(KEY).map.write_bytes(digests)
+
+
+def publish(cache: Cache, chunk: int = CHUNK) -> None:
+    cache.publish(Entry(KEY, IMAGE.identity, IMAGE.access, 1.0, "chunks", chunk))
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "PROCESS_NAME", Path("/proc/self/comm").read_text().strip())
+
+
+def read(found: Found) -> bytes:
+    assert isinstance(found, Present)
+    try:
+        return os.pread(found.file, found.size, found.start)
+    finally:
+        os.close(found.file)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_chunk_of_entry_is_found_with_its_digest(cache: Cache, published: bool) -> None:
+    copying(cache)
+    if published:
+        publish(cache)
+    for number, data in enumerate((b"aaaaaaaa", b"bbbbbbbb", b"cc")):
+        found = local_chunks.find(cache, KEY, number)
+        assert isinstance(found, Present)
+        assert found.digest_hex == digest.of_chunk(data).hex() == local_chunks.take_digest(found)
+        assert read(found) == data
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_number_behind_the_last_chunk_is_beyond(cache: Cache, published: bool) -> None:
+    copying(cache)
+    if published:
+        publish(cache)
+    assert local_chunks.find(cache, KEY, 3) == Absent(beyond=True)
+
+
+def test_unknown_key_is_absent(cache: Cache) -> None:
+    assert local_chunks.find(cache, KEY, 0) == Absent()
+    assert local_chunks.read_map(cache, KEY) == b""
+
+
+@pytest.mark.parametrize("digests", [None, b"", bytes(48), bytes(16) + DIGESTS[16:]])
+def test_missing_chunk_of_live_copy_is_pending(
+    cache: Cache, alive: None, digests: bytes | None
+) -> None:
+    copying(cache, digests)
+    assert local_chunks.find(cache, KEY, 0) == Pending(0, 8)
+
+
+def test_missing_chunk_of_dead_copy_is_absent(cache: Cache) -> None:
+    copying(cache, bytes(48))
+    assert local_chunks.find(cache, KEY, 0) == Absent()
+    copying(cache, digests=None)
+    assert local_chunks.find(cache, KEY, 2) == Absent()
+
+
+def test_copy_of_other_boot_or_engine_is_absent(cache: Cache) -> None:
+    copying(cache, boot="another")
+    assert local_chunks.find(cache, KEY, 0) == Absent()
+    copying(cache, engine="rsync")
+    assert local_chunks.find(cache, KEY, 0) == Absent()
+
+
+def test_entry_without_chunks_is_absent(cache: Cache) -> None:
+    copying(cache)
+    publish(cache, chunk=0)
+    assert local_chunks.find(cache, KEY, 0) == Absent()
+
+
+def test_damaged_entry_is_absent(cache: Cache) -> None:
+    copying(cache)
+    publish(cache)
+    (cache.entry_dir(KEY) / "image").write_bytes(DATA[:-1])
+    assert local_chunks.find(cache, KEY, 0) == Absent()
+
+
+def test_copy_published_between_two_looks_is_found(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying(cache)
+    real: Callable[..., Found | None] = local_chunks._part
+
+    def published_now(*args: object) -> Found | None:
+        publish(cache)
+        return real(*args)
+
+    monkeypatch.setattr(local_chunks, "_part", published_now)
+    assert read(local_chunks.find(cache, KEY, 2)) == b"cc"
+
+
+def published_so_far(cache: Cache) -> None:
+    """A publishing that has come to its fsync, which may take seconds."""
+    copying(cache)
+    publish(cache)
+    cache.entry_dir(KEY).rename(cache.part_dir(KEY))
+
+
+def test_copy_being_made_durable_is_found(cache: Cache) -> None:
+    published_so_far(cache)
+    with lock.held(cache.key_lock(KEY), 0):
+        assert read(local_chunks.find(cache, KEY, 1)) == b"bbbbbbbb"
+        assert local_chunks.find(cache, KEY, 3) == Absent(beyond=True)
+
+
+def test_publishing_cut_by_crash_is_absent(cache: Cache) -> None:
+    published_so_far(cache)
+    assert local_chunks.find(cache, KEY, 1) == Absent()
+    (cache.part_dir(KEY) / "entry.json").write_bytes(b"{")
+    with lock.held(cache.key_lock(KEY), 0):
+        assert local_chunks.find(cache, KEY, 1) == Absent()
+
+
+def test_found_chunk_survives_eviction(cache: Cache) -> None:
+    copying(cache)
+    publish(cache)
+    found = local_chunks.find(cache, KEY, 1)
+    cache.retire(KEY)
+    cache.empty_evicted()
+    assert read(found) == b"bbbbbbbb"
+
+
+def test_absent_chunk_leaves_no_file_open(cache: Cache) -> None:
+    copying(cache, bytes(48))
+    gc.collect()  # what earlier tests left open must not be closed in between
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(4):
+        local_chunks.find(cache, KEY, number)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_chunk_without_digest_has_empty_digest(cache: Cache) -> None:
+    copying(cache, digest.UNKNOWN * 3)
+    found = local_chunks.find(cache, KEY, 2)
+    assert isinstance(found, Present)
+    assert (found.digest_hex, local_chunks.take_digest(found)) == ("", digest.of_chunk(b"cc").hex())
+    os.close(found.file)
+
+
+def test_map_is_read_before_and_after_publishing(cache: Cache) -> None:
+    copying(cache)
+    assert local_chunks.read_map(cache, KEY) == DIGESTS
+    publish(cache)
+    assert local_chunks.read_map(cache, KEY) == DIGESTS
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_set_of_chunks_has_a_bit_for_each_that_is_in(each: list[bool]) -> None:
+    digests = b"".join(digest.UNKNOWN if one else digest.MISSING for one in each)
+    assert local_chunks.chunks_in(digests) == sum(
+        1 << number for number, one in enumerate(each) if one
+    )
+    assert [local_chunks.is_in(digests, number) for number in range(len(each))] == each
+    assert not local_chunks.is_in(digests, len(each))
+
+
+def test_copy_with_hidden_process_is_live(cache: Cache) -> None:
+    """/proc with hidepid=; else each node would be told to read in the others' stead."""
+    copying(cache, DIGESTS[:-ENTRY_BYTES])
+    with lock.held(cache.key_lock(KEY), 60.0):
+        assert local_chunks.find(cache, KEY, 2) == Pending(2 * CHUNK, 2)
+        assert not local_chunks.source_failed(cache, KEY)
+    assert local_chunks.find(cache, KEY, 2) == Absent()
+    assert local_chunks.source_failed(cache, KEY)
+
+
+def note_arrived(cache: Cache, *each: bool) -> None:
+    cache.part_dir("k").mkdir(exist_ok=True)
+    digests = (digest.UNKNOWN if one else digest.MISSING for one in each)
+    cache.part("k").map.write_bytes(b"".join(digests))
+
+
+def test_arrival_wakes_only_those_who_wait_for_that_chunk(cache: Cache) -> None:
+    note_arrived(cache, False, False)
+
+    async def scene() -> list[bool]:
+        arrivals = Arrivals(cache)
+        waits = [asyncio.create_task(arrivals.wait("k", number, 600.0)) for number in (0, 1, 1)]
+        await asyncio.sleep(0.05)
+        assert not any(wait.done() for wait in waits)
+        note_arrived(cache, False, True)
+        await asyncio.gather(*waits[1:])
+        seen = [wait.done() for wait in waits]
+        note_arrived(cache, True, True)
+        await waits[0]
+        return seen
+
+    assert asyncio.run(scene()) == [False, True, True]
+
+
+def test_map_is_not_polled_when_nobody_waits(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    note_arrived(cache, False)
+    looks = 0
+
+    def read_map(*_: object) -> bytes:
+        nonlocal looks
+        looks += 1
+        return b""
+
+    monkeypatch.setattr(local_chunks, "read_map", read_map)
+
+    async def scene() -> tuple[int, int]:
+        arrivals = Arrivals(cache)
+        await arrivals.wait("k", 0, 0.05)
+        await asyncio.sleep(5 * local_chunks.POLL)
+        before = looks
+        await asyncio.sleep(5 * local_chunks.POLL)
+        assert not arrivals._polls
+        return before, looks
+
+    before, after = asyncio.run(scene())
+    assert 0 < before == after
+
+
+def test_many_waiters_cost_one_poll(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def read_map(*_: object) -> bytes:
+        nonlocal looks
+        looks += 1
+        return digest.UNKNOWN if looks == 3 else b""
+
+    monkeypatch.setattr(local_chunks, "read_map", read_map)
+
+    async def scene() -> None:
+        arrivals = Arrivals(cache)
+        await asyncio.gather(*(arrivals.wait("k", 0, 600.0) for _ in range(100)))
+
+    asyncio.run(scene())
+    assert looks == 3
+
+
+def test_disk_error_does_not_end_the_waiting(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [OSError(5, "EIO"), b"", digest.UNKNOWN]
+
+    def read_map(*_: object) -> bytes:
+        one = said.pop(0)
+        if isinstance(one, OSError):
+            raise one
+        return one
+
+    monkeypatch.setattr(local_chunks, "read_map", read_map)
+    asyncio.run(Arrivals(cache).wait("k", 0, 600.0))
+    assert said == []
+
+
+def test_end_of_service_wakes_all_waiters(cache: Cache) -> None:
+    async def scene() -> None:
+        arrivals = Arrivals(cache)
+        waits = [asyncio.create_task(arrivals.wait("k", number, 600.0)) for number in range(3)]
+        await asyncio.sleep(0)
+        arrivals.end()
+        await asyncio.gather(*waits)
+
+    asyncio.run(scene())

@@ -1,0 +1,435 @@
+"""The chunk schedule: each chunk comes in the end, whatever fails, and the source is read once."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forestage.peers.ring import SOURCE
+from forestage.peers.schedule import Ask, Policy, Schedule, Why
+
+MB = 1_000_000
+NODES = [f"n{number}" for number in range(4)]
+
+
+def schedule(count: int = 12, nodes: list[str] = NODES, place: int = 0) -> Schedule:
+    me = Schedule("key", nodes, nodes[0], [], MB).ring.nodes[place]
+    return Schedule("key", nodes, me, range(count), MB)
+
+
+def others(one: Schedule) -> list[str]:
+    return [node for node in one.ring.nodes if node != one.me]
+
+
+def everything(count: int) -> int:
+    return (1 << count) - 1
+
+
+def all_of(ask: Callable[[float], Ask | None], now: float) -> list[Ask]:
+    found = []
+    while (one := ask(now)) is not None:
+        found.append(one)
+    return found
+
+
+def settle(one: Schedule, now: float = 0.0) -> None:
+    """Has every peer say that it has begun, and has nothing yet."""
+    for ask in all_of(one.next_fetch, now):
+        one.peer_has(ask.peer, 0, now)
+        one.failed(ask, "absent", now)
+
+
+def test_own_share_is_read_in_order_and_few_at_once() -> None:
+    one = schedule()
+    settle(one)
+    assert all_of(one.next_read, 0.1) == [Ask(0, SOURCE), Ask(4, SOURCE)]
+    one.got(Ask(0, SOURCE), 0.2)
+    assert all_of(one.next_read, 0.2) == [Ask(8, SOURCE)]
+
+
+def test_nothing_is_read_before_peers_could_answer() -> None:
+    one = schedule()
+    first = one.next_fetch(0.0)
+    assert first is not None
+    assert one.next_read(0.1) is None
+    for peer in others(one):
+        one.peer_has(peer, everything(12), 0.1)
+    one.got(first, 0.1)
+    assert one.next_read(0.3) is None, "the own share too comes from others"
+    asked = {first.number}
+    while not one.done:
+        for ask in all_of(one.next_fetch, 0.4):
+            asked.add(ask.number)
+            one.got(ask, 0.5)
+    assert asked == set(range(12))
+    assert (one.by_source, one.by_peers) == (0, 12)
+
+
+def test_silent_peers_delay_reading_by_the_probe_only() -> None:
+    one = schedule()
+    all_of(one.next_fetch, 0.0)
+    assert one.next_read(0.0) is None
+    assert one.next_read(one.policy.probe) == Ask(0, SOURCE)
+
+
+def test_node_alone_reads_all_at_once() -> None:
+    one = Schedule("key", ["n"], "n", range(3), MB, Policy(at_once=3))
+    assert [ask.number for ask in all_of(one.next_read, 0.0)] == [0, 1, 2]
+    assert one.next_fetch(0.0) is None
+
+
+@pytest.mark.parametrize(("why", "times"), [("wrong", [1.0]), ("silent", [1.0, 30.0])])
+def test_peer_with_wrong_bytes_or_silent_twice_is_left_out(why: Why, times: list[float]) -> None:
+    one = schedule(nodes=["a", "b"])
+    for now in times:
+        bad = one.next_fetch(now)
+        assert bad is not None
+        one.failed(bad, why, now)
+    for now in (times[-1], 100.0, 1000.0):
+        asked = all_of(one.next_fetch, now)
+        assert bad.peer not in {ask.peer for ask in asked}
+        for ask in asked:
+            one.peer_has(ask.peer, 0, now)
+            one.failed(ask, "absent", now)
+
+
+def test_moments_of_silence_of_all_peers_leave_none_out() -> None:
+    """Else a busy machine would make each node read the whole image."""
+    one = schedule(48)
+    for now in (0.0, 20.0):
+        asked = all_of(one.next_fetch, now)
+        assert {ask.peer for ask in asked} == set(others(one))
+        for ask in asked:
+            one.failed(ask, "silent", now)
+        assert one.next_fetch(now + 1.0) is None
+        for peer in others(one):
+            one.peer_has(peer, one.missing, now + 15.0)
+        for ask in [one.next_fetch(now + 15.0) for _ in range(6)]:
+            assert ask is not None
+            one.got(ask, now + 15.0)
+    assert {ask.peer for ask in all_of(one.next_fetch, 40.0)} == set(others(one))
+
+
+@pytest.mark.parametrize("why", ["refused", "slow", "absent"])
+def test_failing_peer_is_backed_off_longer_each_time(why: Why) -> None:
+    one = schedule(nodes=["a", "b"])
+    waits, now = [], 0.0
+    for _ in range(4):
+        begun = now
+        while (ask := one.next_fetch(now)) is None:
+            now += 0.05
+        one.failed(ask, why, now)
+        waits.append(now - begun)
+    assert 0 == waits[0] < waits[1] < waits[2] < waits[3]
+
+
+def test_peer_without_the_chunk_yet_is_not_backed_off() -> None:
+    one = schedule(nodes=["a", "b"])
+    ask = one.next_fetch(0.0)
+    assert ask is not None
+    one.peer_has(ask.peer, 0, 0.1)
+    one.failed(ask, "absent", 0.1)
+    assert one.next_fetch(0.1) is not None
+
+
+def test_peer_without_an_announced_chunk_is_backed_off() -> None:
+    one = schedule(nodes=["a", "b"])
+    ask = one.next_fetch(0.0)
+    assert ask is not None
+    one.peer_has(ask.peer, everything(12), 0.1)
+    one.failed(ask, "absent", 0.1)
+    assert one.next_fetch(0.1) is None
+
+
+def test_share_of_dead_node_is_read_by_its_stand_ins() -> None:
+    read: dict[str, set[int]] = {}
+    for place in range(1, 4):
+        one = schedule(48, place=place)
+        dead = one.ring.nodes[0]
+        now = 0.0
+        while now < 1.5:
+            for ask in all_of(one.next_fetch, now):
+                one.failed(ask, "silent" if ask.peer == dead else "absent", now)
+                if ask.peer != dead:
+                    one.peer_has(ask.peer, 0, now)
+            for ask in all_of(one.next_read, now):
+                read.setdefault(one.me, set()).add(ask.number)
+                one.got(ask, now)
+            now += 0.1
+    ring = one.ring
+    for number in range(48):
+        readers = [node for node, numbers in read.items() if number in numbers]
+        expected = next(node for node in ring.order(number) if node != dead)
+        assert readers == [expected]
+
+
+def test_offered_chunk_of_dead_node_is_not_read() -> None:
+    one = schedule(48, place=1)
+    dead, alive = one.ring.nodes[0], one.ring.nodes[2]
+    now = 0.0
+    while now < 2.0:
+        one.peer_has(alive, one.missing, now)
+        for ask in all_of(one.next_fetch, now):
+            if ask.peer != alive:
+                one.failed(ask, "silent" if ask.peer == dead else "absent", now)
+        assert all(ask.number % 4 == 1 for ask in all_of(one.next_read, now))
+        now += 0.5
+
+
+def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
+    one = schedule(2, nodes=["a", "b", "c"], place=2)
+    for peer in others(one):
+        one.peer_has(peer, 0b11, 0.0)
+    first, second = all_of(one.next_fetch, 0.0)
+    assert {first.number, second.number} == {0, 1}
+    one.got(first, 0.1)
+    assert one.next_fetch(0.1) is None
+    again = one.next_fetch(1.0)
+    assert again is not None
+    assert again.number == second.number
+    assert again.peer != second.peer
+    assert one.twice(again)
+    assert one.twice(second)
+    assert one.next_fetch(1.0) is None, "not a third time"
+    one.got(again, 1.1)
+    assert one.obsolete(second)
+    one.failed(second, "slow", 1.1)
+    assert one.done
+    assert one.by_peers == 2
+
+
+def test_chunk_asked_twice_and_failed_once_is_not_asked_again() -> None:
+    one = schedule(2, nodes=["a", "b", "c"], place=2)
+    for peer in others(one):
+        one.peer_has(peer, 0b11, 0.0)
+    first, second = all_of(one.next_fetch, 0.0)
+    one.got(first, 0.1)
+    again = one.next_fetch(1.0)
+    assert again is not None
+    one.failed(second, "silent", 1.0)
+    assert one.next_fetch(1.0) is None
+    one.failed(again, "silent", 1.0)
+    assert one.next_fetch(1.0) is None, "both are out"
+    assert one.next_read(1.0) is not None
+
+
+@pytest.mark.parametrize("reading", [0.1, 0.6])
+def test_overdue_chunk_is_read_by_first_stand_in(
+    reading: float,
+) -> None:
+    """Unless reading takes as long as that for whoever reads: then it would be read twice."""
+    readers = []
+    for place in range(1, 4):
+        one = schedule(1, place=place)
+        one.next_read(0.0)
+        one.peer_has(one.ring.nodes[0], 0b1, 0.0)
+        (ask,) = all_of(one.next_fetch, 0.0)
+        one._usual.add(0.2)
+        one._usual_read.add(reading)
+        one._last_came = 1.5
+        readers += [one.me] * (one.next_read(1.5) is not None)
+        assert ask.peer == one.ring.nodes[0]
+    assert readers == ([one.ring.order(0)[1]] if reading == 0.1 else [])
+
+
+def test_hanging_reader_at_the_end_is_replaced_by_one_node_only() -> None:
+    """Each ask of it is answered in time: "not yet"."""
+    begun: dict[str, float] = {}
+    for place in range(1, 8):
+        one = schedule(8, nodes=[f"n{number}" for number in range(8)], place=place)
+        settle(one)
+        first = one.ring.nodes[0]
+        for ask in all_of(one.next_read, 0.0):
+            one.got(ask, 0.5)
+        for peer in others(one):
+            one.peer_has(peer, everything(8) & ~1 if peer != first else 0, 0.5)
+        while one.missing != 1:
+            all_of(one.next_fetch, 0.6)
+            for ask in [ask for ask in one.asks if ask.number]:
+                one.got(ask, 0.6)
+        for tick in range(7, 45):
+            now = tick / 10
+            for ask in list(one.asks):
+                if ask.peer and now - one.asks[ask] >= one.policy.wait:
+                    one.peer_has(ask.peer, 0 if ask.peer == first else everything(8) & ~1, now)
+                    one.failed(ask, "absent", now)
+            one.next_fetch(now)
+            if one.next_read(now):
+                begun.setdefault(one.me, now)
+    first_of_all, second = sorted(begun.values())[:2]
+    assert second > first_of_all + 0.5
+
+
+def test_silence_makes_each_node_read_another_chunk() -> None:
+    picks = []
+    for place in range(4):
+        one = schedule(40, place=place)
+        settle(one)
+        for ask in iter(lambda: one.next_read(0.5), None):  # noqa: B023
+            one.got(ask, 0.5)
+        assert one.by_source == 10
+        for now in (1.0, 2.0, 2.4):
+            assert one.next_read(now) is None
+        found = all_of(one.next_read, 3.0)
+        assert len(found) == 1, "one at first: it may be a short pause"
+        picks.append(found[0].number)
+        one.got(found[0], 3.1)
+        assert len(all_of(one.next_read, 3.1)) == 2
+    assert len(set(picks)) == 4
+
+
+def test_unreachable_peers_make_all_be_read_at_once() -> None:
+    one = schedule(40)
+    now = 0.0
+    while not one.done:
+        for ask in all_of(one.next_fetch, now):
+            one.failed(ask, "refused", now)
+        for ask in all_of(one.next_read, now):
+            one.got(ask, now)
+        now += 0.1
+    assert now == 0.1, "once round"
+    assert one.by_source == 40
+
+
+def many(count: int) -> Schedule:
+    nodes = [f"n{number}" for number in range(count)]
+    return Schedule("key", nodes, "n0", range(256), MB)
+
+
+def fail_as_far_as(one: Schedule, count: int, now: float) -> list[str]:
+    """So many peers are refused, of those that are asked; who they are."""
+    asked = all_of(one.next_fetch, now)
+    names = list(dict.fromkeys(ask.peer for ask in asked))[:count]
+    for ask in asked:
+        if ask.peer in names:
+            one.failed(ask, "refused", now)
+    return names
+
+
+@pytest.mark.parametrize(("refused", "alone"), [(7, False), (8, True)])
+def test_eight_unreachable_of_many_count_as_all(refused: int, alone: bool) -> None:
+    one = many(64)
+    assert len(fail_as_far_as(one, refused, 0.5)) == refused
+    read = {ask.number % 64 for ask in all_of(one.next_read, 0.5)}
+    assert (len(read) == 64) == alone
+
+
+@pytest.mark.parametrize("whys", [["absent"], ["refused", "absent"]])
+def test_running_service_is_given_the_grace(whys: list[Why]) -> None:
+    one = schedule(nodes=["a", "b"])
+    now = 0.0
+    for why in whys:
+        while (ask := one.next_fetch(now)) is None:
+            now += 0.05
+        one.failed(ask, why, now)
+    one._begun = now
+    read = all_of(one.next_read, now + one.policy.grace - 0.1)
+    assert {ask.number % 2 for ask in read} == {one.ring.place[one.me]}
+
+
+def test_first_answer_of_a_peer_ends_reading_out_of_turn() -> None:
+    one = many(64)
+    out = {one.me, *fail_as_far_as(one, 8, 0.5)}
+    while True:  # until there is nothing left to read in the stead of these
+        ask = one.next_read(0.5)
+        assert ask is not None
+        if one.ring.nodes[ask.number % 64] not in out:
+            break
+    one.peer_has(next(peer for peer in others(one) if peer not in out), 0, 0.6)
+    for now in (0.6, 0.5 + one.policy.grace + 0.1):
+        assert one.next_read(now) is None
+
+
+def test_shares_of_peers_with_failed_source_are_read_at_once() -> None:
+    """All but this one: what they should have read is not waited for, and each gets some of it."""
+    one = schedule()
+    settle(one)
+    for ask in all_of(one.next_read, 0.1):
+        one.got(ask, 0.2)
+    for ask in all_of(one.next_read, 0.2):
+        one.got(ask, 0.3)
+    for peer in others(one):
+        one.peer_has(peer, 0b1_0001_0001, 1.1, source_failed=True)
+    assert [ask.number for ask in all_of(one.next_read, 1.2)] == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+    assert not all_of(one.next_fetch, 1.2)
+
+
+def test_peer_with_recovered_source_is_waited_for() -> None:
+    one = schedule()
+    settle(one)
+    for source_failed in (True, False):
+        for peer in others(one):
+            one.peer_has(peer, 0, 1.0, source_failed)
+    assert {ask.number % 4 for ask in all_of(one.next_read, 1.2)} == {0}
+
+
+def test_own_share_with_failed_source_is_fetched_from_peers() -> None:
+    one = schedule()
+    settle(one)
+    ask = one.next_read(0.1)
+    assert ask is not None
+    one.failed(ask, "source", 0.2)
+    assert one.next_read(9.0) is None
+    for peer in others(one):
+        one.peer_has(peer, everything(12), 9.0)
+    while not one.done:
+        for ask in all_of(one.next_fetch, 9.0):
+            one.got(ask, 9.1)
+    assert one.by_source == 0
+
+
+def test_copy_without_source_and_peers_is_hopeless_after_a_while() -> None:
+    one = schedule()
+    ask = one.next_read(0.0) or one.next_read(one.policy.probe + 0.1)
+    assert ask is not None
+    assert not one.hopeless(1e6), "the source may be slow"
+    one.failed(ask, "source", 0.7)
+    assert not one.hopeless(5.0)
+    assert one.hopeless(one.policy.longest)
+
+
+@given(st.integers(1, 5), st.sets(st.integers(0, 40), min_size=1), st.integers(0, 1 << 32))
+@settings(max_examples=100, deadline=None)
+def test_random_failures_of_peers_leave_no_chunk_missing(
+    count: int, missing: set[int], seed: int
+) -> None:
+    """Peers do anything at any time; no chunk is lost, none is asked of one that is out."""
+    nodes = [f"n{number}" for number in range(count)]
+    one = Schedule("key", nodes, "n0", missing, MB)
+    chance = random.Random(seed)
+    out: set[str] = set()
+    came: set[int] = set()
+    running: list[tuple[float, int, Ask]] = []
+    now, turn = 0.0, 0
+    while not one.done:
+        for choose, most in ((one.next_fetch, 8), (one.next_read, 4)):
+            mine = sum((ask.peer == SOURCE) == (most == 4) for _, _, ask in running)
+            while mine < most and (ask := choose(now)) is not None:
+                assert ask.peer not in out
+                assert ask.number in missing
+                assert ask.number not in came
+                mine, turn = mine + 1, turn + 1
+                heapq.heappush(running, (now + chance.random() * one.give_up(ask), turn, ask))
+        if not running or chance.random() < 0.2:
+            now += 0.1
+            continue
+        now, _, ask = heapq.heappop(running)
+        now = max(now, 0.0)
+        if ask.peer == SOURCE or chance.random() < 0.5:
+            if ask.peer:
+                one.peer_has(ask.peer, chance.getrandbits(41), now)
+            came.add(ask.number)
+            one.got(ask, now)
+        else:
+            whys: list[Why] = ["absent", "refused", "silent", "wrong", "slow"]
+            why = chance.choice(whys)
+            out |= {ask.peer} if why == "wrong" else set()
+            one.failed(ask, why, now)
+        assert now < 3600
+    assert came == missing
+    assert one.by_source + one.by_peers == len(missing)

@@ -1,0 +1,161 @@
+"""The service's sockets, and the rate limit of its uploads."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from forestage.config import Peering
+from forestage.errors import PeerError
+from forestage.peers import server
+from forestage.peers.server import Pace
+
+
+@pytest.fixture
+def opened() -> Iterator[list[socket.socket]]:
+    made: list[socket.socket] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Bound without listening, by SO_REUSEADDR: we may have it, no other program is given it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("0.0.0.0", 0))
+        yield probe.getsockname()[1]
+
+
+def where(sockets: list[socket.socket]) -> list[tuple[str, int]]:
+    return sorted(one.getsockname()[:2] for one in sockets)
+
+
+def test_empty_listen_is_all_addresses_of_both_families(
+    opened: list[socket.socket], port: int
+) -> None:
+    opened += server.listening_sockets(Peering(port=port), "n1")
+    assert where(opened) == [("0.0.0.0", port), ("::", port)]
+
+
+@pytest.mark.parametrize(("name", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
+def test_listen_with_address_is_that_address(
+    opened: list[socket.socket], port: int, name: str, host: str
+) -> None:
+    opened += server.listening_sockets(Peering(port=port, listen=name), "n1")
+    assert where(opened) == [(host, port)]
+
+
+def test_listen_with_node_placeholder_is_replaced(opened: list[socket.socket], port: int) -> None:
+    opened += server.listening_sockets(Peering(port=port, listen="127.0.0.{node}"), "3")
+    assert where(opened) == [("127.0.0.3", port)]
+
+
+def test_listen_with_interface_is_all_its_addresses(opened: list[socket.socket], port: int) -> None:
+    opened += server.listening_sockets(Peering(port=port, listen="lo"), "n1")
+    assert where(opened) == [("0.0.0.0", port), ("::", port)]
+    device = {one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for one in opened}
+    assert {name.rstrip(b"\0") for name in device} == {b"lo"}
+
+
+def test_port_is_that_of_own_address(opened: list[socket.socket], port: int) -> None:
+    peers = Peering(listen="127.0.0.1", addresses={"n1": f"127.0.0.1:{port}"})
+    opened += server.listening_sockets(peers, "n1")
+    assert where(opened) == [("127.0.0.1", port)]
+
+
+def test_connections_inherit_timeout_and_pacing(opened: list[socket.socket], port: int) -> None:
+    opened += server.listening_sockets(
+        Peering(port=port, listen="127.0.0.1", bandwidth=1 << 20), "n1"
+    )
+    client = socket.create_connection(("127.0.0.1", port))
+    opened[0].setblocking(True)
+    accepted, _ = opened[0].accept()
+    opened += [client, accepted]
+    user_timeout = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    pacing = accepted.getsockopt(socket.SOL_SOCKET, server.SO_MAX_PACING_RATE)
+    assert (user_timeout, pacing) == (server.USER_TIMEOUT, 1 << 20)
+
+
+def test_taken_port_is_explained_and_leaves_nothing_open(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(PeerError) as caught:
+            server.listening_sockets(Peering(port=port), "n1")
+        socket.create_server(("::1", port), family=socket.AF_INET6).close()
+    assert f"port {port} of any address is taken" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["192.0.2.1", "no-such-name.invalid"])
+def test_unknown_listen_is_explained(port: int, name: str) -> None:
+    with pytest.raises(PeerError) as caught:
+        server.listening_sockets(Peering(port=port, listen=name), "n1")
+    assert "peers.listen" in str(caught.value)
+
+
+def test_kernel_without_ipv6_serves_ipv4(
+    opened: list[socket.socket], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = server._listening
+
+    def without(family: socket.AddressFamily, *rest: object) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "no IPv6")
+        return real(family, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(server, "_listening", without)
+    opened += server.listening_sockets(Peering(port=port), "n1")
+    assert where(opened) == [("0.0.0.0", port)]
+
+
+# --- the bandwidth
+
+
+class Now:
+    time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What is slept, without sleeping."""
+    seconds: list[float] = []
+
+    async def sleep(long: float) -> None:
+        seconds.append(long)
+
+    monkeypatch.setattr(server.asyncio, "sleep", sleep)
+    return seconds
+
+
+def test_uploads_are_spaced_by_the_rate(slept: list[float]) -> None:
+    async def scene() -> list[bool]:
+        pace = Pace(10, Now())
+        return [await pace.wait_turn(20, 110.0) for _ in range(3)]
+
+    assert asyncio.run(scene()) == [True, True, True]
+    assert slept == [0.0, 2.0, 4.0]
+
+
+def test_upload_behind_its_end_is_refused_and_takes_no_room(slept: list[float]) -> None:
+    async def scene() -> list[bool]:
+        pace = Pace(10, Now())
+        return [await pace.wait_turn(20, end) for end in (100.0, 101.0, 102.0)]
+
+    assert asyncio.run(scene()) == [True, False, True]
+    assert slept == [0.0, 2.0]
+
+
+def test_upload_that_may_go_now_goes_whatever_its_end(slept: list[float]) -> None:
+    assert asyncio.run(Pace(10, Now()).wait_turn(20, end=0.0))
+
+
+def test_upload_without_rate_does_not_wait(slept: list[float]) -> None:
+    assert asyncio.run(Pace(None, Now()).wait_turn(1 << 40, 0.0))
+    assert slept == []
