@@ -61,7 +61,7 @@ def handle(
     all the same where the node has redirects, since none may show this job an outdated file.
     """
     start = node.clock.monotonic()
-    refusal = refusal or _refusal(node, job)
+    refusal = refusal or _refusal(node, job, request)
     try:
         answer = _handle(node, job, request, limit, refusal)
     except Failed as failed:
@@ -118,14 +118,16 @@ def has_control(text: str) -> bool:
     return any(ord(char) < 32 or ord(char) == 127 for char in text)
 
 
-def _refusal(node: Node, job: Job) -> Declined | None:
-    """Returns why nothing may be staged for this job on this node, if it may not."""
-    if job.hints.off:
-        return Declined("off", "the job says stage=off")
+def _refusal(node: Node, job: Job, request: Request) -> Declined | None:
+    """Returns why nothing may be staged for this request on this node, if it may not."""
     try:
+        # First: what names a registry's image is no business of a broken cache, which drains.
+        image.wanted_path(request, job.work_dir)
+        if job.hints.off:
+            return Declined("off", "the job says stage=off")
         node.cache.prepare(node.config.require_mount)
-    except Failed as failed:
-        return failed
+    except Declined as declined:
+        return declined
     except OSError as error:
         return Failed("io", str(error))
     return None

@@ -54,8 +54,10 @@ def step(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | None)
     limit = Wait(Deadline.after(seconds, clock), copy, "keep", watch)
     try:
         job = _as_noted(node, job)
-    except Failed as failed:  # a damaged lease
-        refusal = refusal or failed
+    except Failed as damaged:
+        refusal = refusal or damaged
+    except OSError as error:
+        refusal = refusal or Failed("io", str(error))
     answer = image.handle(node, job, request, limit, refusal)
     line = message(answer.outcome, config.user_messages)
     if line:
