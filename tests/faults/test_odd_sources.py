@@ -15,7 +15,7 @@ import pytest
 from far import Far
 from fault import CHUNKS, Beside, Points, Until, image, served
 
-from forestage.stage import opened, stager
+from forestage.stage import queue, source
 from forestage.system import mounts
 from node import ALICE, BOB, Later, Node, Ran, read_as, until
 
@@ -77,7 +77,7 @@ def test_an_odd_source_is_copied_to_the_last_byte_with_its_rights(
     words: dict[str, int],
     keys: dict[str, object],
 ) -> None:
-    monkeypatch.setattr(opened, "COARSE_TICK_NS", 1)  # that it is waited for is shown below
+    monkeypatch.setattr(source, "COARSE_TICK_NS", 1)  # that it is waited for is shown below
     node.configure(on_error="drain", **keys)
     path = put(far)
     far.told(**words)
@@ -198,7 +198,7 @@ def test_a_change_within_one_tick_of_the_servers_clock_is_not_missed(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     # A full tick of this server is one second, and half of it would not do.
-    monkeypatch.setattr(opened, "COARSE_TICK_NS", 1_050_000_000)
+    monkeypatch.setattr(source, "COARSE_TICK_NS", 1_050_000_000)
     far.told(seconds=1)
     until(lambda: time.time() % 1 < 0.2, "a second to begin")
     path = put(far)
@@ -251,7 +251,7 @@ def test_a_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(node: Node,
 def test_a_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stager, "HANGS", 0.5)
+    monkeypatch.setattr(queue, "STALLED_AFTER", 0.5)
     node.configure(max_copies=1, threads=1)
     path, other = put(far), node.put("alice/image.sqsh")
     hangs = tmp_path / "hangs"

@@ -25,10 +25,7 @@ from node import Node, until
 
 SOURCES = Path(stager.__file__).parent
 POINT = re.compile(r'trace\.point\("(\w+)"\)')
-NAMES = sorted(
-    {name for file in SOURCES.rglob("*.py") for name in POINT.findall(file.read_text())}
-    - {"looking"}  # passed in the child that acts as the user
-)
+NAMES = sorted({name for file in SOURCES.glob("*.py") for name in POINT.findall(file.read_text())})
 CASES = [("chunks", name) for name in NAMES] + [
     ("rsync", name) for name in NAMES if name != "chunk"
 ]

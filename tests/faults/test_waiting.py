@@ -22,7 +22,7 @@ from fault import (
 )
 
 from forestage.cache.part import Owner, Part
-from forestage.stage import stager
+from forestage.stage import queue
 from node import ALICE, BOB, Node, until
 
 
@@ -117,7 +117,7 @@ def test_on_deadline_abort_leaves_a_copy_alone_that_another_job_waits_for(
 def test_no_more_than_max_copies_at_once_and_the_rest_in_order(
     node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(stager, "HANGS", 3600.0)  # who waits at the gate keeps its place
+    monkeypatch.setattr(queue, "STALLED_AFTER", 3600.0)  # who waits at the gate keeps its place
     node.configure(max_copies=most)
     paths = [node.put(f"alice/{n}.sqsh", image(n)) for n in range(5)]
     points.at("reserved", gate, nth=None)
@@ -152,7 +152,7 @@ def test_two_stagers_that_stand_in_line_at_the_same_moment_take_turns(
     node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The one that asked first is slow to say so; the second must not pass it unseen."""
-    monkeypatch.setattr(stager, "HANGS", 3600.0)  # who waits at the gate keeps its place
+    monkeypatch.setattr(queue, "STALLED_AFTER", 3600.0)  # who waits at the gate keeps its place
     node.configure(max_copies=1)
     first, second = (node.put(f"alice/{n}.sqsh", image(n)) for n in (1, 2))
     slow = node.identity(first).key

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from forestage.cache import redirect
-from forestage.hooks import image as request
 from forestage.peers import auth, connection, protocol
-from forestage.stage import opened
+from forestage.stage import source
 from forestage.system import lock
 
 LIMITS = (
     (auth, "PATIENCE"),
-    (request, "LOOK"),
-    (opened, "LOOK_TIMEOUT"),
-    (redirect, "TAKE_OFF_TIMEOUT"),
+    (source, "HOOK_TIMEOUT"),
+    (source, "STAGER_TIMEOUT"),
+    (redirect, "UNMOUNT_TIMEOUT"),
     (connection, "CONNECT"),
     (connection, "STALL"),
     (protocol, "HANDSHAKE"),

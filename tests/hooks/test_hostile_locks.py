@@ -36,16 +36,16 @@ def test_no_redirect_is_laid_without_the_lock(
     path = node.put("alice/image.sqsh")
     node.prolog(1, path)
     node.epilog(1)
-    staged = wait.stage
+    obtain = wait.obtain
 
     with contextlib.ExitStack() as undo:
 
         def then_locked(*args: object, **kwargs: object) -> object:
-            found = staged(*args, **kwargs)  # type: ignore[arg-type]
+            found = obtain(*args, **kwargs)  # type: ignore[arg-type]
             undo.enter_context(lock.held(node.cache.space_lock, 0))
             return found
 
-        monkeypatch.setattr(wait, "stage", then_locked)
+        monkeypatch.setattr(wait, "obtain", then_locked)
         ran = node.prolog(2, path)
         assert (ran.code, *ran.said) == (0, "failed", "busy")
         assert node.binds() == {}

@@ -122,14 +122,14 @@ def test_a_path_that_the_user_may_no_longer_walk_is_not_redirected(
 ) -> None:
     """Root could: so the target is opened as the user as well."""
     path = node.put("alice/sub/image.sqsh")
-    lay = redirect.mount
+    mount = redirect.mount
 
     def closed(*args: object) -> object:
         os.chown(node.server / "alice/sub", BOB.uid, BOB.gid)
         (node.server / "alice/sub").chmod(0o700)
-        return lay(*args)  # type: ignore[arg-type]
+        return mount(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redirect, "lay", closed)
+    monkeypatch.setattr(redirect, "mount", closed)
     assert node.prolog(1, path).said == ("declined", "no-permission")
     assert node.binds() == {}
 
@@ -185,14 +185,14 @@ def test_a_copy_that_this_user_cannot_read_is_not_laid(
 ) -> None:
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
-    staged = wait.stage
+    obtain = wait.obtain
 
     def closed(*args: object, **kwargs: object) -> object:
-        found = staged(*args, **kwargs)  # type: ignore[arg-type]
-        node.cache.image(found.entry.key).chmod(0o600)
+        found = obtain(*args, **kwargs)  # type: ignore[arg-type]
+        node.cache.image(node.identity(path).key).chmod(0o600)
         return found
 
-    monkeypatch.setattr(wait, "stage", closed)
+    monkeypatch.setattr(wait, "obtain", closed)
     assert node.prolog(1, path, user=BOB).said == ("declined", "access")
     assert node.binds() == {}
     assert read_as(BOB, path) == content()

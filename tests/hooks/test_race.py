@@ -91,15 +91,15 @@ def test_an_entry_is_not_evicted_between_stage_and_redirect(
     if warm:
         node.prolog(1, path)
         node.epilog(1)
-    staged = wait.stage
+    obtain = wait.obtain
     evicted: list[tuple[str, ...]] = []
 
     def pressed(*args: object, **kwargs: object) -> object:
-        result = staged(*args, **kwargs)  # type: ignore[arg-type]
+        result = obtain(*args, **kwargs)  # type: ignore[arg-type]
         evicted.append(evict.evict_keys(node.cache, node.leases, [key]))
         return result
 
-    monkeypatch.setattr(wait, "stage", pressed)
+    monkeypatch.setattr(wait, "obtain", pressed)
     assert node.prolog(2, path).outcome.result == ("hit" if warm else "copied")
     assert evicted == [()]
     assert node.shows_entry(path, key)
@@ -118,16 +118,16 @@ def test_a_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given
 ) -> None:
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
-    staged = wait.stage
+    obtain = wait.obtain
     calls = iter(range(10))
 
     def robbed(*args: object, **kwargs: object) -> object:
-        result = staged(*args, **kwargs)  # type: ignore[arg-type]
+        result = obtain(*args, **kwargs)  # type: ignore[arg-type]
         if next(calls) < times:
             node.cache.retire(key)
         return result
 
-    monkeypatch.setattr(wait, "stage", robbed)
+    monkeypatch.setattr(wait, "obtain", robbed)
     ran = node.prolog(1, path)
     assert (ran.code, *ran.said) == (0, *said)
     assert node.shows_entry(path, key) if shown else node.shows_source(path)
@@ -142,7 +142,7 @@ def test_a_source_changed_between_copy_and_redirect_is_not_covered(
 ) -> None:
     path = node.put("alice/image.sqsh", content(1))
     source = node.server / "alice/image.sqsh"
-    lay = redirect.mount
+    mount = redirect.mount
 
     def late(*args: object) -> object:
         if how == "write":
@@ -153,9 +153,9 @@ def test_a_source_changed_between_copy_and_redirect_is_not_covered(
             )
         else:
             source.unlink()
-        return lay(*args)  # type: ignore[arg-type]
+        return mount(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redirect, "lay", late)
+    monkeypatch.setattr(redirect, "mount", late)
     ran = node.prolog(1, path)
     assert (ran.code, *ran.said) == (0, "declined", reason)
     assert node.binds() == {}

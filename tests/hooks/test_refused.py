@@ -11,7 +11,7 @@ import pytest
 
 from forestage import events
 from forestage.clock import Clock
-from forestage.hooks import image as request
+from forestage.hooks import prolog
 from forestage.hooks.boundary import Hook
 from node import ALICE, BOB, Node, content
 
@@ -205,7 +205,7 @@ def test_what_fails_while_staging_is_switched_off_drains_no_node(
     """An upgrade switches it off while old and new code may meet."""
     path = node.put("alice/image.sqsh")
     node.configure(on_error="drain")
-    monkeypatch.setattr(request, "refuse", None)
+    monkeypatch.setattr(prolog, "prolog", None)
     node.places.disabled.parent.mkdir(parents=True)
     node.places.disabled.touch()
     hook = Hook("prolog", node.environ(7, path), time.monotonic())
@@ -343,14 +343,14 @@ def test_a_folder_swapped_during_the_copy_is_the_users_doing(
     node.configure(on_error="drain")
     path = node.put("alice/sub/image.sqsh")
     folder = node.server / "alice/sub"
-    lay = redirect.mount
+    mount = redirect.mount
 
     def swapped(*args: object) -> object:
         folder.rename(node.server / "alice/old")
         folder.write_text("") if kind == "file" else folder.symlink_to("sub")
-        return lay(*args)  # type: ignore[arg-type]
+        return mount(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redirect, "lay", swapped)
+    monkeypatch.setattr(redirect, "mount", swapped)
     ran = node.prolog(7, path)
     assert (ran.code, *ran.said) == (0, "declined", reason)
     assert node.binds() == {}
@@ -364,14 +364,14 @@ def test_a_symlink_put_in_the_way_of_the_redirect_is_not_followed(
 
     path = node.put("alice/sub/image.sqsh")
     victim = node.put("bob/sub/image.sqsh", content(2), user=BOB, mode=0o600)
-    lay = redirect.mount
+    mount = redirect.mount
 
     def swapped(*args: object) -> object:
         (node.server / "alice/sub").rename(node.server / "alice/old")
         (node.server / "alice/sub").symlink_to(victim.parent)
-        return lay(*args)  # type: ignore[arg-type]
+        return mount(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redirect, "lay", swapped)
+    monkeypatch.setattr(redirect, "mount", swapped)
     # The second look follows it as the job itself would, with no more rights.
     assert node.prolog(7, path, user=ALICE).said == ("declined", "no-permission")
     assert node.binds() == {}

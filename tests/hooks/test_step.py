@@ -333,14 +333,14 @@ def test_a_step_that_redirects_keeps_what_another_one_took_meanwhile(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = node.put("alice/1.sqsh", content(1)), node.put("alice/2.sqsh", content(2))
-    lay = redirect.mount
+    mount = redirect.mount
 
     def late(*arguments: object) -> object:
-        monkeypatch.setattr(redirect, "lay", lay)
+        monkeypatch.setattr(redirect, "mount", mount)
         assert ask(node, 7, second, step=1)[0] == "use"
-        return lay(*arguments)  # type: ignore[arg-type]
+        return mount(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redirect, "lay", late)
+    monkeypatch.setattr(redirect, "mount", late)
     Hook("step", environ(node, 7, first), 0.0).run(node.places, Clock())
     lease = node.lease(7)
     assert lease is not None

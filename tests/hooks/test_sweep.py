@@ -98,7 +98,7 @@ def test_hanging_redirect_is_reported_by_the_mount_below(
 
     node.prolog(7, node.put("alice/a.sqsh"))
     (bind,) = redirect.binds(node.cache)
-    monkeypatch.setattr(redirect, "_taken_off", hangs)
+    monkeypatch.setattr(redirect, "_unmount_all", hangs)
     with pytest.raises(redirect.StillMounted) as caught:
         redirect.unmount([bind], ALICE)
     assert caught.value.hung == {bind.mount.parent}

@@ -11,8 +11,8 @@ import pytest
 
 from forestage.cache import evict, image
 from forestage.clock import Clock, Deadline
-from forestage.hooks import image as request
 from forestage.hooks.boundary import DRAIN
+from forestage.stage import source
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
 from node import ALICE, BOB, Node, content, make_read_only, unmount
@@ -255,16 +255,16 @@ def test_an_epilog_that_finds_the_space_locked_keeps_no_lease_of_a_job_that_is_g
 def test_no_look_takes_all_of_a_long_patience(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server that hangs would hold up a step for minutes, without a word to its user."""
     asked: list[float] = []
-    glance = image.open_as_user
+    open_as_user = image.open_as_user
 
     def noting(path: str, user: User, *rest: Any, **named: Any) -> Any:
-        asked.append(rest[-1])
-        return glance(path, user, *rest, **named)
+        asked.append(rest[2])
+        return open_as_user(path, user, *rest, **named)
 
-    monkeypatch.setattr(image, "glance", noting)
+    monkeypatch.setattr(image, "open_as_user", noting)
     node.configure(deadline="1h")
     assert node.prolog(7, node.put("alice/image.sqsh")).outcome.result == "copied"
-    assert asked[0] == request.LOOK
+    assert asked[0] == source.HOOK_TIMEOUT
 
 
 def test_the_epilog_with_a_broken_configuration_still_releases(

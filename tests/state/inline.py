@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from forestage import log, trace
 from forestage.stage import stager
 from forestage.stage.pipeline import Task
-from forestage.stage.stager import Message
+from forestage.stage.stager import Channel, Message
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 
@@ -152,20 +152,21 @@ def _open_now() -> set[int]:
     return {fd for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
-def _start(task: Task) -> socket.socket:
+def _start(task: Task) -> Channel:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.suppress(Killed), _all_closed():
-        looked = task.looked
-        if looked.line is not None:  # the hook keeps its own, as after a fork
-            looked = replace(looked, line=looked.line.dup())
-        task = replace(task, looked=looked.taken())
+        opened = task.opened
+        if opened.line is not None:  # the hook keeps its own, as after a fork
+            opened = replace(opened, line=opened.line.dup())
+        task = replace(task, opened=opened).received()
+        hook = Channel(theirs)
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):
-                stager._tell(theirs, Message("started"))
-                stager._tell(theirs, stager._serve(task, threading.Event()))
+                hook.send(Message("started"))
+                hook.send(stager._copy(task, threading.Event()))
         except lock.Busy:
-            stager._tell(theirs, Message("busy"))
-    return ours
+            hook.send(Message("busy"))
+    return Channel(ours)
 
 
 def _current() -> list[mounts.Mount]:

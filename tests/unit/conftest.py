@@ -19,6 +19,7 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.paths import Places
 from forestage.slurm.job import Hints, Job
+from forestage.stage.source import OpenImage
 from forestage.system import run
 from forestage.system.as_user import User
 from forestage.units import Amount
@@ -75,12 +76,12 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
-    """What the hook has in hand before it stages."""
+    """Opens an image as a hook does before it stages it."""
 
     def looking(path: Path) -> OpenImage:
-        seen, source = image.open_file(str(path), me, [str(shared)], [], PATIENCE)
+        found, source = image.open_file(str(path), me, [str(shared)], [], PATIENCE)
         assert source is not None
-        return OpenImage(image.judge(seen, None), me, source)
+        return OpenImage(image.judge(found, None), me, source)
 
     return looking
 

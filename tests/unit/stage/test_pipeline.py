@@ -1,0 +1,565 @@
+"""The steps of a copy: an entry gets the right bytes with their rights, or there is none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import log, trace
+from forestage.cache import digest, evict, image, space
+from forestage.cache.layout import Entry
+from forestage.cache.node import Node
+from forestage.cache.part import MAX_SHARED, Owner, Part, boot_id
+from forestage.config import Peering
+from forestage.counters import Counters
+from forestage.errors import Declined, Failed, Stopped
+from forestage.slurm.job import Job
+from forestage.stage import engines, pipeline
+from forestage.stage import source as stage_source
+from forestage.stage.pipeline import Figures, Task
+from forestage.stage.source import OpenImage, Source
+from forestage.stage.with_peers import Peers
+from forestage.system import lock
+
+Looking = Callable[[Path], OpenImage]
+Patch = pytest.MonkeyPatch
+CHUNK = 1 << 16
+CONTENT = b"container " * (CHUNK // 4)
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def source(shared: Path) -> Path:
+    (shared / "folder").mkdir()
+    file = shared / "folder/image.sqsh"
+    file.write_bytes(CONTENT)
+    os.utime(file, (1000, 1000))  # what changes it shows, however coarse the kernel's clock is
+    return file
+
+
+@pytest.fixture
+def task(source: Path, look: Looking, staging_node: Node, asking: Job) -> Iterator[Task]:
+    found = look(source)
+    yield Task(staging_node, asking, found)
+    found.close()
+
+
+def run(task: Task) -> Figures:
+    figures = Figures()
+    pipeline.run(task, threading.Event(), figures)
+    return figures
+
+
+def refused(task: Task, reason: str) -> bool:
+    """Runs a copy that is to fail for this reason; whether the node is at fault."""
+    with pytest.raises(Declined) as caught:
+        run(task)
+    assert caught.value.reason == reason
+    assert not list(task.node.cache.entries.iterdir())
+    return isinstance(caught.value, Failed)
+
+
+def configured(task: Task, **changes: object) -> Task:
+    config = msgspec.structs.replace(task.node.config, **changes)
+    return msgspec.structs.replace(task, node=msgspec.structs.replace(task.node, config=config))
+
+
+class During:
+    """The chunks engine, and then something else; or that in its place."""
+
+    def __init__(self, task: Task, then: Callable[[], None]) -> None:
+        self.real = engines.of(task.node.config)
+        self.then = then
+        self.calls = 0
+
+    def reserve(self, source: Source, part: Part) -> None:
+        self.real.reserve(source, part)
+
+    def copy(
+        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
+    ) -> int:
+        self.calls += 1
+        count = self.real.copy(source, part, stop, peers)
+        self.then()
+        return count
+
+
+@pytest.fixture
+def after_copy(task: Task, monkeypatch: Patch) -> Callable[[Callable[[], None]], During]:
+    def adding(then: Callable[[], None]) -> During:
+        engine = During(task, then)
+        monkeypatch.setattr(engines, "of", lambda _: engine)
+        return engine
+
+    return adding
+
+
+def test_entry_has_the_bytes_their_map_and_their_digest(task: Task) -> None:
+    cache = task.node.cache
+    run(task)
+    entry = cache.find(task.image)
+    assert entry is not None
+    assert cache.image(task.key).read_bytes() == CONTENT
+    folder = cache.entry_dir(task.key)
+    assert sorted(os.listdir(folder)) == ["boot", "entry.json", "image", "map", "used"]
+    sums = (folder / "map").read_bytes()
+    assert digest.split(sums) == [
+        digest.of_chunk(CONTENT[at : at + CHUNK]) for at in range(0, len(CONTENT), CHUNK)
+    ]
+    assert (entry.engine, entry.chunk, entry.digest) == ("chunks", CHUNK, digest.of_image(sums))
+    assert not list(cache.parts.iterdir())
+
+
+@pytest.mark.parametrize("changes", [{"digest": False}, {"engine": "rsync"}])
+def test_every_engine_and_setting_publishes_the_same_bytes(
+    task: Task, changes: dict[str, object]
+) -> None:
+    task = configured(task, **changes)
+    config = task.node.config
+    run(task)
+    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+    entry = task.node.cache.find(task.image)
+    assert entry is not None
+    assert (entry.digest != "") is config.digest
+    assert entry.engine == config.engine
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o755, 0o444, 0o4755])
+def test_copy_has_the_mode_and_time_of_its_source(
+    source: Path, look: Looking, staging_node: Node, asking: Job, mode: int
+) -> None:
+    source.chmod(mode)
+    os.utime(source, ns=(5 * SECOND, 7 * SECOND + 1))
+    opened = look(source)
+    run(Task(staging_node, asking, opened))
+    copied = staging_node.cache.image(opened.image.key).stat()
+    opened.close()
+    assert copied.st_mode & 0o7777 == mode
+    assert copied.st_mtime_ns == 7 * SECOND + 1
+
+
+def test_copy_belongs_to_the_owner_of_its_source(
+    as_root: None, source: Path, look: Looking, staging_node: Node, asking: Job
+) -> None:
+    os.chown(source, 65534, 65533)
+    opened = look(source)
+    run(Task(staging_node, asking, opened))
+    copied = staging_node.cache.image(opened.image.key).stat()
+    opened.close()
+    assert (copied.st_uid, copied.st_gid) == (65534, 65533)
+
+
+def test_rights_that_the_cache_cannot_hold_prevent_publishing(
+    task: Task, monkeypatch: Patch
+) -> None:
+    """Without its ACL the mode's group bits would let others in."""
+    access = msgspec.structs.replace(task.image.access, acl=b"acl")
+    opened = msgspec.structs.replace(
+        task.opened, image=msgspec.structs.replace(task.image, access=access)
+    )
+    task = msgspec.structs.replace(task, opened=opened)
+
+    def unable(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(pipeline, "must_be_unchanged", lambda _: None)
+    monkeypatch.setattr(os, "setxattr", unable)
+    assert not refused(task, "acl")
+
+
+def _write(source: Path) -> None:
+    source.write_bytes(b"others    " * (CHUNK // 4))
+
+
+def _append(source: Path) -> None:
+    with source.open("ab") as file:
+        file.write(b"more")
+
+
+def _replace(source: Path) -> None:
+    new = source.with_name("new")
+    new.write_bytes(CONTENT)
+    new.replace(source)
+
+
+def _chmod(source: Path) -> None:
+    source.chmod(0o600)
+
+
+def _touch(source: Path) -> None:
+    os.utime(source, (1, 1))
+
+
+def _to_symlink(source: Path) -> None:
+    source.rename(source.with_name("old"))
+    source.symlink_to("old")
+
+
+def _swap_folder(source: Path) -> None:
+    """The open file stays as it is: only a second look at the path can tell."""
+    source.parent.rename(source.parent.with_name("old"))
+    source.parent.mkdir()
+    source.write_bytes(CONTENT)
+
+
+def _folder_to_file(source: Path) -> None:
+    source.parent.rename(source.parent.with_name("old"))
+    source.parent.touch()
+
+
+def _folder_to_loop(source: Path) -> None:
+    source.parent.rename(source.parent.with_name("old"))
+    source.parent.symlink_to(source.parent.name)
+
+
+CHANGES = [
+    _swap_folder,
+    _folder_to_file,
+    _folder_to_loop,
+    _write,
+    _append,
+    _replace,
+    _chmod,
+    _touch,
+    Path.unlink,
+    _to_symlink,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fails", [False, True], ids=["copied", "engine failed"])
+def test_source_that_changes_during_the_copy_is_never_published(
+    task: Task,
+    source: Path,
+    after_copy: Callable[[Callable[[], None]], During],
+    change: Callable[[Path], None],
+    fails: bool,
+) -> None:
+    """Nor is it the node's failure: rsync ends with 23 then, and `on_error: drain` would drain."""
+
+    def meanwhile() -> None:
+        change(source)
+        if fails:
+            raise Failed("copy", "rsync: exit 23")
+
+    after_copy(meanwhile)
+    assert not refused(task, "changed")
+
+
+@pytest.mark.parametrize("change", [_write, _append, _chmod, _touch])
+def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
+    task: Task, source: Path, monkeypatch: Patch, change: Callable[[Path], None]
+) -> None:
+    """The path may lead to the staged file's twin on another file system; our bytes are these."""
+    seen = image.Facts(task.image.path, task.node.config.sources, 0, task.image)
+    monkeypatch.setattr(image, "open_as_user", lambda *_: (seen, socket.socket()))
+    pipeline.must_be_unchanged(task)
+    change(source)
+    with pytest.raises(Declined) as caught:
+        pipeline.must_be_unchanged(task)
+    assert caught.value.reason == "changed"
+
+
+@pytest.mark.parametrize("size", [len(CONTENT) + 1, len(CONTENT) - 1, 5, 0])
+def test_copy_of_another_size_is_never_published(
+    task: Task, after_copy: Callable[[Callable[[], None]], During], size: int
+) -> None:
+    after_copy(lambda: os.truncate(task.part.image, size))
+    assert refused(task, "copy")
+
+
+def leave_part(task: Task, **changes: object) -> Part:
+    """Leaves a part with all bytes but the first chunk, as a killed stager does."""
+    owner = pipeline.claim(task)
+    task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
+    space.reserve(task.part, len(CONTENT), CHUNK, set(range(3)))
+    task.part.image.write_bytes(b"y" * len(CONTENT))
+    whole, last = digest.of_chunk(b"y" * CHUNK), digest.of_chunk(b"y" * (len(CONTENT) - 2 * CHUNK))
+    task.part.map.write_bytes(digest.MISSING + whole + last)
+    return task.part
+
+
+@pytest.fixture
+def owners(task: Task, monkeypatch: Patch) -> dict[str, Owner]:
+    """The part's owner at each step of the copy."""
+    seen: dict[str, Owner] = {}
+
+    def listen(name: str) -> None:
+        owner = task.part.owner()
+        if owner is not None:
+            seen.setdefault(name, owner)
+
+    monkeypatch.setattr(trace, "listener", listen)
+    return seen
+
+
+def test_killed_copy_is_resumed_from_its_map(task: Task, owners: dict[str, Owner]) -> None:
+    leave_part(task)
+    assert run(task).resumed == len(CONTENT) - CHUNK
+    copied = task.node.cache.image(task.key).read_bytes()
+    assert copied == CONTENT[:CHUNK] + b"y" * (len(CONTENT) - CHUNK)
+    claimed = owners["claimed"]
+    assert (claimed.phase, claimed.began, claimed.pid) == ("queued", 0.0, os.getpid())
+    assert (owners["reserved"].phase, owners["reserved"].resumed) == (
+        "copying",
+        len(CONTENT) - CHUNK,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"boot": "another"}, {"chunk": 2 * CHUNK}, {"engine": "rsync"}, {"image": None}, None],
+)
+def test_part_of_another_copy_is_begun_anew(
+    task: Task, make_image: Callable[..., image.Image], changes: dict[str, object] | None
+) -> None:
+    """Also no leftover shows through a hole of the source."""
+    if changes is None:  # nobody's
+        leave_part(task).record.unlink()
+    else:
+        leave_part(task, **({"image": make_image()} if "image" in changes else changes))
+    assert run(task).resumed == 0
+    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+
+
+def test_stager_claims_the_part_before_anything_else(task: Task, owners: dict[str, Owner]) -> None:
+    run(task)
+    owner = owners["claimed"]
+    assert (owner.pid, owner.boot, owner.job) == (os.getpid(), boot_id(), 7)
+    assert (owner.image, owner.chunk, owner.engine) == (task.image, CHUNK, "chunks")
+    assert 0 < owner.since <= task.node.clock.monotonic()
+
+
+def test_stopped_copy_in_the_queue_copies_nothing(task: Task) -> None:
+    other = task.node.cache.part("other")
+    other.write_owner(msgspec.structs.replace(pipeline.claim(task), since=1.0))
+    stop = threading.Event()
+    stop.set()
+    with lock.held(task.node.cache.key_lock("other"), 0), pytest.raises(Stopped):
+        pipeline.run(configured(task, max_copies=1), stop, Figures())
+    assert not task.part.image.exists()
+
+
+def test_source_settles_before_it_is_opened(task: Task, monkeypatch: Patch) -> None:
+    done: list[object] = []
+    open_source = stage_source.open_source
+
+    def noting(*arguments: object) -> Source:
+        done.append("open")
+        return open_source(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage_source, "settling", lambda wanted, now: 1.5)
+    monkeypatch.setattr(task.node.clock, "sleep", done.append)
+    monkeypatch.setattr(stage_source, "open_source", noting)
+    run(task)
+    assert done == [1.5, "open"]
+
+
+@pytest.fixture
+def rooms(monkeypatch: Patch) -> list[int]:
+    """What room was asked for; each time something is evicted."""
+    asked: list[int] = []
+
+    def noting(*arguments: object) -> tuple[str, ...]:
+        asked.append(arguments[-1])  # type: ignore[arg-type]
+        return ("victim",)
+
+    monkeypatch.setattr(evict, "make_room", noting)
+    return asked
+
+
+def test_space_that_others_took_meanwhile_is_looked_for_once_more(
+    task: Task, rooms: list[int], monkeypatch: Patch
+) -> None:
+    real = space.allocate
+    failures = iter([True])
+
+    def full_once(fd: int, start: int, length: int) -> None:
+        if next(failures, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, start, length)
+
+    monkeypatch.setattr(space, "allocate", full_once)
+    assert run(task).evicted == ["victim"] * 2
+    assert rooms == [len(CONTENT)] * 2
+
+
+def test_resumed_copy_asks_only_for_the_space_that_is_missing(
+    task: Task, rooms: list[int], monkeypatch: Patch
+) -> None:
+    """Of an image that takes half of the disk, another half would not be free."""
+    engine = During(task, lambda: None)
+    monkeypatch.setattr(engine, "copy", lambda *_: (_ for _ in ()).throw(Stopped))
+    monkeypatch.setattr(engines, "of", lambda _: engine)
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            run(task)
+    assert rooms == [len(CONTENT), 0]
+
+
+def test_full_disk_is_noticed_before_a_byte_is_copied(
+    task: Task, after_copy: Callable[[Callable[[], None]], During], monkeypatch: Patch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = after_copy(lambda: None)
+    monkeypatch.setattr(space, "allocate", full)
+    with pytest.raises(OSError, match="No space"):
+        run(task)
+    assert engine.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "node_failed"),
+    [
+        (errno.ENOSPC, "no-room", False),
+        (errno.EDQUOT, "no-room", False),
+        (errno.EIO, "io", True),
+        (errno.EROFS, "io", True),
+    ],
+)
+def test_full_disk_is_no_failure_of_the_node(number: int, reason: str, node_failed: bool) -> None:
+    found = pipeline.of_disk(OSError(number, os.strerror(number)))
+    assert (found.reason, isinstance(found, Failed)) == (reason, node_failed)
+
+
+def test_damaged_entry_of_the_key_is_replaced(
+    task: Task, publish: Callable[[image.Image], Entry]
+) -> None:
+    publish(task.image)
+    (task.node.cache.entry_dir(task.key) / "entry.json").unlink()
+    run(task)
+    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+
+
+class OtherNode:
+    """Another node that has the whole image."""
+
+    nodes = ("n1", "n2")
+    me = "n1"
+    closed = False
+
+    def fetch(
+        self,
+        peer: str,
+        number: int,
+        start: int,
+        size: int,
+        buffer: memoryview,
+        give_up: float,
+        sink: Callable[[int, memoryview], None],
+        stop: Callable[[], bool],
+        wait: float | None = None,
+        knows: Callable[[int, bool], None] = lambda has, blind: None,
+    ) -> bytes:
+        knows((1 << 64) - 1, False)
+        buffer[:size] = CONTENT[start : start + size]
+        sink(start, buffer[:size])
+        return digest.of_chunk(CONTENT[start : start + size])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def other(monkeypatch: Patch) -> OtherNode:
+    node = OtherNode()
+    monkeypatch.setattr("forestage.peers.Peers.of", lambda *_: node)
+    return node
+
+
+def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
+    task: Task, other: OtherNode
+) -> None:
+    assert run(configured(task, peers=Peering(enabled=True))).from_peers == len(CONTENT)
+    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+    assert not (task.node.cache.entry_dir(task.key) / "peers").exists()
+    assert other.closed
+
+
+def test_without_peers_nothing_of_theirs_is_loaded(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setitem(sys.modules, "forestage.peers", None)  # an import would fail
+    assert run(task).from_peers == 0
+
+
+@pytest.mark.parametrize(("count", "helped"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])
+def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
+    task: Task, other: OtherNode, monkeypatch: Patch, count: int, helped: bool
+) -> None:
+    said: list[str] = []
+    used: list[Peers | None] = []
+
+    class Stub:
+        def reserve(self, *_: object) -> None: ...
+
+        def copy(self, *arguments: Peers | None) -> int:
+            used.append(arguments[-1])
+            raise Stopped
+
+    monkeypatch.setattr(engines, "of", lambda _: Stub())
+    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    monkeypatch.setattr(stage_source, "open_source", lambda *_: Source(-1, None, count))
+    monkeypatch.setattr(evict, "make_room", lambda *_: ())
+    identity = msgspec.structs.replace(task.image.identity, size=count)
+    wanted = msgspec.structs.replace(task.image, identity=identity)
+    task = msgspec.structs.replace(task, opened=msgspec.structs.replace(task.opened, image=wanted))
+    with pytest.raises(Stopped):
+        run(configured(task, chunk_size=1, peers=Peering(enabled=True)))
+    assert used == [other if helped else None]
+    assert len(said) == (0 if helped else 1)
+
+
+def test_served_bytes_are_those_of_this_key_during_the_copy(
+    task: Task,
+    other: OtherNode,
+    after_copy: Callable[[Callable[[], None]], During],
+) -> None:
+    uploads = Counters(task.node.places.peer, since=1.0)
+    uploads.served(task.key, 100)
+    uploads.served("another", 1000)
+    uploads.flush()
+
+    def meanwhile() -> None:
+        uploads.served(task.key, 11)
+        uploads.flush()
+
+    after_copy(meanwhile)
+    assert run(configured(task, peers=Peering(enabled=True))).served == 11
+
+
+def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> None:
+    owner = msgspec.structs.replace(
+        pipeline.claim(task), phase="copying", began=10.0, resumed=CHUNK
+    )
+    task.part.map.write_bytes(b"\1" * 32 + bytes(16))
+    monkeypatch.setattr(task.node.clock, "monotonic", lambda: 14.0)
+    assert pipeline.progress_line(task, owner) == (
+        f"image={task.image.path} key={task.key} copied={2 * CHUNK} of={len(CONTENT)} rate=16KiB/s"
+    )
+
+
+def test_long_copy_logs_its_progress_until_it_ends(
+    task: Task, after_copy: Callable[[Callable[[], None]], During], monkeypatch: Patch
+) -> None:
+    said: list[str] = []
+    spoken = threading.Event()
+
+    def say(line: str, by_slurm: bool) -> None:
+        said.append(line)
+        spoken.set()
+
+    monkeypatch.setattr(pipeline, "PROGRESS_EVERY", 0.001)
+    monkeypatch.setattr(log, "say", say)
+    after_copy(lambda: spoken.wait(600) or None)  # type: ignore[func-returns-value]
+    run(task)
+    assert said[0].startswith(f"stager job=7 image={task.image.path} ")
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]

@@ -1,0 +1,263 @@
+"""The stager's process: apart from its hook, one for each key, and every end has a message."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import events, log
+from forestage.cache.image import Image
+from forestage.cache.node import Node
+from forestage.cache.part import PROCESS_NAME
+from forestage.errors import Declined, Failed, Stopped
+from forestage.slurm.job import Job
+from forestage.stage import pipeline, stager
+from forestage.stage.pipeline import Task
+from forestage.stage.source import OpenImage, Truncated, Unreadable
+from forestage.stage.stager import Channel, Message
+from forestage.system import as_user, lock
+
+CHUNK = 1 << 16
+CONTENT = b"container " * (CHUNK // 4)
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def task(
+    shared: Path, look: Callable[[Path], OpenImage], staging_node: Node, asking: Job
+) -> Iterator[Task]:
+    (shared / "image.sqsh").write_bytes(CONTENT)
+    found = look(shared / "image.sqsh")
+    yield Task(staging_node, asking, found)
+    found.close()
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: Patch) -> Callable[[], list[str]]:
+    """What is logged in whatever process."""
+    file = tmp_path / "log"
+    file.touch()
+
+    def say(line: str, by_slurm: bool) -> None:
+        with file.open("a") as lines:
+            lines.write(line + "\n")
+
+    monkeypatch.setattr(log, "say", say)
+    return lambda: file.read_text().splitlines()
+
+
+def messages(task: Task) -> list[Message]:
+    """Starts a stager and listens until its end."""
+    heard = []
+    with stager.start(task) as channel, contextlib.suppress(EOFError):
+        while True:
+            message = channel.recv(600)
+            assert message is not None
+            heard.append(message)
+    return heard
+
+
+def fail_with(error: BaseException, monkeypatch: Patch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pipeline, "run", fail)
+
+
+def io(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "node_failed"),
+    [
+        (Failed("copy", "rsync: exit 23"), "copy", True),
+        (Declined("acl", "no ACL here"), "acl", False),
+        (Truncated("/lustre/a"), "changed", False),
+        (Stopped(), "stopped", False),
+        (as_user.TooSlow("no answer"), "source-hangs", False),
+        (lock.Busy("space.lock is held"), "busy", True),
+        (Unreadable("/lustre/a", io(errno.ESTALE)), "changed", False),
+        (Unreadable("/lustre/a", io(errno.EIO)), "source-error", False),
+        (io(errno.ENOSPC), "no-room", False),
+        (io(errno.EDQUOT), "no-room", False),
+        (io(errno.EIO), "io", True),
+        (io(errno.EROFS), "io", True),
+    ],
+)
+def test_failed_copy_has_its_message_its_event_and_its_line(
+    task: Task,
+    monkeypatch: Patch,
+    said: Callable[[], list[str]],
+    error: Exception,
+    reason: str,
+    node_failed: bool,
+) -> None:
+    fail_with(error, monkeypatch)
+    started, last = messages(task)
+    assert started == Message("started")
+    assert (last.state, last.reason, last.node_failed) == ("failed", reason, node_failed)
+    assert last.detail
+    (event,) = events.read(task.node.places.events)
+    assert (event.hook, event.job, event.outcome.reason) == ("stager", 7, reason)
+    assert event.outcome.result == ("failed" if node_failed else "declined")
+    assert (event.outcome.bytes, event.outcome.size) == (0, len(CONTENT))
+    (line,) = said()
+    assert line.startswith("stager job=7 ")
+    assert f"reason={reason}" in line
+
+
+def test_published_copy_has_its_event_and_its_line(
+    task: Task, said: Callable[[], list[str]]
+) -> None:
+    """The hook that asked may be long gone."""
+    assert messages(task) == [Message("started"), Message("published")]
+    (event,) = events.read(task.node.places.events)
+    outcome = event.outcome
+    assert (event.hook, outcome.result, outcome.key) == ("stager", "copied", task.key)
+    assert outcome.image == task.image.path
+    assert outcome.bytes == outcome.size == len(CONTENT)
+    assert outcome.resumed == 0
+    assert 0 < outcome.copying <= outcome.wait
+    assert "result=copied" in said()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "one_chunk", "kept"),
+    [
+        (Stopped(), True, True),
+        (io(errno.EIO), True, True),
+        (Failed("copy", "rsync"), True, True),
+        # No use to whoever comes next: no chunk, other bytes, or space that others need.
+        (Stopped(), False, False),
+        (io(errno.EIO), False, False),
+        (Truncated("/lustre/a"), True, False),
+        (io(errno.ENOSPC), True, False),
+    ],
+)
+def test_failed_copy_leaves_only_what_can_be_resumed(
+    task: Task, monkeypatch: Patch, error: Exception, one_chunk: bool, kept: bool
+) -> None:
+    def half(task: Task, *_: object) -> None:
+        pipeline.claim(task)
+        task.part.map.write_bytes(b"\1" * 16 * one_chunk + bytes(32))
+        raise error
+
+    monkeypatch.setattr(pipeline, "run", half)
+    assert messages(task)[-1].state == "failed"
+    assert task.part.directory.exists() is kept
+
+
+def test_entry_that_another_stager_has_just_published_is_found(
+    task: Task, publish: Callable[[Image], object], said: Callable[[], list[str]]
+) -> None:
+    publish(task.image)
+    assert messages(task) == [Message("started"), Message("found")]
+    assert not list(task.node.cache.parts.iterdir())
+    assert said() == []
+
+
+def test_event_that_cannot_be_written_changes_no_message(
+    task: Task, monkeypatch: Patch, said: Callable[[], list[str]]
+) -> None:
+    """A bug instead would count as three killed copies: with `on_error: drain` the node goes."""
+
+    def full(*_: object) -> None:
+        raise io(errno.ENOSPC)
+
+    fail_with(Truncated("/lustre/a"), monkeypatch)
+    monkeypatch.setattr(events, "record", full)
+    last = messages(task)[-1]
+    assert (last.reason, last.node_failed) == ("changed", False)
+    assert "result=unrecorded" in said()[-1]
+
+
+def channels() -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours), Channel(theirs)
+
+
+def test_messages_arrive_whole_and_in_order() -> None:
+    sent = [Message("started"), Message("failed", "no-room", "ü" * 2000, node_failed=True)]
+    ours, theirs = channels()
+    with ours:
+        for message in sent:
+            theirs.send(message)
+        assert [ours.recv(600), ours.recv(600)] == sent
+        assert ours.recv(0) is None
+        theirs.close()
+        with pytest.raises(EOFError):
+            ours.recv(600)
+
+
+def test_message_to_a_hook_that_is_gone_is_no_error() -> None:
+    ours, theirs = channels()
+    ours.close()
+    with theirs:
+        theirs.send(Message("published"))
+
+
+def test_stager_leaves_the_hooks_session_output_and_locks(
+    tmp_path: Path, task: Task, monkeypatch: Patch
+) -> None:
+    def look_around(*_: object) -> None:
+        files = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                files.append(os.readlink(f"/proc/self/fd/{name}"))
+        facts = {
+            "session": os.getsid(0) == os.getpid() == os.getpgid(0),
+            "name": Path("/proc/self/comm").read_text().strip(),
+            "folder": str(Path.cwd()),
+            "files": sorted(name for name in files if not name.startswith("socket:")),
+        }
+        (tmp_path / "facts").write_bytes(msgspec.json.encode(facts))
+
+    monkeypatch.setattr(pipeline, "run", look_around)
+    with lock.held(task.node.cache.space_lock, 0):
+        assert messages(task) == [Message("started"), Message("published")]
+    assert msgspec.json.decode((tmp_path / "facts").read_bytes()) == {
+        "session": True,
+        "name": PROCESS_NAME,
+        "folder": "/",
+        "files": sorted(
+            [*["/dev/null"] * 3, task.image.path, str(task.node.cache.key_lock(task.key))]
+        ),
+    }
+
+
+def test_key_that_has_a_stager_gets_no_second_one(task: Task) -> None:
+    with lock.held(task.node.cache.key_lock(task.key), 0):
+        assert messages(task) == [Message("busy")]
+    assert not list(task.node.cache.parts.iterdir())
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(0)])
+def test_stager_never_returns_into_the_hooks_code(
+    tmp_path: Path,
+    task: Task,
+    monkeypatch: Patch,
+    said: Callable[[], list[str]],
+    error: BaseException | None,
+) -> None:
+    if error is not None:
+        fail_with(error, monkeypatch)
+    here = os.getpid()
+    try:
+        heard = messages(task)
+    finally:
+        if os.getpid() != here:
+            (tmp_path / "two of us").touch()
+            os._exit(1)
+    assert [message.state for message in heard] == ["started", "published"][: 1 if error else 2]
+    assert not (tmp_path / "two of us").exists()
+    assert lock.is_free(task.node.cache.key_lock(task.key))
+    assert error is None or repr(error) in said()[-1]

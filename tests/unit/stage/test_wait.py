@@ -1,0 +1,515 @@
+"""Waiting for a copy: one for all who want it, and no job waits in vain or for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.lease import Lease, Use
+from forestage.cache.node import Node
+from forestage.cache.part import Owner, boot_id
+from forestage.clock import Clock, Deadline
+from forestage.errors import Declined, Failed
+from forestage.slurm.job import Job
+from forestage.stage import pipeline, stager, wait
+from forestage.stage.pipeline import Task
+from forestage.stage.source import OpenImage
+from forestage.stage.stager import Channel, Message
+from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Came, Eta, remaining
+from forestage.system import lock
+from forestage.system.as_user import User
+from forestage.units import Amount
+
+CHUNK = 1 << 16
+CONTENT = b"container " * (CHUNK // 4)
+Patch = pytest.MonkeyPatch
+Obtain = Callable[..., Came]
+
+
+@pytest.fixture
+def opened(shared: Path, look: Callable[[Path], OpenImage]) -> Iterator[OpenImage]:
+    (shared / "image.sqsh").write_bytes(CONTENT)
+    found = look(shared / "image.sqsh")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def obtain(staging_node: Node, asking: Job, opened: OpenImage) -> Obtain:
+    def obtaining(seconds: float = 3600.0, **config: object) -> Came:
+        changed = msgspec.structs.replace(staging_node.config, **config)
+        node = msgspec.structs.replace(staging_node, config=changed)
+        return wait.obtain(node, asking, opened, Deadline.after(seconds, node.clock))
+
+    return obtaining
+
+
+class Copies:
+    """Counts the copies that begin, in whatever process, and does something to them.
+
+    A file is what all processes see.
+    """
+
+    def __init__(self, counter: Path) -> None:
+        self.counter = counter
+        self.run = pipeline.run
+        self.deed: Callable[[], None] = lambda: None
+        counter.touch()
+
+    def begins(self, *arguments: object) -> None:
+        with self.counter.open("ab") as file:
+            file.write(b"x")
+        self.deed()
+        self.run(*arguments)  # type: ignore[arg-type]
+
+    @property
+    def count(self) -> int:
+        return self.counter.stat().st_size
+
+    def are_killed(self, times: int) -> None:
+        """The first stagers die in their copy, as of kill -9."""
+
+        def die() -> None:
+            if self.count <= times:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.deed = die
+
+    def raise_error(self, error: BaseException) -> None:
+        def fail() -> None:
+            raise error
+
+        self.deed = fail
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: Patch) -> Copies:
+    made = Copies(tmp_path / "copies")
+    monkeypatch.setattr(pipeline, "run", made.begins)
+    return made
+
+
+def test_image_is_copied_once_and_found_ever_after(
+    cache: Cache, opened: OpenImage, obtain: Obtain, copies: Copies
+) -> None:
+    assert (obtain(), obtain()) == ("copied", "hit")
+    assert cache.image(opened.image.key).read_bytes() == CONTENT
+    assert copies.count == 1
+    assert not list(cache.parts.iterdir())
+
+
+def test_hit_starts_no_process_and_needs_no_time(
+    obtain: Obtain, opened: OpenImage, publish: Callable[[Image], Entry], monkeypatch: Patch
+) -> None:
+    publish(opened.image)
+    monkeypatch.setattr(os, "fork", None)
+    assert obtain(seconds=0) == "hit"
+
+
+def test_hook_that_waits_for_another_hooks_copy_joins_it(
+    cache: Cache,
+    opened: OpenImage,
+    staging_node: Node,
+    obtain: Obtain,
+    copies: Copies,
+    publish: Callable[[Image], Entry],
+    monkeypatch: Patch,
+) -> None:
+    held = lock.held(cache.key_lock(opened.image.key), 0)
+    pauses: list[float] = []
+
+    def publish_and_release(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            publish(opened.image)
+            held.__exit__(None, None, None)
+
+    monkeypatch.setattr(staging_node.clock, "sleep", publish_and_release)
+    with held:
+        assert obtain() == "joined"
+    assert (len(pauses), copies.count) == (3, 0)
+
+
+def test_entry_that_was_published_since_the_hook_looked_is_joined(
+    obtain: Obtain, copies: Copies, monkeypatch: Patch
+) -> None:
+    obtain()
+    find = Cache.find
+    first = iter([None])
+    here = os.getpid()
+
+    def late(cache: Cache, wanted: Image) -> Entry | None:
+        found = find(cache, wanted)
+        return next(first, found) if os.getpid() == here else found
+
+    monkeypatch.setattr(Cache, "find", late)
+    assert obtain() == "joined"
+    assert copies.count == 1
+
+
+def test_copy_that_does_not_end_is_waited_for_until_the_deadline(
+    cache: Cache, opened: OpenImage, obtain: Obtain
+) -> None:
+    with lock.held(cache.key_lock(opened.image.key), 0), pytest.raises(Declined) as caught:
+        obtain(seconds=0.05)
+    assert (caught.value.reason, isinstance(caught.value, Failed)) == ("deadline", False)
+
+
+@pytest.mark.parametrize("times", [1, TRIES - 1])
+def test_killed_stager_is_replaced_while_the_job_waits(
+    cache: Cache, opened: OpenImage, obtain: Obtain, copies: Copies, times: int
+) -> None:
+    copies.are_killed(times)
+    assert obtain() == "copied"
+    assert cache.image(opened.image.key).read_bytes() == CONTENT
+    assert copies.count == times + 1
+
+
+def test_stager_that_is_killed_again_and_again_is_our_failure(
+    cache: Cache, obtain: Obtain, copies: Copies
+) -> None:
+    copies.are_killed(99)
+    with pytest.raises(Failed, match=f"killed {TRIES} times") as caught:
+        obtain()
+    assert caught.value.reason == "copy"
+    assert copies.count == TRIES
+    assert not list(cache.entries.iterdir())
+
+
+def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
+    opened: OpenImage, obtain: Obtain, publish: Callable[[Image], Entry], monkeypatch: Patch
+) -> None:
+    """The kernel closes its socket first: the next stager may find the key still taken, and go."""
+    told: list[list[Message]] = [[Message("started")], [Message("busy")]] * (TRIES - 1)
+
+    class Ended(Channel):
+        def __init__(self, messages: list[Message]) -> None:
+            self.messages = list(messages)
+
+        def close(self) -> None: ...
+
+        def recv(self, timeout: float) -> Message | None:
+            if not self.messages:
+                raise EOFError
+            return self.messages.pop(0)
+
+    def start(task: Task) -> Channel:
+        if told:
+            return Ended(told.pop(0))
+        publish(task.image)
+        return Ended([Message("started"), Message("published")])
+
+    monkeypatch.setattr(stager, "start", start)
+    assert obtain() == "copied"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
+def test_bug_in_the_stager_is_our_failure_and_publishes_nothing(
+    cache: Cache, obtain: Obtain, copies: Copies, error: BaseException
+) -> None:
+    copies.raise_error(error)
+    with pytest.raises(Failed) as caught:
+        obtain()
+    assert caught.value.reason == "copy"
+    assert not list(cache.entries.iterdir())
+
+
+@pytest.mark.parametrize("error", [Failed("copy", "rsync: exit 23"), Declined("changed", "moved")])
+def test_error_of_the_stager_is_raised_in_the_hook(
+    obtain: Obtain, copies: Copies, error: Declined
+) -> None:
+    copies.raise_error(error)
+    with pytest.raises(Declined) as caught:
+        obtain()
+    assert type(caught.value) is type(error)
+    assert (caught.value.reason, str(caught.value)) == (error.reason, str(error))
+
+
+def test_without_room_nothing_is_copied(cache: Cache, obtain: Obtain) -> None:
+    with pytest.raises(Declined) as caught:
+        obtain(max_size=Amount(size=1))
+    assert (caught.value.reason, isinstance(caught.value, Failed)) == ("no-room", False)
+    assert not list(cache.entries.iterdir())
+    assert not list(cache.parts.iterdir())
+
+
+def test_part_that_a_dead_stager_left_is_not_taken_for_a_copy(
+    cache: Cache, opened: OpenImage, obtain: Obtain
+) -> None:
+    part = cache.part(opened.image.key)
+    part.directory.mkdir()
+    part.image.write_bytes(b"x" * len(CONTENT))
+    part.map.write_bytes(b"\1" * 48)
+    assert obtain() == "copied"
+    assert cache.image(opened.image.key).read_bytes() == CONTENT
+
+
+class ManualClock(Clock):
+    """A clock that goes where a test puts it."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("copied", "rest", "took", "expected"),
+    [(100, 100, 10.0, 10.0), (100, 50, 10.0, 5.0), (1, 99, 1.0, 99.0), (100, 0, 10.0, 0.0)],
+)
+def test_rest_takes_as_long_as_the_beginning(
+    copied: int, rest: int, took: float, expected: float
+) -> None:
+    assert remaining(copied, rest, took) == expected
+
+
+@given(st.integers(-5, 0), st.integers(0), st.floats(0, 1e6))
+def test_copy_that_has_not_begun_has_no_estimate(copied: int, rest: int, took: float) -> None:
+    assert remaining(copied, rest, took) is None
+
+
+def under_way(cache: Cache, wanted: Image, there: int, chunks: int, **changes: object) -> None:
+    """A part of which so many of its chunks are in."""
+    part = cache.part(wanted.key)
+    owner = Owner(
+        pid=1,
+        boot=boot_id(),
+        image=wanted,
+        chunk=wanted.size // chunks,
+        engine="chunks",
+        job=7,
+        since=900.0,
+        phase="copying",
+        began=1000.0 - 10,
+    )
+    part.write_owner(msgspec.structs.replace(owner, **changes))
+    part.map.write_bytes(b"\1" * 16 * there + bytes(16) * (chunks - there))
+
+
+SIZE = 1000
+
+
+@pytest.fixture
+def living(monkeypatch: Patch) -> None:
+    """The stagers that these tests make up are taken for processes that run."""
+    monkeypatch.setattr(Owner, "lives", lambda _: True)
+
+
+@pytest.mark.usefixtures("living")
+@pytest.mark.parametrize(
+    ("there", "changes", "left", "hopeless"),
+    [
+        # Ten chunks; in 10 s five came, so the rest takes 10 s.
+        pytest.param(5, {}, 10.0, False, id="just in time"),
+        pytest.param(5, {}, 9.0, False, id="a tenth too late"),
+        pytest.param(5, {}, 10.0 / SPEEDUP_MARGIN + 0.1, False, id="in time if a little faster"),
+        pytest.param(
+            5, {}, 10.0 / SPEEDUP_MARGIN - 0.1, True, id="late even if a little faster"
+        ),
+        pytest.param(1, {}, 60.0, True, id="far too slow"),
+        pytest.param(1, {}, 90.0, False, id="slow, but there is time"),
+        pytest.param(10, {}, 0.1, False, id="all there, not yet published"),
+        pytest.param(0, {}, 1.0, False, id="nothing there yet: no rate to judge by"),
+        # What was there before this copy began says nothing about its rate.
+        pytest.param(5, {"resumed": 400}, 10.0, True, id="resumed"),
+        pytest.param(5, {"resumed": 500}, 1.0, False, id="resumed, nothing new yet"),
+        pytest.param(1, {"began": 1000 - OBSERVE + 0.01}, 1.0, False, id="too early to say"),
+        pytest.param(1, {"began": 1000 - OBSERVE}, 1.0, True, id="late enough to say"),
+        pytest.param(1, {"phase": "queued", "began": 0.0}, 1.0, False, id="queued"),
+        pytest.param(10, {}, 0.0, True, id="no time left"),
+        pytest.param(1, {"phase": "queued"}, 0.0, True, id="queued, no time left"),
+    ],
+)
+def test_job_stops_waiting_for_what_cannot_come_in_time(
+    staging_node: Node,
+    make_image: Callable[..., Image],
+    there: int,
+    changes: dict[str, object],
+    left: float,
+    hopeless: bool,
+) -> None:
+    node = msgspec.structs.replace(staging_node, clock=ManualClock())
+    wanted = make_image(size=SIZE)
+    under_way(node.cache, wanted, there, 10, **changes)
+    assert Eta(node, wanted, Deadline.after(left, node.clock)).hopeless() is hopeless
+
+
+@pytest.mark.parametrize(("left", "hopeless"), [(0.01, False), (0.0, True)])
+def test_copy_that_has_not_begun_is_waited_for_until_the_deadline(
+    staging_node: Node, make_image: Callable[..., Image], left: float, hopeless: bool
+) -> None:
+    node = msgspec.structs.replace(staging_node, clock=ManualClock())
+    eta = Eta(node, make_image(), Deadline.after(left, node.clock))
+    assert eta.hopeless() is hopeless
+
+
+@pytest.mark.usefixtures("living")
+def test_summary_says_how_far_the_copy_is_and_how_long_it_takes(
+    staging_node: Node, make_image: Callable[..., Image]
+) -> None:
+    node = msgspec.structs.replace(staging_node, clock=ManualClock())
+    wanted = make_image(size=SIZE)
+    eta = Eta(node, wanted, Deadline.after(1, node.clock))
+    assert eta.summary() == "0 B of 1000 B of /lustre/a.sqsh are here"
+    under_way(node.cache, wanted, 2, 10)
+    assert eta.hopeless()
+    assert eta.summary() == ("200 B of 1000 B of /lustre/a.sqsh are here, the rest takes 40s more")
+
+
+def test_wait_ends_at_the_deadline_whatever_the_pauses(
+    staging_node: Node, asking: Job, opened: OpenImage, monkeypatch: Patch
+) -> None:
+    clock = ManualClock()
+    pauses: list[float] = []
+    sleep = clock.sleep
+
+    def noting(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(clock, "sleep", noting)
+    node = msgspec.structs.replace(staging_node, clock=clock)
+    with lock.held(node.cache.key_lock(opened.image.key), 0), pytest.raises(Declined) as caught:
+        wait.obtain(node, asking, opened, Deadline.after(10, clock))
+    assert caught.value.reason == "deadline"
+    assert clock.monotonic() == pytest.approx(1010)
+    assert pauses[0] == wait.FIRST_PAUSE
+    assert max(pauses) <= wait.LONGEST_PAUSE
+
+
+def test_resumed_copy_is_not_judged_by_the_rate_of_the_one_that_was_killed(
+    cache: Cache, opened: OpenImage, staging_node: Node, asking: Job, copies: Copies
+) -> None:
+    """`started` is said before the claim: the hook sees half of it done in the last hour."""
+    node = staging_node
+    killed_one = pipeline.claim(Task(node, asking, opened))
+    began = node.clock.monotonic() - 3600
+    part = cache.part(opened.image.key)
+    part.write_owner(msgspec.structs.replace(killed_one, phase="copying", began=began))
+    part.image.write_bytes(CONTENT)
+    part.map.write_bytes(b"\1" * 16 + bytes(32))
+    copies.deed = lambda: node.clock.sleep(0.3)
+    assert wait.obtain(node, asking, opened, Deadline.after(3600, node.clock)) == "copied"
+
+
+@pytest.fixture
+def signalled(monkeypatch: Patch) -> list[tuple[int, int]]:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    return sent
+
+
+def lease(node: Node, job: int, key: str) -> None:
+    node.leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (Use(key),)))
+
+
+@pytest.mark.usefixtures("living")
+@pytest.mark.parametrize(
+    ("others", "alive", "stopped"),
+    [
+        pytest.param([], True, True, id="nobody else wants it"),
+        pytest.param([(8, "other")], True, True, id="others want something else"),
+        pytest.param([(8, "same")], True, False, id="another job waits for it"),
+        pytest.param([], False, False, id="ended: the pid may be anybody's by now"),
+    ],
+)
+def test_aborted_copy_is_stopped_only_if_no_other_job_wants_it(
+    staging_node: Node,
+    asking: Job,
+    make_image: Callable[..., Image],
+    signalled: list[tuple[int, int]],
+    others: list[tuple[int, str]],
+    alive: bool,
+    stopped: bool,
+) -> None:
+    wanted = make_image(size=SIZE)
+    under_way(staging_node.cache, wanted, 1, 10, pid=4242)
+    lease(staging_node, asking.id, wanted.key)
+    for job, key in others:
+        lease(staging_node, job, wanted.key if key == "same" else key)
+    with contextlib.ExitStack() as held:
+        if alive:
+            held.enter_context(lock.held(staging_node.cache.key_lock(wanted.key), 0))
+        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
+    assert signalled == ([(4242, signal.SIGTERM)] if stopped else [])
+
+
+def test_abort_of_a_copy_that_has_ended_or_not_begun_is_no_error(
+    staging_node: Node, asking: Job, make_image: Callable[..., Image], monkeypatch: Patch
+) -> None:
+    def gone(*_: object) -> None:
+        raise ProcessLookupError
+
+    wanted = make_image(size=SIZE)
+    with lock.held(staging_node.cache.key_lock(wanted.key), 0):
+        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
+        under_way(staging_node.cache, wanted, 1, 10)
+        monkeypatch.setattr(os, "kill", gone)
+        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
+
+
+def test_abort_kills_no_process_that_has_the_pid_of_a_dead_stager(
+    staging_node: Node,
+    asking: Job,
+    make_image: Callable[..., Image],
+    signalled: list[tuple[int, int]],
+) -> None:
+    """The lock's new holder has not claimed the part yet; the pid in it is a dead stager's."""
+    wanted = make_image(size=SIZE)
+    under_way(staging_node.cache, wanted, 1, 10, boot="another")
+    with lock.held(staging_node.cache.key_lock(wanted.key), 0):
+        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
+    assert signalled == []
+
+
+@pytest.mark.usefixtures("living")
+def test_progress_says_how_far_how_fast_and_how_long(
+    staging_node: Node, make_image: Callable[..., Image]
+) -> None:
+    node = msgspec.structs.replace(staging_node, clock=ManualClock())
+    wanted = make_image(size=SIZE)
+    heard: list[str] = []
+
+    def watch(eta: Eta) -> None:
+        heard.append(eta.progress())
+
+    eta = Eta(node, wanted, Deadline.after(99, node.clock), watch)
+    assert not eta.hopeless()
+    under_way(node.cache, wanted, 2, 10)
+    assert not eta.hopeless()
+    assert not eta.hopeless()
+    assert heard == ["the copy of /lustre/a.sqsh to this node is about to begin"] * 2 + [
+        "copying /lustre/a.sqsh to this node: 20%, 20 B/s, 40s left"
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_hook_goes_on_only_after_the_stager_has_left_its_session(
+    obtain: Obtain, monkeypatch: Patch, seconds: float
+) -> None:
+    """Slurm kills the hook's process group at its end, also of one that may not wait."""
+    timeouts: list[float] = []
+    recv = Channel.recv
+
+    def noting(channel: Channel, timeout: float) -> Message | None:
+        timeouts.append(timeout)
+        return recv(channel, timeout)
+
+    monkeypatch.setattr(Channel, "recv", noting)
+    with contextlib.suppress(Declined):
+        obtain(seconds)
+    assert timeouts[0] >= wait.HANDSHAKE
