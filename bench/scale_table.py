@@ -116,10 +116,10 @@ def by_entries(count: int) -> tuple[float, float, float]:
 def measured(node: Node) -> tuple[float, float, float]:
     some = node.cache.stored()[0].entry
     assert some is not None
-    looked = OpenImage(Image(some.identity, some.access), NOBODY, -1)
+    opened = OpenImage(Image(some.identity, some.access), NOBODY, -1)
     job = Job(1, NOBODY, "", "", "/", (), None, Hints())
     end = Deadline.after(60, node.clock)
-    hit = per_call(lambda: wait.stage(node, job, looked, end), 200)
+    hit = per_call(lambda: wait.obtain(node, job, opened, end), 200)
     read = per_call(node.cache.stored, 5)
     stored = node.cache.stored()
     room = evict.measure(node.cache, stored, node.config)

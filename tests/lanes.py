@@ -59,7 +59,8 @@ def group_of(item: pytest.Item) -> str:
     call = getattr(item, "callspec", None)  # only what has parameters has one
     indices = call.indices if call else {}
     alone = indices.get("bench", 0)  # each of these has a cluster of its own
-    return f"{item.path.parent.name}-{item.path.stem}-{indices.get('cluster_spec', alone)}"
+    place = item.path.relative_to(Path(__file__).parent).with_suffix("")
+    return f"{'-'.join(place.parts)}-{indices.get('cluster_spec', alone)}"
 
 
 def in_order(items: Sequence[pytest.Item], clusters_first: bool) -> list[pytest.Item]:

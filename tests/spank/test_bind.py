@@ -147,9 +147,9 @@ EVICTED = "{0}; mv {1} {2}/evicted/{3}.17"
     "mounted",
     ["{0}; {0}", "{0}; rm {1}/image", EVICTED, EVICTED + "; rm -r {2}/evicted/{3}.17"],
 )
-def test_an_older_copy_is_taken_off_for_the_task_alone(step: Step, laid: str) -> None:
+def test_an_older_copy_is_taken_off_for_the_task_alone(step: Step, mounted: str) -> None:
     folder = step.entry(OLD_KEY).parent
-    before = laid.format(bind(step, OLD_KEY), folder, step.folder / "cache", OLD_KEY)
+    before = mounted.format(bind(step, OLD_KEY), folder, step.folder / "cache", OLD_KEY)
     ran = step.run(f"before={before}", f"task=stat -c %i {step.image}")
     assert ran.out.split() == [str(step.entry().stat().st_ino)]
     assert len(options(ran.mounts[0], step.image)) == 1

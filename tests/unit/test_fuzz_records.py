@@ -22,6 +22,7 @@ from forestage.cache.part import Owner, Part, chunk_count, done_bytes
 from forestage.config import Config
 from forestage.events import Event
 from forestage.peers.stats import Uploaded
+from forestage.stage import pipeline
 from forestage.system import records
 from forestage.system.as_user import User
 
@@ -119,7 +120,7 @@ def test_no_garbage_hides_a_later_event(tmp_path: Path, garbage: list[bytes]) ->
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ELOOP])
-def test_a_block_that_cannot_be_read_is_damage(
+def test_block_that_cannot_be_read_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def failing(*_: object, **__: object) -> int:
@@ -148,7 +149,7 @@ def test_what_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], None])
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
-def test_a_node_in_need_is_not_taken_for_damage(
+def test_node_in_need_is_not_taken_for_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Damage is evicted first: a hook that ran out of descriptors must not evict anything."""
@@ -161,7 +162,7 @@ def test_a_node_in_need_is_not_taken_for_damage(
         records.read(tmp_path / "record")
 
 
-def test_a_record_without_an_end_does_not_fill_the_memory(
+def test_record_without_an_end_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "LONGEST", 1000)
@@ -174,7 +175,7 @@ def test_a_record_without_an_end_does_not_fill_the_memory(
             assert len(records.read(tmp_path / "record")) == size
 
 
-def test_an_image_that_is_none_is_no_entry(cache: Cache, publish: Callable[[Image], Entry]) -> None:
+def test_image_that_is_none_is_no_entry(cache: Cache, publish: Callable[[Image], Entry]) -> None:
     """A link has a size as well, and may lead anywhere."""
     entry = publish(IMAGE)
     image = cache.image(IMAGE.key)
@@ -199,7 +200,7 @@ SIZE = 2 * CHUNK + 5
     max_examples=15 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_a_resumed_copy_believes_only_what_the_bytes_prove(
+def test_resumed_copy_believes_only_what_the_bytes_prove(
     tmp_path: Path, told: list[str], digests: bool, tail: bytes
 ) -> None:
     part = Part(tmp_path)
@@ -223,7 +224,7 @@ def test_a_resumed_copy_believes_only_what_the_bytes_prove(
     assert struck == sum(was != now for was, now in zip(before, after, strict=True))
 
 
-def test_a_copy_that_is_too_short_is_believed_in_nothing(tmp_path: Path) -> None:
+def test_copy_that_is_too_short_is_believed_in_nothing(tmp_path: Path) -> None:
     part = Part(tmp_path)
     part.image.write_bytes(b"y" * CHUNK)
     part.map.write_bytes(digest.of_chunk(b"y" * CHUNK) * 3)

@@ -22,8 +22,9 @@ from forestage.errors import ConfigError, Declined, JobError
 from forestage.events import Outcome
 from forestage.hooks import image as request
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job, read_hints
-from forestage.stage import stager
+from forestage.stage import pipeline
 from forestage.stage.pipeline import Task
+from forestage.stage.source import OpenImage
 from forestage.system import as_user
 from forestage.system.as_user import User
 
@@ -60,7 +61,7 @@ def test_whatever_a_user_says_is_one_line_and_one_event(
         try:
             path = image.wanted_path(asked, job.work_dir)
         except Declined as declined:
-            outcomes.append(request.outcome_of(asked, declined))
+            outcomes.append(request.of_error(asked, declined))
         else:
             assert path.startswith("/")
             assert not request.has_control(path)
@@ -92,7 +93,7 @@ def _fields(line: str) -> list[str]:
 @example("1" * 5000)
 @example("²")
 @example("-1")
-def test_a_number_of_slurms_is_a_number_or_an_error_of_its_own(text: str) -> None:
+def test_number_of_slurms_is_a_number_or_an_error_of_its_own(text: str) -> None:
     environ = {"SLURM_JOB_ID": text, "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1"}
     try:
         job = Job.from_environ(environ)
@@ -105,7 +106,7 @@ def test_a_number_of_slurms_is_a_number_or_an_error_of_its_own(text: str) -> Non
 
 
 @given(TEXT)
-def test_a_hint_asks_for_nothing_that_is_not_in_it(comment: str) -> None:
+def test_hint_asks_for_nothing_that_is_not_in_it(comment: str) -> None:
     """A path comes out as it was written, or percent-decoded; none out of thin air."""
     from urllib.parse import unquote_to_bytes
 
@@ -119,7 +120,7 @@ def test_a_hint_asks_for_nothing_that_is_not_in_it(comment: str) -> None:
     max_examples=15 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_an_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
+def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
     """A child that died over a name would be our failure, which may drain the node."""
 
     def work() -> as_user.Found[None]:
@@ -137,13 +138,13 @@ def test_where_any_name_leads_is_told(tmp_path: Path, me: User, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["a\nprolog job=1 result=hit", 'a" copied=1', "\x1b[2J"])
-def test_a_stagers_progress_is_one_line_whatever_the_file_is_called(
+def test_stagers_progress_is_one_line_whatever_the_file_is_called(
     staging_node: Node, asking: Job, make_image: Callable[..., Image], me: User, name: str
 ) -> None:
     wanted = make_image(path=f"/lustre/{name}")
     staging_node.cache.part(wanted.key).directory.mkdir()
     owner = Owner(1, "boot", wanted, 1 << 20, "chunks", 7, 0.0)
-    line = stager.progress_line(Task(staging_node, asking, OpenImage(wanted, me, -1)), owner)
+    line = pipeline.progress_line(Task(staging_node, asking, OpenImage(wanted, me, -1)), owner)
     assert line.isprintable()
     assert _fields(line) == ["image", "key", "copied", "of", "rate"]
 

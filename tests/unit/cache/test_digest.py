@@ -17,14 +17,14 @@ def test_digests_are_the_same_in_every_release() -> None:
     assert of_image(of_chunk(b"a") + of_chunk(b"b")) == "3bfe8429da7744aac85b1a9196fe3ac6"
 
 
-def test_a_digest_fills_one_entry_of_the_map() -> None:
+def test_digest_fills_one_entry_of_the_map() -> None:
     assert len(of_chunk(b"x")) == digest.BYTES == ENTRY_BYTES == len(MISSING) == len(UNKNOWN)
     assert not any(MISSING)
     assert any(UNKNOWN)
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_a_flipped_bit_shows(data: bytes, draw: st.DataObject) -> None:
+def test_flipped_bit_shows(data: bytes, draw: st.DataObject) -> None:
     bit = draw.draw(st.integers(0, len(data) * 8 - 1))
     other = bytearray(data)
     other[bit // 8] ^= 1 << bit % 8
@@ -33,7 +33,7 @@ def test_a_flipped_bit_shows(data: bytes, draw: st.DataObject) -> None:
 
 
 @given(st.lists(st.binary(max_size=9), min_size=2, unique=True))
-def test_the_order_of_chunks_is_part_of_the_images_digest(chunks: list[bytes]) -> None:
+def test_order_of_chunks_is_part_of_the_images_digest(chunks: list[bytes]) -> None:
     each = [of_chunk(chunk) for chunk in chunks]
     assert split(b"".join(each)) == each
     assert of_image(b"".join(each)) != of_image(b"".join(each[::-1]))
@@ -41,7 +41,7 @@ def test_the_order_of_chunks_is_part_of_the_images_digest(chunks: list[bytes]) -
 
 @pytest.mark.parametrize("unsure", [UNKNOWN, MISSING])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_image_with_a_chunk_that_is_not_known_has_no_digest(unsure: bytes, place: int) -> None:
+def test_image_with_a_chunk_that_is_not_known_has_no_digest(unsure: bytes, place: int) -> None:
     each = [of_chunk(b"a"), of_chunk(b"b"), of_chunk(b"c")]
     assert of_image(b"".join(each))
     each[place] = unsure

@@ -190,9 +190,7 @@ def test_damaged_go_before_superseded_before_least_recently_used(
 
 
 @given(THINGS, ROOMS, GOALS)
-def test_the_order_of_the_listing_does_not_matter(
-    things: list[Stored], at: Room, goal: Goal
-) -> None:
+def test_order_of_the_listing_does_not_matter(things: list[Stored], at: Room, goal: Goal) -> None:
     distinct = list({one.used: one for one in things}.values())
     assert plan(distinct, frozenset(), at, goal) == plan(distinct[::-1], frozenset(), at, goal)
 
@@ -259,7 +257,7 @@ def half(cache: Cache, key: str, boot: str | None) -> None:
         part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0))
 
 
-def test_a_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_it(
+def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_it(
     cache: Cache, leases: Leases
 ) -> None:
     half(cache, "alive", None)
@@ -293,7 +291,7 @@ def test_what_might_be_resumed_one_day_goes_before_what_is_whole(
     assert cache.read(key) is not None
 
 
-def test_a_copy_under_way_counts_as_used(cache: Cache) -> None:
+def test_copy_under_way_counts_as_used(cache: Cache) -> None:
     """Two copies at once must not both take the same room."""
     before = evict.measure(cache, [], ALL_MAY_STAY).used
     cache.part_dir("key").mkdir()

@@ -18,9 +18,9 @@ import squashfs
 from forestage.cache import image
 from forestage.cache.image import (
     Access,
+    Facts,
     Identity,
     Image,
-    Seen,
     declined_by,
     is_below,
     judge,
@@ -57,7 +57,7 @@ def test_each_part_of_an_identity_changes_the_key(field: str) -> None:
 
 
 @given(IDENTITIES)
-def test_a_key_is_a_plain_file_name_and_stays_the_same(identity: Identity) -> None:
+def test_key_is_a_plain_file_name_and_stays_the_same(identity: Identity) -> None:
     assert len(identity.key) == 32
     assert set(identity.key) <= set("0123456789abcdef")
     decoded = msgspec.json.decode(msgspec.json.encode(identity), type=Identity)
@@ -82,7 +82,7 @@ def test_keys_are_the_same_in_every_release() -> None:
         ("/ü b", "", "/ü b"),
     ],
 )
-def test_a_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expected: str) -> None:
+def test_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expected: str) -> None:
     # /a/link/../b is not /a/b: only the kernel may resolve it.
     assert wanted_path(Request(asked, "option"), work_dir) == expected
 
@@ -140,35 +140,35 @@ def test_below_means_inside_a_directory(path: str, directories: list[str], expec
     assert is_below(path, directories) is expected
 
 
-def seen(
+def facts_of(
     mode: int = stat.S_IFREG, size: int = 5, path: str = "/lustre/a", with_image: bool = True
-) -> Seen:
+) -> Facts:
     found = Image(Identity(path, 1, size, 3, 4), Access(0, 0, 0o644)) if with_image else None
-    return Seen(path, ("/lustre",), mode, found)
+    return Facts(path, ("/lustre",), mode, found)
 
 
-def test_an_ordinary_image_is_ours() -> None:
-    assert judge(seen(), None) == seen().image
-    assert judge(seen(size=5), 5) == seen().image
+def test_ordinary_image_is_ours() -> None:
+    assert judge(facts_of(), None) == facts_of().image
+    assert judge(facts_of(size=5), 5) == facts_of().image
 
 
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        (seen(path=""), "bad-path"),
-        (seen(stat.S_IFDIR), "not-a-file"),
-        (seen(stat.S_IFIFO), "not-a-file"),
-        (seen(stat.S_IFCHR), "not-a-file"),
-        (seen(stat.S_IFBLK), "not-a-file"),
-        (seen(stat.S_IFSOCK), "not-a-file"),
-        (seen(path="/home/a"), "outside-sources"),
-        (msgspec.structs.replace(seen(), sources=()), "outside-sources"),
-        (seen(with_image=False), "missing"),
-        (seen(size=0), "empty"),
-        (seen(size=6), "too-large"),
+        (facts_of(path=""), "bad-path"),
+        (facts_of(stat.S_IFDIR), "not-a-file"),
+        (facts_of(stat.S_IFIFO), "not-a-file"),
+        (facts_of(stat.S_IFCHR), "not-a-file"),
+        (facts_of(stat.S_IFBLK), "not-a-file"),
+        (facts_of(stat.S_IFSOCK), "not-a-file"),
+        (facts_of(path="/home/a"), "outside-sources"),
+        (msgspec.structs.replace(facts_of(), sources=()), "outside-sources"),
+        (facts_of(with_image=False), "missing"),
+        (facts_of(size=0), "empty"),
+        (facts_of(size=6), "too-large"),
     ],
 )
-def test_what_is_not_ours_is_declined_with_its_reason(facts: Seen, reason: str) -> None:
+def test_what_is_not_ours_is_declined_with_its_reason(facts: Facts, reason: str) -> None:
     with pytest.raises(Declined) as caught:
         judge(facts, 5)
     assert caught.value.reason == reason
@@ -237,15 +237,13 @@ def test_a_look_tells_the_first_bytes_of_the_copy_or_else_of_the_source(
         (None, "source-error"),
     ],
 )
-def test_an_error_of_the_users_own_look_is_never_our_failure(
-    number: int | None, reason: str
-) -> None:
+def test_error_of_the_users_own_look_is_never_our_failure(number: int | None, reason: str) -> None:
     error = OSError() if number is None else OSError(number, os.strerror(number))
     declined = declined_by(error, "/a")
     assert (declined.reason, isinstance(declined, Failed)) == (reason, False)
 
 
-def test_a_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: User) -> None:
+def test_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: User) -> None:
     (shared / "a").write_bytes(b"12345")
     (shared / "a").chmod(0o640)
     (shared / "link").symlink_to("a")
@@ -260,7 +258,7 @@ def test_a_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: Us
     )
 
 
-def test_a_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
+def test_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
     (shared / "a").write_bytes(b"1")
     (shared.parent / "lustre").symlink_to(shared)
     found, source = image.open_file(
@@ -291,7 +289,7 @@ def test_what_is_not_ours_is_not_even_opened(
     assert found.image is None
 
 
-def test_a_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
+def test_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
     (shared / "\udcff").write_bytes(b"1")
     (shared / "a").symlink_to("\udcff")
     found, source = image.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
@@ -302,7 +300,7 @@ def test_a_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: Us
     ("path", "error"),
     [("nothing", FileNotFoundError), ("a/b", NotADirectoryError), ("x" * 256, OSError)],
 )
-def test_a_look_raises_what_the_user_would_get(
+def test_look_raises_what_the_user_would_get(
     shared: Path, me: User, path: str, error: type[OSError]
 ) -> None:
     (shared / "a").write_bytes(b"1")
@@ -310,7 +308,7 @@ def test_a_look_raises_what_the_user_would_get(
         image.open_file(str(shared / path), me, [str(shared)], [], PATIENCE)
 
 
-def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) -> None:
+def test_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) -> None:
     (shared / "a").write_bytes(b"1")
     for folder in (shared, *list(shared.parents)[:3]):
         folder.chmod(0o755)
@@ -324,13 +322,13 @@ def test_a_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) ->
     os.close(source)
 
 
-def test_a_look_at_a_file_system_that_hangs_comes_back(
+def test_look_at_a_file_system_that_hangs_comes_back(
     shared: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hanging(*_: object) -> None:
         while True:
             signal.pause()
 
-    monkeypatch.setattr(image, "_see", hanging)
+    monkeypatch.setattr(image, "_open", hanging)
     with pytest.raises(as_user.TooSlow):
         image.open_file(str(shared / "a"), me, [str(shared)], [], 0.05)

@@ -61,7 +61,7 @@ def test_prepare_interrupted_anywhere_is_finished_by_the_next(
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o702, 0o710, 0o777])
-def test_a_root_that_others_reach_is_not_used(tmp_path: Path, mode: int) -> None:
+def test_root_that_others_reach_is_not_used(tmp_path: Path, mode: int) -> None:
     root = tmp_path / "cache"
     root.mkdir()
     root.chmod(mode)
@@ -71,7 +71,7 @@ def test_a_root_that_others_reach_is_not_used(tmp_path: Path, mode: int) -> None
     assert list(root.iterdir()) == []
 
 
-def test_a_root_of_another_user_is_not_used(tmp_path: Path, as_root: None) -> None:
+def test_root_of_another_user_is_not_used(tmp_path: Path, as_root: None) -> None:
     root = tmp_path / "cache"
     root.mkdir(mode=0o700)
     os.chown(root, 65534, 65534)
@@ -80,7 +80,7 @@ def test_a_root_of_another_user_is_not_used(tmp_path: Path, as_root: None) -> No
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
-def test_a_root_that_is_a_symlink_is_not_used(tmp_path: Path, target: str) -> None:
+def test_root_that_is_a_symlink_is_not_used(tmp_path: Path, target: str) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to(target)
     with pytest.raises(Failed, match="not a directory of root's"):
@@ -99,7 +99,7 @@ def test_another_format_is_neither_read_nor_changed(tmp_path: Path, text: str) -
     assert [path.name for path in root.iterdir()] == ["format"]
 
 
-def test_a_cache_on_the_root_file_system_is_used_only_if_allowed(
+def test_cache_on_the_root_file_system_is_used_only_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = Mount(1, 0, "0:1", "/", "/")
@@ -116,7 +116,7 @@ def test_a_cache_on_the_root_file_system_is_used_only_if_allowed(
     made.prepare(require_mount=True)
 
 
-def test_a_published_entry_is_found_with_its_bytes(
+def test_published_entry_is_found_with_its_bytes(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     wanted = make_image()
@@ -183,7 +183,7 @@ def _foreign_record(entry: Path) -> None:
         _foreign_record,
     ],
 )
-def test_a_damaged_entry_is_never_found_but_listed_and_replaced(
+def test_damaged_entry_is_never_found_but_listed_and_replaced(
     cache: Cache, publish: Publish, make_image: Make, damage: Callable[[Path], None]
 ) -> None:
     wanted = make_image()
@@ -196,7 +196,7 @@ def test_a_damaged_entry_is_never_found_but_listed_and_replaced(
     assert cache.find(wanted) == entry
 
 
-def test_a_stray_file_among_the_entries_stops_nothing(
+def test_stray_file_among_the_entries_stops_nothing(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
@@ -204,7 +204,7 @@ def test_a_stray_file_among_the_entries_stops_nothing(
     assert {one.key for one in cache.stored()} == {make_image().key, "empty"}
 
 
-def test_a_crash_before_the_last_rename_leaves_nothing_that_is_served(
+def test_crash_before_the_last_rename_leaves_nothing_that_is_served(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(*_: object) -> None:
@@ -220,7 +220,7 @@ def test_a_crash_before_the_last_rename_leaves_nothing_that_is_served(
     publish(make_image())
 
 
-def test_the_bytes_are_durable_before_the_name(
+def test_bytes_are_durable_before_the_name(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -241,7 +241,7 @@ def test_the_bytes_are_durable_before_the_name(
     assert [path for path in synced if path in order][-4:] == order
 
 
-def test_a_use_is_noted_and_a_missing_note_is_no_damage(
+def test_use_is_noted_and_a_missing_note_is_no_damage(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     wanted = make_image()
@@ -252,7 +252,7 @@ def test_a_use_is_noted_and_a_missing_note_is_no_damage(
     assert cache.stored()[0].entry is not None
 
 
-def test_a_pin_is_a_file_that_anybody_can_see(
+def test_pin_is_a_file_that_anybody_can_see(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
@@ -261,7 +261,7 @@ def test_a_pin_is_a_file_that_anybody_can_see(
     assert cache.stored()[0].pinned
 
 
-def test_a_retired_entry_is_gone_at_once_and_readable_to_its_readers(
+def test_retired_entry_is_gone_at_once_and_readable_to_its_readers(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     key = make_image().key
@@ -274,7 +274,7 @@ def test_a_retired_entry_is_gone_at_once_and_readable_to_its_readers(
         assert late.read() == b"xxxxx"
 
 
-def test_the_same_key_can_be_retired_while_an_earlier_one_is_still_being_deleted(
+def test_same_key_can_be_retired_while_an_earlier_one_is_still_being_deleted(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     key = make_image().key
@@ -285,7 +285,7 @@ def test_the_same_key_can_be_retired_while_an_earlier_one_is_still_being_deleted
     assert sorted(path.name for path in cache.evicted.iterdir()) == [f"{key}.{n}" for n in range(3)]
 
 
-def test_an_evicted_folder_that_cannot_be_emptied_is_an_error_and_no_endless_loop(
+def test_evicted_folder_that_cannot_be_emptied_is_an_error_and_no_endless_loop(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(make_image())

@@ -20,7 +20,7 @@ def lease(job: int = 1, *uses: Use) -> Lease:
     return Lease(job, ALICE, 5.0, "/cache", uses)
 
 
-def test_a_fresh_boot_has_no_leases(leases: Leases) -> None:
+def test_fresh_boot_has_no_leases(leases: Leases) -> None:
     assert leases.all() == []
     assert leases.read(1) is None
     assert (leases.keys(), leases.redirected()) == (frozenset(), frozenset())
@@ -53,7 +53,7 @@ def test_only_root_reads_leases(leases: Leases) -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"null", b"[]", b"\xff", b'{"job": 1}', b'{"job": "1"}', b"\0" * 100]
 )
-def test_a_damaged_lease_is_an_error_and_never_no_lease(leases: Leases, damage: bytes) -> None:
+def test_damaged_lease_is_an_error_and_never_no_lease(leases: Leases, damage: bytes) -> None:
     leases.write(lease(1, Use("k", "/a")))
     leases.write(lease(2, Use("l", "/b")))
     leases.file(1).write_bytes(damage)
@@ -68,7 +68,7 @@ def test_a_damaged_lease_is_an_error_and_never_no_lease(leases: Leases, damage: 
     assert leases.keys() == {"l"}
 
 
-def test_a_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: Leases) -> None:
+def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: Leases) -> None:
     held = lease(1, Use("k"), Use("k", "/a"), Use("l"))
     leases.put(held.without("k"))
     assert leases.read(1) == lease(1, Use("l"))
@@ -77,7 +77,7 @@ def test_a_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: L
     assert not leases.file(1).exists()
 
 
-def test_a_lease_that_says_off_stays_without_uses(leases: Leases) -> None:
+def test_lease_that_says_off_stays_without_uses(leases: Leases) -> None:
     leases.put(lease(1).switched_off())
     leases.put(lease(2, Use("k")).switched_off().without("k"))
     assert [(one.off, one.uses) for one in leases.all()] == [(True, ()), (True, ())]
@@ -85,20 +85,20 @@ def test_a_lease_that_says_off_stays_without_uses(leases: Leases) -> None:
     assert lease(1).switched_off().with_use(Use("k")).off
 
 
-def test_a_lease_of_the_release_before_is_read(leases: Leases) -> None:
+def test_lease_of_the_release_before_is_read(leases: Leases) -> None:
     leases.write(lease(1))
     old = leases.file(1).read_bytes().replace(b',"off":false', b"")
     leases.file(1).write_bytes(old)
     assert leases.read(1) == lease(1)
 
 
-def test_a_half_written_file_of_a_crash_is_no_lease(leases: Leases) -> None:
+def test_half_written_file_of_a_crash_is_no_lease(leases: Leases) -> None:
     leases.write(lease(1, Use("k")))
     (leases.directory / ".2.json.x7z").write_bytes(b"{")
     assert len(leases.all()) == 1
 
 
-def test_a_redirect_replaces_the_plain_use_of_its_entry() -> None:
+def test_redirect_replaces_the_plain_use_of_its_entry() -> None:
     plain = lease(1, Use("k"), Use("l"))
     assert plain.with_use(Use("k", "/a")).uses == (Use("l"), Use("k", "/a"))
 
@@ -124,11 +124,11 @@ def test_any_path_survives_the_file(path: str) -> None:
     assert msgspec.json.decode(msgspec.json.encode(one), type=Lease) == one
 
 
-def test_a_lease_file_is_named_after_its_job(tmp_path: Path) -> None:
+def test_lease_file_is_named_after_its_job(tmp_path: Path) -> None:
     assert Leases(tmp_path).file(7) == tmp_path / "7.json"
 
 
-def test_a_lease_that_a_hook_goes_on_with_has_another_mark(leases: Leases) -> None:
+def test_lease_that_a_hook_goes_on_with_has_another_mark(leases: Leases) -> None:
     """By that a sweep knows that its question to Slurm is out of date."""
     assert leases.mark(1) is None
     leases.write(lease(1))
@@ -144,7 +144,7 @@ def test_a_lease_that_a_hook_goes_on_with_has_another_mark(leases: Leases) -> No
     pytest.fail("it was not confirmed")
 
 
-def test_the_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> None:
+def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> None:
     assert leases.jobs() == ()
     for job in (12, 3):
         leases.write(lease(job))

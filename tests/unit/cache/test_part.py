@@ -40,7 +40,7 @@ def owner(wanted: Image, **changes: Any) -> Owner:
 @pytest.mark.parametrize(
     ("size", "chunk", "count"), [(1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2), (0, 4, 0), (1, 1, 1)]
 )
-def test_the_last_chunk_may_be_short(size: int, chunk: int, count: int) -> None:
+def test_last_chunk_may_be_short(size: int, chunk: int, count: int) -> None:
     assert chunk_count(size, chunk) == count
 
 
@@ -59,7 +59,7 @@ def test_the_last_chunk_may_be_short(size: int, chunk: int, count: int) -> None:
         (bytes(15) + b"\1" + OUT * 2, [1, 2], 4),
     ],
 )
-def test_a_map_of_three_chunks_tells_what_is_in(
+def test_map_of_three_chunks_tells_what_is_in(
     digests: bytes, missing: list[int], done: int
 ) -> None:
     assert missing_chunks(digests, size=9, chunk=4) == missing
@@ -89,7 +89,7 @@ def test_what_is_written_is_read_and_only_by_root(part: Part, make_image: Make) 
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"null", b"\xff", b"{}", b"\0" * 100])
-def test_a_part_whose_owner_cannot_be_read_is_nobodys(
+def test_part_whose_owner_cannot_be_read_is_nobodys(
     part: Part, make_image: Make, damage: bytes
 ) -> None:
     part.write_owner(owner(make_image()))
@@ -99,7 +99,7 @@ def test_a_part_whose_owner_cannot_be_read_is_nobodys(
     assert not part.resumable_in("b")
 
 
-def test_a_stray_file_among_the_parts_is_nobodys(part: Part) -> None:
+def test_stray_file_among_the_parts_is_nobodys(part: Part) -> None:
     part.directory.touch()
     assert part.owner() is None
 
@@ -116,7 +116,7 @@ def test_a_stray_file_among_the_parts_is_nobodys(part: Part) -> None:
         ({"digest": False}, False),
     ],
 )
-def test_a_copy_goes_on_only_with_its_own_beginning(
+def test_copy_goes_on_only_with_its_own_beginning(
     part: Part, make_image: Make, changes: dict[str, object], resumable: bool
 ) -> None:
     part.write_owner(owner(make_image()))
@@ -124,14 +124,14 @@ def test_a_copy_goes_on_only_with_its_own_beginning(
     assert part.resumable(owner(make_image(), **changes)) is resumable
 
 
-def test_a_copy_never_goes_on_where_its_bytes_are_gone(part: Part, make_image: Make) -> None:
+def test_copy_never_goes_on_where_its_bytes_are_gone(part: Part, make_image: Make) -> None:
     """Whoever deleted the part may have been killed between the image and the map."""
     part.write_owner(owner(make_image()))
     assert not part.resumable(owner(make_image()))
 
 
 @pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns", "access"])
-def test_a_copy_never_goes_on_with_another_files_beginning(
+def test_copy_never_goes_on_with_another_files_beginning(
     part: Part, make_image: Make, field: str
 ) -> None:
     part.write_owner(owner(make_image()))
@@ -143,7 +143,7 @@ def test_a_copy_never_goes_on_with_another_files_beginning(
     assert not part.resumable(owner(other))
 
 
-def test_a_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
+def test_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
     """After a power cut the map may have reached the disk and the bytes not."""
     assert not part.resumable_in("b")
     part.write_owner(owner(make_image()))
@@ -152,7 +152,7 @@ def test_a_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
 
 
 @pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
-def test_a_stager_that_is_gone_or_cannot_be_seen_is_not_counted_on(
+def test_stager_that_is_gone_or_cannot_be_seen_is_not_counted_on(
     make_image: Make, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
     """/proc/<pid>/comm gives ESRCH if its process ends now, and EACCES below hidepid=1."""
@@ -164,7 +164,7 @@ def test_a_stager_that_is_gone_or_cannot_be_seen_is_not_counted_on(
     assert not owner(make_image()).lives()
 
 
-def test_the_name_of_a_process_that_has_the_pid_now_may_be_any_bytes(make_image: Make) -> None:
+def test_name_of_a_process_that_has_the_pid_now_may_be_any_bytes(make_image: Make) -> None:
     name = Path("/proc/self/comm")
     before = name.read_bytes()
     try:
@@ -212,7 +212,7 @@ def test_what_is_reserved_is_what_the_disk_gave(part: Part) -> None:
     assert 1 << 20 <= part.allocated() < 2 << 20
 
 
-def test_a_copy_stands_still_since_its_last_chunk_or_its_last_byte(part: Part) -> None:
+def test_copy_stands_still_since_its_last_chunk_or_its_last_byte(part: Part) -> None:
     part.directory.mkdir()
     assert part.stood_still(1000.0) == 1000.0
     part.image.touch()

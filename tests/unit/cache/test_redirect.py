@@ -17,6 +17,7 @@ from forestage.cache.redirect import Bind, next_step, stale, unneeded
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
+from forestage.stage.source import OpenImage
 from forestage.system import mounts
 from forestage.system.as_user import User
 from forestage.system.mounts import Mount
@@ -29,17 +30,17 @@ def bind(path: str, key: str) -> Bind:
 @pytest.mark.parametrize(
     ("bound", "expected"),
     [
-        ([], "lay"),
-        ([bind("/other", "key")], "lay"),
+        ([], "mount"),
+        ([bind("/other", "key")], "mount"),
         ([bind("/a", "key")], "keep"),
-        ([bind("/a", "older")], "take-off"),
-        ([bind("/a", "")], "take-off"),
+        ([bind("/a", "older")], "unmount"),
+        ([bind("/a", "")], "unmount"),
         ([bind("/a", "older"), bind("/a", "key")], "keep"),
         # What lies on top is what the job would see.
-        ([bind("/a", "key"), bind("/a", "older")], "take-off"),
+        ([bind("/a", "key"), bind("/a", "older")], "unmount"),
     ],
 )
-def test_a_path_is_made_to_show_the_wanted_entry(bound: list[Bind], expected: str) -> None:
+def test_path_is_made_to_show_the_wanted_entry(bound: list[Bind], expected: str) -> None:
     assert next_step(bound, "/a", "key") == expected
 
 
@@ -66,7 +67,7 @@ def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
     assert all(one.path in paths and one.key != "k" for one in taken)
     # Taking the stale ones off is all that is needed before the next step.
     left = [one for one in bound if one not in taken]
-    assert all(next_step(left, path, "k") in ("lay", "keep") for path in paths)
+    assert all(next_step(left, path, "k") in ("mount", "keep") for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
         ("entries/image", ""),
     ],
 )
-def test_a_bind_of_anything_but_a_live_entry_has_no_key(
+def test_bind_of_anything_but_a_live_entry_has_no_key(
     monkeypatch: pytest.MonkeyPatch, inside: str, key: str
 ) -> None:
     table = [
@@ -98,7 +99,7 @@ def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me:
     redirect.unmount([], me)
 
 
-def test_a_redirect_that_is_gone_already_is_taken_off(tmp_path: Path, me: User) -> None:
+def test_redirect_that_is_gone_already_is_taken_off(tmp_path: Path, me: User) -> None:
     (tmp_path / "file").touch()
     paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
     redirect.unmount([Bind(Mount(-1, 0, "0:0", "/", path), "") for path in paths], me)
@@ -124,7 +125,7 @@ def _to_link(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("swap", [_to_file, _to_loop, _to_nothing, _to_link])
-def test_a_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redirect(
+def test_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redirect(
     cache: Cache,
     leases: Leases,
     shared: Path,
@@ -135,14 +136,14 @@ def test_a_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redir
 ) -> None:
     (shared / "sub").mkdir()
     (shared / "sub/image").write_bytes(b"12345")
-    looked = look(shared / "sub/image")
-    looked.close()
-    publish(looked.image)
+    opened = look(shared / "sub/image")
+    opened.close()
+    publish(opened.image)
     swap(shared / "sub")
-    lease = Lease(7, me, 0.0, str(cache.root), (Use(looked.image.key),))
+    lease = Lease(7, me, 0.0, str(cache.root), (Use(opened.image.key),))
     deadline = Deadline.after(20, Clock())
     with pytest.raises(Declined) as caught:
-        redirect.mount(cache, Places(shared), leases, lease, looked.image, deadline)
+        redirect.mount(cache, Places(shared), leases, lease, opened.image, deadline)
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("changed", False)
     assert leases.read(7) is None
 
@@ -158,7 +159,7 @@ def test_a_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redir
         ((Use("0c", "/lustre/c"),), []),
     ],
 )
-def test_a_lease_tells_its_redirects_where_the_caches_disk_has_gone(
+def test_lease_tells_its_redirects_where_the_caches_disk_has_gone(
     monkeypatch: pytest.MonkeyPatch, me: User, uses: tuple[Use, ...], found: list[str]
 ) -> None:
     table = [

@@ -45,7 +45,7 @@ def source(tmp_path: Path) -> Iterator[int]:
         ([], 5, set()),
     ],
 )
-def test_the_chunks_with_data_are_told_from_the_holes(
+def test_chunks_with_data_are_told_from_the_holes(
     source: int, data: list[int], size: int, found: set[int]
 ) -> None:
     os.truncate(source, size)
@@ -71,7 +71,7 @@ def test_no_byte_is_taken_for_a_hole(source: int, blocks: set[int], size: int, c
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_cannot_tell_has_no_holes(
+def test_file_system_that_cannot_tell_has_no_holes(
     source: int, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     os.truncate(source, 3 * CHUNK + 1)
@@ -83,7 +83,7 @@ def test_a_file_system_that_cannot_tell_has_no_holes(
     assert space.data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
 
 
-def test_the_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
+def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
     space.reserve(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
     assert part.image.stat().st_size == 3 * CHUNK + 5
     assert part.allocated() >= 3 * CHUNK + 5
@@ -101,7 +101,7 @@ def test_holes_take_no_space(part: Part) -> None:
     os.close(fd)
 
 
-def test_a_file_of_nothing_but_a_hole_is_one_too(part: Part) -> None:
+def test_file_of_nothing_but_a_hole_is_one_too(part: Part) -> None:
     space.reserve(part, 1 << 40, CHUNK * 1024, set())
     assert (part.image.stat().st_size, part.allocated()) == (1 << 40, 0)
 
@@ -133,7 +133,7 @@ class Kernel:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
-def test_a_full_disk_is_an_error_at_once(
+def test_full_disk_is_an_error_at_once(
     part: Part, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     kernel = Kernel(number)
@@ -144,7 +144,7 @@ def test_a_full_disk_is_an_error_at_once(
     assert len(kernel.asked) == 1
 
 
-def test_a_file_system_that_cannot_reserve_is_used_all_the_same(
+def test_file_system_that_cannot_reserve_is_used_all_the_same(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(space, "_libc", Kernel(errno.EOPNOTSUPP))
@@ -152,7 +152,7 @@ def test_a_file_system_that_cannot_reserve_is_used_all_the_same(
     assert part.image.stat().st_size == 2 * CHUNK
 
 
-def test_an_old_errno_is_no_failure(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_errno_is_no_failure(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     ctypes.set_errno(errno.ENOSPC)
     kernel = Kernel(0)
     monkeypatch.setattr(space, "_libc", kernel)

@@ -16,18 +16,18 @@ from forestage.cache.layout import Entry
 from forestage.hooks import boundary
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
 from forestage.paths import Places
+from forestage.stage.source import OpenImage
 from forestage.system.as_user import User
 
 END = """
 import atexit, sys
-from forestage import hooks
 from forestage.hooks import boundary
 atexit.register(print, "taken apart")
 def body(name):
     BODY
 boundary._main = body
 try:
-    hooks.main("prolog")
+    boundary.main("prolog")
 finally:
     print("came back")
 """
@@ -46,9 +46,9 @@ def test_main_ends_the_process_at_once_with_the_hooks_code(code: int) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", "")
 
 
-def test_an_idle_hook_says_its_line_and_ends_with_0() -> None:
+def test_idle_hook_says_its_line_and_ends_with_0() -> None:
     ran = subprocess.run(
-        [sys.executable, "-BIc", "from forestage.hooks import main; main('prolog')"],
+        [sys.executable, "-BIc", "from forestage.hooks.boundary import main; main('prolog')"],
         env={"SLURM_JOB_ID": "7"},
         capture_output=True,
         text=True,
@@ -69,13 +69,13 @@ def test_an_idle_hook_says_its_line_and_ends_with_0() -> None:
         ({IMAGE_OPTION: ""}, False),
     ],
 )
-def test_a_prolog_has_work_where_a_job_names_an_image_or_tries_to(
+def test_prolog_has_work_where_a_job_names_an_image_or_tries_to(
     tmp_path: Path, environ: dict[str, str], nothing: bool
 ) -> None:
     assert nothing_to_do("prolog", environ, str(tmp_path)) is nothing
 
 
-def test_an_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
+def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     """Whatever the job asked for: the Epilog may not see it any more."""
     environ = {"SLURM_JOB_ID": "7", IMAGE_OPTION: "/a"}
     (tmp_path / "77.json").touch()
@@ -87,11 +87,11 @@ def test_an_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "nothing"), [({}, True), ({IMAGE_OPTION: ""}, True), ({IMAGE_OPTION: "/a"}, False)]
 )
-def test_a_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing: bool) -> None:
+def test_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing: bool) -> None:
     assert nothing_to_do("step", environ, "/nowhere") is nothing
 
 
-def test_a_step_is_answered_once_and_whoever_went_away_does_not_hurt(
+def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = Hook("step", {}, 0.0)
@@ -122,7 +122,7 @@ def test_whatever_rises_ends_in_one_line_and_0_unless_the_admin_wants_a_drain(
     assert boundary._main("prolog") == code
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("forestage: prolog job=7 result=failed reason=RuntimeError at=")
-    assert "test_hooks.py:" in line
+    assert "test_boundary.py:" in line
     assert "detail='two\\nlines" in line
     assert len(line) < 1500
 
@@ -136,16 +136,17 @@ sys.addaudithook(lambda event, args: forks.append(event) if event == "os.fork" e
 start = time.monotonic()
 from forestage.clock import Clock
 from forestage.paths import Places
+from forestage.stage.source import OpenImage
 code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
 heavy = {"subprocess", "xxhash", "concurrent.futures", "threading.local", "rich", "click"}
-heavy |= {f"forestage.{name}" for name in ("stage.pipeline", "stage.stager", "stage.chunks")}
-heavy |= {f"forestage.{name}" for name in ("stage.engines", "system.run", "cache.evict")}
-heavy |= {f"forestage.{name}" for name in ("cache.digest", "cache.space", "hooks.epilog", "hooks.step", "cli")}
+heavy |= {f"forestage.stage.{name}" for name in ("pipeline", "stager", "chunks", "engines")}
+heavy |= {f"forestage.cache.{name}" for name in ("evict", "digest", "space")}
+heavy |= {f"forestage.{name}" for name in ("hooks.epilog", "hooks.step", "system.run", "cli")}
 print(code, sorted(heavy & set(sys.modules)), len(forks))
 """
 
 
-def test_a_warm_image_loads_nothing_that_only_a_copy_needs(
+def test_warm_image_loads_nothing_that_only_a_copy_needs(
     tmp_path: Path,
     me: User,
     shared: Path,
@@ -154,9 +155,9 @@ def test_a_warm_image_loads_nothing_that_only_a_copy_needs(
 ) -> None:
     """The cache is at /cache of a root of its own; with `redirect: none` no mount needs root."""
     (shared / "image.sqsh").write_bytes(b"12345")
-    looked = look(shared / "image.sqsh")
-    looked.close()
-    publish(looked.image)
+    opened = look(shared / "image.sqsh")
+    opened.close()
+    publish(opened.image)
     etc = Places(tmp_path).etc
     etc.mkdir(parents=True)
     (etc / "forestage.yaml").write_text(
@@ -174,5 +175,5 @@ def test_a_warm_image_loads_nothing_that_only_a_copy_needs(
         [sys.executable, "-BIc", script], capture_output=True, text=True, check=True
     )
     (event,) = events.read(Places(tmp_path).events)
-    assert (event.outcome.result, event.outcome.key) == ("hit", looked.image.key)
+    assert (event.outcome.result, event.outcome.key) == ("hit", opened.image.key)
     assert ran.stdout == "0 [] 1\n", "the one child is the look as the user"

@@ -44,7 +44,7 @@ Publish = Callable[[Image], Entry]
 Make = Callable[..., Image]
 
 
-def test_a_lease_goes_and_what_nobody_needs_is_evicted(
+def test_lease_goes_and_what_nobody_needs_is_evicted(
     staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
 ) -> None:
     used, other = publish(make_image()).key, publish(make_image(inode=2)).key
@@ -55,7 +55,7 @@ def test_a_lease_goes_and_what_nobody_needs_is_evicted(
     assert [path.name for path in staging_node.cache.entries.iterdir()] == [other]
 
 
-def test_the_end_of_a_job_is_a_use(
+def test_end_of_a_job_is_a_use(
     staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
@@ -80,7 +80,7 @@ def test_where_the_caches_disk_is_gone_the_lease_goes_and_no_cache_is_made(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff"])
-def test_a_damaged_lease_goes_and_so_do_redirects_that_no_other_lease_names(
+def test_damaged_lease_goes_and_so_do_redirects_that_no_other_lease_names(
     staging_node: Node,
     asking: Job,
     config: Config,
@@ -95,13 +95,13 @@ def test_a_damaged_lease_goes_and_so_do_redirects_that_no_other_lease_names(
         cleared.append((cache.root, arguments[-1]))  # type: ignore[arg-type]
         return 0
 
-    monkeypatch.setattr(redirect, "clear", clear)
+    monkeypatch.setattr(redirect, "unmount_unneeded", clear)
     assert ended(staging_node, asking, config) == ("released", "")
     assert cleared == [(staging_node.cache.root, None)]
     assert not staging_node.leases.file(asking.id).exists()
 
 
-def test_a_damaged_lease_and_a_broken_configuration_leave_nothing_to_work_on(
+def test_damaged_lease_and_a_broken_configuration_leave_nothing_to_work_on(
     staging_node: Node, asking: Job
 ) -> None:
     holding(staging_node, asking, "0a")
@@ -109,7 +109,7 @@ def test_a_damaged_lease_and_a_broken_configuration_leave_nothing_to_work_on(
     assert ended(staging_node, asking, None) == ("failed", "lease-damaged")
 
 
-def test_an_epilog_that_is_run_again_does_no_harm(
+def test_epilog_that_is_run_again_does_no_harm(
     staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
 ) -> None:
     holding(staging_node, asking, publish(make_image()).key)
@@ -117,12 +117,14 @@ def test_an_epilog_that_is_run_again_does_no_harm(
         assert ended(staging_node, asking, config) == ("released", "")
 
 
-def test_the_job_that_ended_is_the_one_whose_redirects_go(
+def test_job_that_ended_is_the_one_whose_redirects_go(
     staging_node: Node, asking: Job, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holding(staging_node, asking, "0a")
     given: list[object] = []
-    monkeypatch.setattr(redirect, "clear", lambda *arguments: (given.append(arguments[-2:]), 3)[1])
+    monkeypatch.setattr(
+        redirect, "unmount_unneeded", lambda *arguments: (given.append(arguments[-2:]), 3)[1]
+    )
     (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
     assert outcome.released == 3
     ((user, lease),) = given  # type: ignore[misc]
@@ -133,7 +135,7 @@ def test_the_job_that_ended_is_the_one_whose_redirects_go(
 
 
 @pytest.mark.parametrize(("on_deadline", "stopped"), [("abort", ["0a", "0b"]), ("continue", [])])
-def test_the_copies_of_a_job_that_ended_stop_where_the_admin_wants_that(
+def test_copies_of_a_job_that_ended_stop_where_the_admin_wants_that(
     staging_node: Node,
     asking: Job,
     config: Config,
@@ -158,7 +160,7 @@ def test_the_copies_of_a_job_that_ended_stop_where_the_admin_wants_that(
     assert keys == stopped
 
 
-def test_a_job_that_was_switched_off_leaves_no_lease(
+def test_job_that_was_switched_off_leaves_no_lease(
     staging_node: Node, asking: Job, config: Config
 ) -> None:
     node = staging_node
@@ -180,7 +182,7 @@ def test_a_job_that_was_switched_off_leaves_no_lease(
         ),
     ],
 )
-def test_the_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
+def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
     staging_node: Node,
     asking: Job,
     config: Config,

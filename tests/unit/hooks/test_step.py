@@ -1,26 +1,27 @@
-"""What a step is answered, and what its user reads: nothing that is not so or cannot help."""
+"""The step hook: its answer to the companion, its limits, and what the user reads."""
 
 from __future__ import annotations
 
 import os
 import pwd
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease
+from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
-from forestage.errors import Declined, Failed
+from forestage.errors import Declined
 from forestage.events import Outcome
-from forestage.hooks import image as request
-from forestage.hooks import step
-from forestage.hooks.image import LOOK, Patience, Served
-from forestage.hooks.step import EVERY, Watch, answer, message, named
+from forestage.hooks import image, step
+from forestage.hooks.image import Answer, Wait
+from forestage.hooks.step import EVERY, Watch, fields, message, named
 from forestage.slurm.job import Job, Request
+from forestage.stage.source import HOOK_TIMEOUT
 from forestage.stage.wait import Eta
 from forestage.system.as_user import User
 
@@ -48,22 +49,21 @@ def hit(**changes: object) -> Outcome:
 
 
 @pytest.mark.parametrize(("messages", "tell"), [("none", "0"), ("problems", "1"), ("all", "1")])
-def test_the_entry_is_answered_with_the_very_file_it_stands_for(
+def test_entry_is_answered_with_the_very_file_it_stands_for(
     configured: Callable[..., Node], make_image: Make, messages: str, tell: str
 ) -> None:
     node, wanted = configured(redirect="spank", user_messages=messages), make_image(size=7)
     entry = str(node.cache.image(wanted.key))
-    fields = answer(node, Served(hit(), wanted))
-    assert fields == ("use", entry, PATH, "1", "7", "10", "20", tell)
+    assert fields(node, Answer(hit(), wanted)) == ("use", entry, PATH, "1", "7", "10", "20", tell)
 
 
 @pytest.mark.parametrize("mounted", ["mounted", "kept"])
-def test_a_task_that_may_not_see_the_nodes_redirect_gets_its_own(
-    configured: Callable[..., Node], make_image: Make, laid: str
+def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
+    configured: Callable[..., Node], make_image: Make, mounted: str
 ) -> None:
     """job_container/tmpfs: the job's namespace has the mounts of the moment it was made."""
     node = configured(redirect="bind")
-    assert answer(node, Served(hit(redirect=laid), make_image()))[0] == "use"
+    assert fields(node, Answer(hit(redirect=mounted), make_image()))[0] == "use"
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_a_task_that_may_not_see_the_nodes_redirect_gets_its_own(
         (Outcome("failed", reason="io"), "bind", "io"),
     ],
 )
-def test_a_path_that_stays_as_it_is_has_its_reason(
+def test_path_that_stays_as_it_is_has_its_reason(
     configured: Callable[..., Node], make_image: Make, outcome: Outcome, redirect: str, reason: str
 ) -> None:
     node = configured(redirect=redirect)
-    assert answer(node, Served(outcome, make_image())) == ("leave", reason)
+    assert fields(node, Answer(outcome, make_image())) == ("leave", reason)
 
 
 @pytest.mark.parametrize("bad", ["\n", "\t", "\0", "\x1b", "\x7f"])
@@ -93,11 +93,11 @@ def test_no_field_ends_the_line_or_begins_another_field(
         wanted = make_image(path=f"/lustre/a{bad}use")
     else:
         node = msgspec.structs.replace(node, cache=Cache(node.cache.root / f"a{bad}b"))
-    assert answer(node, Served(hit(), wanted)) == ("leave", "bad-path")
+    assert fields(node, Answer(hit(), wanted)) == ("leave", "bad-path")
 
 
 def test_no_image_is_no_event(configured: Callable[..., Node], asking: Job) -> None:
-    done = step.step(configured(), asking, "60", pytest.fail)
+    done = step.step(configured(), asking, "60", pytest.fail, None)
     assert (done.outcomes, done.answer) == ([], ("leave", "no-image"))
 
 
@@ -115,7 +115,7 @@ def test_no_image_is_no_event(configured: Callable[..., Node], asking: Job) -> N
                          "not-squashfs")),
     ],
 )  # fmt: skip
-def test_a_user_reads_what_costs_him_time_and_not_what_pyxis_tells(
+def test_user_reads_what_costs_him_time_and_not_what_pyxis_tells(
     result: str, reason: str, told: bool
 ) -> None:
     outcome = hit(result=result, reason=reason, detail="this is why", redirect="")
@@ -129,12 +129,12 @@ def test_success_is_told_to_who_wants_to_hear_all() -> None:
     assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
 
 
-def test_a_path_that_only_got_its_name_is_named_as_the_user_wrote_it() -> None:
+def test_path_that_only_got_its_name_is_named_as_the_user_wrote_it() -> None:
     outcome = Outcome("failed", asked="./a.sqsh", reason="io", detail="I/O error")
     assert message(outcome, "problems").startswith("./a.sqsh is read from its original path")
 
 
-class Hands(Clock):
+class ManualClock(Clock):
     """A clock that goes where a test puts it."""
 
     def __init__(self) -> None:
@@ -147,27 +147,35 @@ class Hands(Clock):
 def test_who_waits_hears_something_every_half_minute_and_not_at_once(
     staging_node: Node, make_image: Make
 ) -> None:
-    clock = Hands()
+    clock = ManualClock()
     heard: list[tuple[float, str]] = []
     watch = Watch(clock, lambda text: heard.append((clock.now - 1000, text)))
-    outlook = Eta(staging_node, make_image(), Deadline.after(999, clock), watch)
+    eta = Eta(staging_node, make_image(), Deadline.after(999, clock), watch)
     for _ in range(400):
         clock.now += 0.25
-        assert not outlook.hopeless()
+        assert not eta.hopeless()
     assert [when for when, _ in heard] == [EVERY, 2 * EVERY, 3 * EVERY]
-    assert {text for _, text in heard} == {outlook.progress()}
+    assert {text for _, text in heard} == {eta.progress()}
+
+
+class Handled(NamedTuple):
+    job: Job
+    limit: Wait
+    refusal: Declined | None
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> list[Patience]:
-    """What the step allows itself; nothing is staged."""
-    given: list[Patience] = []
+def handled(monkeypatch: pytest.MonkeyPatch) -> list[Handled]:
+    """What the step asks for; nothing is staged."""
+    given: list[Handled] = []
 
-    def noting(node: Node, job: Job, asked: Asked, patience: Patience) -> Served:
-        given.append(patience)
-        return Served(Outcome("declined", reason="off" if job.hints.off else "missing"))
+    def noting(
+        node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
+    ) -> Answer:
+        given.append(Handled(job, limit, refusal))
+        return Answer(Outcome("declined", reason="missing"))
 
-    monkeypatch.setattr(request, "serve", noting)
+    monkeypatch.setattr(image, "handle", noting)
     return given
 
 
@@ -177,22 +185,22 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> list[Patience]:
         (600.0, "900", 600, 600),
         (600.0, "60", 55, 55),
         # What may not wait for a copy may still look, and be a hit.
-        (0.0, "900", 0, LOOK),
+        (0.0, "900", 0, HOOK_TIMEOUT),
         (0.0, "10", 0, 5),
     ],
 )
-def test_a_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companion(
+def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companion(
     configured: Callable[..., Node],
     image_asked: Job,
-    patience: list[Patience],
+    handled: list[Handled],
     wait: float,
     timeout: str,
     copy: float,
     end: float,
 ) -> None:
-    node = msgspec.structs.replace(configured(step_wait=wait), clock=Hands())
-    step.step(node, image_asked, timeout, pytest.fail)
-    (given,) = patience
+    node = msgspec.structs.replace(configured(step_wait=wait), clock=ManualClock())
+    step.step(node, image_asked, timeout, pytest.fail, None)
+    (given,) = [one.limit for one in handled]
     assert (given.copy.end - 1000, given.end.end - 1000) == (copy, end)
     assert given.in_vain == "keep", "another step of the job may wait for the same copy"
 
@@ -201,44 +209,56 @@ def test_a_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_compan
 def test_nobody_is_told_of_a_wait_where_the_admin_wants_silence(
     configured: Callable[..., Node],
     image_asked: Job,
-    patience: list[Patience],
+    handled: list[Handled],
     messages: str,
     watched: bool,
 ) -> None:
-    step.step(configured(user_messages=messages), image_asked, "60", pytest.fail)
-    assert (patience[0].watch is not None) is watched
+    step.step(configured(user_messages=messages), image_asked, "60", pytest.fail, None)
+    assert (handled[0].limit.watch is not None) is watched
 
 
 @pytest.mark.parametrize("off", [True, False])
-def test_what_the_prolog_noted_holds_for_the_steps(
-    configured: Callable[..., Node], image_asked: Job, patience: list[Patience], off: bool
+def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
+    configured: Callable[..., Node], image_asked: Job, handled: list[Handled], off: bool
 ) -> None:
     node, job = configured(), image_asked
     node.leases.write(Lease(job.id, job.user, 0.0, "/cache", off=off))
-    done = step.step(node, job, "60", pytest.fail)
-    assert done.answer == ("leave", "off" if off else "missing")
+    step.step(node, job, "60", pytest.fail, None)
+    assert handled[0].job.hints.off is off
 
 
-def test_a_damaged_lease_is_our_failure_and_told(
-    configured: Callable[..., Node], image_asked: Job
+@pytest.mark.parametrize(
+    ("refusal", "reason"), [(None, "lease-damaged"), (Declined("disabled", "off"), "disabled")]
+)
+def test_damaged_lease_is_why_nothing_is_staged(
+    configured: Callable[..., Node],
+    image_asked: Job,
+    handled: list[Handled],
+    refusal: Declined | None,
+    reason: str,
 ) -> None:
-    node, heard = configured(), list[str]()
+    node = configured()
     node.leases.directory.mkdir(parents=True)
     node.leases.file(image_asked.id).write_bytes(b"{")
-    done = step.step(node, image_asked, "60", heard.append)
-    assert done.answer == ("leave", "lease-damaged")
+    step.step(node, image_asked, "60", pytest.fail, refusal)
+    assert handled[0].refusal is not None
+    assert handled[0].refusal.reason == reason
+
+
+def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
+    configured: Callable[..., Node], image_asked: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "I/O error")
+
+    node, heard = configured(), list[str]()
+    monkeypatch.setattr(Leases, "read", fail)
+    done = step.step(node, image_asked, "60", heard.append, None)
+    assert (done.answer, done.outcomes[0].result) == (("leave", "io"), "failed")
     assert len(heard) == 1
 
 
-def test_where_staging_is_switched_off_a_step_looks_at_nothing(
-    configured: Callable[..., Node], image_asked: Job, patience: list[Patience]
-) -> None:
-    done = step.step(configured(enabled=False), image_asked, "60", pytest.fail)
-    assert done.answer == ("leave", "disabled")
-    assert patience == []
-
-
-def test_the_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own(
+def test_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own(
     image_asked: Job,
 ) -> None:
     me = os.getuid()
@@ -246,20 +266,3 @@ def test_the_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own
     assert named(job).user == User(pwd.getpwuid(me).pw_name, me, 7)
     stranger = msgspec.structs.replace(image_asked, user=User("", 4_000_000_000, 7))
     assert named(stranger).user == User("", 4_000_000_000, 7)
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (Declined("registry", "no path"), ("declined", "registry")),
-        (Failed("cache-format", "newer"), ("failed", "cache-format")),
-        (OSError(5, "I/O error"), ("failed", "io")),
-    ],
-)
-def test_every_expected_error_is_an_outcome(error: Exception, said: tuple[str, str]) -> None:
-    def work() -> Served:
-        raise error
-
-    outcome = request.told(Request(PATH, "option"), Hands(), work).outcome
-    assert (outcome.result, outcome.reason) == said
-    assert outcome.asked == PATH

@@ -14,6 +14,7 @@ from forestage.slurm.job import (
     SAVE_OPTION,
     Hints,
     Job,
+    Request,
     read_hints,
 )
 from forestage.system.as_user import User
@@ -84,7 +85,7 @@ def test_what_only_looks_like_a_hint_is_the_users_own_business(comment: str) -> 
         ("stage-off=1", "unknown hint stage-off="),
     ],
 )
-def test_a_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
+def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
     hints = read_hints(f"{comment} stage=/a")
     assert hints.paths == ("/a",)
     assert hints.wait is None
@@ -145,7 +146,7 @@ def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
     assert read_hints(f"stage={encoded}").paths == expected
 
 
-def test_a_job_is_read_from_slurmds_variables() -> None:
+def test_job_is_read_from_slurmds_variables() -> None:
     environ = ENVIRON | {IMAGE_OPTION: "/a", SAVE_OPTION: "/b", "SLURM_JOB_COMMENT": "stage=/c,/a"}
     assert Job.from_environ(environ) == Job(
         id=42,
@@ -162,11 +163,11 @@ def test_a_job_is_read_from_slurmds_variables() -> None:
 
 @pytest.mark.parametrize("option", [{}, {IMAGE_OPTION: ""}])
 def test_no_image_is_no_request(option: dict[str, str]) -> None:
-    assert Job.from_environ(ENVIRON | option).asked == ()
+    assert Job.from_environ(ENVIRON | option).requests == ()
 
 
 @pytest.mark.parametrize("step", [0, 3, 0xFFFFFFFB])
-def test_a_step_is_read_from_the_companions_variables(step: int) -> None:
+def test_step_is_read_from_the_companions_variables(step: int) -> None:
     environ = ENVIRON | {"SLURM_STEP_ID": str(step)}
     del environ["SLURM_JOB_USER"]
     read = Job.from_environ(environ)
@@ -178,7 +179,7 @@ def test_a_step_is_read_from_the_companions_variables(step: int) -> None:
     "name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID", "SLURM_STEP_ID"]
 )
 @pytest.mark.parametrize("value", [None, "", "-1", "0x1", " 1", "1\n", "²", "١", "../1", "4,5"])
-def test_a_number_that_is_none_is_refused(name: str, value: str | None) -> None:
+def test_number_that_is_none_is_refused(name: str, value: str | None) -> None:
     """The job id becomes a file name, the uid decides whose rights are used."""
     environ = {k: v for k, v in (ENVIRON | {name: value}).items() if v is not None}
     if (name, value) == ("SLURM_STEP_ID", None):
@@ -196,6 +197,6 @@ def test_a_number_that_is_none_is_refused(name: str, value: str | None) -> None:
         ({"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": "n1"}, "n1"),
     ],
 )
-def test_the_jobs_nodes_are_kept_as_slurm_wrote_them(given: dict[str, str], nodelist: str) -> None:
+def test_jobs_nodes_are_kept_as_slurm_wrote_them(given: dict[str, str], nodelist: str) -> None:
     plain = {name: value for name, value in ENVIRON.items() if "NODELIST" not in name}
     assert Job.from_environ(plain | given).nodelist == nodelist

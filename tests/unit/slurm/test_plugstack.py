@@ -44,11 +44,11 @@ def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> No
     assert lines[3].arguments == ("\\",)
 
 
-def test_a_file_that_includes_itself_ends(tmp_path: Path) -> None:
+def test_file_that_includes_itself_ends(tmp_path: Path) -> None:
     (tmp_path / "p.conf").write_text("required a.so\ninclude p.conf\n")
     with pytest.raises(ValueError, match="never end"):
         plugins(tmp_path, "/p.conf")
 
 
-def test_a_stack_that_is_not_there_is_empty(tmp_path: Path) -> None:
+def test_stack_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert plugins(tmp_path, "/p.conf") == []

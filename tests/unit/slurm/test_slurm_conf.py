@@ -78,7 +78,7 @@ def test_includes_are_followed_from_where_they_stand() -> None:
     }  # fmt: skip
 
 
-def test_a_relative_include_is_found_as_each_release_finds_it() -> None:
+def test_relative_include_is_found_as_each_release_finds_it() -> None:
     """Beside slurm.conf; until 22.05 beside the file that says it."""
     text, sub = "Include sub/a.conf\n", {"slurm__sub__a_conf": "Include b.conf\n"}
     assert said(text, **sub, slurm__sub__b_conf="A=22") == {"a": "22"}
@@ -86,7 +86,7 @@ def test_a_relative_include_is_found_as_each_release_finds_it() -> None:
     assert said(text, **sub, slurm__b_conf="A=24", slurm__sub__b_conf="A=22") == {"a": "24"}
 
 
-def test_an_include_may_hold_the_clusters_name() -> None:
+def test_include_may_hold_the_clusters_name() -> None:
     assert said("ClusterName=Big\nInclude %c.conf\n", slurm__big_conf="A=1")["a"] == "1"
 
 

@@ -154,7 +154,7 @@ def test_no_user_makes_the_hook_wait_longer_than_is_safe_where_slurm_conf_cannot
         ("\n\n", UNKNOWN),
     ],
 )
-def test_the_files_settings_count(tmp_path: Path, text: str, expected: Limits) -> None:
+def test_files_settings_count(tmp_path: Path, text: str, expected: Limits) -> None:
     (tmp_path / "slurm.conf").write_text(text)
     (tmp_path / "more.conf").write_text("PrologEpilogTimeout=40\n")
     assert read(str(tmp_path / "slurm.conf")) == expected
@@ -219,7 +219,7 @@ def test_any_text_gives_limits(text: str) -> None:
         (600.0, "\u0665", 600.0),
     ],
 )
-def test_a_step_answers_before_the_companion_kills_it(
+def test_step_answers_before_the_companion_kills_it(
     configured: float, timeout: str, seconds: float
 ) -> None:
     assert step_patience(configured, timeout) == seconds

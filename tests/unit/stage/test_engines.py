@@ -13,10 +13,11 @@ import pytest
 from forestage.cache import digest
 from forestage.cache.part import Part, chunk_count, missing_chunks
 from forestage.config import Config
-from forestage.errors import Failed
-from forestage.stage import engines as copy
-from forestage.stage.chunks import Source, Stopped, Tuning
+from forestage.errors import Failed, Stopped
+from forestage.stage import engines
+from forestage.stage.chunks import Tuning
 from forestage.stage.engines import Chunks, Engine, Rsync
+from forestage.stage.source import Source, Truncated
 from forestage.system import run
 
 CHUNK = 1 << 20
@@ -78,7 +79,7 @@ def test_holes_and_zeros_are_bytes_too(engine: Engine, source: int, part: Part) 
     assert part.image.read_bytes() == b"start" + bytes((3 << 20) - 5) + b"end"
 
 
-def test_the_space_is_taken_before_the_first_byte(engine: Engine, source: int, part: Part) -> None:
+def test_space_is_taken_before_the_first_byte(engine: Engine, source: int, part: Part) -> None:
     os.write(source, bytes(2 * CHUNK + 5))
     engine.reserve(of(source), part)
     assert part.allocated() >= 2 * CHUNK + 5
@@ -87,7 +88,7 @@ def test_the_space_is_taken_before_the_first_byte(engine: Engine, source: int, p
     assert part.image.read_bytes() == bytes(2 * CHUNK + 5)
 
 
-def test_the_open_file_is_copied_whatever_its_name_has_become(
+def test_open_file_is_copied_whatever_its_name_has_become(
     tmp_path: Path, engine: Engine, source: int, part: Part
 ) -> None:
     os.write(source, b"right")
@@ -97,7 +98,7 @@ def test_the_open_file_is_copied_whatever_its_name_has_become(
     assert part.image.read_bytes() == b"right"
 
 
-def test_the_reserved_file_itself_is_filled(engine: Engine, source: int, part: Part) -> None:
+def test_reserved_file_itself_is_filled(engine: Engine, source: int, part: Part) -> None:
     """A new file in its place would need the space twice, and lose the reservation."""
     os.write(source, b"right")
     engine.reserve(of(source), part)
@@ -107,7 +108,7 @@ def test_the_reserved_file_itself_is_filled(engine: Engine, source: int, part: P
     assert sorted(os.listdir(part.directory)) == ["image", "map", "spare"]
 
 
-def test_a_copy_that_cannot_be_written_says_so(engine: Engine, source: int, tmp_path: Path) -> None:
+def test_copy_that_cannot_be_written_says_so(engine: Engine, source: int, tmp_path: Path) -> None:
     os.write(source, b"right")
     gone = Part(tmp_path / "nothing")
     with pytest.raises(OSError, match="No such file"):
@@ -116,7 +117,7 @@ def test_a_copy_that_cannot_be_written_says_so(engine: Engine, source: int, tmp_
         engine.copy(of(source), gone, threading.Event())
 
 
-def test_a_copy_that_is_to_stop_says_so_and_what_is_in_stays(
+def test_copy_that_is_to_stop_says_so_and_what_is_in_stays(
     engine: Engine, source: int, part: Part
 ) -> None:
     os.write(source, b"x" * 100)
@@ -129,7 +130,7 @@ def test_a_copy_that_is_to_stop_says_so_and_what_is_in_stays(
     assert part.image.read_bytes() == b"x" * 100
 
 
-def test_a_part_of_the_right_size_and_time_is_copied_all_the_same(source: int, part: Part) -> None:
+def test_part_of_the_right_size_and_time_is_copied_all_the_same(source: int, part: Part) -> None:
     """What rsync's quick check would take for done; a fresh part of the chunks has the size."""
     os.write(source, b"right")
     Chunks(TUNING).reserve(of(source), part)
@@ -143,7 +144,7 @@ DATA = os.urandom(3 * CHUNK + 11)
 
 
 @pytest.mark.parametrize("there", [1, 700, CHUNK, 3 * CHUNK + 10, len(DATA)])
-def test_a_killed_rsync_goes_on_where_it_was(source: int, part: Part, there: int) -> None:
+def test_killed_rsync_goes_on_where_it_was(source: int, part: Part, there: int) -> None:
     os.write(source, DATA)
     Rsync(TUNING).reserve(of(source), part)
     with part.image.open("r+b") as file:
@@ -154,7 +155,7 @@ def test_a_killed_rsync_goes_on_where_it_was(source: int, part: Part, there: int
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 500_000, CHUNK])
-def test_a_killed_rsyncs_wrong_bytes_are_found_and_copied_again(
+def test_killed_rsyncs_wrong_bytes_are_found_and_copied_again(
     source: int, part: Part, wrong: int
 ) -> None:
     os.write(source, DATA)
@@ -185,7 +186,7 @@ class Door:
     ("bandwidth", "argument"),
     [(None, "0"), (1, "1"), (1024, "1"), (1025, "2"), (500 << 20, "512000")],
 )
-def test_the_bandwidth_is_told_to_rsync_in_its_own_unit_and_never_as_no_limit(
+def test_bandwidth_is_told_to_rsync_in_its_own_unit_and_never_as_no_limit(
     monkeypatch: pytest.MonkeyPatch, source: int, part: Part, bandwidth: int | None, argument: str
 ) -> None:
     door = Door(monkeypatch)
@@ -211,7 +212,7 @@ def test_rsync_begins_or_resumes_and_gets_the_open_file_only(
     door = Door(monkeypatch)
     os.write(source, b"xy")
     part.image.write_bytes(there)
-    with pytest.raises(source.Truncated):  # this rsync only says that it was there
+    with pytest.raises(Truncated):  # this rsync only says that it was there
         Rsync(TUNING).copy(of(source), part, threading.Event())
     assert option in door.argv
     assert other not in door.argv
@@ -245,19 +246,19 @@ def test_rsync_that_is_not_installed_is_explained(
     ("cores", "threads", "expected"),
     [(1, None, 4), (2, None, 4), (3, None, 6), (64, None, 8), (None, None, 4), (64, 1, 1)],
 )
-def test_the_threads_follow_the_cores_unless_the_admin_says_so(
+def test_threads_follow_the_cores_unless_the_admin_says_so(
     monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert copy.tuning(Config(threads=threads)).threads == expected
+    assert engines.tuning(Config(threads=threads)).threads == expected
 
 
-def test_the_configuration_is_what_the_engine_gets() -> None:
-    assert copy.tuning(
+def test_configuration_is_what_the_engine_gets() -> None:
+    assert engines.tuning(
         Config(threads=3, chunk_size=CHUNK, direct="off", digest=False, bandwidth=7)
     ) == Tuning(threads=3, chunk=CHUNK, direct=False, digest=False, bandwidth=7)
     for direct in ("auto", "on"):
-        assert copy.tuning(Config(direct=direct)).direct
-    assert isinstance(copy.engine(Config()), Chunks)
-    assert isinstance(copy.engine(Config(engine="rsync")), Rsync)
+        assert engines.tuning(Config(direct=direct)).direct
+    assert isinstance(engines.of(Config()), Chunks)
+    assert isinstance(engines.of(Config(engine="rsync")), Rsync)
     assert chunk_count(1, Config().chunk_size) == 1

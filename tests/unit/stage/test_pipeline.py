@@ -19,8 +19,9 @@ from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import MAX_SHARED, Owner, Part, boot_id
 from forestage.config import Peering
-from forestage.counters import Counters
 from forestage.errors import Declined, Failed, Stopped
+from forestage.peers.protocol import ChunkRequest, Receiver
+from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.stage import engines, pipeline
 from forestage.stage import source as stage_source
@@ -448,23 +449,12 @@ class OtherNode:
     me = "n1"
     closed = False
 
-    def fetch(
-        self,
-        peer: str,
-        number: int,
-        start: int,
-        size: int,
-        buffer: memoryview,
-        give_up: float,
-        sink: Callable[[int, memoryview], None],
-        stop: Callable[[], bool],
-        wait: float | None = None,
-        knows: Callable[[int, bool], None] = lambda has, blind: None,
-    ) -> bytes:
-        knows((1 << 64) - 1, False)
-        buffer[:size] = CONTENT[start : start + size]
-        sink(start, buffer[:size])
-        return digest.of_chunk(CONTENT[start : start + size])
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        receiver.peer_has((1 << 64) - 1, False)
+        data = CONTENT[chunk.start : chunk.start + chunk.size]
+        receiver.buffer[: chunk.size] = data
+        receiver.write(chunk.start, receiver.buffer[: chunk.size])
+        return digest.of_chunk(data)
 
     def close(self) -> None:
         self.closed = True
@@ -473,7 +463,7 @@ class OtherNode:
 @pytest.fixture
 def other(monkeypatch: Patch) -> OtherNode:
     node = OtherNode()
-    monkeypatch.setattr("forestage.peers.Peers.of", lambda *_: node)
+    monkeypatch.setattr("forestage.peers.of_job", lambda *_: node)
     return node
 
 
@@ -524,12 +514,12 @@ def test_served_bytes_are_those_of_this_key_during_the_copy(
     after_copy: Callable[[Callable[[], None]], During],
 ) -> None:
     uploads = Counters(task.node.places.peer, since=1.0)
-    uploads.served(task.key, 100)
-    uploads.served("another", 1000)
+    uploads.uploaded(task.key, 100)
+    uploads.uploaded("another", 1000)
     uploads.flush()
 
     def meanwhile() -> None:
-        uploads.served(task.key, 11)
+        uploads.uploaded(task.key, 11)
         uploads.flush()
 
     after_copy(meanwhile)

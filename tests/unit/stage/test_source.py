@@ -10,13 +10,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from forestage.stage.opened import COARSE_TICK_NS, FINE_TICK_NS, SKEW_NS
 
 from forestage.cache.image import Identity, Image
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.stage import opened
-from forestage.stage.chunks import Source, Unreadable
+from forestage.stage import source
+from forestage.stage.source import (
+    COARSE_TICK_NS,
+    FINE_TICK_NS,
+    SKEW_NS,
+    OpenImage,
+    Source,
+    Unreadable,
+)
 
 SECOND = 1_000_000_000
 NOW = 1_700_000_000
@@ -44,11 +50,11 @@ SKEW = SKEW_NS // SECOND
         (-9000.5, -9000.5, 0.0),
     ],
 )
-def test_a_copy_starts_only_when_a_later_change_would_show(
+def test_copy_starts_only_when_a_later_change_would_show(
     make_image: Callable[..., Image], mtime: float, ctime: float, seconds: float
 ) -> None:
     times = {"mtime_ns": int((NOW + mtime) * SECOND), "ctime_ns": int((NOW + ctime) * SECOND)}
-    assert opened.settling(make_image(**times), float(NOW)) == seconds
+    assert source.settling(make_image(**times), float(NOW)) == seconds
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_a_copy_starts_only_when_a_later_change_would_show(
         ("off", 254, False),
     ],
 )
-def test_the_sources_page_cache_is_passed_where_that_is_a_gain(
+def test_sources_page_cache_is_passed_where_that_is_a_gain(
     shared: Path,
     look: Callable[[Path], OpenImage],
     monkeypatch: pytest.MonkeyPatch,
@@ -71,78 +77,78 @@ def test_the_sources_page_cache_is_passed_where_that_is_a_gain(
     past: bool,
 ) -> None:
     (shared / "a").write_bytes(b"12345")
-    looked = look(shared / "a")
+    opened = look(shared / "a")
     monkeypatch.setattr(os, "major", lambda _: device)
-    monkeypatch.setattr(opened, "open_direct", lambda *_: 99)
-    found = opened.open_source(looked, msgspec.structs.replace(Config(), direct=direct))
-    assert found == Source(looked.fd, 99 if past else None, 5)
-    looked.close()
+    monkeypatch.setattr(source, "open_direct", lambda *_: 99)
+    found = source.open_source(opened, msgspec.structs.replace(Config(), direct=direct))
+    assert found == Source(opened.fd, 99 if past else None, 5, opened.image.path)
+    opened.close()
 
 
-def test_a_source_that_changed_since_the_look_is_not_read(
+def test_source_that_changed_since_the_look_is_not_read(
     shared: Path, look: Callable[[Path], OpenImage]
 ) -> None:
     (shared / "a").write_bytes(b"12345")
-    looked = look(shared / "a")
+    opened = look(shared / "a")
     (shared / "a").write_bytes(b"123")
     with pytest.raises(Declined) as caught:
-        opened.open_source(looked, Config())
+        source.open_source(opened, Config())
     assert caught.value.reason == "changed"
     assert not isinstance(caught.value, Failed)
-    looked.close()
+    opened.close()
 
 
-def test_a_source_that_gives_an_error_is_no_fault_of_the_node(
+def test_source_that_gives_an_error_is_no_fault_of_the_node(
     shared: Path, look: Callable[[Path], OpenImage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shared / "a").write_bytes(b"12345")
-    looked = look(shared / "a")
+    opened = look(shared / "a")
 
     real = os.fstat
 
     def gone(fd: int) -> os.stat_result:
-        if fd == looked.fd:
+        if fd == opened.fd:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
         return real(fd)
 
     monkeypatch.setattr(os, "fstat", gone)
     with pytest.raises(Unreadable) as caught:
-        opened.must_be_same(looked)
+        source.must_be_same(opened)
     assert caught.value.error.errno == errno.ENOTCONN
-    looked.close()
+    opened.close()
 
 
 def test_what_makes_a_file_seem_changed_each_time_is_said() -> None:
     was = Identity("/a", 1, 2, 3, 4)
-    assert "inode number" in opened.difference(was, msgspec.structs.replace(was, inode=9))
+    assert "inode number" in source.difference(was, msgspec.structs.replace(was, inode=9))
     for field in ("size", "mtime_ns", "ctime_ns"):
         other = msgspec.structs.replace(was, inode=9, **{field: 9})
-        assert opened.difference(was, other) == ""
+        assert source.difference(was, other) == ""
 
 
-def test_a_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
+def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
     shared: Path, look: Callable[[Path], OpenImage]
 ) -> None:
     (shared / "a").write_bytes(b"12345")
-    looked = look(shared / "a")
+    opened = look(shared / "a")
     (shared / "a").rename(shared / "old")
     (shared / "a").write_bytes(b"other")
-    direct = opened.open_direct(looked, 10)
+    direct = source.open_direct(opened, 10)
     assert direct is not None
-    assert os.path.sameopenfile(direct, looked.fd)
+    assert os.path.sameopenfile(direct, opened.fd)
     flags = fcntl.fcntl(direct, fcntl.F_GETFL)
     assert flags & os.O_DIRECT
     assert flags & os.O_ACCMODE == os.O_RDONLY
     os.close(direct)
-    looked.close()
+    opened.close()
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ESTALE])
-def test_a_source_that_cannot_be_read_past_the_cache_is_read_through_it(
+def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
     shared: Path, look: Callable[[Path], OpenImage], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     (shared / "a").write_bytes(b"12345")
-    looked = look(shared / "a")
+    opened = look(shared / "a")
     opens = os.open
 
     def refusing(path: str, flags: int, *mode: int) -> int:
@@ -151,5 +157,5 @@ def test_a_source_that_cannot_be_read_past_the_cache_is_read_through_it(
         return opens(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert opened.open_direct(looked, 10) is None
-    looked.close()
+    assert source.open_direct(opened, 10) is None
+    opened.close()

@@ -317,9 +317,7 @@ def living(monkeypatch: Patch) -> None:
         pytest.param(5, {}, 10.0, False, id="just in time"),
         pytest.param(5, {}, 9.0, False, id="a tenth too late"),
         pytest.param(5, {}, 10.0 / SPEEDUP_MARGIN + 0.1, False, id="in time if a little faster"),
-        pytest.param(
-            5, {}, 10.0 / SPEEDUP_MARGIN - 0.1, True, id="late even if a little faster"
-        ),
+        pytest.param(5, {}, 10.0 / SPEEDUP_MARGIN - 0.1, True, id="late even if a little faster"),
         pytest.param(1, {}, 60.0, True, id="far too slow"),
         pytest.param(1, {}, 90.0, False, id="slow, but there is time"),
         pytest.param(10, {}, 0.1, False, id="all there, not yet published"),

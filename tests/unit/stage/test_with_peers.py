@@ -12,13 +12,15 @@ import pytest
 
 from forestage.cache import digest, space
 from forestage.cache.part import Part, missing_chunks
+from forestage.errors import Stopped
 from forestage.peers.protocol import ChunkRefused, ChunkRequest, Receiver
 from forestage.peers.ring import Ring
 from forestage.peers.schedule import Policy, Why
-from forestage.stage import chunks, with_peers
-from forestage.stage.chunks import Source, Tuning
+from forestage.stage import chunks, reading, with_peers
+from forestage.stage.chunks import Tuning
+from forestage.stage.source import Source, Truncated, Unreadable
 
-CHUNK = 4 * chunks.BLOCK
+CHUNK = 4 * reading.BLOCK
 TUNING = Tuning(threads=2, chunk=CHUNK)
 COUNT = 24
 SIZE = COUNT * CHUNK - 5
@@ -71,14 +73,14 @@ class Pair:
         space.reserve(self.part, SIZE, CHUNK, found)
         self.read: list[int] = []
         self.reading: Callable[[int], None] = lambda number: None
-        real = chunks.read_piece
+        real = reading.read_piece
 
         def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
             self.read.append(start // CHUNK)
             self.reading(start // CHUNK)
             real(source, start, want, buffer)
 
-        monkeypatch.setattr(chunks, "read_piece", read_piece)
+        monkeypatch.setattr(reading, "read_piece", read_piece)
 
     def copy(self, fake: Fake, stop: threading.Event | None = None) -> int:
         stop = stop or threading.Event()
@@ -129,7 +131,7 @@ def test_peers_with_all_chunks_leave_source_unread(pair: Pair, patient: None) ->
     assert not pair.read
 
 
-def test_own_share_is_read_and_rest_is_fetched(pair: Pair, patient: None) -> None:
+def test_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patient: None) -> None:
     mine = sum(1 << number for number in share())
     fake = Fake(pair.data, everything() & ~mine)
     from_others = pair.copy(fake)
@@ -157,9 +159,11 @@ def test_useless_peers_make_all_be_read(pair: Pair, why: Why) -> None:
     assert sorted(pair.read) == list(range(COUNT))
 
 
-def test_failing_source_is_replaced_by_peers(pair: Pair, patient: None) -> None:
+def test_source_that_fails_here_does_no_harm_where_others_have_all(
+    pair: Pair, patient: None
+) -> None:
     def fail(number: int) -> None:
-        raise source.Unreadable(OSError(5, "broken"))
+        raise Unreadable("/lustre/a", OSError(5, "broken"))
 
     pair.reading = fail
     mine = sum(1 << number for number in share())
@@ -174,16 +178,18 @@ def test_failing_source_is_replaced_by_peers(pair: Pair, patient: None) -> None:
     pair.check()
 
 
-def test_truncated_source_ends_the_copy(pair: Pair) -> None:
+def test_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
     def cut(number: int) -> None:
-        raise source.Truncated
+        raise Truncated("/lustre/a")
 
     pair.reading = cut
-    with pytest.raises(source.Truncated):
+    with pytest.raises(Truncated):
         pair.copy(Fake(pair.data, 0))
 
 
-def test_full_disk_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_the_copy_and_no_peer_is_blamed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(fd: int, start: int, data: memoryview) -> None:
         raise OSError(28, "full")
 
@@ -193,7 +199,7 @@ def test_full_disk_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     assert pair.part.digests().strip(b"\0") == b""
 
 
-def test_stopped_copy_is_resumed_from_its_map(pair: Pair, patient: None) -> None:
+def test_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> None:
     stop = threading.Event()
     fake = Fake(pair.data, everything())
 
@@ -226,7 +232,7 @@ def run_of(pair: Pair, fake: Fake) -> with_peers.Shared:
     return with_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake, 3)
 
 
-def test_late_wrong_piece_never_overwrites_a_chunk_that_is_in(pair: Pair) -> None:
+def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None:
     """The slow liar has begun to write when another ask brings the chunk; then it goes on."""
     fake = Fake(pair.data, everything())
     run = run_of(pair, fake)
@@ -258,7 +264,7 @@ def test_late_wrong_piece_never_overwrites_a_chunk_that_is_in(pair: Pair) -> Non
 
 
 def bytes_of(size: int) -> memoryview:
-    return with_peers.reading.buffer(size)
+    return reading.buffer(size)
 
 
 def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:

@@ -29,7 +29,7 @@ class Facts(msgspec.Struct):
     groups: list[int]
 
 
-def test_the_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
+def test_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
 
     def work() -> as_user.Found[str]:
@@ -54,7 +54,7 @@ def test_only_effective_ids_and_groups_are_the_users(as_root: None) -> None:
     assert facts.groups == [65533]
 
 
-def test_the_groups_of_the_user_are_those_of_the_name(
+def test_groups_of_the_user_are_those_of_the_name(
     as_root: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, len(name)])
@@ -66,7 +66,7 @@ def test_the_groups_of_the_user_are_those_of_the_name(
     assert sorted(as_user.call(work, list[int], TIMEOUT)[0]) == [5, 65533]
 
 
-def test_the_hook_stays_what_it_was(as_root: None) -> None:
+def test_hook_stays_what_it_was(as_root: None) -> None:
     before = os.getresuid(), os.getresgid(), os.getgroups()
 
     def work() -> as_user.Found[None]:
@@ -77,7 +77,7 @@ def test_the_hook_stays_what_it_was(as_root: None) -> None:
     assert (os.getresuid(), os.getresgid(), os.getgroups()) == before
 
 
-def test_an_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
+def test_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
     def work() -> as_user.Found[None]:
         os.open(tmp_path / "nothing", os.O_RDONLY)
         return None, []
@@ -88,7 +88,7 @@ def test_an_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "nothing")
 
 
-def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
+def test_long_answer_arrives_whole(tmp_path: Path) -> None:
     """An ACL has up to 64 KiB, and more once it is written as JSON; one read gets less."""
     long = "x" * 200_000
 
@@ -106,7 +106,7 @@ class Reached(msgspec.Struct):
 
 
 @pytest.mark.parametrize("squashed", [False, True])
-def test_a_path_is_reached_as_root_or_else_as_the_user(
+def test_path_is_reached_as_root_or_else_as_the_user(
     as_root: None, tmp_path: Path, squashed: bool
 ) -> None:
     """On a shared file system root may be nobody; what a user can see, he can be served."""
@@ -164,13 +164,13 @@ def _recurses() -> Any:
 
 
 @pytest.mark.parametrize("work", [_exits, _dies, _raises, _recurses])
-def test_a_child_that_dies_without_an_answer_is_our_failure(work: Any) -> None:
+def test_child_that_dies_without_an_answer_is_our_failure(work: Any) -> None:
     with pytest.raises(Failed) as caught:
         as_user.call(work, type(None), TIMEOUT)
     assert caught.value.reason == "helper"
 
 
-def test_the_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
+def test_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
     """If it did, two processes would go on with the hook."""
     here = os.getpid()
     try:
@@ -182,7 +182,7 @@ def test_the_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [str(here)]
 
 
-def test_a_child_that_hangs_is_left_after_the_timeout_and_killed() -> None:
+def test_child_that_hangs_is_left_after_the_timeout_and_killed() -> None:
     born: list[int] = []
     fork = os.fork
 
@@ -212,12 +212,12 @@ def _is_over(child: int) -> bool:
         return True
 
 
-def test_a_hook_with_no_patience_left_does_not_wait_at_all() -> None:
+def test_hook_with_no_patience_left_does_not_wait_at_all() -> None:
     with pytest.raises(as_user.TooSlow):
         as_user.call(lambda: (signal.pause(), [])[::-1], type(None), 0.0)  # type: ignore[arg-type]
 
 
-def test_a_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> None:
+def test_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> None:
     """slurmd waits for stdout; a flock is held as long as any process has the file open."""
     fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     kept = os.open(tmp_path / "kept", os.O_RDWR | os.O_CREAT)
@@ -242,7 +242,7 @@ def test_a_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> N
     assert len([name for name in names if name.startswith("socket:")]) == 1
 
 
-def test_a_call_leaks_no_descriptor() -> None:
+def test_call_leaks_no_descriptor() -> None:
     gc.collect()  # what earlier tests left open must not be closed in between
     before = sorted(os.listdir("/proc/self/fd"))
     for work in (lambda: (None, []), _raises, lambda: time.sleep(30)):

@@ -46,7 +46,7 @@ def test_only_a_jobs_cgroups_are_left(tmp_path: Path, lines: str, expected: set[
     assert left(root) == expected
 
 
-def test_a_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
+def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
     root = fake(tmp_path, "4:gone:/job_7\n2:memory:/job_7\n")
     child.leave_job(root)
     assert left(root) == {"memory"}
@@ -66,7 +66,7 @@ def cgroup() -> Iterator[Path]:
     made.parent.rmdir()
 
 
-def test_a_process_really_leaves_its_job(cgroup: Path) -> None:
+def test_process_really_leaves_its_job(cgroup: Path) -> None:
     gone, said = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -12,7 +12,7 @@ import pytest
 from forestage.system import lock, mounts
 
 
-def test_a_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:
+def test_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0), pytest.raises(lock.Busy, match=r"a\.lock"), lock.held(path, 0):
         pass
@@ -26,7 +26,7 @@ def test_it_is_a_flock_that_other_programs_see(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_the_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
+def test_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0):
         inode = path.stat().st_ino
@@ -36,7 +36,7 @@ def test_the_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
+def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     ready, tell = os.pipe()
     child = os.fork()
@@ -58,7 +58,7 @@ def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     os.close(ready)
 
 
-def test_an_error_inside_lets_go(tmp_path: Path) -> None:
+def test_error_inside_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with pytest.raises(RuntimeError), lock.held(path, 0):
         raise RuntimeError
@@ -66,7 +66,7 @@ def test_an_error_inside_lets_go(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_is_an_error_and_not_a_soft_lock(
+def test_file_system_without_locks_is_an_error_and_not_a_soft_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock that is only a file outlives a crash, and nobody would stage on this node again."""
@@ -79,7 +79,7 @@ def test_a_file_system_without_locks_is_an_error_and_not_a_soft_lock(
         pass
 
 
-def test_a_lock_makes_no_folder(tmp_path: Path) -> None:
+def test_lock_makes_no_folder(tmp_path: Path) -> None:
     """Where the cache's disk is gone it would make a cache on the root disk."""
     with pytest.raises(FileNotFoundError), lock.held(tmp_path / "cache/locks/a.lock", 0):
         pass
@@ -97,7 +97,7 @@ def test_whether_a_lock_is_free_is_seen_and_not_changed(tmp_path: Path) -> None:
         pass
 
 
-def test_a_negative_patience_tries_once(tmp_path: Path) -> None:
+def test_negative_patience_tries_once(tmp_path: Path) -> None:
     with lock.held(tmp_path / "a.lock", -5):
         pass
 
@@ -110,7 +110,7 @@ def test_those_who_look_do_not_see_each_other(tmp_path: Path) -> None:
         assert lock.is_free(path)
 
 
-def test_a_lock_on_a_disk_that_is_read_only_can_be_looked_at(
+def test_lock_on_a_disk_that_is_read_only_can_be_looked_at(
     tmp_path: Path, private_mounts: None
 ) -> None:
     """The peer service sees the cache so; the stager, which holds the lock, does not."""

@@ -24,7 +24,7 @@ TABLE = """\
 """
 
 
-def test_the_table_is_read_as_the_kernel_prints_it() -> None:
+def test_table_is_read_as_the_kernel_prints_it() -> None:
     assert listed(TABLE)[3] == Mount(
         40, 30, "259:1", "/forestage/entries/0a/image", "/lustre/a b.sqsh"
     )
@@ -40,7 +40,7 @@ def test_only_binds_of_the_caches_own_file_system_and_folder_are_ours() -> None:
     ]
 
 
-def test_a_cache_in_a_subvolume_is_found_by_its_path_inside_the_file_system() -> None:
+def test_cache_in_a_subvolume_is_found_by_its_path_inside_the_file_system() -> None:
     table = listed(
         "1 0 0:1 / / rw - ext4 x rw\n"
         "2 1 0:2 /vol /mnt/nvme rw - btrfs x rw\n"
@@ -63,7 +63,7 @@ def test_a_cache_in_a_subvolume_is_found_by_its_path_inside_the_file_system() ->
         ("/mnt/nvme2", 2),
     ],
 )
-def test_the_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expected: int) -> None:
+def test_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expected: int) -> None:
     table = [
         Mount(1, 0, "0:1", "/", "/"),
         Mount(2, 1, "0:2", "/", "/mnt"),
@@ -96,12 +96,12 @@ def test_any_name_is_read_back(root: str, point: str) -> None:
     assert listed(line * 2) == [Mount(7, 1, "0:5", f"/{root}", f"/{point}")] * 2
 
 
-def test_the_table_of_this_process_is_read() -> None:
+def test_table_of_this_process_is_read() -> None:
     under = holder(mounts.current(), os.path.realpath(tempfile.gettempdir()))
     assert under is not None
 
 
-def test_an_open_file_tells_its_mount(tmp_path: Path) -> None:
+def test_open_file_tells_its_mount(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_PATH)
     under = holder(mounts.current(), os.path.realpath(tmp_path))
     assert under is not None
@@ -109,7 +109,7 @@ def test_an_open_file_tells_its_mount(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_a_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None:
+def test_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None:
     """The path has become something else: taking that off would hit another's mount."""
     (tmp_path / "link").symlink_to("/proc")
     for point in (tmp_path, tmp_path / "link", Path("/proc")):
@@ -119,7 +119,7 @@ def test_a_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None
     assert Path("/proc/self").exists()
 
 
-def test_a_refused_mount_is_an_error_with_its_path(tmp_path: Path) -> None:
+def test_refused_mount_is_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
         mounts.mount(str(tmp_path / "nothing"), str(tmp_path / "nothing"), mounts.MS_BIND)
     with pytest.raises(OSError, match="nothing"):

@@ -13,7 +13,7 @@ from forestage.system import run
 from node import until
 
 
-def test_a_program_gets_a_small_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_gets_a_small_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD_OF_SOMEBODY", "1")
     ran = run.run(["sh", "-c", "env | sort; pwd; readlink /proc/self/fd/0"])
     assert ran.out.splitlines() == ["LC_ALL=C", f"PATH={run.PATH}", "PWD=/", "/", "/dev/null"]
@@ -47,7 +47,7 @@ def test_no_word_is_read_by_a_shell() -> None:
     assert run.run(["printf", "%s", "$(id); `id` *"]).out == "$(id); `id` *"
 
 
-def test_a_missing_program_is_our_failure_with_a_hint() -> None:
+def test_missing_program_is_our_failure_with_a_hint() -> None:
     with pytest.raises(Failed) as caught:
         run.run(["no-such-program-anywhere"])
     assert (caught.value.reason, bool(caught.value.hint)) == ("program", True)
@@ -64,7 +64,7 @@ class Once(threading.Event):
         return self.file.exists() and self.file.read_text().endswith("\n")
 
 
-def test_a_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -> None:
     script = (
         f"sleep 600 >/dev/null 2>&1 & echo $! > {tmp_path}/pid; echo $$ > {tmp_path}/group; wait"
     )
@@ -76,12 +76,12 @@ def test_a_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -
         os.kill(int((tmp_path / "group").read_text()), 0)
 
 
-def test_a_program_that_nobody_stops_goes_on_to_its_end() -> None:
+def test_program_that_nobody_stops_goes_on_to_its_end() -> None:
     ran = run.run(["sh", "-c", f"sleep {run.STOP_POLL * 1.5}; echo end"], stop=threading.Event())
     assert (ran.code, ran.out) == (0, "end\n")
 
 
-def test_a_signal_for_our_group_does_not_reach_the_program() -> None:
+def test_signal_for_our_group_does_not_reach_the_program() -> None:
     ran = run.run(["sh", "-c", "cut -d' ' -f5,6 /proc/$$/stat"])
     group, session = map(int, ran.out.split())
     assert group == session
@@ -96,13 +96,13 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_a_program_that_takes_too_long_goes_with_its_children() -> None:
+def test_program_that_takes_too_long_goes_with_its_children() -> None:
     ran = run.run(["sh", "-c", "sleep 600 & sleep 600"], timeout=0.1)
     assert ran.code == -9
     assert run.run(["sh", "-c", "echo done"], timeout=600.0).out == "done\n"
 
 
-def test_a_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run.run(["sh", "-c", "echo $SLURM_CONF $PATH"], variables={"SLURM_CONF": "/a b"})
     assert ran.out == f"/a b {run.PATH}\n"
     assert "SLURM_CONF" not in run.ENVIRONMENT

@@ -1,0 +1,269 @@
+"""Reading a source piece by piece: every byte, past the page cache, and no faster than allowed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.stage import reading
+from forestage.stage.reading import BLOCK, PIECE, READ_TRIES, Throttle
+from forestage.stage.source import Source, Truncated, Unreadable
+
+CHUNK = 4 * BLOCK
+
+Patch = pytest.MonkeyPatch
+Read = Callable[..., int]
+Fake = Callable[[Read, int, list[memoryview], int, int], int]
+
+
+class File:
+    """A source with random bytes; `direct` is the same file past the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self.data = b""
+
+    def fill(self, size: int) -> None:
+        self.data = os.urandom(size)
+        os.pwrite(self.fd, self.data, 0)
+
+    def read(self, direct: bool = False, size: int | None = None) -> bytes:
+        source = Source(self.fd, self.direct if direct else None, len(self.data), "/lustre/a")
+        pieces = reading.pieces(source, 0, size or source.size, reading.buffer(CHUNK))
+        return b"".join(bytes(piece) for _, piece in pieces)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[File]:
+    made = File(tmp_path / "source")
+    made.fill(2 * CHUNK + BLOCK + 5)
+    yield made
+    os.close(made.fd)
+    os.close(made.direct)
+
+
+@pytest.fixture
+def preadv(monkeypatch: Patch) -> Callable[[Fake], None]:
+    """Puts a function before preadv(2); it gets the real one as its first argument."""
+    real = os.preadv
+
+    def replacing(fake: Fake) -> None:
+        def read(fd: int, buffers: list[memoryview], start: int, flags: int = 0) -> int:
+            return fake(real, fd, buffers, start, flags)
+
+        monkeypatch.setattr(os, "preadv", read)
+
+    return replacing
+
+
+@pytest.fixture
+def naps(monkeypatch: Patch) -> list[float]:
+    """What was slept between tries; nothing is."""
+    slept: list[float] = []
+    fake = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr(reading, "time", fake)
+    return slept
+
+
+@pytest.mark.parametrize("limit", [1000, BLOCK, BLOCK + 1, CHUNK - 1])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+def test_short_reads_are_continued(
+    file: File, preadv: Callable[[Fake], None], limit: int, direct: bool
+) -> None:
+    def short(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        most = limit if fd != file.direct else max(BLOCK, limit // BLOCK * BLOCK)
+        return real(fd, [buffers[0][:most]], start, flags)
+
+    preadv(short)
+    assert file.read(direct) == file.data
+
+
+@pytest.mark.parametrize("served", [0, 1, 1000, BLOCK, BLOCK + 1, CHUNK])
+def test_bytes_that_the_page_cache_lacks_come_past_it(
+    file: File, preadv: Callable[[Fake], None], served: int
+) -> None:
+    def half(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if flags == os.RWF_NOWAIT:
+            if not served:
+                raise OSError(errno.EAGAIN, "not in the cache")
+            return real(fd, [buffers[0][:served]], start)
+        asked.add(fd)
+        return real(fd, buffers, start, flags)
+
+    asked: set[int] = set()
+    preadv(half)
+    assert file.read(direct=True) == file.data
+    assert asked <= {file.direct}
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EIO])
+def test_page_cache_that_cannot_be_asked_is_no_error(
+    file: File, preadv: Callable[[Fake], None], naps: list[float], number: int
+) -> None:
+    def unable(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if flags:
+            raise OSError(number, os.strerror(number))
+        return real(fd, buffers, start)
+
+    preadv(unable)
+    assert file.read(direct=True) == file.data
+
+
+@pytest.fixture
+def failures(preadv: Callable[[Fake], None]) -> Callable[[int, int], list[int]]:
+    """Makes reads fail so many times; the offsets of the failed ones are in the list."""
+
+    def failing(number: int, times: int) -> list[int]:
+        failed: list[int] = []
+
+        def fail(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+            if len(failed) < times:
+                failed.append(start)
+                raise OSError(number, os.strerror(number))
+            return real(fd, buffers, start, flags)
+
+        preadv(fail)
+        return failed
+
+    return failing
+
+
+def test_io_error_that_passes_is_tried_again(
+    file: File, failures: Callable[[int, int], list[int]], naps: list[float]
+) -> None:
+    assert READ_TRIES > 1
+    failed = failures(errno.EIO, READ_TRIES - 1)
+    assert file.read() == file.data
+    assert failed == [0] * (READ_TRIES - 1)
+    assert len(naps) == READ_TRIES - 1
+
+
+def test_io_errors_are_tried_again_as_long_as_bytes_come(
+    file: File, preadv: Callable[[Fake], None], naps: list[float]
+) -> None:
+    reads = itertools.count()
+
+    def now_and_then(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if next(reads) % 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, [buffers[0][:BLOCK]], start, flags)
+
+    preadv(now_and_then)
+    assert file.read() == file.data
+    assert len(naps) >= READ_TRIES
+
+
+@pytest.mark.parametrize(
+    ("number", "tries"),
+    [(errno.EIO, READ_TRIES), (errno.ESTALE, 1), (errno.EACCES, 1), (errno.ENXIO, 1)],
+)
+def test_error_that_stays_is_raised_at_once_or_after_some_tries(
+    file: File,
+    failures: Callable[[int, int], list[int]],
+    naps: list[float],
+    number: int,
+    tries: int,
+) -> None:
+    failed = failures(number, 1000)
+    with pytest.raises(Unreadable) as caught:
+        file.read()
+    assert caught.value.error.errno == number
+    assert caught.value.reason == ("changed" if number == errno.ESTALE else "source-error")
+    assert failed == [0] * tries
+    assert len(naps) == tries - 1
+
+
+def test_source_that_ends_too_early_is_truncated(file: File) -> None:
+    os.truncate(file.fd, CHUNK + 1)
+    with pytest.raises(Truncated) as caught:
+        file.read()
+    assert caught.value.reason == "changed"
+
+
+def test_bytes_do_not_stay_in_the_page_cache(file: File, monkeypatch: Patch) -> None:
+    """The node's memory belongs to the jobs."""
+    dropped: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments))
+    file.read(size=CHUNK + 5)
+    assert dropped == [
+        (file.fd, 0, CHUNK, os.POSIX_FADV_DONTNEED),
+        (file.fd, CHUNK, 5, os.POSIX_FADV_DONTNEED),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 16 * CHUNK, 2 * PIECE])
+def test_buffer_lies_in_huge_pages_and_is_no_longer_than_a_piece(chunk: int) -> None:
+    memory = reading.buffer(chunk)
+    assert len(memory) == min(chunk, PIECE)
+    memory[-1] = 1
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % reading.HUGE_PAGE == 0
+
+
+class Tap:
+    """A clock and a stop event in one: waiting moves the clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+def throttled(monkeypatch: Patch, rate: int | None) -> tuple[Throttle, Tap]:
+    tap = Tap()
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=tap.monotonic))
+    return Throttle(rate), tap
+
+
+def test_throttle_keeps_to_its_rate_and_saves_up_no_time(monkeypatch: Patch) -> None:
+    """After a source that hung, the burst would take the whole bandwidth."""
+    throttle, tap = throttled(monkeypatch, 100)
+    throttle.take(50, tap)  # type: ignore[arg-type]
+    tap.now += 60
+    moments = []
+    for _ in range(3):
+        throttle.take(50, tap)  # type: ignore[arg-type]
+        moments.append(tap.now - 1060)
+    assert moments == [0.0, 0.5, 1.0]
+
+
+def test_throttle_without_a_rate_holds_nobody_up(monkeypatch: Patch) -> None:
+    throttle, tap = throttled(monkeypatch, None)
+    for _ in range(3):
+        throttle.take(1 << 40, tap)  # type: ignore[arg-type]
+    assert tap.now == 1000
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.tuples(st.integers(1, 500), st.floats(0, 5)), min_size=1, max_size=20),
+)
+def test_no_second_sees_more_than_the_rate_and_one_chunk(
+    rate: int, takes: list[tuple[int, float]]
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        throttle, tap = throttled(monkeypatch, rate)
+        flowed = []
+        for size, pause in takes:
+            throttle.take(size, tap)  # type: ignore[arg-type]
+            flowed.append((tap.now, size))
+            tap.now += pause
+    for first in range(len(flowed)):
+        for last in range(first, len(flowed)):
+            took = flowed[last][0] - flowed[first][0]
+            assert sum(size for _, size in flowed[first:last]) <= rate * took + 1e-6 * rate + 1e-6
