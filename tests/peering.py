@@ -19,7 +19,7 @@ from forestage.cache import digest
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
-from forestage.config import Config
+from forestage.config import Config, load_settings
 from forestage.paths import Places
 from forestage.peers import auth, of_job
 from forestage.peers.auth import Offer, Prover

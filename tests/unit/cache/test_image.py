@@ -179,7 +179,7 @@ HEAD = squashfs.beginning(bytes(96))
 
 @pytest.mark.parametrize("head", [HEAD[:32], HEAD, squashfs.beginning(b"\xff" * 32)])
 def test_squashfs_superblock_may_be_redirected_for_the_node(head: bytes) -> None:
-    must_be_squashfs(msgspec.structs.replace(seen(), head=head))
+    must_be_squashfs(msgspec.structs.replace(facts_of(), head=head))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_squashfs_superblock_may_be_redirected_for_the_node(head: bytes) -> None
 )
 def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
     with pytest.raises(Declined) as caught:
-        must_be_squashfs(msgspec.structs.replace(seen(), head=head))
+        must_be_squashfs(msgspec.structs.replace(facts_of(), head=head))
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("not-squashfs", False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gc
@@ -590,10 +591,10 @@ def test_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
 @pytest.mark.parametrize("chunk", [CHUNK, 16 * CHUNK])
 def test_pieces_fill_huge_pages(chunk: int) -> None:
     memory = reading.buffer(chunk)
-    assert len(memory) == min(chunk, buffers.PIECE)
+    assert len(memory) == min(chunk, reading.PIECE)
     memory[-1] = 1
     at = address(memory)
-    assert at % buffers.HUGE_PAGE == 0
+    assert at % reading.HUGE_PAGE == 0
 
 
 def address(memory: memoryview) -> int:

@@ -13,7 +13,7 @@ from forestage.admin import publish
 from forestage.check import sources
 from forestage.cli.exits import Exit
 from forestage.errors import Failed
-from forestage.stage import buffers
+from forestage.stage import reading
 
 DATA = bytes(range(256)) * 300
 LUSTRE = "1 0 0:1 / / rw - ext4 /dev/sda rw\n2 1 0:2 / {} rw - lustre ost@tcp:/fs rw\n"
@@ -169,7 +169,7 @@ def test_missing_directory_is_not_made(site: Site) -> None:
 
 
 def test_empty_and_large_file_are_copied_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "PIECE", 4096)
+    monkeypatch.setattr(reading, "PIECE", 4096)
     for name, data in (("empty", b""), ("many", DATA)):
         printed = site.json("publish", str(site.image(name, data)), str(target(site)))
         assert ((target(site) / name).read_bytes(), printed["size"]) == (data, len(data))

@@ -28,7 +28,7 @@ from forestage.paths import Places
 from forestage.system import atomic, lock
 
 HERE = Path(__file__).parent
-PACKAGING = HERE.parents[1] / "packaging"
+PACKAGING = HERE.parents[2] / "packaging"
 RULES = PACKAGING / "prometheus/forestage.rules.yml"
 TEXTFILE = "var/lib/prometheus/node-exporter/forestage.prom"
 

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from forestage.address import Address
 
+from forestage.config import Address
 from forestage.peers import connection
 from forestage.peers.connection import MOMENT, Connection, Limit
 

@@ -23,7 +23,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
-from forestage.cache.redirect import Bind, Stays
+from forestage.cache.redirect import Bind, StillMounted
 from forestage.cli.exits import Exit
 from forestage.cli.main import World
 from forestage.errors import Failed, SlurmError
@@ -366,7 +366,7 @@ def test_hanging_file_system_is_tried_once(
         for one in taken:
             asked.append(one.path)
             if one.mount.parent == dead:
-                raise Stays([one.path], 0, frozenset({dead}))
+                raise StillMounted([one.path], 0, frozenset({dead}))
             bound.remove(one)
 
     monkeypatch.setattr(redirects, "take_off", take_off)

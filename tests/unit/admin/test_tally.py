@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forestage import tally as module
+from forestage.admin import tally as module
 from forestage.admin.tally import RATES, WAITS, Histogram, Tally
 from forestage.events import Event, Hook, Outcome, Result
 from forestage.peers.stats import Uploaded

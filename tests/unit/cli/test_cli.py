@@ -30,7 +30,7 @@ from forestage.errors import (
 from forestage.events import Event, Outcome, append
 from forestage.system import as_user, lock, mounts
 
-MAN = Path(__file__).resolve().parents[2] / "packaging/man/forestage.1"
+MAN = Path(__file__).resolve().parents[3] / "packaging/man/forestage.1"
 COMMANDS = (
     "status",
     "ls",

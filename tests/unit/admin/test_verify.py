@@ -293,7 +293,7 @@ def test_memory_is_one_piece_per_thread(site: Site, monkeypatch: pytest.MonkeyPa
         made.append(chunk)
         return real(chunk)
 
-    monkeypatch.setattr(buffers, "piece", counted)
+    monkeypatch.setattr(reading, "buffer", counted)
     assert one(site)["result"] == "ok"
     assert made == [CHUNK] * 3
 

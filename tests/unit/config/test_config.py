@@ -25,7 +25,7 @@ from forestage.config import (
 from forestage.errors import ConfigError, Problem
 from forestage.units import Amount
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 MAIN = "forestage.yaml"
 MIB = 1 << 20  # bytes; the most that a file may hold
 NODE_KEYS = [name for name, key in KEYS.items() if not key.per_partition]
