@@ -134,7 +134,7 @@ def test_unfinished_line_is_counted_once_it_is_whole(places: Places) -> None:
 
 
 def test_damaged_lines_are_skipped(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "LONGEST", 1000)
+    monkeypatch.setattr(log, "MAX_LINE", 1000)
     append(places.events, [hit(1)])
     with places.events.open("ab") as file:
         file.write(b"x" * 2500 + b'\n{"time":')
@@ -207,7 +207,7 @@ def test_damaged_tally_restarts_from_the_logs(
 
 
 def test_tally_remembers_few_logs(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "ROTATE_AT", 1)
+    monkeypatch.setattr(log, "ROTATE_AT", 1)
     for job in range(20):
         append(places.events, [hit(job)])
         count(places)

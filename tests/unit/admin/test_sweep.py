@@ -96,12 +96,12 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
     """What the kernel's table shows; who takes a redirect off takes it out of here."""
     table: list[Bind] = []
 
-    def take_off(taken: list[Bind], user: User) -> None:
+    def unmount(taken: list[Bind], user: User) -> None:
         for bind in taken:
             table.remove(bind)
 
     monkeypatch.setattr(redirects, "binds", lambda cache: list(table))
-    monkeypatch.setattr(redirects, "take_off", take_off)
+    monkeypatch.setattr(redirects, "unmount", unmount)
     return table
 
 
@@ -309,12 +309,12 @@ def test_stray_redirect_is_reached_as_entrys_owner(
     bound.append(bind(str(image), site.publish(image)))
     asked: list[int] = []
 
-    def take_off(taken: list[Bind], user: User) -> None:
+    def unmount(taken: list[Bind], user: User) -> None:
         for one in taken:
             asked.append(user.uid)
             bound.remove(one)
 
-    monkeypatch.setattr(redirects, "take_off", take_off)
+    monkeypatch.setattr(redirects, "unmount", unmount)
     assert swept(site).redirects == (str(image),)
     assert asked == [4242]
 
@@ -330,7 +330,7 @@ def test_hanging_path_is_a_problem_and_leases_are_released(
         if taken:
             raise Failed("redirect", f"{taken[0].path} hangs; its redirect is still there")
 
-    monkeypatch.setattr(redirects, "take_off", hangs)
+    monkeypatch.setattr(redirects, "unmount", hangs)
     done = swept(site, slurm({7: None, 8: None}))
     assert [one.job for one in done.released] == [7, 8]
     assert jobs(site) == ()
@@ -362,14 +362,14 @@ def test_hanging_file_system_is_tried_once(
     bound += [bind("/well/c", "carol", 3, well)]
     asked: list[str] = []
 
-    def take_off(taken: list[Bind], user: User) -> None:
+    def unmount(taken: list[Bind], user: User) -> None:
         for one in taken:
             asked.append(one.path)
             if one.mount.parent == dead:
                 raise StillMounted([one.path], 0, frozenset({dead}))
             bound.remove(one)
 
-    monkeypatch.setattr(redirects, "take_off", take_off)
+    monkeypatch.setattr(redirects, "unmount", unmount)
     done = swept(site)
     assert asked == ["/dead/a", "/well/c"]
     assert done.redirects == ("/well/c",)

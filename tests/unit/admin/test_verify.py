@@ -25,7 +25,8 @@ from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
 from forestage.clock import Clock
 from forestage.errors import Failed
-from forestage.stage import chunks, reading
+from forestage.stage import reading
+from forestage.stage.source import Unreadable
 from forestage.system import lock
 from node import ALICE, BOB, Node, content
 
@@ -304,9 +305,9 @@ def test_unreadable_source_makes_checksums_count(
     key = site.publish(source)
 
     def failing(*_: Any) -> None:
-        raise source.Unreadable(OSError(errno.ESTALE, "Stale file handle"))
+        raise Unreadable("/lustre/a", OSError(errno.ESTALE, "Stale file handle"))
 
-    monkeypatch.setattr(chunks, "read_piece", failing)
+    monkeypatch.setattr(reading, "read_piece", failing)
     found = one(site)
     assert (found["result"], found["against"], kept(site, key)) == ("ok", "digests", True)
     assert "cannot be read (Stale file handle)" in found["detail"]
@@ -436,7 +437,7 @@ def test_stuck_redirect_does_not_keep_bad_entry(
         raise Failed("redirect", "it hangs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(redirect, "take_off", hangs)
+        patch.setattr(redirect, "unmount", hangs)
         assert "its redirect is still there" in verified(node, Exit.BAD)["stays"]
     assert node.entries() == set()
     assert node.prolog(2, path).outcome.result == "copied"

@@ -216,7 +216,7 @@ def test_a_look_tells_the_first_bytes_of_the_copy_or_else_of_the_source(
 ) -> None:
     (shared / "a").write_bytes(data)
     asked = None if copied is None else lambda _: copied
-    found, line = image.glance(
+    found, line = image.open_as_user(
         str(shared / "a"), me, [str(shared)], [], PATIENCE, copied_head=asked
     )
     line.close()

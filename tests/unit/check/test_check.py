@@ -570,10 +570,9 @@ def test_source_of_another_group_is_no_finding(
 
 
 def test_source_is_entered_as_the_user(tmp_path: Path, as_root: None) -> None:
-    from forestage.files import Files
-    from forestage.job import User
-
     from forestage.check import sources
+    from forestage.system.as_user import User
+    from forestage.system.tree import Files
 
     for above in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         above.chmod(above.stat().st_mode | 0o011)

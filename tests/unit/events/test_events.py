@@ -61,7 +61,7 @@ def test_summary_of_a_copy_is_logfmt() -> None:
         "copied", asked="/a", image="/lustre/a", key="0a", redirect="mounted", bytes=5, wait=0.25
     )
     assert summary(JOB, [outcome], 0.5) == (
-        "user=alice image=/lustre/a key=0a result=copied redirect=laid bytes=5 wait=0.250s"
+        "user=alice image=/lustre/a key=0a result=copied redirect=mounted bytes=5 wait=0.250s"
         " total=0.500s"
     )
 
