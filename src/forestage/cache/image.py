@@ -133,7 +133,8 @@ def open_as_user(
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
     With `copied_head` the first bytes are wanted as well. It returns those of the image's copy on
-    this node, or b"" where there is none: a hit reads nothing of the source.
+    this node, or b"" where there is none: a hit reads nothing of the source,
+    unless its copy is no squashfs, as it may be damaged.
     The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
     it. Raises OSError as the user would get it; as_user.TooSlow.
     """
@@ -146,7 +147,8 @@ def open_as_user(
                 with as_user.acting(user):
                     found, fds = _open(path, tuple(sources), caches)
                 if copied_head is not None and found.image is not None:
-                    head = copied_head(found.image) or _head(fds[0], user)
+                    head = copied_head(found.image)
+                    head = head if is_squashfs(head) else _head(fds[0], user)
                     found = msgspec.structs.replace(found, head=head)
                 return found, fds
             except _Covered as covered:
@@ -191,6 +193,12 @@ def judge(found: Facts, max_size: int | None) -> Image:
     return found.image
 
 
+def is_squashfs(head: bytes) -> bool:
+    """Pure: whether a file that begins so is a squashfs image that Linux can mount."""
+    version = (int.from_bytes(head[at : at + 2], "little") for at in (28, 30))
+    return len(head) >= SUPERBLOCK and head[:4] == _MAGIC and tuple(version) == _VERSION
+
+
 def must_be_squashfs(found: Facts) -> None:
     """Pure: raises Declined for what may not be redirected for the whole node.
 
@@ -198,8 +206,7 @@ def must_be_squashfs(found: Facts) -> None:
     not somebody else's log or data, which any user who can read it may name. `found` must
     have been opened with `copied_head`.
     """
-    version = (int.from_bytes(found.head[at : at + 2], "little") for at in (28, 30))
-    if len(found.head) < SUPERBLOCK or found.head[:4] != _MAGIC or tuple(version) != _VERSION:
+    if not is_squashfs(found.head):
         raise Declined(
             "not-squashfs",
             f"{found.path} is no squashfs image (version 4.0)",

@@ -208,7 +208,8 @@ def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
         (b"12345", None, b""),
         (b"12345", b"", b"12345"),
         (HEAD, b"", HEAD[:32]),
-        (b"12345", b"abc", b"abc"),
+        (b"12345", HEAD[:32], HEAD[:32]),
+        (b"12345", bytes(32), b"12345"),
     ],
 )
 def test_a_look_tells_the_first_bytes_of_the_copy_or_else_of_the_source(
