@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from forestage import events, sweep
+from forestage.admin import events, sweep
 from forestage.cache import digest, image, space
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
