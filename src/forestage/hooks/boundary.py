@@ -112,8 +112,10 @@ class Hook:
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
         outcomes: list[Outcome] = []
         nodes, refusal = self._nodes(job, places, clock)
+        # Once: several caches must not take several times what slurm.conf allows.
+        limit = prolog.waiting(nodes[0], job, limits)
         for node in nodes:
-            outcomes = prolog.prolog(node, job, limits, refusal)
+            outcomes = prolog.prolog(node, job, limit, refusal)
         return outcomes
 
     def _step(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:

@@ -22,12 +22,11 @@ def bad_hint(job: Job) -> list[Outcome]:
     return [Outcome(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> list[Outcome]:
+def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Outcome]:
     """Stages all that the job asks for. Never raises for a request: each gets its outcome.
 
     `refusal` is why nothing may be staged on this node now.
     """
-    limit = waiting(node, job, limits)
     outcomes = [
         image.handle(node, job, request, limit, refusal).outcome for request in job.requests
     ]
@@ -40,7 +39,7 @@ def prolog(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> li
 
 
 def waiting(node: Node, job: Job, limits: Limits) -> Wait:
-    """How long this job's Prolog may go on, and wait for a copy."""
+    """Returns how long this job's Prolog may go on, and wait for a copy."""
     config = node.config
     hint = job.hints.wait
     seconds = timeouts.patience(limits, config.deadline, hint, config.max_stage_wait)

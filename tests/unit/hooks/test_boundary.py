@@ -13,9 +13,16 @@ import pytest
 from forestage import events
 from forestage.cache.image import Image
 from forestage.cache.layout import Entry
-from forestage.hooks import boundary
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.errors import Declined
+from forestage.events import Outcome
+from forestage.hooks import boundary, prolog
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
+from forestage.hooks.image import Wait
 from forestage.paths import Places
+from forestage.slurm.job import Job
 from forestage.stage.source import OpenImage
 from forestage.system.as_user import User
 
@@ -127,6 +134,30 @@ def test_whatever_rises_ends_in_one_line_and_0_unless_the_admin_wants_a_drain(
     assert len(line) < 1500
 
 
+def test_broken_configuration_with_several_caches_takes_the_time_of_one(
+    tmp_path: Path, me: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm drains the node of a Prolog that takes longer than slurm.conf allows."""
+    places = Places(tmp_path)
+    places.etc.mkdir(parents=True)
+    (places.etc / "forestage.yaml").write_text("deadline: soon\n")
+    caches = {str(tmp_path / name) for name in ("old", "new")}
+    for job, cache in enumerate(caches):
+        Leases(places.leases).write(Lease(job, me, 0.0, cache, (Use("0a", "/lustre/b"),)))
+    given: list[tuple[str, Wait, Declined | None]] = []
+
+    def noting(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Outcome]:
+        given.append((str(node.cache.root), limit, refusal))
+        return []
+
+    monkeypatch.setattr(prolog, "prolog", noting)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1", IMAGE_OPTION: "/a"}
+    assert Hook("prolog", environ, 0.0).run(places, Clock()) == 0
+    assert {cache for cache, _, _ in given} == caches
+    assert len({limit.end.end for _, limit, _ in given}) == 1
+    assert {refusal.reason for _, _, refusal in given if refusal} == {"config"}
+
+
 HIT = """
 import sys, time
 from forestage.hooks.boundary import Hook
@@ -136,6 +167,7 @@ sys.addaudithook(lambda event, args: forks.append(event) if event == "os.fork" e
 start = time.monotonic()
 from forestage.clock import Clock
 from forestage.paths import Places
+from forestage.slurm.job import Job
 from forestage.stage.source import OpenImage
 code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
 heavy = {"subprocess", "xxhash", "concurrent.futures", "threading.local", "rich", "click"}

@@ -21,6 +21,11 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
+def limit(staging_node: Node, job: Job) -> Wait:
+    return prolog.waiting(staging_node, job, LIMITS)
+
+
+@pytest.fixture
 def job(asking: Job) -> Job:
     return msgspec.structs.replace(asking, requests=tuple(Request(p, "hint") for p in PATHS))
 
@@ -44,10 +49,11 @@ def handled(monkeypatch: Patch) -> list[tuple[str, Declined | None]]:
 def test_each_image_has_its_outcome(
     staging_node: Node,
     job: Job,
+    limit: Wait,
     handled: list[tuple[str, Declined | None]],
     refusal: Declined | None,
 ) -> None:
-    outcomes = prolog.prolog(staging_node, job, LIMITS, refusal)
+    outcomes = prolog.prolog(staging_node, job, limit, refusal)
     assert [outcome.asked for outcome in outcomes] == list(PATHS)
     assert handled == [(path, refusal) for path in PATHS]
 
@@ -76,10 +82,10 @@ def test_prolog_waits_as_long_as_slurm_and_the_admin_allow(
 
 @pytest.mark.parametrize("requests", [0, 2])
 def test_stage_off_is_noted_for_the_steps(
-    staging_node: Node, job: Job, handled: list[object], requests: int
+    staging_node: Node, job: Job, limit: Wait, handled: list[object], requests: int
 ) -> None:
     job = msgspec.structs.replace(job, hints=Hints(off=True), requests=job.requests[:requests])
-    outcomes = prolog.prolog(staging_node, job, LIMITS, None)
+    outcomes = prolog.prolog(staging_node, job, limit, None)
     assert [outcome.reason for outcome in outcomes] == ["off"] * max(1, requests)
     lease = staging_node.leases.read(job.id)
     assert lease is not None
@@ -87,14 +93,14 @@ def test_stage_off_is_noted_for_the_steps(
 
 
 def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
-    staging_node: Node, job: Job, handled: list[object], monkeypatch: Patch
+    staging_node: Node, job: Job, limit: Wait, handled: list[object], monkeypatch: Patch
 ) -> None:
     def busy(*_: object) -> None:
         raise lock.Busy("space.lock is held")
 
     monkeypatch.setattr(lock, "held_if_writable", busy)
     job = msgspec.structs.replace(job, hints=Hints(off=True))
-    outcomes = prolog.prolog(staging_node, job, LIMITS, None)
+    outcomes = prolog.prolog(staging_node, job, limit, None)
     assert [(one.result, one.reason) for one in outcomes[2:]] == [("failed", "busy")]
 
 
