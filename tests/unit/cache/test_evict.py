@@ -156,45 +156,6 @@ def test_every_plan_keeps_the_rules(
     assert made.enough or set(made.victims) == evictable
 
 
-@given(THINGS, KEYS, ROOMS, GOALS, st.sampled_from(["", "/x"]))
-def test_damaged_go_before_superseded_before_least_recently_used(
-    things: list[Stored], leased: frozenset[str], at: Room, goal: Goal, path: str
-) -> None:
-    victims = plan(things, leased, at, goal, path).victims
-
-    def superseded(one: Stored) -> bool:
-        if one.entry is None:
-            return False
-        mine = one.entry
-        newer = [
-            other
-            for other in things
-            if other.entry is not None
-            and other.entry.identity.path == mine.identity.path
-            and (other.entry.created, other.key) > (mine.created, one.key)
-        ]
-        return bool(newer) or mine.identity.path == path
-
-    def rank(one: Stored) -> tuple[int, float]:
-        return (0 if one.entry is None else 1 if superseded(one) else 2), one.used
-
-    ranks = {one.key: rank(one) for one in things}
-    order = [ranks[key] for key in victims]
-    assert order == sorted(order)
-    spared = [
-        ranks[one.key]
-        for one in things
-        if one.key not in victims and one.key not in leased and not one.pinned
-    ]
-    assert not order or not spared or order[-1] <= min(spared)
-
-
-@given(THINGS, ROOMS, GOALS)
-def test_order_of_the_listing_does_not_matter(things: list[Stored], at: Room, goal: Goal) -> None:
-    distinct = list({one.used: one for one in things}.values())
-    assert plan(distinct, frozenset(), at, goal) == plan(distinct[::-1], frozenset(), at, goal)
-
-
 def test_room_for_a_copy_keeps_min_free_and_max_size() -> None:
     at = Room(free=100, used=50, max_size=80, min_free=7, low=60)
     assert room_for_copy(at, 20) == Goal(free=27, used=60)
@@ -299,16 +260,3 @@ def test_copy_under_way_counts_as_used(cache: Cache) -> None:
     os.posix_fallocate(fd, 0, 1 << 20)
     os.close(fd)
     assert evict.measure(cache, [], ALL_MAY_STAY).used - before >= 1 << 20
-
-
-def test_planning_waits_for_whoever_takes_a_lease_and_not_for_ever(
-    cache: Cache, leases: Leases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
-    with lock.held(cache.space_lock, 0):
-        with pytest.raises(lock.Busy):
-            evict.tidy(cache, leases, ALL_MUST_GO, 0.05)
-        with pytest.raises(lock.Busy):
-            evict.make_room(cache, leases, ALL_MUST_GO, "/lustre/b", 1)
-        with pytest.raises(lock.Busy):
-            evict.evict_keys(cache, leases, ["0a"])

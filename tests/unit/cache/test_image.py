@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,6 @@ from forestage.cache.image import (
 )
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Request
-from forestage.system import as_user
 from forestage.system.as_user import User
 
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
@@ -42,11 +40,6 @@ IDENTITIES = st.builds(
     mtime_ns=st.integers(-(2**63), 2**63 - 1),
     ctime_ns=st.integers(-(2**63), 2**63 - 1),
 )
-
-
-@given(IDENTITIES, IDENTITIES)
-def test_two_identities_share_a_key_only_if_they_are_equal(one: Identity, two: Identity) -> None:
-    assert (one.key == two.key) == (one == two)
 
 
 @pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns"])
@@ -307,29 +300,3 @@ def test_look_raises_what_the_user_would_get(
     (shared / "a").write_bytes(b"1")
     with pytest.raises(error):
         image.open_file(str(shared / path), me, [str(shared)], [], PATIENCE)
-
-
-def test_look_has_no_more_rights_than_the_user(shared: Path, as_root: None) -> None:
-    (shared / "a").write_bytes(b"1")
-    for folder in (shared, *list(shared.parents)[:3]):
-        folder.chmod(0o755)
-    nobody = User("", 65534, 65534)
-    (shared / "a").chmod(0o600)
-    with pytest.raises(PermissionError):
-        image.open_file(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
-    (shared / "a").chmod(0o604)
-    _, source = image.open_file(str(shared / "a"), nobody, [str(shared)], [], PATIENCE)
-    assert source is not None
-    os.close(source)
-
-
-def test_look_at_a_file_system_that_hangs_comes_back(
-    shared: Path, me: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hanging(*_: object) -> None:
-        while True:
-            signal.pause()
-
-    monkeypatch.setattr(image, "_open", hanging)
-    with pytest.raises(as_user.TooSlow):
-        image.open_file(str(shared / "a"), me, [str(shared)], [], 0.05)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,13 +32,6 @@ def test_what_is_written_is_read(leases: Leases) -> None:
     assert leases.all() == [one, two]
     assert leases.keys() == {"k", "l"}
     assert leases.redirected() == {"/a", "/b"}
-
-
-def test_dropping_one_job_leaves_the_others(leases: Leases) -> None:
-    leases.write(lease(1, Use("k")))
-    leases.write(lease(11, Use("k")))
-    leases.drop(1)
-    assert [one.job for one in leases.all()] == [11]
 
 
 def test_only_root_reads_leases(leases: Leases) -> None:
@@ -116,16 +106,6 @@ def test_uses_only_grow_and_never_repeat(uses: list[Use]) -> None:
         assert {u.key for u in before.uses} <= {u.key for u in held.uses}
         assert {u.path for u in before.uses} - {""} <= {u.path for u in held.uses}
     assert len(set(held.uses)) == len(held.uses)
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_path_survives_the_file(path: str) -> None:
-    one = lease(1, Use("k", path))
-    assert msgspec.json.decode(msgspec.json.encode(one), type=Lease) == one
-
-
-def test_lease_file_is_named_after_its_job(tmp_path: Path) -> None:
-    assert Leases(tmp_path).file(7) == tmp_path / "7.json"
 
 
 def test_lease_that_a_hook_goes_on_with_has_another_mark(leases: Leases) -> None:

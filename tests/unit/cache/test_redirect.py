@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.cache import redirect
-from forestage.cache.image import Image
-from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Use
 from forestage.cache.redirect import Bind, next_step, stale, unneeded
-from forestage.clock import Clock, Deadline
-from forestage.errors import Declined, Failed
-from forestage.paths import Places
-from forestage.stage.source import OpenImage
 from forestage.system import mounts
 from forestage.system.as_user import User
 from forestage.system.mounts import Mount
@@ -103,49 +97,6 @@ def test_redirect_that_is_gone_already_is_taken_off(tmp_path: Path, me: User) ->
     (tmp_path / "file").touch()
     paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
     redirect.unmount([Bind(Mount(-1, 0, "0:0", "/", path), "") for path in paths], me)
-
-
-def _to_file(folder: Path) -> None:
-    folder.rename(folder.with_name("old"))
-    folder.touch()
-
-
-def _to_loop(folder: Path) -> None:
-    folder.rename(folder.with_name("old"))
-    folder.symlink_to(folder.name)
-
-
-def _to_nothing(folder: Path) -> None:
-    folder.rename(folder.with_name("old"))
-
-
-def _to_link(folder: Path) -> None:
-    (folder / "image").rename(folder / "old")
-    (folder / "image").symlink_to("old")
-
-
-@pytest.mark.parametrize("swap", [_to_file, _to_loop, _to_nothing, _to_link])
-def test_path_that_leads_elsewhere_by_now_is_the_users_doing_and_gets_no_redirect(
-    cache: Cache,
-    leases: Leases,
-    shared: Path,
-    me: User,
-    look: Callable[[Path], OpenImage],
-    publish: Callable[[Image], Entry],
-    swap: Callable[[Path], None],
-) -> None:
-    (shared / "sub").mkdir()
-    (shared / "sub/image").write_bytes(b"12345")
-    opened = look(shared / "sub/image")
-    opened.close()
-    publish(opened.image)
-    swap(shared / "sub")
-    lease = Lease(7, me, 0.0, str(cache.root), (Use(opened.image.key),))
-    deadline = Deadline.after(20, Clock())
-    with pytest.raises(Declined) as caught:
-        redirect.mount(cache, Places(shared), leases, lease, opened.image, deadline)
-    assert (caught.value.reason, isinstance(caught.value, Failed)) == ("changed", False)
-    assert leases.read(7) is None
 
 
 @pytest.mark.parametrize(

@@ -129,11 +129,6 @@ def test_success_is_told_to_who_wants_to_hear_all() -> None:
     assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
 
 
-def test_path_that_only_got_its_name_is_named_as_the_user_wrote_it() -> None:
-    outcome = Outcome("failed", asked="./a.sqsh", reason="io", detail="I/O error")
-    assert message(outcome, "problems").startswith("./a.sqsh is read from its original path")
-
-
 class ManualClock(Clock):
     """A clock that goes where a test puts it."""
 

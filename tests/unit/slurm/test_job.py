@@ -133,12 +133,6 @@ def test_no_comment_raises_or_asks_for_too_much(comment: str) -> None:
     assert all(problem.isprintable() for problem in hints.problems)
 
 
-@given(st.text(st.characters(exclude_characters=";", exclude_categories=["Z", "C"])))
-def test_without_the_word_stage_there_is_nothing_to_read(comment: str) -> None:
-    if "stage" not in comment:
-        assert read_hints(comment) == Hints()
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
 def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
     encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)

@@ -153,7 +153,21 @@ def test_any_file_crosses_with_any_tuning(
     assert not missing_chunks(pair.part.digests(), hole + len(tail), CHUNK)
 
 
-def test_where_the_source_has_holes_the_copy_has_them_too(pair: Pair) -> None:
+@pytest.fixture
+def reads(monkeypatch: Patch) -> list[int]:
+    """Where each piece that is read begins."""
+    starts: list[int] = []
+    real = reading.read_piece
+
+    def noting(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+        starts.append(start)
+        real(source, start, want, buffer)
+
+    monkeypatch.setattr(reading, "read_piece", noting)
+    return starts
+
+
+def test_holes_are_not_read_and_take_no_space(pair: Pair, reads: list[int]) -> None:
     size = 100 * CHUNK + 5
     os.truncate(pair.fd, size)
     os.pwrite(pair.fd, b"middle", 50 * CHUNK - 3)
@@ -163,6 +177,7 @@ def test_where_the_source_has_holes_the_copy_has_them_too(pair: Pair) -> None:
     assert pair.copied == data
     assert pair.part.digests() == map_of(data)
     assert pair.part.allocated() <= 2 * CHUNK + BLOCK
+    assert sorted(reads) == [49 * CHUNK, 50 * CHUNK]
 
 
 def test_no_leftover_shows_through_a_hole(pair: Pair) -> None:
@@ -172,25 +187,6 @@ def test_no_leftover_shows_through_a_hole(pair: Pair) -> None:
     pair.part.image.write_bytes(b"\xff" * 2 * CHUNK)
     pair.copy()
     assert pair.copied == bytes(2 * CHUNK)
-
-
-def test_holes_are_not_read(pair: Pair, monkeypatch: Patch) -> None:
-    os.truncate(pair.fd, 100 * CHUNK)
-    pair.reserve()
-    monkeypatch.setattr(reading, "read_piece", None)
-    pair.copy()
-    assert pair.part.digests() == digest.of_chunk(bytes(CHUNK)) * 100
-
-
-def test_file_system_that_cannot_tell_holes_is_read_whole(pair: Pair, monkeypatch: Patch) -> None:
-    os.truncate(pair.fd, 3 * CHUNK)
-    os.pwrite(pair.fd, b"end", 3 * CHUNK)
-    data = pair.path.read_bytes()
-    monkeypatch.setattr(space, "data_chunks", lambda fd, size, chunk: set(range(-(-size // chunk))))
-    pair.reserve()
-    pair.copy()
-    assert pair.copied == data
-    assert pair.part.digests() == map_of(data)
 
 
 Read = Callable[..., int]
@@ -229,36 +225,36 @@ def in_kernel(
 NO_DIGEST = msgspec.structs.replace(QUIET, digest=False)
 
 
-def test_without_a_digest_the_kernel_copies_and_no_byte_comes_to_us(
-    pair: Pair, monkeypatch: Patch
+@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
+def test_kernel_copies_where_no_digest_is_wanted(
+    pair: Pair, reads: list[int], monkeypatch: Patch, with_digest: bool
 ) -> None:
-    data = pair.random(3 * CHUNK + 5)
-    pair.reserve()
-    asked = in_kernel(monkeypatch, lambda real, *arguments: real(*arguments))
-    monkeypatch.setattr(reading, "read_piece", None)
-    pair.copy(NO_DIGEST)
-    assert pair.copied == data
-    assert asked == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
-    assert pair.part.digests() == digest.UNKNOWN * 4
-
-
-def test_with_a_digest_the_bytes_must_come_to_us(pair: Pair, monkeypatch: Patch) -> None:
-    pair.random(CHUNK)
-    pair.reserve()
-    asked = in_kernel(monkeypatch, lambda real, *arguments: real(*arguments))
-    pair.copy(QUIET)
-    assert asked == []
-
-
-def test_copy_in_the_kernel_that_stops_short_goes_on(pair: Pair, monkeypatch: Patch) -> None:
-    def short(real: Read, source: int, target: int, count: int, start: int, to: int) -> int:
-        return real(source, target, min(count, 1000), start, to)
-
     data = pair.random(2 * CHUNK + 5)
     pair.reserve()
-    in_kernel(monkeypatch, short)
+    asked = in_kernel(monkeypatch, lambda real, *arguments: real(*arguments))
+    pair.copy(msgspec.structs.replace(QUIET, digest=with_digest))
+    assert pair.copied == data
+    starts = [0, CHUNK, 2 * CHUNK]
+    assert (reads, asked) == ((starts, []) if with_digest else ([], starts))
+
+
+@pytest.mark.parametrize("number", [0, errno.EIO])
+def test_chunk_that_the_kernel_does_not_copy_is_read(
+    pair: Pair, reads: list[int], monkeypatch: Patch, number: int
+) -> None:
+    """copy_file_range(2), BUGS: some file systems answer 0 though there are bytes."""
+
+    def unable(real: Read, *arguments: int) -> int:
+        if number:
+            raise OSError(number, os.strerror(number))
+        return 0
+
+    data = pair.random(2 * CHUNK)
+    pair.reserve()
+    asked = in_kernel(monkeypatch, unable)
     pair.copy(NO_DIGEST)
     assert pair.copied == data
+    assert reads == asked == [0, CHUNK], "it may be able to with the next"
 
 
 REFUSALS = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -268,7 +264,7 @@ REFUSALS += (errno.EPERM, errno.ENOENT, errno.EACCES, errno.ETXTBSY)
 
 @pytest.mark.parametrize("number", REFUSALS)
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_where_the_kernel_cannot_copy_the_bytes_are_read_and_it_is_not_asked_again(
+def test_kernel_that_refuses_is_not_asked_again(
     pair: Pair, monkeypatch: Patch, number: int, after: int
 ) -> None:
     def unable(real: Read, source: int, target: int, count: int, start: int, to: int) -> int:
@@ -285,109 +281,49 @@ def test_where_the_kernel_cannot_copy_the_bytes_are_read_and_it_is_not_asked_aga
     assert pair.part.digests() == digest.UNKNOWN * 5
 
 
-def test_error_of_the_kernels_copy_that_writing_has_too_is_an_error(
-    pair: Pair, monkeypatch: Patch
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EROFS])
+def test_file_system_without_direct_writes_is_written_through_the_page_cache(
+    pair: Pair, monkeypatch: Patch, number: int
 ) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    pair.random(CHUNK)
-    pair.reserve()
-    in_kernel(monkeypatch, full)
-    monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(OSError, match="No space left"):
-        pair.copy(NO_DIGEST)
-    assert pair.part.digests() == bytes(16)
-
-
-def test_io_error_of_the_kernels_copy_is_tried_again(pair: Pair, monkeypatch: Patch) -> None:
-    def once(real: Read, *arguments: int) -> int:
-        if len(asked) == 1:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(*arguments)
-
-    data = pair.random(CHUNK)
-    pair.reserve()
-    asked = in_kernel(monkeypatch, once)
-    pair.copy(NO_DIGEST)
-    assert pair.copied == data
-
-
-def test_file_system_whose_kernel_copy_gives_nothing_is_read(
-    pair: Pair, monkeypatch: Patch
-) -> None:
-    """copy_file_range(2), BUGS: some file systems answer 0 though there are bytes."""
-    data = pair.random(CHUNK)
-    pair.reserve()
-    in_kernel(monkeypatch, lambda *_: 0)
-    pair.copy(NO_DIGEST)
-    assert pair.copied == data
-
-
-def opening(monkeypatch: Patch, number: int) -> list[int]:
-    """Counts what is opened past the page cache; with a number that fails."""
+    """So is tmpfs before 6.6; any other error is one."""
     real = os.open
-    opened: list[int] = []
 
     def opens(path: str, flags: int, *mode: int) -> int:
         if flags & os.O_DIRECT:
-            opened.append(flags)
-            if number:
-                raise OSError(number, os.strerror(number))
+            raise OSError(number, os.strerror(number))
         return real(path, flags, *mode)
 
-    monkeypatch.setattr(os, "open", opens)
-    return opened
-
-
-@pytest.mark.parametrize(
-    ("direct", "number", "count"),
-    [
-        pytest.param(False, 0, 0, id="off"),
-        pytest.param(True, 0, 1, id="on"),
-        pytest.param(True, errno.EINVAL, 1, id="unsupported, as on tmpfs before 6.6"),
-    ],
-)
-def test_page_cache_is_passed_only_where_that_is_possible_and_wanted(
-    pair: Pair, monkeypatch: Patch, direct: bool, number: int, count: int
-) -> None:
     data = pair.random(2 * CHUNK + BLOCK + 5)
     pair.reserve()
-    opened = opening(monkeypatch, number)
-    pair.copy(msgspec.structs.replace(TUNING, direct=direct))
-    assert len(opened) == count
-    assert pair.copied == data
-
-
-def test_image_that_cannot_be_opened_for_another_reason_is_an_error(
-    pair: Pair, monkeypatch: Patch
-) -> None:
-    pair.random(CHUNK)
-    pair.reserve()
-    opening(monkeypatch, errno.EROFS)
-    with pytest.raises(OSError, match="Read-only"):
+    monkeypatch.setattr(os, "open", opens)
+    if number == errno.EINVAL:
         pair.copy()
+        assert pair.copied == data
+    else:
+        with pytest.raises(OSError, match="Read-only"):
+            pair.copy()
 
 
-def test_only_whole_blocks_pass_the_page_cache(pair: Pair, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_only_whole_blocks_pass_the_page_cache(
+    pair: Pair, monkeypatch: Patch, direct: bool
+) -> None:
     """A disk refuses the rest, and would have to be told the file's real end."""
     written: list[tuple[bool, int, int]] = []
     real = os.pwritev
 
     def noting(fd: int, buffers: list[memoryview], start: int) -> int:
-        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-        written.append((direct, start, len(buffers[0])))
+        past_cache = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        written.append((past_cache, start, len(buffers[0])))
         return real(fd, buffers, start)
 
     data = pair.random(CHUNK + 2 * BLOCK + 5)
     pair.reserve()
     monkeypatch.setattr(os, "pwritev", noting)
-    pair.copy(msgspec.structs.replace(QUIET, direct=True))
-    assert written == [
-        (True, 0, CHUNK),
-        (True, CHUNK, 2 * BLOCK),
-        (False, CHUNK + 2 * BLOCK, 5),
-    ]
+    pair.copy(msgspec.structs.replace(QUIET, direct=direct))
+    whole, tail = (True, CHUNK, 2 * BLOCK), (False, CHUNK + 2 * BLOCK, 5)
+    last = [whole, tail] if direct else [(False, CHUNK, 2 * BLOCK + 5)]
+    assert written == [(direct, 0, CHUNK), *last]
     assert pair.copied == data
 
 
@@ -402,7 +338,7 @@ def test_short_writes_are_continued(pair: Pair, monkeypatch: Patch) -> None:
     assert pair.copied == data
 
 
-def test_only_what_is_missing_is_copied_on_a_resume(pair: Pair, monkeypatch: Patch) -> None:
+def test_resumed_copy_reads_only_what_is_missing(pair: Pair, reads: list[int]) -> None:
     data = pair.random(5 * CHUNK + 5)
     pair.reserve()
     mark = b"\1" * 16
@@ -410,16 +346,8 @@ def test_only_what_is_missing_is_copied_on_a_resume(pair: Pair, monkeypatch: Pat
         for number in (0, 2, 5):
             file.seek(number * 16)
             file.write(mark)
-    starts: list[int] = []
-    real = reading.read_piece
-
-    def noting(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
-        starts.append(start)
-        real(source, start, want, buffer)
-
-    monkeypatch.setattr(reading, "read_piece", noting)
     pair.copy(QUIET)
-    assert starts == [CHUNK, 3 * CHUNK, 4 * CHUNK]
+    assert reads == [CHUNK, 3 * CHUNK, 4 * CHUNK]
     there = each(pair.copied)
     for number, one in enumerate(each(data)):
         assert there[number] == (bytes(len(one)) if number in (0, 2, 5) else one)
@@ -427,22 +355,15 @@ def test_only_what_is_missing_is_copied_on_a_resume(pair: Pair, monkeypatch: Pat
     assert [number for number, one in enumerate(sums) if one == mark] == [0, 2, 5]
 
 
-def test_nothing_is_missing_and_nothing_is_done(pair: Pair, monkeypatch: Patch) -> None:
-    data = pair.random(2 * CHUNK)
-    pair.reserve()
-    pair.copy()
-    monkeypatch.setattr(reading, "read_piece", None)
-    pair.copy()
-    assert pair.copied == data
-
-
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", [0, 1, 3])
 def test_stopped_copy_has_a_true_map_and_goes_on_from_there(
     pair: Pair, monkeypatch: Patch, after: int
 ) -> None:
     data = pair.random(6 * CHUNK + 5)
     pair.reserve()
     stop = threading.Event()
+    if not after:
+        stop.set()
     seen: list[str] = []
 
     def listen(name: str) -> None:
@@ -478,19 +399,6 @@ def test_chunk_is_in_the_map_only_after_its_bytes(pair: Pair, monkeypatch: Patch
     monkeypatch.setattr(trace, "listener", listen)
     pair.copy(QUIET)
     assert seen == [n for done in range(1, 6) for n in range(done)]
-
-
-def test_copy_that_is_stopped_before_it_begins_copies_nothing(
-    pair: Pair, monkeypatch: Patch
-) -> None:
-    pair.random(2 * CHUNK)
-    pair.reserve()
-    stop = threading.Event()
-    stop.set()
-    monkeypatch.setattr(reading, "read_piece", None)
-    with pytest.raises(Stopped):
-        pair.copy(stop=stop)
-    assert pair.part.digests() == bytes(32)
 
 
 def test_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
@@ -588,47 +496,22 @@ def test_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
     assert chunks.digests(pair.part.image, len(data), tuning) == b"".join(sums)
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, 16 * CHUNK])
-def test_pieces_fill_huge_pages(chunk: int) -> None:
-    memory = reading.buffer(chunk)
-    assert len(memory) == min(chunk, reading.PIECE)
-    memory[-1] = 1
-    at = address(memory)
-    assert at % reading.HUGE_PAGE == 0
-
-
-def address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _peak(work: Callable[[], None]) -> int:
-    """Bytes that Python took at most; the buffers are mapped and do not count."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 BIG = 8 << 20
 
 
-def _copy_of(pair: Pair, size: int) -> None:
-    os.truncate(pair.fd, size)
-    found = space.data_chunks(pair.fd, size, BIG)
-    space.reserve(pair.part, size, BIG, found)
-    tuning = Tuning(threads=1, chunk=BIG)
-    assert _peak(lambda: pair.copy(tuning)) < BIG // 4
-
-
-def test_no_chunk_is_held_twice(pair: Pair) -> None:
-    os.pwrite(pair.fd, b"x" * (BIG + 5), 0)
-    _copy_of(pair, BIG + 5)
-
-
-def test_hole_takes_no_memory(pair: Pair) -> None:
-    _copy_of(pair, 2 * BIG)
+@pytest.mark.parametrize("size", [BIG + 5, 0], ids=["data", "hole"])
+def test_no_chunk_is_held_in_python(pair: Pair, size: int) -> None:
+    """The buffers are mapped and do not count."""
+    os.pwrite(pair.fd, b"x" * size, 0)
+    os.truncate(pair.fd, 2 * BIG)
+    space.reserve(pair.part, 2 * BIG, BIG, space.data_chunks(pair.fd, 2 * BIG, BIG))
+    tracemalloc.start()
+    try:
+        pair.copy(Tuning(threads=1, chunk=BIG))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < BIG // 4
 
 
 def test_every_chunk_goes_through_the_throttle(pair: Pair, monkeypatch: Patch) -> None:
@@ -647,9 +530,3 @@ def test_entry_can_be_compared_with_its_map(pair: Pair, size: int) -> None:
     assert chunks.digests(pair.path, size, msgspec.structs.replace(TUNING, digest=False)) == map_of(
         data, with_digest=False
     )
-
-
-def test_entry_that_is_too_short_has_no_digests(pair: Pair) -> None:
-    pair.random(CHUNK)
-    with pytest.raises(Truncated):
-        chunks.digests(pair.path, CHUNK + 1, TUNING)

@@ -108,15 +108,6 @@ def test_reserved_file_itself_is_filled(engine: Engine, source: int, part: Part)
     assert sorted(os.listdir(part.directory)) == ["image", "map", "spare"]
 
 
-def test_copy_that_cannot_be_written_says_so(engine: Engine, source: int, tmp_path: Path) -> None:
-    os.write(source, b"right")
-    gone = Part(tmp_path / "nothing")
-    with pytest.raises(OSError, match="No such file"):
-        engine.reserve(of(source), gone)
-    with pytest.raises((Failed, OSError)):
-        engine.copy(of(source), gone, threading.Event())
-
-
 def test_copy_that_is_to_stop_says_so_and_what_is_in_stays(
     engine: Engine, source: int, part: Part
 ) -> None:
@@ -128,16 +119,6 @@ def test_copy_that_is_to_stop_says_so_and_what_is_in_stays(
         engine.copy(of(source), part, stop)
     bring(engine, source, part)
     assert part.image.read_bytes() == b"x" * 100
-
-
-def test_part_of_the_right_size_and_time_is_copied_all_the_same(source: int, part: Part) -> None:
-    """What rsync's quick check would take for done; a fresh part of the chunks has the size."""
-    os.write(source, b"right")
-    Chunks(TUNING).reserve(of(source), part)
-    facts = os.fstat(source)
-    os.utime(part.image, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
-    Chunks(TUNING).copy(of(source), part, threading.Event())
-    assert part.image.read_bytes() == b"right"
 
 
 DATA = os.urandom(3 * CHUNK + 11)

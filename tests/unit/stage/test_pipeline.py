@@ -419,20 +419,6 @@ def test_full_disk_is_noticed_before_a_byte_is_copied(
     assert engine.calls == 0
 
 
-@pytest.mark.parametrize(
-    ("number", "reason", "node_failed"),
-    [
-        (errno.ENOSPC, "no-room", False),
-        (errno.EDQUOT, "no-room", False),
-        (errno.EIO, "io", True),
-        (errno.EROFS, "io", True),
-    ],
-)
-def test_full_disk_is_no_failure_of_the_node(number: int, reason: str, node_failed: bool) -> None:
-    found = pipeline.of_disk(OSError(number, os.strerror(number)))
-    assert (found.reason, isinstance(found, Failed)) == (reason, node_failed)
-
-
 def test_damaged_entry_of_the_key_is_replaced(
     task: Task, publish: Callable[[image.Image], Entry]
 ) -> None:

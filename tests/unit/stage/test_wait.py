@@ -10,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
@@ -28,7 +26,6 @@ from forestage.stage.stager import Channel, Message
 from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Came, Eta, remaining
 from forestage.system import lock
 from forestage.system.as_user import User
-from forestage.units import Amount
 
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
@@ -235,25 +232,6 @@ def test_error_of_the_stager_is_raised_in_the_hook(
     assert (caught.value.reason, str(caught.value)) == (error.reason, str(error))
 
 
-def test_without_room_nothing_is_copied(cache: Cache, obtain: Obtain) -> None:
-    with pytest.raises(Declined) as caught:
-        obtain(max_size=Amount(size=1))
-    assert (caught.value.reason, isinstance(caught.value, Failed)) == ("no-room", False)
-    assert not list(cache.entries.iterdir())
-    assert not list(cache.parts.iterdir())
-
-
-def test_part_that_a_dead_stager_left_is_not_taken_for_a_copy(
-    cache: Cache, opened: OpenImage, obtain: Obtain
-) -> None:
-    part = cache.part(opened.image.key)
-    part.directory.mkdir()
-    part.image.write_bytes(b"x" * len(CONTENT))
-    part.map.write_bytes(b"\1" * 48)
-    assert obtain() == "copied"
-    assert cache.image(opened.image.key).read_bytes() == CONTENT
-
-
 class ManualClock(Clock):
     """A clock that goes where a test puts it."""
 
@@ -269,17 +247,19 @@ class ManualClock(Clock):
 
 @pytest.mark.parametrize(
     ("copied", "rest", "took", "expected"),
-    [(100, 100, 10.0, 10.0), (100, 50, 10.0, 5.0), (1, 99, 1.0, 99.0), (100, 0, 10.0, 0.0)],
+    [
+        (100, 100, 10.0, 10.0),
+        (100, 50, 10.0, 5.0),
+        (1, 99, 1.0, 99.0),
+        (100, 0, 10.0, 0.0),
+        (0, 9, 1.0, None),
+        (-5, 9, 1.0, None),
+    ],
 )
-def test_rest_takes_as_long_as_the_beginning(
-    copied: int, rest: int, took: float, expected: float
+def test_rest_takes_as_long_as_the_beginning_if_there_is_one(
+    copied: int, rest: int, took: float, expected: float | None
 ) -> None:
     assert remaining(copied, rest, took) == expected
-
-
-@given(st.integers(-5, 0), st.integers(0), st.floats(0, 1e6))
-def test_copy_that_has_not_begun_has_no_estimate(copied: int, rest: int, took: float) -> None:
-    assert remaining(copied, rest, took) is None
 
 
 def under_way(cache: Cache, wanted: Image, there: int, chunks: int, **changes: object) -> None:

@@ -129,24 +129,6 @@ def test_path_is_reached_as_root_or_else_as_the_user(
     assert (reached.path, reached.ids) == (str(tmp_path / "a"), [0, 0])
 
 
-def test_what_the_user_cannot_reach_either_is_an_error(as_root: None, tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    (tmp_path / "a").touch()
-    opens = os.open
-
-    def server(path: str, flags: int, *mode: int) -> int:
-        if os.geteuid() == 0:
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return opens(path, flags, *mode)
-
-    def work() -> as_user.Found[None]:
-        os.open = server
-        return None, [as_user.reach(str(tmp_path / "a"), NOBODY)]
-
-    with pytest.raises(PermissionError):
-        as_user.call(work, type(None), TIMEOUT)
-
-
 def _exits() -> Any:
     sys.exit(3)
 
@@ -210,11 +192,6 @@ def _is_over(child: int) -> bool:
         return os.waitpid(child, os.WNOHANG)[0] == child
     except ChildProcessError:
         return True
-
-
-def test_hook_with_no_patience_left_does_not_wait_at_all() -> None:
-    with pytest.raises(as_user.TooSlow):
-        as_user.call(lambda: (signal.pause(), [])[::-1], type(None), 0.0)  # type: ignore[arg-type]
 
 
 def test_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> None:

@@ -75,11 +75,6 @@ def test_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expecte
     assert found.id == expected
 
 
-def test_without_a_table_there_is_no_holder_and_no_bind() -> None:
-    assert holder([], "/a") is None
-    assert binds_from([], "/a") == []
-
-
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 
 
