@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from forestage.admin import events, sweep
+from forestage import events
+from forestage.admin import sweep
 from forestage.cache import digest, image, space
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry

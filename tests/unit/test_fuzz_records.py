@@ -1,4 +1,4 @@
-"""Whatever bytes lie under a record's name: a value of its type, or damage, and nothing else."""
+"""Records with any bytes: a value of their type, or damage, and nothing else."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_chunks_of_no_length_are_damage_and_no_division_by_zero(tmp_path: Path, 
     max_examples=30 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_no_garbage_hides_a_later_event(tmp_path: Path, garbage: list[bytes]) -> None:
+def test_garbage_hides_no_later_event(tmp_path: Path, garbage: list[bytes]) -> None:
     from forestage import events
 
     file = tmp_path / "events.jsonl"
@@ -141,7 +141,9 @@ def _link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_fifo, _link, Path.mkdir])
-def test_what_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_record_that_is_no_regular_file_is_damage(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     """Also where reading it would give something: a FIFO that somebody writes to, a link."""
     make(tmp_path / "record")
     with pytest.raises(records.Damaged, match=r"not a regular file|symbolic links"):

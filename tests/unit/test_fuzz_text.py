@@ -1,4 +1,4 @@
-"""What a user writes, or names his files: one line of the log, and read as it was meant."""
+"""Texts and file names of users: read as they were meant, and one line of the log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEXT = st.lists(PIECES | BYTES, max_size=8).map("".join)
 @given(TEXT, TEXT, TEXT, TEXT)
 @example("", "./a", "", "/b\nc")
 @hypothesis_settings(max_examples=100 * MORE)
-def test_whatever_a_user_says_is_one_line_and_one_event(
+def test_any_text_of_a_user_is_one_line_and_one_event(
     comment: str, option: str, saves: str, work_dir: str
 ) -> None:
     environ = {
@@ -133,7 +133,7 @@ def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["\udcff", "a\udc80b", "\n", "x" * 300])
-def test_where_any_name_leads_is_told(tmp_path: Path, me: User, name: str) -> None:
+def test_path_with_any_name_is_resolved(tmp_path: Path, me: User, name: str) -> None:
     assert image.resolve(f"{tmp_path}/{name}", me, 10.0) == f"{tmp_path}/{name}"
 
 

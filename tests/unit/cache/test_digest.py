@@ -1,4 +1,4 @@
-"""Are these the right bytes: one flipped bit shows, and what is not known is not claimed."""
+"""Digests of chunks and images: a flipped bit changes them, an unknown chunk leaves none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is evicted: never what is used or pinned, never in vain, and in the right order."""
+"""Eviction: nothing that is leased or pinned, nothing in vain, and in the right order."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from forestage.errors import Declined
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.units import Amount
+
+Make = Callable[..., Image]
+Publish = Callable[[Image], Entry]
 
 NO_LIMIT = 10**12
 ALL_MAY_STAY = Config(
@@ -169,10 +172,7 @@ def lease(leases: Leases, job: int, key: str) -> None:
 
 
 def test_tidy_evicts_all_but_leased_and_pinned(
-    cache: Cache,
-    leases: Leases,
-    publish: Callable[[Image], Entry],
-    make_image: Callable[..., Image],
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(inode=n)).key for n in range(4)]
     lease(leases, 1, keys[0])
@@ -184,10 +184,7 @@ def test_tidy_evicts_all_but_leased_and_pinned(
 
 
 def test_make_room_that_cannot_succeed_evicts_nothing(
-    cache: Cache,
-    leases: Leases,
-    publish: Callable[[Image], Entry],
-    make_image: Callable[..., Image],
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
     with pytest.raises(Declined) as caught:
@@ -197,10 +194,7 @@ def test_make_room_that_cannot_succeed_evicts_nothing(
 
 
 def test_evicting_by_key_spares_what_is_leased_or_pinned(
-    cache: Cache,
-    leases: Leases,
-    publish: Callable[[Image], Entry],
-    make_image: Callable[..., Image],
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(inode=n)).key for n in range(3)]
     lease(leases, 1, keys[0])
@@ -232,11 +226,8 @@ def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_
     assert {path.name for path in cache.parts.iterdir()} == {"resumable"}
 
 
-def test_what_might_be_resumed_one_day_goes_before_what_is_whole(
-    cache: Cache,
-    leases: Leases,
-    publish: Callable[[Image], Entry],
-    make_image: Callable[..., Image],
+def test_unfinished_part_goes_before_a_whole_entry(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
     half(cache, "mine", boot_id())

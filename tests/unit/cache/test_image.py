@@ -1,4 +1,4 @@
-"""Is it ours to stage, and which bytes are meant: never another file, never more than allowed."""
+"""Identity of an image, and which files may be staged: regular, below `sources`, of the user."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expecte
         ("/" + "ü" * 2048, "/home", "bad-path"),
     ],
 )
-def test_what_is_no_usable_path_is_declined(asked: str, work_dir: str, reason: str) -> None:
+def test_unusable_path_is_declined(asked: str, work_dir: str, reason: str) -> None:
     with pytest.raises(Declined) as caught:
         wanted_path(Request(asked, "hint"), work_dir)
     assert caught.value.reason == reason
@@ -108,7 +108,7 @@ def test_what_is_no_usable_path_is_declined(asked: str, work_dir: str, reason: s
 
 
 @given(st.text(), st.text())
-def test_no_request_raises_anything_but_declined(asked: str, work_dir: str) -> None:
+def test_any_request_is_a_path_or_declined(asked: str, work_dir: str) -> None:
     try:
         path = wanted_path(Request(asked, "hint"), work_dir)
     except Declined:
@@ -140,7 +140,7 @@ def facts_of(
     return Facts(path, ("/lustre",), mode, found)
 
 
-def test_ordinary_image_is_ours() -> None:
+def test_ordinary_image_is_accepted() -> None:
     assert judge(facts_of(), None) == facts_of().image
     assert judge(facts_of(size=5), 5) == facts_of().image
 
@@ -161,7 +161,7 @@ def test_ordinary_image_is_ours() -> None:
         (facts_of(size=6), "too-large"),
     ],
 )
-def test_what_is_not_ours_is_declined_with_its_reason(facts: Facts, reason: str) -> None:
+def test_file_that_may_not_be_staged_is_declined_with_its_reason(facts: Facts, reason: str) -> None:
     with pytest.raises(Declined) as caught:
         judge(facts, 5)
     assert caught.value.reason == reason
@@ -273,7 +273,7 @@ def _outside(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_fifo, _outside, Path.mkdir])
-def test_what_is_not_ours_is_not_even_opened(
+def test_file_that_may_not_be_staged_is_not_opened(
     shared: Path, me: User, make: Callable[[Path], None]
 ) -> None:
     """Opening a FIFO would block, opening a device or a file outside could do something."""

@@ -1,4 +1,4 @@
-"""The cache on disk: a crash at any step leaves nothing that is served, and nothing in the way."""
+"""The cache on disk: a crash at any step leaves no half entry, and nothing that blocks the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who uses it: a lease protects its entry once it is written, and damage never frees one."""
+"""Leases: one that is written protects its entry, and a damaged one is never taken for none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_fresh_boot_has_no_leases(leases: Leases) -> None:
     leases.drop(1)
 
 
-def test_what_is_written_is_read(leases: Leases) -> None:
+def test_written_leases_are_read_back(leases: Leases) -> None:
     one, two = lease(1, Use("k", "/a")), lease(2, Use("k"), Use("l", "/b"))
     leases.write(one)
     leases.write(two)

@@ -1,4 +1,4 @@
-"""How far a copy is: what is counted as in is in, and nobody goes on with another copy's bytes."""
+"""The part of a copy: its progress is true, and only the same copy of this boot resumes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from forestage.cache.part import (
     ENTRY_BYTES,
     Owner,
     Part,
-    boot_id,
     chunk_count,
     done_bytes,
     missing_chunks,
@@ -35,13 +34,6 @@ def part(tmp_path: Path) -> Part:
 def owner(wanted: Image, **changes: Any) -> Owner:
     one = Owner(pid=1, boot="b", image=wanted, chunk=4, engine="chunks", job=7, since=1.0)
     return msgspec.structs.replace(one, **changes)
-
-
-@pytest.mark.parametrize(
-    ("size", "chunk", "count"), [(1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2), (0, 4, 0), (1, 1, 1)]
-)
-def test_last_chunk_may_be_short(size: int, chunk: int, count: int) -> None:
-    assert chunk_count(size, chunk) == count
 
 
 @pytest.mark.parametrize(
@@ -67,7 +59,7 @@ def test_map_of_three_chunks_tells_what_is_in(
 
 
 @given(st.integers(1, 1000), st.integers(1, 100), st.data())
-def test_what_is_in_and_what_is_missing_make_the_whole(
+def test_copied_and_missing_chunks_make_the_whole(
     size: int, chunk: int, data: st.DataObject
 ) -> None:
     count = chunk_count(size, chunk)
@@ -79,7 +71,7 @@ def test_what_is_in_and_what_is_missing_make_the_whole(
     assert len(digests) == count * ENTRY_BYTES
 
 
-def test_what_is_written_is_read_and_only_by_root(part: Part, make_image: Make) -> None:
+def test_written_owner_is_read_back_and_the_part_is_roots(part: Part, make_image: Make) -> None:
     assert part.owner() is None
     one = owner(make_image(), phase="copying", began=2.5, resumed=3)
     part.write_owner(owner(make_image()))
@@ -174,11 +166,6 @@ def test_name_of_a_process_that_has_the_pid_now_may_be_any_bytes(make_image: Mak
         name.write_bytes(before)
 
 
-def test_this_boot_has_a_name() -> None:
-    assert boot_id() == boot_id()
-    assert len(boot_id()) == 36
-
-
 def test_progress_is_the_map_or_for_rsync_the_size(part: Part, make_image: Make) -> None:
     chunks, rsync = owner(make_image(size=9)), owner(make_image(size=9), engine="rsync")
     assert (part.copied(chunks), part.copied(rsync), part.allocated()) == (0, 0, 0)
@@ -191,7 +178,7 @@ def test_progress_is_the_map_or_for_rsync_the_size(part: Part, make_image: Make)
     assert (part.copied(chunks), part.copied(rsync)) == (4, 9)
 
 
-def test_what_a_killed_stager_said_of_its_peers_and_source_holds_for_it_alone(
+def test_notes_of_a_killed_stager_on_peers_and_source_end_with_it(
     part: Part, make_image: Make
 ) -> None:
     """Else others would read in the stead of one that can read again."""
@@ -203,7 +190,7 @@ def test_what_a_killed_stager_said_of_its_peers_and_source_holds_for_it_alone(
     assert not part.source_failed.exists()
 
 
-def test_what_is_reserved_is_what_the_disk_gave(part: Part) -> None:
+def test_allocated_bytes_are_those_on_disk(part: Part) -> None:
     part.directory.mkdir()
     with part.image.open("wb") as file:
         file.truncate(1 << 30)

@@ -1,4 +1,4 @@
-"""Which bytes a path shows: the decisions, as tables. The mounts themselves are in tests/hooks."""
+"""Redirects: the decisions, as tables. The mounts themselves are in tests/hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Space: taken before the first byte or refused at once, and none for the holes of a file."""
+"""Space of a part: reserved before the first byte or refused at once, and none for holes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_chunks_with_data_are_told_from_the_holes(
     max_examples=50,
 )
 @given(st.sets(st.integers(0, 40)), st.integers(1, 42 * BLOCK), st.integers(1, 20 * BLOCK))
-def test_no_byte_is_taken_for_a_hole(source: int, blocks: set[int], size: int, chunk: int) -> None:
+def test_chunk_with_a_byte_is_never_taken_for_a_hole(
+    source: int, blocks: set[int], size: int, chunk: int
+) -> None:
     os.truncate(source, 0)
     os.truncate(source, size)
     written = {block * BLOCK for block in blocks if block * BLOCK < size}
@@ -101,12 +103,7 @@ def test_holes_take_no_space(part: Part) -> None:
     os.close(fd)
 
 
-def test_file_of_nothing_but_a_hole_is_one_too(part: Part) -> None:
-    space.reserve(part, 1 << 40, CHUNK * 1024, set())
-    assert (part.image.stat().st_size, part.allocated()) == (1 << 40, 0)
-
-
-def test_what_is_in_already_stays(part: Part) -> None:
+def test_second_reserve_keeps_what_is_copied(part: Part) -> None:
     space.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
     with part.image.open("r+b") as file:
         file.write(b"first")

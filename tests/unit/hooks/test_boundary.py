@@ -1,4 +1,4 @@
-"""How a hook ends: at once, with the code that was meant, its line said, nothing else done."""
+"""The hooks as processes: which have work, how they end, and what a warm one loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.events import Outcome
-from forestage.hooks import boundary, prolog
+from forestage.hooks import prolog
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
 from forestage.hooks.image import Wait
 from forestage.paths import Places
@@ -112,26 +112,6 @@ def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(
 
     monkeypatch.setattr(os, "write", gone)
     Hook("step", {}, 0.0).answer("leave", "error")
-
-
-@pytest.mark.parametrize(("drains", "code"), [(False, 0), (True, DRAIN)])
-def test_whatever_rises_ends_in_one_line_and_0_unless_the_admin_wants_a_drain(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], drains: bool, code: int
-) -> None:
-    def bug(self: Hook, *_: object) -> int:
-        self.drains = drains
-        raise RuntimeError("two\nlines" + "x" * 5000)
-
-    monkeypatch.setattr(Hook, "run", bug)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv(IMAGE_OPTION, "/a")
-    monkeypatch.delenv("SLURM_SCRIPT_CONTEXT", raising=False)
-    assert boundary._main("prolog") == code
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("forestage: prolog job=7 result=failed reason=RuntimeError at=")
-    assert "test_boundary.py:" in line
-    assert "detail='two\\nlines" in line
-    assert len(line) < 1500
 
 
 def test_broken_configuration_with_several_caches_takes_the_time_of_one(

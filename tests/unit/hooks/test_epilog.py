@@ -1,4 +1,4 @@
-"""The end of a job: what it held goes, also where disk, lease or settings are broken."""
+"""The Epilog: the lease, its redirects and unwanted copies go, in the time that Slurm allows."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from forestage.slurm.timeouts import UNKNOWN, Limits
 from forestage.stage import wait
 from forestage.system import lock
 from forestage.units import Amount
+
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -67,58 +69,8 @@ def test_end_of_a_job_is_a_use(
     assert stored.used == pytest.approx(before, abs=3600)
 
 
-@pytest.mark.parametrize("with_config", [True, False])
-def test_where_the_caches_disk_is_gone_the_lease_goes_and_no_cache_is_made(
-    tmp_path: Path, staging_node: Node, asking: Job, config: Config, with_config: bool
-) -> None:
-    """On the root disk, that would be."""
-    gone = tmp_path / "gone/forestage"
-    holding(staging_node, asking, "0a", gone)
-    assert ended(staging_node, asking, config if with_config else None) == ("released", "")
-    assert staging_node.leases.read(asking.id) is None
-    assert not gone.parent.exists()
-
-
-@pytest.mark.parametrize("damage", [b"", b"{", b"\xff"])
-def test_damaged_lease_goes_and_so_do_redirects_that_no_other_lease_names(
-    staging_node: Node,
-    asking: Job,
-    config: Config,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: bytes,
-) -> None:
-    holding(staging_node, asking, "0a")
-    staging_node.leases.file(asking.id).write_bytes(damage)
-    cleared: list[tuple[Path, Lease | None]] = []
-
-    def clear(cache: Cache, *arguments: object) -> int:
-        cleared.append((cache.root, arguments[-1]))  # type: ignore[arg-type]
-        return 0
-
-    monkeypatch.setattr(redirect, "unmount_unneeded", clear)
-    assert ended(staging_node, asking, config) == ("released", "")
-    assert cleared == [(staging_node.cache.root, None)]
-    assert not staging_node.leases.file(asking.id).exists()
-
-
-def test_damaged_lease_and_a_broken_configuration_leave_nothing_to_work_on(
-    staging_node: Node, asking: Job
-) -> None:
-    holding(staging_node, asking, "0a")
-    staging_node.leases.file(asking.id).write_bytes(b"{")
-    assert ended(staging_node, asking, None) == ("failed", "lease-damaged")
-
-
-def test_epilog_that_is_run_again_does_no_harm(
-    staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
-) -> None:
-    holding(staging_node, asking, publish(make_image()).key)
-    for _ in range(2):
-        assert ended(staging_node, asking, config) == ("released", "")
-
-
 def test_job_that_ended_is_the_one_whose_redirects_go(
-    staging_node: Node, asking: Job, config: Config, monkeypatch: pytest.MonkeyPatch
+    staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
 ) -> None:
     holding(staging_node, asking, "0a")
     given: list[object] = []
@@ -139,7 +91,7 @@ def test_copies_of_a_job_that_ended_stop_where_the_admin_wants_that(
     staging_node: Node,
     asking: Job,
     config: Config,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     on_deadline: OnDeadline,
     stopped: list[str],
 ) -> None:
@@ -186,7 +138,7 @@ def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
     staging_node: Node,
     asking: Job,
     config: Config,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     limit: float | None,
     most: float,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.events import Outcome
 from forestage.hooks import image
-from forestage.hooks.image import SOURCE_TRIES, Answer, Wait
+from forestage.hooks.image import Answer, Wait
 from forestage.slurm.job import Job, Request
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
@@ -108,20 +107,6 @@ def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
     assert abs(node.cache.stored()[0].used - node.clock.wall()) < 3600
 
 
-def test_entry_is_leased_before_it_is_looked_for(
-    node: Node, handle: Handle, key: str, monkeypatch: Patch
-) -> None:
-    leased: list[tuple[Use, ...]] = []
-
-    def obtain(*_: object) -> wait.Came:
-        leased.append(held(node))
-        return "hit"
-
-    monkeypatch.setattr(wait, "obtain", obtain)
-    handle()
-    assert leased == [(Use(key),)]
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -196,30 +181,6 @@ def test_wait_in_vain_leaves_what_the_hook_wants(
     assert (bool(stopped), bool(held(node))) == (aborted, leased)
 
 
-@pytest.mark.parametrize("times", [1, SOURCE_TRIES])
-def test_source_that_changes_during_the_copy_is_tried_once_more(
-    node: Node, handle: Handle, file: Path, monkeypatch: Patch, times: int
-) -> None:
-    obtain = wait.obtain
-    changes = iter(range(times))
-
-    def changing(*arguments: object) -> wait.Came:
-        if next(changes, None) is not None:
-            file.write_bytes(os.urandom(9))
-            raise Declined("changed", "it was written to")
-        return obtain(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(wait, "obtain", changing)
-    outcome = handle()
-    if times < SOURCE_TRIES:
-        assert (said(outcome), outcome.size) == (("copied", ""), 9)
-        assert [use.key for use in held(node)] == [outcome.key]
-    else:
-        assert said(outcome) == ("declined", "changed")
-        assert "it was written to" in outcome.detail
-        assert held(node) == ()
-
-
 def test_job_that_holds_too_many_images_gets_no_more(
     node: Node, asking: Job, handle: Handle, monkeypatch: Patch
 ) -> None:
@@ -276,11 +237,7 @@ def test_refused_request_is_looked_at_where_a_redirect_may_be_stale(
     ],
 )
 def test_refused_request_fails_only_where_an_outdated_file_stays(
-    handle: Handle,
-    elsewhere: None,
-    monkeypatch: Patch,
-    error: Exception,
-    expected: tuple[str, str],
+    handle: Handle, elsewhere: None, monkeypatch: Patch, error: Exception, expected: tuple[str, str]
 ) -> None:
     def fail(*_: object) -> None:
         raise error
@@ -314,17 +271,6 @@ def test_path_with_control_characters_is_not_answered_to_the_companion(
     path = str(file.parent / "link")
     assert said(handle(path, config={"redirect": "spank"})) == ("declined", "bad-path")
     assert said(handle(path)) == ("copied", "")
-
-
-@pytest.mark.parametrize(
-    ("saves", "shown"), [("image.sqsh", "none"), ("other.sqsh", "spank"), (None, "spank")]
-)
-def test_path_that_the_job_saves_to_is_not_redirected(
-    asking: Job, handle: Handle, here: None, file: Path, saves: str | None, shown: str
-) -> None:
-    job = msgspec.structs.replace(asking, saves=saves, work_dir=str(file.parent))
-    outcome = handle(job=job, config={"redirect": "spank"})
-    assert (said(outcome), outcome.redirect) == (("hit", ""), shown)
 
 
 def test_answer_of_a_served_request_has_its_image(node: Node, asking: Job, file: Path) -> None:

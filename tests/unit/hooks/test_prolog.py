@@ -14,6 +14,8 @@ from forestage.slurm.job import Hints, Job, Request
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock
 
+Handled = list[tuple[str, Declined | None]]
+
 LIMITS = Limits(None, 15.0)
 PATHS = ("/lustre/a", "/lustre/b")
 
@@ -31,9 +33,9 @@ def job(asking: Job) -> Job:
 
 
 @pytest.fixture
-def handled(monkeypatch: Patch) -> list[tuple[str, Declined | None]]:
+def handled(monkeypatch: Patch) -> Handled:
     """The path and the refusal of each request; nothing is staged."""
-    given: list[tuple[str, Declined | None]] = []
+    given: Handled = []
 
     def noting(
         node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
@@ -47,11 +49,7 @@ def handled(monkeypatch: Patch) -> list[tuple[str, Declined | None]]:
 
 @pytest.mark.parametrize("refusal", [None, Declined("disabled", "for now")])
 def test_each_image_has_its_outcome(
-    staging_node: Node,
-    job: Job,
-    limit: Wait,
-    handled: list[tuple[str, Declined | None]],
-    refusal: Declined | None,
+    staging_node: Node, job: Job, limit: Wait, handled: Handled, refusal: Declined | None
 ) -> None:
     outcomes = prolog.prolog(staging_node, job, limit, refusal)
     assert [outcome.asked for outcome in outcomes] == list(PATHS)

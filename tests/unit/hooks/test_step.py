@@ -25,12 +25,13 @@ from forestage.stage.source import HOOK_TIMEOUT
 from forestage.stage.wait import Eta
 from forestage.system.as_user import User
 
+Configured = Callable[..., Node]
 Make = Callable[..., Image]
 PATH = "/lustre/a.sqsh"
 
 
 @pytest.fixture
-def configured(staging_node: Node) -> Callable[..., Node]:
+def configured(staging_node: Node) -> Configured:
     def configuring(**keys: object) -> Node:
         config = msgspec.structs.replace(staging_node.config, **keys)
         return msgspec.structs.replace(staging_node, config=config)
@@ -50,7 +51,7 @@ def hit(**changes: object) -> Outcome:
 
 @pytest.mark.parametrize(("messages", "tell"), [("none", "0"), ("problems", "1"), ("all", "1")])
 def test_entry_is_answered_with_the_very_file_it_stands_for(
-    configured: Callable[..., Node], make_image: Make, messages: str, tell: str
+    configured: Configured, make_image: Make, messages: str, tell: str
 ) -> None:
     node, wanted = configured(redirect="spank", user_messages=messages), make_image(size=7)
     entry = str(node.cache.image(wanted.key))
@@ -59,7 +60,7 @@ def test_entry_is_answered_with_the_very_file_it_stands_for(
 
 @pytest.mark.parametrize("mounted", ["mounted", "kept"])
 def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
-    configured: Callable[..., Node], make_image: Make, mounted: str
+    configured: Configured, make_image: Make, mounted: str
 ) -> None:
     """job_container/tmpfs: the job's namespace has the mounts of the moment it was made."""
     node = configured(redirect="bind")
@@ -77,7 +78,7 @@ def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
     ],
 )
 def test_path_that_stays_as_it_is_has_its_reason(
-    configured: Callable[..., Node], make_image: Make, outcome: Outcome, redirect: str, reason: str
+    configured: Configured, make_image: Make, outcome: Outcome, redirect: str, reason: str
 ) -> None:
     node = configured(redirect=redirect)
     assert fields(node, Answer(outcome, make_image())) == ("leave", reason)
@@ -85,8 +86,8 @@ def test_path_that_stays_as_it_is_has_its_reason(
 
 @pytest.mark.parametrize("bad", ["\n", "\t", "\0", "\x1b", "\x7f"])
 @pytest.mark.parametrize("where", ["path", "cache"])
-def test_no_field_ends_the_line_or_begins_another_field(
-    configured: Callable[..., Node], make_image: Make, where: str, bad: str
+def test_field_with_a_control_character_is_not_answered(
+    configured: Configured, make_image: Make, where: str, bad: str
 ) -> None:
     node, wanted = configured(redirect="spank"), make_image()
     if where == "path":
@@ -96,7 +97,7 @@ def test_no_field_ends_the_line_or_begins_another_field(
     assert fields(node, Answer(hit(), wanted)) == ("leave", "bad-path")
 
 
-def test_no_image_is_no_event(configured: Callable[..., Node], asking: Job) -> None:
+def test_step_without_an_image_has_no_event(configured: Configured, asking: Job) -> None:
     done = step.step(configured(), asking, "60", pytest.fail, None)
     assert (done.outcomes, done.answer) == ([], ("leave", "no-image"))
 
@@ -115,7 +116,7 @@ def test_no_image_is_no_event(configured: Callable[..., Node], asking: Job) -> N
                          "not-squashfs")),
     ],
 )  # fmt: skip
-def test_user_reads_what_costs_him_time_and_not_what_pyxis_tells(
+def test_user_reads_what_costs_time_and_not_what_pyxis_says(
     result: str, reason: str, told: bool
 ) -> None:
     outcome = hit(result=result, reason=reason, detail="this is why", redirect="")
@@ -139,9 +140,7 @@ class ManualClock(Clock):
         return self.now
 
 
-def test_who_waits_hears_something_every_half_minute_and_not_at_once(
-    staging_node: Node, make_image: Make
-) -> None:
+def test_waiting_user_reads_a_line_every_half_minute(staging_node: Node, make_image: Make) -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
     watch = Watch(clock, lambda text: heard.append((clock.now - 1000, text)))
@@ -185,7 +184,7 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Handled]:
     ],
 )
 def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companion(
-    configured: Callable[..., Node],
+    configured: Configured,
     image_asked: Job,
     handled: list[Handled],
     wait: float,
@@ -201,12 +200,8 @@ def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companio
 
 
 @pytest.mark.parametrize(("messages", "watched"), [("none", False), ("problems", True)])
-def test_nobody_is_told_of_a_wait_where_the_admin_wants_silence(
-    configured: Callable[..., Node],
-    image_asked: Job,
-    handled: list[Handled],
-    messages: str,
-    watched: bool,
+def test_user_messages_none_is_silent_during_a_wait(
+    configured: Configured, image_asked: Job, handled: list[Handled], messages: str, watched: bool
 ) -> None:
     step.step(configured(user_messages=messages), image_asked, "60", pytest.fail, None)
     assert (handled[0].limit.watch is not None) is watched
@@ -214,7 +209,7 @@ def test_nobody_is_told_of_a_wait_where_the_admin_wants_silence(
 
 @pytest.mark.parametrize("off", [True, False])
 def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
-    configured: Callable[..., Node], image_asked: Job, handled: list[Handled], off: bool
+    configured: Configured, image_asked: Job, handled: list[Handled], off: bool
 ) -> None:
     node, job = configured(), image_asked
     node.leases.write(Lease(job.id, job.user, 0.0, "/cache", off=off))
@@ -226,7 +221,7 @@ def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
     ("refusal", "reason"), [(None, "lease-damaged"), (Declined("disabled", "off"), "disabled")]
 )
 def test_damaged_lease_is_why_nothing_is_staged(
-    configured: Callable[..., Node],
+    configured: Configured,
     image_asked: Job,
     handled: list[Handled],
     refusal: Declined | None,
@@ -241,7 +236,7 @@ def test_damaged_lease_is_why_nothing_is_staged(
 
 
 def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
-    configured: Callable[..., Node], image_asked: Job, monkeypatch: pytest.MonkeyPatch
+    configured: Configured, image_asked: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(5, "I/O error")

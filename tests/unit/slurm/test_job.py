@@ -1,4 +1,4 @@
-"""What a job asks for: every user's free text is read, none of it can hurt."""
+"""A job's requests and hints, read from Slurm's variables and from the user's comment."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ENVIRON = {
         ("stage-wait=0", Hints(wait=0.0)),
     ],
 )
-def test_our_tokens_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
+def test_hints_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
     assert read_hints(comment) == expected
 
 
@@ -68,7 +68,7 @@ def test_our_tokens_are_read_out_of_free_text(comment: str, expected: Hints) -> 
         "xstage-wait=1",
     ],
 )
-def test_what_only_looks_like_a_hint_is_the_users_own_business(comment: str) -> None:
+def test_word_that_only_looks_like_a_hint_is_ignored(comment: str) -> None:
     assert read_hints(comment) == Hints()
 
 
@@ -122,7 +122,7 @@ TOKEN = st.sampled_from(
 
 
 @given(st.lists(st.one_of(TOKEN, st.text(max_size=5))).map("".join))
-def test_no_comment_raises_or_asks_for_too_much(comment: str) -> None:
+def test_any_comment_is_read_and_asks_for_a_limited_number(comment: str) -> None:
     hints = read_hints(comment)
     assert len(hints.paths) <= MAX_HINTED
     assert len(set(hints.paths)) == len(hints.paths)
@@ -156,7 +156,7 @@ def test_job_is_read_from_slurmds_variables() -> None:
 
 
 @pytest.mark.parametrize("option", [{}, {IMAGE_OPTION: ""}])
-def test_no_image_is_no_request(option: dict[str, str]) -> None:
+def test_job_without_an_image_has_no_request(option: dict[str, str]) -> None:
     assert Job.from_environ(ENVIRON | option).requests == ()
 
 

@@ -1,4 +1,4 @@
-"""The stack is read as Slurm reads it: order, includes, what it passes over."""
+"""plugstack.conf is read as Slurm reads it: order, includes, ignored lines."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ def said(text: str, **others: str) -> dict[str, str]:
         ("nodename = n1 \\\n A=2\n", {}),
     ],
 )
-def test_what_slurm_takes_for_a_setting(text: str, expected: dict[str, str]) -> None:
+def test_line_is_the_setting_that_slurm_takes_it_for(text: str, expected: dict[str, str]) -> None:
     assert said(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["A=1 B=2", "A=1 b", 'A="b c" D=1', 'A="b" "c"', 'A=b "', 'A="b c']
 )
-def test_what_slurm_refuses_to_read_is_not_read(text: str) -> None:
+def test_line_that_slurm_refuses_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"slurm\.conf:2 says more"):
         read(f"C=1\n{text}\n")
 
@@ -108,7 +108,7 @@ def test_each_setting_names_its_lines() -> None:
 
 
 @given(st.text('a=#\\" \r\n\t'))
-def test_no_line_is_taken_for_a_part_of_another(text: str) -> None:
+def test_line_is_never_taken_for_a_part_of_another(text: str) -> None:
     """`forestage disable` names lines by their numbers."""
     last = 0
     for line in joined(CONF, text):

@@ -1,6 +1,6 @@
-"""How long a hook may wait: never so long that Slurm drains the node or loses a step of the job.
+"""Limits of a hook's wait: below what drains the node or costs the job a step.
 
-How slurm.conf is read: test_slurmconf.py.
+How slurm.conf is read: test_slurm_conf.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def conf(text: str) -> dict[str, str]:
         ("AuthInfo=cred_expire=8", Limits(None, 5.0)),
     ],
 )
-def test_what_slurm_conf_allows(text: str, expected: Limits) -> None:
+def test_limits_are_what_slurm_conf_allows(text: str, expected: Limits) -> None:
     assert limits(conf(text)) == expected
 
 
@@ -83,9 +83,7 @@ SECONDS = st.integers(0, 70000).map(str)
         },
     )
 )
-def test_whatever_it_says_there_is_time_left_for_the_rest_of_the_hook(
-    settings: dict[str, str],
-) -> None:
+def test_limits_leave_time_for_the_rest_of_the_hook(settings: dict[str, str]) -> None:
     found = limits(settings)
     assert found.hurts >= 0
     if found.drains is not None:
@@ -117,27 +115,13 @@ def test_whatever_it_says_there_is_time_left_for_the_rest_of_the_hook(
         (Limits(45, 15), None, 1000, 45),
     ],
 )
-def test_who_decides_how_long_a_job_waits(
+def test_patience_follows_hint_admin_and_slurm_in_this_order(
     limit: Limits, configured: float | None, hinted: float | None, expected: float
 ) -> None:
     assert patience(limit, configured, hinted, max_hinted=600) == expected
 
 
-NUMBERS = st.floats(0, 1000)
-MAYBE = st.one_of(st.none(), NUMBERS)
-
-
-@given(st.builds(Limits, MAYBE, NUMBERS), MAYBE, MAYBE, NUMBERS)
-def test_nothing_goes_beyond_what_drains_and_no_user_beyond_the_cap(
-    limit: Limits, configured: float | None, hinted: float | None, cap: float
-) -> None:
-    found = patience(limit, configured, hinted, cap)
-    assert found >= 0
-    assert limit.drains is None or found <= limit.drains
-    assert hinted is None or found <= min(hinted, cap)
-
-
-def test_no_user_makes_the_hook_wait_longer_than_is_safe_where_slurm_conf_cannot_be_read() -> None:
+def test_hint_is_limited_to_the_safe_wait_where_slurm_conf_cannot_be_read() -> None:
     """PrologEpilogTimeout may be 60 s; who hints 10m would then drain each node of his job."""
     assert patience(UNKNOWN, None, hinted=600, max_hinted=600) <= SAFE
 
@@ -178,7 +162,9 @@ def test_files_settings_count(tmp_path: Path, text: str, expected: Limits) -> No
         'MailProg="/bin/a b" PrologEpilogTimeout = "60"\n',
     ],
 )
-def test_what_cannot_be_read_to_its_end_means_the_safe_wait(tmp_path: Path, text: str) -> None:
+def test_slurm_conf_that_cannot_be_read_to_its_end_means_the_safe_wait(
+    tmp_path: Path, text: str
+) -> None:
     """Half a configuration could lack the very line that drains."""
     (tmp_path / "loop.conf").write_text("Include slurm.conf\n" * 3)
     (tmp_path / "a.txt").touch()
@@ -188,7 +174,7 @@ def test_what_cannot_be_read_to_its_end_means_the_safe_wait(tmp_path: Path, text
 
 
 @pytest.mark.parametrize("path", ["", "nothing", "/", "/nowhere/slurm.conf", "a\0b"])
-def test_without_slurm_conf_the_wait_is_the_safe_one(
+def test_missing_slurm_conf_means_the_safe_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

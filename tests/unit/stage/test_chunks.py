@@ -1,8 +1,7 @@
-"""The fast engine: exactly the source's bytes, a map that is always true, little memory."""
+"""The engine `chunks`: all bytes of the source, a map that is true at any moment, little memory."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import gc
@@ -117,7 +116,7 @@ def map_of(data: bytes, with_digest: bool = True) -> bytes:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-def test_all_bytes_cross_at_every_border(
+def test_copy_has_all_bytes_at_every_border_of_blocks_and_chunks(
     pair: Pair, size: int, with_digest: bool, direct: bool
 ) -> None:
     data = pair.random(size)
@@ -180,7 +179,7 @@ def test_holes_are_not_read_and_take_no_space(pair: Pair, reads: list[int]) -> N
     assert sorted(reads) == [49 * CHUNK, 50 * CHUNK]
 
 
-def test_no_leftover_shows_through_a_hole(pair: Pair) -> None:
+def test_hole_shows_no_leftover_bytes_of_the_part(pair: Pair) -> None:
     """Bytes that the map does not know may be in a part; whatever they are, they are not ours."""
     os.truncate(pair.fd, 2 * CHUNK)
     pair.reserve()
@@ -441,7 +440,7 @@ def test_thread_that_dies_of_something_unforeseen_never_makes_a_whole_copy(
     assert caught.value.reason == "copy"
 
 
-def test_no_descriptor_is_left_whatever_happens(pair: Pair, monkeypatch: Patch) -> None:
+def test_copy_leaks_no_descriptor_on_success_or_error(pair: Pair, monkeypatch: Patch) -> None:
     pair.random(2 * CHUNK)
     pair.reserve()
 

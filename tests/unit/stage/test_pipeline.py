@@ -30,6 +30,7 @@ from forestage.stage.source import OpenImage, Source
 from forestage.stage.with_peers import Peers
 from forestage.system import lock
 
+AfterCopy = Callable[[Callable[[], None]], "During"]
 Looking = Callable[[Path], OpenImage]
 Patch = pytest.MonkeyPatch
 CHUNK = 1 << 16
@@ -94,7 +95,7 @@ class During:
 
 
 @pytest.fixture
-def after_copy(task: Task, monkeypatch: Patch) -> Callable[[Callable[[], None]], During]:
+def after_copy(task: Task, monkeypatch: Patch) -> AfterCopy:
     def adding(then: Callable[[], None]) -> During:
         engine = During(task, then)
         monkeypatch.setattr(engines, "of", lambda _: engine)
@@ -238,11 +239,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("fails", [False, True], ids=["copied", "engine failed"])
 def test_source_that_changes_during_the_copy_is_never_published(
-    task: Task,
-    source: Path,
-    after_copy: Callable[[Callable[[], None]], During],
-    change: Callable[[Path], None],
-    fails: bool,
+    task: Task, source: Path, after_copy: AfterCopy, change: Callable[[Path], None], fails: bool
 ) -> None:
     """Nor is it the node's failure: rsync ends with 23 then, and `on_error: drain` would drain."""
 
@@ -271,7 +268,7 @@ def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
 
 @pytest.mark.parametrize("size", [len(CONTENT) + 1, len(CONTENT) - 1, 5, 0])
 def test_copy_of_another_size_is_never_published(
-    task: Task, after_copy: Callable[[Callable[[], None]], During], size: int
+    task: Task, after_copy: AfterCopy, size: int
 ) -> None:
     after_copy(lambda: os.truncate(task.part.image, size))
     assert refused(task, "copy")
@@ -313,22 +310,6 @@ def test_killed_copy_is_resumed_from_its_map(task: Task, owners: dict[str, Owner
         "copying",
         len(CONTENT) - CHUNK,
     )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"boot": "another"}, {"chunk": 2 * CHUNK}, {"engine": "rsync"}, {"image": None}, None],
-)
-def test_part_of_another_copy_is_begun_anew(
-    task: Task, make_image: Callable[..., image.Image], changes: dict[str, object] | None
-) -> None:
-    """Also no leftover shows through a hole of the source."""
-    if changes is None:  # nobody's
-        leave_part(task).record.unlink()
-    else:
-        leave_part(task, **({"image": make_image()} if "image" in changes else changes))
-    assert run(task).resumed == 0
-    assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
 def test_stager_claims_the_part_before_anything_else(task: Task, owners: dict[str, Owner]) -> None:
@@ -404,19 +385,6 @@ def test_resumed_copy_asks_only_for_the_space_that_is_missing(
         with pytest.raises(Stopped):
             run(task)
     assert rooms == [len(CONTENT), 0]
-
-
-def test_full_disk_is_noticed_before_a_byte_is_copied(
-    task: Task, after_copy: Callable[[Callable[[], None]], During], monkeypatch: Patch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    engine = after_copy(lambda: None)
-    monkeypatch.setattr(space, "allocate", full)
-    with pytest.raises(OSError, match="No space"):
-        run(task)
-    assert engine.calls == 0
 
 
 def test_damaged_entry_of_the_key_is_replaced(
@@ -495,9 +463,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
 
 
 def test_served_bytes_are_those_of_this_key_during_the_copy(
-    task: Task,
-    other: OtherNode,
-    after_copy: Callable[[Callable[[], None]], During],
+    task: Task, other: OtherNode, after_copy: AfterCopy
 ) -> None:
     uploads = Counters(task.node.places.peer, since=1.0)
     uploads.uploaded(task.key, 100)
@@ -524,7 +490,7 @@ def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> N
 
 
 def test_long_copy_logs_its_progress_until_it_ends(
-    task: Task, after_copy: Callable[[Callable[[], None]], During], monkeypatch: Patch
+    task: Task, after_copy: AfterCopy, monkeypatch: Patch
 ) -> None:
     said: list[str] = []
     spoken = threading.Event()

@@ -17,6 +17,9 @@ from forestage.stage import queue
 from forestage.stage.queue import STALLED_AFTER
 from forestage.system import lock
 
+Add = Callable[..., Part]
+Waits = Callable[..., bool]
+
 KEY = "m"  # between the others by name
 
 
@@ -47,7 +50,7 @@ def one_at_once(staging_node: Node) -> Node:
 
 
 @pytest.fixture
-def ahead(one_at_once: Node, owner: Owner) -> Callable[..., bool]:
+def ahead(one_at_once: Node, owner: Owner) -> Waits:
     """Whether a stager of our key has to wait where `most` may copy at once."""
 
     def waits(most: int = 1) -> bool:
@@ -62,7 +65,7 @@ def ahead(one_at_once: Node, owner: Owner) -> Callable[..., bool]:
 
 
 @pytest.fixture
-def others(staging_node: Node, owner: Owner) -> Iterator[Callable[..., Part]]:
+def others(staging_node: Node, owner: Owner) -> Iterator[Add]:
     """Adds another stager's part, and holds its lock where the stager lives."""
     held = contextlib.ExitStack()
 
@@ -100,21 +103,15 @@ def others(staging_node: Node, owner: Owner) -> Iterator[Callable[..., Part]]:
     ],
 )
 def test_queue_is_in_the_order_of_asking(
-    ahead: Callable[..., bool],
-    others: Callable[..., Part],
-    key: str,
-    since: float | None,
-    boot: str,
-    alive: bool,
-    waits: bool,
+    ahead: Waits, others: Add, key: str, since: float | None, boot: str, alive: bool, waits: bool
 ) -> None:
     others(key, since, boot, alive)
     assert ahead() is waits
 
 
 @pytest.mark.parametrize(("most", "waits"), [(1, True), (2, True), (3, False), (4, False)])
-def test_no_more_copies_run_at_once_than_max_copies(
-    ahead: Callable[..., bool], others: Callable[..., Part], most: int, waits: bool
+def test_copies_at_once_are_limited_by_max_copies(
+    ahead: Waits, others: Add, most: int, waits: bool
 ) -> None:
     others("a", 1.0)
     others("b", 2.0)
@@ -131,8 +128,8 @@ def test_no_more_copies_run_at_once_than_max_copies(
 )
 def test_stalled_copy_loses_its_place(
     staging_node: Node,
-    ahead: Callable[..., bool],
-    others: Callable[..., Part],
+    ahead: Waits,
+    others: Add,
     monkeypatch: pytest.MonkeyPatch,
     phase: Phase,
     still: float,
@@ -145,7 +142,7 @@ def test_stalled_copy_loses_its_place(
 
 
 def test_turn_comes_when_the_copies_ahead_have_ended(
-    one_at_once: Node, owner: Owner, others: Callable[..., Part]
+    one_at_once: Node, owner: Owner, others: Add
 ) -> None:
     parts = [others("a", 1.0), others("b", 2.0)]
     turns = Turns(then=lambda: parts.pop().record.unlink())
@@ -153,9 +150,7 @@ def test_turn_comes_when_the_copies_ahead_have_ended(
     assert (turns.waited, parts) == (2, [])
 
 
-def test_stopped_copy_leaves_the_queue(
-    one_at_once: Node, owner: Owner, others: Callable[..., Part]
-) -> None:
+def test_stopped_copy_leaves_the_queue(one_at_once: Node, owner: Owner, others: Add) -> None:
     others("a", 1.0)
     stop = threading.Event()
     stop.set()

@@ -24,6 +24,8 @@ CHUNK = 4 * BLOCK
 Patch = pytest.MonkeyPatch
 Read = Callable[..., int]
 Fake = Callable[[Read, int, list[memoryview], int, int], int]
+Replace = Callable[[Fake], None]
+Failing = Callable[[int, int], list[int]]
 
 
 class File:
@@ -54,7 +56,7 @@ def file(tmp_path: Path) -> Iterator[File]:
 
 
 @pytest.fixture
-def preadv(monkeypatch: Patch) -> Callable[[Fake], None]:
+def preadv(monkeypatch: Patch) -> Replace:
     """Puts a function before preadv(2); it gets the real one as its first argument."""
     real = os.preadv
 
@@ -78,9 +80,7 @@ def naps(monkeypatch: Patch) -> list[float]:
 
 @pytest.mark.parametrize("limit", [1000, BLOCK, BLOCK + 1, CHUNK - 1])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-def test_short_reads_are_continued(
-    file: File, preadv: Callable[[Fake], None], limit: int, direct: bool
-) -> None:
+def test_short_reads_are_continued(file: File, preadv: Replace, limit: int, direct: bool) -> None:
     def short(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
         most = limit if fd != file.direct else max(BLOCK, limit // BLOCK * BLOCK)
         return real(fd, [buffers[0][:most]], start, flags)
@@ -91,7 +91,7 @@ def test_short_reads_are_continued(
 
 @pytest.mark.parametrize("served", [0, 1, 1000, BLOCK, BLOCK + 1, CHUNK])
 def test_bytes_that_the_page_cache_lacks_come_past_it(
-    file: File, preadv: Callable[[Fake], None], served: int
+    file: File, preadv: Replace, served: int
 ) -> None:
     def half(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
         if flags == os.RWF_NOWAIT:
@@ -109,7 +109,7 @@ def test_bytes_that_the_page_cache_lacks_come_past_it(
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EIO])
 def test_page_cache_that_cannot_be_asked_is_no_error(
-    file: File, preadv: Callable[[Fake], None], naps: list[float], number: int
+    file: File, preadv: Replace, naps: list[float], number: int
 ) -> None:
     def unable(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
         if flags:
@@ -121,7 +121,7 @@ def test_page_cache_that_cannot_be_asked_is_no_error(
 
 
 @pytest.fixture
-def failures(preadv: Callable[[Fake], None]) -> Callable[[int, int], list[int]]:
+def failures(preadv: Replace) -> Failing:
     """Makes reads fail so many times; the offsets of the failed ones are in the list."""
 
     def failing(number: int, times: int) -> list[int]:
@@ -140,7 +140,7 @@ def failures(preadv: Callable[[Fake], None]) -> Callable[[int, int], list[int]]:
 
 
 def test_io_error_that_passes_is_tried_again(
-    file: File, failures: Callable[[int, int], list[int]], naps: list[float]
+    file: File, failures: Failing, naps: list[float]
 ) -> None:
     assert READ_TRIES > 1
     failed = failures(errno.EIO, READ_TRIES - 1)
@@ -150,7 +150,7 @@ def test_io_error_that_passes_is_tried_again(
 
 
 def test_io_errors_are_tried_again_as_long_as_bytes_come(
-    file: File, preadv: Callable[[Fake], None], naps: list[float]
+    file: File, preadv: Replace, naps: list[float]
 ) -> None:
     reads = itertools.count()
 
@@ -169,11 +169,7 @@ def test_io_errors_are_tried_again_as_long_as_bytes_come(
     [(errno.EIO, READ_TRIES), (errno.ESTALE, 1), (errno.EACCES, 1), (errno.ENXIO, 1)],
 )
 def test_error_that_stays_is_raised_at_once_or_after_some_tries(
-    file: File,
-    failures: Callable[[int, int], list[int]],
-    naps: list[float],
-    number: int,
-    tries: int,
+    file: File, failures: Failing, naps: list[float], number: int, tries: int
 ) -> None:
     failed = failures(number, 1000)
     with pytest.raises(Unreadable) as caught:
@@ -253,7 +249,7 @@ def test_throttle_without_a_rate_holds_nobody_up(monkeypatch: Patch) -> None:
     st.integers(1, 1000),
     st.lists(st.tuples(st.integers(1, 500), st.floats(0, 5)), min_size=1, max_size=20),
 )
-def test_no_second_sees_more_than_the_rate_and_one_chunk(
+def test_any_second_sees_at_most_the_rate_and_one_chunk(
     rate: int, takes: list[tuple[int, float]]
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

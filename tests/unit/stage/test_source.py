@@ -1,4 +1,4 @@
-"""The source as the stager has it: no change goes unseen, no right of root's is needed."""
+"""The open source: every change is seen, and nothing needs root's rights on the file server."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from forestage.stage.source import (
     Source,
     Unreadable,
 )
+
+Patch = pytest.MonkeyPatch
+Look = Callable[[Path], OpenImage]
 
 SECOND = 1_000_000_000
 NOW = 1_700_000_000
@@ -69,12 +72,7 @@ def test_copy_starts_only_when_a_later_change_would_show(
     ],
 )
 def test_sources_page_cache_is_passed_where_that_is_a_gain(
-    shared: Path,
-    look: Callable[[Path], OpenImage],
-    monkeypatch: pytest.MonkeyPatch,
-    direct: str,
-    device: int,
-    past: bool,
+    shared: Path, look: Look, monkeypatch: Patch, direct: str, device: int, past: bool
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
@@ -85,9 +83,7 @@ def test_sources_page_cache_is_passed_where_that_is_a_gain(
     opened.close()
 
 
-def test_source_that_changed_since_the_look_is_not_read(
-    shared: Path, look: Callable[[Path], OpenImage]
-) -> None:
+def test_source_that_changed_since_the_look_is_not_read(shared: Path, look: Look) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
     (shared / "a").write_bytes(b"123")
@@ -99,7 +95,7 @@ def test_source_that_changed_since_the_look_is_not_read(
 
 
 def test_source_that_gives_an_error_is_no_fault_of_the_node(
-    shared: Path, look: Callable[[Path], OpenImage], monkeypatch: pytest.MonkeyPatch
+    shared: Path, look: Look, monkeypatch: Patch
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
@@ -118,7 +114,7 @@ def test_source_that_gives_an_error_is_no_fault_of_the_node(
     opened.close()
 
 
-def test_what_makes_a_file_seem_changed_each_time_is_said() -> None:
+def test_file_system_with_a_new_inode_at_each_look_is_named_as_the_cause() -> None:
     was = Identity("/a", 1, 2, 3, 4)
     assert "inode number" in source.difference(was, msgspec.structs.replace(was, inode=9))
     for field in ("size", "mtime_ns", "ctime_ns"):
@@ -127,7 +123,7 @@ def test_what_makes_a_file_seem_changed_each_time_is_said() -> None:
 
 
 def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
-    shared: Path, look: Callable[[Path], OpenImage]
+    shared: Path, look: Look
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
@@ -145,7 +141,7 @@ def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ESTALE])
 def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
-    shared: Path, look: Callable[[Path], OpenImage], monkeypatch: pytest.MonkeyPatch, number: int
+    shared: Path, look: Look, monkeypatch: Patch, number: int
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")

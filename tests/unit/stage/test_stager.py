@@ -24,6 +24,8 @@ from forestage.stage.source import OpenImage, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
 from forestage.system import as_user, lock
 
+Said = Callable[[], list[str]]
+
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
 
@@ -41,7 +43,7 @@ def task(
 
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: Patch) -> Callable[[], list[str]]:
+def said(tmp_path: Path, monkeypatch: Patch) -> Said:
     """What is logged in whatever process."""
     file = tmp_path / "log"
     file.touch()
@@ -94,12 +96,7 @@ def io(number: int) -> OSError:
     ],
 )
 def test_failed_copy_has_its_message_its_event_and_its_line(
-    task: Task,
-    monkeypatch: Patch,
-    said: Callable[[], list[str]],
-    error: Exception,
-    reason: str,
-    node_failed: bool,
+    task: Task, monkeypatch: Patch, said: Said, error: Exception, reason: str, node_failed: bool
 ) -> None:
     fail_with(error, monkeypatch)
     started, last = messages(task)
@@ -115,9 +112,7 @@ def test_failed_copy_has_its_message_its_event_and_its_line(
     assert f"reason={reason}" in line
 
 
-def test_published_copy_has_its_event_and_its_line(
-    task: Task, said: Callable[[], list[str]]
-) -> None:
+def test_published_copy_has_its_event_and_its_line(task: Task, said: Said) -> None:
     """The hook that asked may be long gone."""
     assert messages(task) == [Message("started"), Message("published")]
     (event,) = events.read(task.node.places.events)
@@ -157,7 +152,7 @@ def test_failed_copy_leaves_only_what_can_be_resumed(
 
 
 def test_entry_that_another_stager_has_just_published_is_found(
-    task: Task, publish: Callable[[Image], object], said: Callable[[], list[str]]
+    task: Task, publish: Callable[[Image], object], said: Said
 ) -> None:
     publish(task.image)
     assert messages(task) == [Message("started"), Message("found")]
@@ -166,7 +161,7 @@ def test_entry_that_another_stager_has_just_published_is_found(
 
 
 def test_event_that_cannot_be_written_changes_no_message(
-    task: Task, monkeypatch: Patch, said: Callable[[], list[str]]
+    task: Task, monkeypatch: Patch, said: Said
 ) -> None:
     """A bug instead would count as three killed copies: with `on_error: drain` the node goes."""
 
@@ -242,11 +237,7 @@ def test_key_that_has_a_stager_gets_no_second_one(task: Task) -> None:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(0)])
 def test_stager_never_returns_into_the_hooks_code(
-    tmp_path: Path,
-    task: Task,
-    monkeypatch: Patch,
-    said: Callable[[], list[str]],
-    error: BaseException | None,
+    tmp_path: Path, task: Task, monkeypatch: Patch, said: Said, error: BaseException | None
 ) -> None:
     if error is not None:
         fail_with(error, monkeypatch)

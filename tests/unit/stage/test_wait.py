@@ -27,6 +27,8 @@ from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Came, Eta, rema
 from forestage.system import lock
 from forestage.system.as_user import User
 
+Make = Callable[..., Image]
+
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
 Patch = pytest.MonkeyPatch
@@ -72,15 +74,6 @@ class Copies:
     @property
     def count(self) -> int:
         return self.counter.stat().st_size
-
-    def are_killed(self, times: int) -> None:
-        """The first stagers die in their copy, as of kill -9."""
-
-        def die() -> None:
-            if self.count <= times:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        self.deed = die
 
     def raise_error(self, error: BaseException) -> None:
         def fail() -> None:
@@ -160,27 +153,6 @@ def test_copy_that_does_not_end_is_waited_for_until_the_deadline(
     with lock.held(cache.key_lock(opened.image.key), 0), pytest.raises(Declined) as caught:
         obtain(seconds=0.05)
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("deadline", False)
-
-
-@pytest.mark.parametrize("times", [1, TRIES - 1])
-def test_killed_stager_is_replaced_while_the_job_waits(
-    cache: Cache, opened: OpenImage, obtain: Obtain, copies: Copies, times: int
-) -> None:
-    copies.are_killed(times)
-    assert obtain() == "copied"
-    assert cache.image(opened.image.key).read_bytes() == CONTENT
-    assert copies.count == times + 1
-
-
-def test_stager_that_is_killed_again_and_again_is_our_failure(
-    cache: Cache, obtain: Obtain, copies: Copies
-) -> None:
-    copies.are_killed(99)
-    with pytest.raises(Failed, match=f"killed {TRIES} times") as caught:
-        obtain()
-    assert caught.value.reason == "copy"
-    assert copies.count == TRIES
-    assert not list(cache.entries.iterdir())
 
 
 def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
@@ -314,7 +286,7 @@ def living(monkeypatch: Patch) -> None:
 )
 def test_job_stops_waiting_for_what_cannot_come_in_time(
     staging_node: Node,
-    make_image: Callable[..., Image],
+    make_image: Make,
     there: int,
     changes: dict[str, object],
     left: float,
@@ -328,7 +300,7 @@ def test_job_stops_waiting_for_what_cannot_come_in_time(
 
 @pytest.mark.parametrize(("left", "hopeless"), [(0.01, False), (0.0, True)])
 def test_copy_that_has_not_begun_is_waited_for_until_the_deadline(
-    staging_node: Node, make_image: Callable[..., Image], left: float, hopeless: bool
+    staging_node: Node, make_image: Make, left: float, hopeless: bool
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     eta = Eta(node, make_image(), Deadline.after(left, node.clock))
@@ -337,7 +309,7 @@ def test_copy_that_has_not_begun_is_waited_for_until_the_deadline(
 
 @pytest.mark.usefixtures("living")
 def test_summary_says_how_far_the_copy_is_and_how_long_it_takes(
-    staging_node: Node, make_image: Callable[..., Image]
+    staging_node: Node, make_image: Make
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
@@ -408,7 +380,7 @@ def lease(node: Node, job: int, key: str) -> None:
 def test_aborted_copy_is_stopped_only_if_no_other_job_wants_it(
     staging_node: Node,
     asking: Job,
-    make_image: Callable[..., Image],
+    make_image: Make,
     signalled: list[tuple[int, int]],
     others: list[tuple[int, str]],
     alive: bool,
@@ -427,7 +399,7 @@ def test_aborted_copy_is_stopped_only_if_no_other_job_wants_it(
 
 
 def test_abort_of_a_copy_that_has_ended_or_not_begun_is_no_error(
-    staging_node: Node, asking: Job, make_image: Callable[..., Image], monkeypatch: Patch
+    staging_node: Node, asking: Job, make_image: Make, monkeypatch: Patch
 ) -> None:
     def gone(*_: object) -> None:
         raise ProcessLookupError
@@ -441,10 +413,7 @@ def test_abort_of_a_copy_that_has_ended_or_not_begun_is_no_error(
 
 
 def test_abort_kills_no_process_that_has_the_pid_of_a_dead_stager(
-    staging_node: Node,
-    asking: Job,
-    make_image: Callable[..., Image],
-    signalled: list[tuple[int, int]],
+    staging_node: Node, asking: Job, make_image: Make, signalled: list[tuple[int, int]]
 ) -> None:
     """The lock's new holder has not claimed the part yet; the pid in it is a dead stager's."""
     wanted = make_image(size=SIZE)
@@ -455,9 +424,7 @@ def test_abort_kills_no_process_that_has_the_pid_of_a_dead_stager(
 
 
 @pytest.mark.usefixtures("living")
-def test_progress_says_how_far_how_fast_and_how_long(
-    staging_node: Node, make_image: Callable[..., Image]
-) -> None:
+def test_progress_says_how_far_how_fast_and_how_long(staging_node: Node, make_image: Make) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
     heard: list[str] = []

@@ -1,4 +1,4 @@
-"""The engine with peers: exactly the source's bytes, whatever peers do; the source read least."""
+"""The engine with peers: all bytes of the source whatever peers do, and few reads of the source."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from forestage.peers.schedule import Policy, Why
 from forestage.stage import chunks, reading, with_peers
 from forestage.stage.chunks import Tuning
 from forestage.stage.source import Source, Truncated, Unreadable
+
+Patch = pytest.MonkeyPatch
 
 CHUNK = 4 * reading.BLOCK
 TUNING = Tuning(threads=2, chunk=CHUNK)
@@ -62,7 +64,7 @@ class Fake:
 class Pair:
     """A source that counts what is read of it, and the part it is copied to."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: Patch) -> None:
         self.data = os.urandom(SIZE)
         (folder / "source").write_bytes(self.data)
         self.fd = os.open(folder / "source", os.O_RDONLY)
@@ -95,14 +97,14 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(tmp_path: Path, monkeypatch: Patch) -> Iterator[Pair]:
     made = Pair(tmp_path, monkeypatch)
     yield made
     os.close(made.fd)
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch: Patch) -> None:
     """On a machine that is busy a second is soon over, and then nobody is hoped for any more."""
     real = with_peers.policy
 
@@ -124,7 +126,7 @@ def share(me: str = "a") -> set[int]:
     return {number for number in range(COUNT) if ring.reader(number) == me}
 
 
-def test_peers_with_all_chunks_leave_source_unread(pair: Pair, patient: None) -> None:
+def test_source_is_not_read_where_peers_have_all(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     assert pair.copy(fake) == SIZE
     pair.check()
@@ -141,7 +143,7 @@ def test_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patient: N
 
 
 @pytest.mark.parametrize("why", ["refused", "silent", "wrong", "slow"])
-def test_bad_peer_leaves_bytes_right(pair: Pair, patient: None, why: Why) -> None:
+def test_bytes_are_right_whatever_one_peer_does(pair: Pair, patient: None, why: Why) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["c"] = why
     pair.copy(fake)
@@ -151,7 +153,7 @@ def test_bad_peer_leaves_bytes_right(pair: Pair, patient: None, why: Why) -> Non
 
 
 @pytest.mark.parametrize("why", ["refused", "wrong"])
-def test_useless_peers_make_all_be_read(pair: Pair, why: Why) -> None:
+def test_source_is_read_whole_where_no_peer_is_of_use(pair: Pair, why: Why) -> None:
     fake = Fake(pair.data, everything())
     fake.bad = dict.fromkeys("bcd", why)
     assert pair.copy(fake) == 0
@@ -187,9 +189,7 @@ def test_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
         pair.copy(Fake(pair.data, 0))
 
 
-def test_full_disk_ends_the_copy_and_no_peer_is_blamed(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_ends_the_copy_and_no_peer_is_blamed(pair: Pair, monkeypatch: Patch) -> None:
     def full(fd: int, start: int, data: memoryview) -> None:
         raise OSError(28, "full")
 

@@ -1,4 +1,4 @@
-"""The child that acts as the user: it may hang, die or lie, and the hook goes on as root."""
+"""The child that acts as the user: it has the user's rights only, and may hang or die."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_only_effective_ids_and_groups_are_the_users(as_root: None) -> None:
+def test_child_has_only_the_effective_ids_and_groups_of_the_user(as_root: None) -> None:
     """With the real and saved ids the user could kill or trace a child that reads for the cache."""
 
     def work() -> as_user.Found[Facts]:

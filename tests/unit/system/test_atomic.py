@@ -1,4 +1,4 @@
-"""Small files: whole or not at all, whatever happens on the way."""
+"""Atomic writes of small files: the old file or the new one, durable and private."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process of ours that outlives a job must not be held, killed or paid for with it."""
+"""Processes that outlive a job: they leave its cgroups."""
 
 from __future__ import annotations
 

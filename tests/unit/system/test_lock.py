@@ -1,4 +1,4 @@
-"""The node's locks: gone with their process, never split, never soft."""
+"""The node's locks: flock(2), released with their process, on a file that stays the same."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> No
         pass
 
 
-def test_it_is_a_flock_that_other_programs_see(tmp_path: Path) -> None:
+def test_lock_is_a_flock_that_other_programs_see(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0), path.open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
+def test_lock_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0):
         inode = path.stat().st_ino
@@ -78,7 +78,7 @@ def test_lock_makes_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whether_a_lock_is_free_is_seen_and_not_changed(tmp_path: Path) -> None:
+def test_is_free_sees_a_lock_and_does_not_take_it(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     assert lock.is_free(path)
     assert not path.exists()
@@ -89,7 +89,7 @@ def test_whether_a_lock_is_free_is_seen_and_not_changed(tmp_path: Path) -> None:
         pass
 
 
-def test_those_who_look_do_not_see_each_other(tmp_path: Path) -> None:
+def test_lookers_do_not_see_each_other(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     path.touch()
     with path.open() as other:
