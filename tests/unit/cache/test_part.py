@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.cache.image import Access, Image
-from forestage.cache.part import (
-    ENTRY_BYTES,
-    Owner,
-    Part,
-    chunk_count,
-    done_bytes,
-    missing_chunks,
-)
+from forestage.cache.part import ENTRY_BYTES, Owner, Part, chunk_count, done_bytes, missing_chunks
 
 Make = Callable[..., Image]
 IN, OUT = b"\1" + bytes(15), bytes(16)

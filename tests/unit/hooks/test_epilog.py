@@ -128,10 +128,7 @@ def test_job_that_was_switched_off_leaves_no_lease(
         (None, lock.SPACE_TIMEOUT),
         (1000.0, 2 * lock.SPACE_TIMEOUT),
         (6.0, 6.0),
-        pytest.param(
-            0.0,
-            0.0,
-        ),
+        pytest.param(0.0, 0.0),
     ],
 )
 def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
