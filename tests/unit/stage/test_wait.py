@@ -369,12 +369,12 @@ def lease(node: Node, job: int, key: str) -> None:
 
 @pytest.mark.usefixtures("living")
 @pytest.mark.parametrize(
-    ("others", "alive", "stopped"),
+    ("other", "alive", "stopped"),
     [
-        pytest.param([], True, True, id="nobody else wants it"),
-        pytest.param([(8, "other")], True, True, id="others want something else"),
-        pytest.param([(8, "same")], True, False, id="another job waits for it"),
-        pytest.param([], False, False, id="ended: the pid may be anybody's by now"),
+        pytest.param("", True, True, id="nobody else wants it"),
+        pytest.param("other", True, True, id="another job wants something else"),
+        pytest.param("same", True, False, id="another job waits for it"),
+        pytest.param("", False, False, id="ended: the pid may be anybody's by now"),
     ],
 )
 def test_aborted_copy_is_stopped_only_if_no_other_job_wants_it(
@@ -382,20 +382,31 @@ def test_aborted_copy_is_stopped_only_if_no_other_job_wants_it(
     asking: Job,
     make_image: Make,
     signalled: list[tuple[int, int]],
-    others: list[tuple[int, str]],
+    other: str,
     alive: bool,
     stopped: bool,
 ) -> None:
     wanted = make_image(size=SIZE)
     under_way(staging_node.cache, wanted, 1, 10, pid=4242)
     lease(staging_node, asking.id, wanted.key)
-    for job, key in others:
-        lease(staging_node, job, wanted.key if key == "same" else key)
+    if other:
+        lease(staging_node, 8, wanted.key if other == "same" else other)
     with contextlib.ExitStack() as held:
         if alive:
             held.enter_context(lock.held(staging_node.cache.key_lock(wanted.key), 0))
         wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
     assert signalled == ([(4242, signal.SIGTERM)] if stopped else [])
+
+
+def test_abort_kills_no_process_that_has_the_pid_of_a_dead_stager(
+    staging_node: Node, asking: Job, make_image: Make, signalled: list[tuple[int, int]]
+) -> None:
+    """The lock's new holder has not claimed the part yet."""
+    wanted = make_image(size=SIZE)
+    under_way(staging_node.cache, wanted, 1, 10, boot="another")
+    with lock.held(staging_node.cache.key_lock(wanted.key), 0):
+        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
+    assert signalled == []
 
 
 def test_abort_of_a_copy_that_has_ended_or_not_begun_is_no_error(
@@ -410,17 +421,6 @@ def test_abort_of_a_copy_that_has_ended_or_not_begun_is_no_error(
         under_way(staging_node.cache, wanted, 1, 10)
         monkeypatch.setattr(os, "kill", gone)
         wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
-
-
-def test_abort_kills_no_process_that_has_the_pid_of_a_dead_stager(
-    staging_node: Node, asking: Job, make_image: Make, signalled: list[tuple[int, int]]
-) -> None:
-    """The lock's new holder has not claimed the part yet; the pid in it is a dead stager's."""
-    wanted = make_image(size=SIZE)
-    under_way(staging_node.cache, wanted, 1, 10, boot="another")
-    with lock.held(staging_node.cache.key_lock(wanted.key), 0):
-        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
-    assert signalled == []
 
 
 @pytest.mark.usefixtures("living")
