@@ -272,10 +272,10 @@ def test_copy_of_another_size_is_never_published(
     assert refused(task, "copy")
 
 
-def leave_part(task: Task) -> None:
+def leave_part(task: Task, **changes: object) -> None:
     """Leaves a part with all bytes but the first chunk, as a killed stager does."""
     owner = pipeline.claim(task)
-    task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0))
+    task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
     space.reserve(task.part, len(CONTENT), CHUNK, set(range(3)))
     task.part.image.write_bytes(b"y" * len(CONTENT))
     whole, last = digest.of_chunk(b"y" * CHUNK), digest.of_chunk(b"y" * (len(CONTENT) - 2 * CHUNK))
@@ -304,6 +304,23 @@ def test_killed_copy_is_resumed_from_its_map(task: Task, owners: dict[str, Owner
     assert (owners["claimed"].phase, owners["claimed"].began) == ("queued", 0.0)
     reserved = owners["reserved"]
     assert (reserved.phase, reserved.resumed) == ("copying", len(CONTENT) - CHUNK)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"boot": "another"}, {"chunk": 2 * CHUNK}, {"engine": "rsync"}, {"image": None}, None],
+)
+def test_part_of_another_copy_is_begun_anew(
+    task: Task, make_image: Callable[..., image.Image], changes: dict[str, object] | None
+) -> None:
+    """Its bytes have the digests of its map, so that only its owner tells."""
+    if changes is None:  # nobody's
+        leave_part(task)
+        task.part.record.unlink()
+    else:
+        leave_part(task, **({"image": make_image()} if "image" in changes else changes))
+    assert run(task).resumed == 0
+    assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
 def test_stager_claims_the_part_before_anything_else(task: Task, owners: dict[str, Owner]) -> None:

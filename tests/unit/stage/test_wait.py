@@ -374,6 +374,7 @@ def lease(node: Node, job: int, key: str) -> None:
         pytest.param("", True, True, id="nobody else wants it"),
         pytest.param("other", True, True, id="another job wants something else"),
         pytest.param("same", True, False, id="another job waits for it"),
+        pytest.param("damaged", True, False, id="another job may wait for it"),
         pytest.param("", False, False, id="ended: the pid may be anybody's by now"),
     ],
 )
@@ -391,6 +392,8 @@ def test_aborted_copy_is_stopped_only_if_no_other_job_wants_it(
     lease(staging_node, asking.id, wanted.key)
     if other:
         lease(staging_node, 8, wanted.key if other == "same" else other)
+    if other == "damaged":
+        staging_node.leases.file(8).write_bytes(b"{")
     with contextlib.ExitStack() as held:
         if alive:
             held.enter_context(lock.held(staging_node.cache.key_lock(wanted.key), 0))
