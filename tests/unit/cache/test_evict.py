@@ -97,6 +97,14 @@ def want(free: int) -> Goal:
             id="superseded by a newer entry of its path",
         ),
         pytest.param(
+            [stored("new", 8, "/x", 2), stored("old", 9, "/x", 1)],
+            "",
+            want(1),
+            "",
+            Plan(("old",), 10, True),
+            id="superseded by an entry that is listed before it",
+        ),
+        pytest.param(
             [stored("a", 1), stored("old", 8, "/x", 1)],
             "",
             want(1),
