@@ -67,7 +67,7 @@ def test_unread_dev_log_does_not_block_hook_or_stager(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     for job in (1, 2):
         environ = node.environ(job, path) | {"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"}
-        assert node._run("prolog", environ, None).outcome.redirect in ("laid", "kept")
+        assert node._run("prolog", environ, None).outcome.redirect in ("mounted", "kept")
     assert node.epilog(1).outcome.result == "released"
 
 
