@@ -8,7 +8,7 @@ from pathlib import Path
 from commands import NOW, Frozen
 from forestage import events
 from forestage.check import Report, Target, check, pieces
-from forestage.events import Event, Outcome
+from forestage.events import Event, Handled
 from forestage.paths import Places
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, harmless
@@ -178,7 +178,7 @@ class GoodNode:
 
     def use(self, image: str, size: int, times: int = 1, hook: events.Hook = "prolog") -> None:
         """Jobs that asked for an image, an hour ago."""
-        outcome = Outcome("copied", image=image, size=size)
+        outcome = Handled("copied", image=image, size=size)
         event = Event(NOW - 3600, hook, 7, outcome, "alice", 1000)
         events.append(self.places.events, [event] * times)
 

@@ -296,7 +296,7 @@ def test_a_redirect_on_a_dead_source_keeps_no_other_from_going(
 
     ran = beside(lambda: node.epilog(4))
 
-    assert (ran.code, ran.outcome.result, ran.outcome.released) == (0, "released", 2)
+    assert (ran.code, ran.outcome.result, ran.outcome.unmounted) == (0, "released", 2)
     assert ran.outcome.reason == "redirect"
     assert f"still redirected: {paths[2]} (" in ran.outcome.detail
     assert set(node.binds()) == {str(path) for path in paths[1:3]}

@@ -62,7 +62,7 @@ def test_first_bytes_that_do_not_come_leave_the_original_path(
 def test_hit_needs_no_byte_of_the_source(node: Node, far: Far) -> None:
     path = far.put("image.sqsh", image())
     assert node.prolog(1, path).outcome.result == "copied"
-    assert node.epilog(1).outcome.released == 1
+    assert node.epilog(1).outcome.unmounted == 1
     _reads_only(far)
     assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
     assert node.binds() != {}
@@ -181,7 +181,7 @@ def test_the_epilog_does_not_wait_for_a_redirect_on_a_file_system_that_hangs(
     far.answer()
     # The next Epilog, whoever's, takes off what no lease needs.
     assert beside(lambda: node.prolog(2, other)).outcome.result == "copied"
-    assert beside(lambda: node.epilog(2)).outcome.released == 2
+    assert beside(lambda: node.epilog(2)).outcome.unmounted == 2
     assert node.binds() == {}
     assert path.read_bytes() == image()
 

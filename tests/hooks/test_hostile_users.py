@@ -63,7 +63,7 @@ def test_any_name_of_a_file_is_staged_shown_and_released(
     assert [(o.result, o.redirect) for o in ran.outcomes] == [("copied", "mounted")] * len(NAMES)
     assert [path.read_bytes() for path in paths] == [content(n) for n in range(len(NAMES))]
     assert set(node.binds()) == set(map(str, paths))
-    assert node.epilog(1).outcome.released == len(NAMES)
+    assert node.epilog(1).outcome.unmounted == len(NAMES)
     assert node.binds() == {}
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2

@@ -70,7 +70,7 @@ def test_the_epilog_leaves_nothing_but_the_entry(node: Node) -> None:
 
     ran = node.epilog(7)
 
-    assert (ran.code, *ran.said, ran.outcome.released) == (0, "released", "", 1)
+    assert (ran.code, *ran.said, ran.outcome.unmounted) == (0, "released", "", 1)
     assert node.binds() == {}
     assert node.shows_source(path)
     assert node.lease(7) is None
@@ -85,7 +85,7 @@ def test_the_redirect_stays_until_the_last_job_has_gone(node: Node) -> None:
     assert node.prolog(2, path, user=BOB).outcome.redirect == "kept"
     node.epilog(1)
     assert node.shows_entry(path, key)
-    assert node.epilog(2).outcome.released == 1
+    assert node.epilog(2).outcome.unmounted == 1
     assert node.shows_source(path)
 
 
@@ -114,7 +114,7 @@ def test_all_images_of_a_job_are_staged_and_released(node: Node) -> None:
     ]
     assert set(node.binds()) == {str(option), str(hinted)}
     assert hinted.read_bytes() == content(2)
-    assert node.epilog(7).outcome.released == 2
+    assert node.epilog(7).outcome.unmounted == 2
     assert node.binds() == {}
 
 
@@ -124,7 +124,7 @@ def test_a_path_that_no_text_can_hold_plainly_is_redirected_and_released(node: N
     link.symlink_to(node.shared / path.relative_to(node.shared))
     key = node.prolog(7, node.shared / "alice/link").outcome.key
     assert node.shows_entry(path, key)
-    assert node.epilog(7).outcome.released == 1
+    assert node.epilog(7).outcome.unmounted == 1
     assert node.shows_source(path)
 
 

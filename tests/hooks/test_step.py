@@ -181,7 +181,7 @@ def test_a_step_is_redirected_for_the_node_where_the_admin_wants_that(node: Node
     path = node.put("alice/image.sqsh")
     assert ask(node, 7, path) == used(node, path)
     assert node.shows_entry(path, node.identity(path).key)
-    assert node.epilog(7).outcome.released == 1
+    assert node.epilog(7).outcome.unmounted == 1
     assert node.shows_source(path)
 
 

@@ -274,7 +274,7 @@ def test_the_epilog_with_a_broken_configuration_still_releases(
     node.prolog(7, path)
     node.write_config("deadline: soon")
     ran = node.epilog(7)
-    assert (ran.code, *ran.said, ran.outcome.released) == (0, "released", "", 1)
+    assert (ran.code, *ran.said, ran.outcome.unmounted) == (0, "released", "", 1)
     assert "reason=config" in capfd.readouterr().err
     assert node.binds() == {}
     assert node.lease(7) is None
@@ -287,7 +287,7 @@ def test_the_epilog_works_on_the_cache_the_job_used_not_on_the_configured_one(
     node.prolog(7, path)
     node.configure(cache="/mnt/nvme/elsewhere")
     ran = node.epilog(7)
-    assert (ran.code, *ran.said, ran.outcome.released) == (0, "released", "", 1)
+    assert (ran.code, *ran.said, ran.outcome.unmounted) == (0, "released", "", 1)
     assert node.shows_source(path)
 
 
@@ -297,7 +297,7 @@ def test_the_epilog_run_twice_does_no_harm(node: Node) -> None:
     node.prolog(8, path)
     node.epilog(7)
     ran = node.epilog(7)
-    assert (ran.code, *ran.said, ran.outcome.released) == (0, "released", "", 0)
+    assert (ran.code, *ran.said, ran.outcome.unmounted) == (0, "released", "", 0)
     assert node.lease(8) is not None
     assert set(node.binds()) == {str(path)}
 

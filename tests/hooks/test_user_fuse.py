@@ -83,7 +83,7 @@ def test_one_that_is_for_all_and_then_hangs_and_dies_holds_up_nobody(
     assert read_as(ALICE, own.image) == content(5)
     own.server.send_signal(signal.SIGSTOP)
     # The redirect lies on a file system that does not answer.
-    assert node.epilog(1).outcome.released == 1
+    assert node.epilog(1).outcome.unmounted == 1
     assert node.binds() == {}
     node.configure(on_error="drain", deadline="1s")
     ran = node.prolog(2, own.image)

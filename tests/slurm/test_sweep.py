@@ -108,7 +108,7 @@ def test_lease_after_killed_slurmd_is_released_once_slurm_ends_the_job(
         assert sweep(site) == (0, [job], "")
         assert (leased(site), site.redirected()) == ([], [])
     (outcome,) = site.outcomes(job, hook="sweep")
-    assert (outcome.released, outcome.detail) == (1, "the job is CANCELLED")
+    assert (outcome.unmounted, outcome.detail) == (1, "the job is CANCELLED")
     assert "the job is CANCELLED" in site.command("explain", str(job))
 
 

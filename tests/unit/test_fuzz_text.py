@@ -19,7 +19,7 @@ from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.part import Owner
 from forestage.errors import ConfigError, Declined, JobError
-from forestage.events import Outcome
+from forestage.events import Handled
 from forestage.hooks import image as request
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job, read_hints
 from forestage.stage import pipeline
@@ -66,7 +66,7 @@ def test_any_text_of_a_user_is_one_line_and_one_event(
             assert path.startswith("/")
             assert not request.has_control(path)
             assert len(os.fsencode(path)) < image.PATH_MAX
-            outcomes.append(Outcome("hit", asked=asked.path, image=path))
+            outcomes.append(Handled("hit", request=asked.path, image=path))
     line = events.summary(job, outcomes, 1.0)
     assert line.isprintable()
     # Nobody forges a field: there are as many results as there are requests.

@@ -11,7 +11,7 @@ import msgspec
 from forestage.admin.inventory import Holder, holder
 from forestage.cache.lease import Lease, Leases
 from forestage.errors import Failed, NotFound
-from forestage.events import Event, Hook, Outcome, read
+from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, read
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
@@ -79,7 +79,7 @@ def history(
     copies: list[Event] = []
     images: dict[str, str] = {}
     for event in events:
-        if event.outcome.key and event.outcome.image:
+        if not isinstance(event.outcome, Released) and event.outcome.key:
             images[event.outcome.key] = event.outcome.image
         if event.job == job:
             own.append(event)
@@ -118,15 +118,19 @@ def _awaited(missed: list[Event], copies: list[Event]) -> list[Event]:
 def _missed(copy: Event, deadline: Event) -> bool:
     """Pure: whether the copy of this image was under way when a hook gave up."""
     # What was asked for may be a link to it.
-    image = deadline.outcome.image or deadline.outcome.asked
-    return copy.outcome.image == image and copy.time - copy.total <= deadline.time <= copy.time
+    waited, copied = deadline.outcome, copy.outcome
+    if not (isinstance(waited, Handled) and isinstance(copied, Copied)):
+        return False
+    alike = copied.image == (waited.image or waited.request)
+    return alike and copy.time - copy.total <= deadline.time <= copy.time
 
 
 def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Run:
     first = events[0]
     late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
     more: tuple[str, ...] = ()
-    if first.hook == "stager" and first.outcome.result == "copied" and late is not None:
+    is_copy = isinstance(first.outcome, Copied) and first.outcome.result == "copied"
+    if is_copy and late is not None:
         more = (
             f"The job had stopped waiting {format_duration(late)} before; the next one has it.",
         )
@@ -150,14 +154,17 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
 def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
-    if outcome.result == "released":
-        return _released(outcome, images)
-    made_room = tuple(f"{text}, to make room" for text in _evicted(outcome, images))
-    if event.hook == "stager" and outcome.result == "copied":
-        return (_copied(outcome), *made_room)
-    if outcome.result == "started":
+    made_room: tuple[str, ...] = ()
+    if isinstance(outcome, Released):
+        if outcome.result == "released":
+            return _released(outcome, images)
+    elif isinstance(outcome, Copied):
+        made_room = tuple(f"{text}, to make room" for text in _evicted(outcome.evicted, images))
+        if outcome.result == "copied":
+            return (_copied(outcome), *made_room)
+    elif outcome.result == "started":
         return ("started: the copy went on while the job began", _redirect(outcome))
-    if outcome.result in STAGED:
+    elif outcome.result in STAGED:
         return (_staged(outcome), _redirect(outcome))
     meaning = REASONS.get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
@@ -165,7 +172,7 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     return (what, *detail, *made_room, _consequence(event))
 
 
-def _staged(outcome: Outcome) -> str:
+def _staged(outcome: Handled) -> str:
     took = format_duration(outcome.wait)
     if outcome.result == "hit":
         return f"hit: the cache had it ({took})"
@@ -175,18 +182,18 @@ def _staged(outcome: Outcome) -> str:
     return f"copied: waited {took}{size}"
 
 
-def _copied(outcome: Outcome) -> str:
+def _copied(outcome: Copied) -> str:
     fetched = outcome.bytes - outcome.resumed
     rate = format_rate(fetched, outcome.copying or outcome.wait)
     took = format_duration(outcome.wait)
     share = f", {format_size(outcome.from_peers)} of it from other nodes"
     peers = share if outcome.from_peers else ""
-    sent = f", {format_size(outcome.served)} of it sent to other nodes meanwhile"
-    served = sent if outcome.served else ""
-    return f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}{served}, and published"
+    sent = f", {format_size(outcome.uploaded)} of it sent to other nodes meanwhile"
+    uploaded = sent if outcome.uploaded else ""
+    return f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}{uploaded}, and published"
 
 
-def _redirect(outcome: Outcome) -> str:
+def _redirect(outcome: Handled) -> str:
     return {
         "mounted": "redirect mounted: the path showed the local copy",
         "kept": "redirect kept: the path showed the local copy already, for another job or step",
@@ -214,16 +221,18 @@ def _consequence(event: Event) -> str:
     return f"The {who} kept its original path."
 
 
-def _released(outcome: Outcome, images: dict[str, str]) -> tuple[str, ...]:
+def _released(outcome: Released, images: dict[str, str]) -> tuple[str, ...]:
     # The detail: why, if a sweep did it; of an Epilog, what it could not unmount.
     found = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
-    if outcome.released:
-        found.append(f"unmounted {count(outcome.released, 'redirect')} that no job needed any more")
-    return (*found, *_evicted(outcome, images))
+    if outcome.unmounted:
+        found.append(
+            f"unmounted {count(outcome.unmounted, 'redirect')} that no job needed any more"
+        )
+    return (*found, *_evicted(outcome.evicted, images))
 
 
-def _evicted(outcome: Outcome, images: dict[str, str]) -> Iterator[str]:
-    for key in outcome.evicted:
+def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
+    for key in keys:
         known = f": {images[key]}" if key in images else ""
         yield f"evicted {short(key)}{known}"
 
@@ -257,18 +266,20 @@ def _head(found: History) -> str:
 def _request(explained: Explained) -> list[Piece]:
     outcome = explained.outcome
     facts = []
-    if outcome.asked:
+    request = outcome.request if isinstance(outcome, Handled) else ""
+    if isinstance(outcome, Handled) and request:
         via = VIAS.get(outcome.via or "", outcome.via or "")
-        facts.append(("asked", f"{outcome.asked} ({via})" if via else outcome.asked))
-    if outcome.image and outcome.image != outcome.asked:
-        facts.append(("image", outcome.image))
-    if outcome.key:
-        size = f", {format_size(outcome.size)}" if outcome.size else ""
-        facts.append(("entry", f"{short(outcome.key)}{size}"))
+        facts.append(("request", f"{request} ({via})" if via else request))
+    if not isinstance(outcome, Released):
+        if outcome.image and outcome.image != request:
+            facts.append(("image", outcome.image))
+        if outcome.key:
+            size = f", {format_size(outcome.size)}" if outcome.size else ""
+            facts.append(("entry", f"{short(outcome.key)}{size}"))
     facts += [
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
-    if outcome.wait and outcome.result not in STAGED:
+    if not isinstance(outcome, Released) and outcome.wait and outcome.result not in STAGED:
         facts.append(("took", format_duration(outcome.wait)))
     return [Facts(tuple(facts), indent=2)]
 

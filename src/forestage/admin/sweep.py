@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import msgspec
 
+from forestage import events
 from forestage.admin import evict, inventory, verify
 from forestage.admin.inventory import Item
 from forestage.admin.verify import Progress, Verdict
@@ -35,7 +36,7 @@ from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import Part, boot_id
 from forestage.errors import Failed, ForestageError, SlurmError
-from forestage.events import Event, Outcome, append
+from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.slurm.queue import Slurm, why_over
 from forestage.stage import source
@@ -340,18 +341,20 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
     """One event for each lease, and one, of job 0, for what belonged to no job."""
     now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
 
-    def event(one: Released, outcome: Outcome) -> Event:
+    def event(one: Released, outcome: events.Released) -> Event:
         return Event(now, "sweep", one.job, outcome, one.user, node=one.node, total=total)
 
-    events = [
-        event(one, Outcome("released", released=one.redirects, detail=one.why))
+    found = [
+        event(one, events.Released("released", unmounted=one.redirects, detail=one.why))
         for one in done.released
     ]
     bad = tuple(one.key for one in done.verified if one.evicted)
     if done.redirects or done.evicted or bad:
-        rest = Outcome("released", released=len(done.redirects), evicted=(*done.evicted, *bad))
-        events.append(event(Released(0, "", "", ""), rest))
-    append(node.places.events, events)
+        rest = events.Released(
+            "released", unmounted=len(done.redirects), evicted=(*done.evicted, *bad)
+        )
+        found.append(event(Released(0, "", "", ""), rest))
+    events.append(node.places.events, found)
 
 
 def unproven_entries(node: Node) -> tuple[Item, ...]:

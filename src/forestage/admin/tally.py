@@ -8,7 +8,7 @@ from bisect import bisect_left
 
 import msgspec
 
-from forestage.events import Event, Outcome
+from forestage.events import Copied, Event, Handled
 from forestage.peers.stats import Uploaded
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -78,21 +78,21 @@ class Tally(msgspec.Struct):
     def add(self, event: Event) -> Start | None:
         """Counts one event; returns the start it reports, unless an earlier event reported it."""
         outcome, start = event.outcome, None
-        if event.hook == "stager":
+        if isinstance(outcome, Copied):
             self._copy(outcome)
-        elif event.hook in ("prolog", "step"):
-            start = self._request(event)
+        elif isinstance(outcome, Handled):
+            start = self._request(event, outcome)
         else:
             self.expected.pop(event.job, None)
             # Job 0 stands for what belonged to no job.
             self.swept += event.hook == "sweep" and event.job != 0
             if outcome.result == "failed":
                 _more(self.errors, outcome.reason)
-        if outcome.evicted:
+        if not isinstance(outcome, Handled) and outcome.evicted:
             _more(self.evicted, event.hook, len(outcome.evicted))
         return start
 
-    def _copy(self, outcome: Outcome) -> None:
+    def _copy(self, outcome: Copied) -> None:
         _more(self.copies, outcome.result)
         if outcome.result != "copied":
             return
@@ -103,15 +103,14 @@ class Tally(msgspec.Struct):
         if fetched > 0 and outcome.copying > 0:
             self.rates.add(fetched / outcome.copying)
 
-    def _request(self, event: Event) -> Start | None:
-        outcome = event.outcome
+    def _request(self, event: Event, outcome: Handled) -> Start | None:
         _more(self.requests.setdefault(event.hook, {}), outcome.result)
         if outcome.result == "declined":
             _more(self.declined, outcome.reason)
         if outcome.result == "failed":
             _more(self.errors, outcome.reason)
         self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
-        if self._repeats_prolog(event):
+        if self._repeats_prolog(event, outcome):
             return None
         _more(self.starts, outcome.result)
         is_local = outcome.redirect in ("mounted", "kept", "spank")
@@ -120,10 +119,10 @@ class Tally(msgspec.Struct):
         _more(self.spared, outcome.result, outcome.size)
         return Start(spared=outcome.size)
 
-    def _repeats_prolog(self, event: Event) -> bool:
+    def _repeats_prolog(self, event: Event, outcome: Handled) -> bool:
         """Whether the job's first step repeats what was counted for the job's Prolog."""
-        key, job = event.outcome.key, event.job
-        if event.outcome.result not in ("hit", "joined", "copied", "started"):
+        key, job = outcome.key, event.job
+        if outcome.result not in ("hit", "joined", "copied", "started"):
             return False
         if event.hook == "prolog":
             # A requeued job begins anew, and its Epilog may not have run.

@@ -17,7 +17,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import ConfigError, ForestageError
-from forestage.events import Event, Outcome
+from forestage.events import Copied, Event, Handled
 from forestage.paths import Places
 from forestage.units import printable
 
@@ -57,10 +57,10 @@ def by_events(log: Iterable[Event], job: int, images: Iterable[str]) -> tuple[Im
     own: dict[str, Event] = {}
     ended: dict[str, Event] = {}
     for event in log:
-        if event.hook == "stager":
+        if isinstance(event.outcome, Copied):
             ended[event.outcome.key] = event
-        elif event.job == job and event.hook in ("prolog", "step"):
-            own[event.outcome.asked] = event
+        elif isinstance(event.outcome, Handled) and event.job == job:
+            own[event.outcome.request] = event
     return tuple(_by_event(image, own.get(printable(image)), ended) for image in images)
 
 
@@ -69,16 +69,18 @@ def _by_event(image: str, event: Event | None, ended: Mapping[str, Event]) -> Im
         detail = "no Prolog of forestage ran for this job, or it saw no hint"
         return ImageResult(image, "failed", detail=detail)
     outcome = event.outcome
+    assert isinstance(outcome, Handled)
     if not (outcome.result == "started" or (outcome.reason == "deadline" and outcome.key)):
         return _by_outcome(image, outcome)
     copy = ended.get(outcome.key)
     # One that ended before the hook began to wait is an older copy of the same key.
     if copy is None or copy.time < event.time - event.total:
         return ImageResult(image, "copying", key=outcome.key)
+    assert isinstance(copy.outcome, Copied)
     return _by_outcome(image, copy.outcome)
 
 
-def _by_outcome(image: str, outcome: Outcome) -> ImageResult:
+def _by_outcome(image: str, outcome: Handled | Copied) -> ImageResult:
     # A hook's event has no other results than these, and "released" is not about an image.
     known: dict[str, Result] = {"hit": "hit", "joined": "joined", "copied": "copied"}
     known["declined"] = "declined"

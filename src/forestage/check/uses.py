@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from forestage import events
-from forestage.events import Event
+from forestage.events import Event, Handled
 from forestage.paths import Places
 from forestage.system.as_user import User
 
@@ -46,11 +46,12 @@ def tally(log: Iterable[Event]) -> Uses:
     last: Event | None = None
     for event in log:
         hooks[event.hook] = max(event.time, hooks.get(event.hook, 0.0))
-        image = event.outcome.image
-        if event.hook not in ("prolog", "step") or not image:
+        outcome = event.outcome
+        if not (isinstance(outcome, Handled) and outcome.image):
             continue
+        image = outcome.image
         times[image] = times.get(image, 0) + 1
-        sizes[image] = event.outcome.size or event.outcome.bytes or sizes.get(image, 0)
+        sizes[image] = outcome.size or sizes.get(image, 0)
         by_user.setdefault(event.uid, {})[image] = None
         if event.uid > 0 and (last is None or event.time >= last.time):
             last = event

@@ -6,9 +6,12 @@ here, since no hook needs it.
 """
 
 from forestage.events.log import (
+    Copied,
     Event,
+    Handled,
     Hook,
     Outcome,
+    Released,
     Result,
     append,
     decoded_lines,
@@ -20,9 +23,12 @@ from forestage.events.log import (
 )
 
 __all__ = [
+    "Copied",
     "Event",
+    "Handled",
     "Hook",
     "Outcome",
+    "Released",
     "Result",
     "append",
     "decoded_lines",

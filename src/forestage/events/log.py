@@ -24,33 +24,67 @@ MAX_LINE = 1024 * 1024  # bytes; an event is below 64 KiB, whatever its user wro
 MAX_SEEN = 4  # logs that `unread` remembers: at most two are there at once
 
 
-class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of one request. `reason` is one word; `detail` a sentence for people.
-
-    `started`: the job's steps will wait for the copy. Bytes are those copied by this hook; `wait`
-    is seconds spent on staging. Of a stager's own outcome `copying` seconds went into the bytes,
-    `resumed` of them were here before and `from_peers` came from other nodes, to which `served`
-    bytes went meanwhile. In the Epilog `evicted` are the evicted keys and `released` counts
-    redirects that were unmounted.
-    """
+class _Outcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
+    """What every outcome says: `reason` is one word of events.reasons, `detail` is for people."""
 
     result: Result
-    asked: str = ""
+    reason: str = ""
+    detail: str = ""
+
+
+class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
+    """What one request of a job came to, in its Prolog or at a step's start.
+
+    `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
+    spent on staging. `started`: the job's steps will wait for the copy.
+    """
+
+    request: str = ""
     via: Via | None = None
     image: str = ""
     key: str = ""
-    reason: str = ""
-    detail: str = ""
+    size: int = 0
     redirect: str = ""
-    bytes: int = 0
+    wait: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were copied for this request."""
+        return self.size if self.result == "copied" else 0
+
+
+class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
+    """How one stager's copy ended.
+
+    Seconds: `wait` from its start to its end, of which `copying` went into the bytes. Bytes:
+    `resumed` were here before, `from_peers` came from other nodes, `uploaded` went to others
+    meanwhile. `evicted` are the keys that made room.
+    """
+
+    image: str = ""
+    key: str = ""
     size: int = 0
     wait: float = 0.0
     copying: float = 0.0
     resumed: int = 0
     from_peers: int = 0
-    served: int = 0
+    uploaded: int = 0
     evicted: tuple[str, ...] = ()
-    released: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the image that are here now, those included that were here before."""
+        return self.size if self.result == "copied" else 0
+
+
+class Released(_Outcome, frozen=True, omit_defaults=True, tag="released"):
+    """What an Epilog or a sweep let go: `unmounted` counts redirects, `evicted` are keys."""
+
+    unmounted: int = 0
+    evicted: tuple[str, ...] = ()
+
+
+Outcome = Handled | Copied | Released
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,23 +107,38 @@ def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
     """Returns the log line of a hook run, after its name and job, in logfmt. Pure."""
     parts = [f"user={job.user.name}"]
     for outcome in outcomes:
-        facts = {
-            "image": outcome.image or outcome.asked,
-            "key": outcome.key,
-            "result": outcome.result,
-            "reason": outcome.reason,
-            "redirect": outcome.redirect,
-            "bytes": outcome.bytes,
-            "from_peers": outcome.from_peers,
-            "served": outcome.served,
-            "wait": f"{outcome.wait:.3f}s" if outcome.wait else "",
-            "released": outcome.released,
-            "evicted": ",".join(outcome.evicted),
-            "detail": outcome.detail,
-        }
+        facts = _facts(outcome)
         parts += [f"{name}={field(value)}" for name, value in facts.items() if value]
     parts += [f"problem={field(problem)}" for problem in job.hints.problems]
     return " ".join([*parts, f"total={total:.3f}s"])
+
+
+def _facts(outcome: Outcome) -> dict[str, object]:
+    """The fields of an outcome's part of the log line, in their order."""
+    ended = {"result": outcome.result, "reason": outcome.reason}
+    if isinstance(outcome, Released):
+        evicted = ",".join(outcome.evicted)
+        return ended | {
+            "unmounted": outcome.unmounted,
+            "evicted": evicted,
+            "detail": outcome.detail,
+        }
+    wait = f"{outcome.wait:.3f}s" if outcome.wait else ""
+    if isinstance(outcome, Handled):
+        image = {"image": outcome.image or outcome.request, "key": outcome.key}
+        rest = {"redirect": outcome.redirect, "bytes": outcome.bytes, "wait": wait}
+        return image | ended | rest | {"detail": outcome.detail}
+    return {
+        "image": outcome.image,
+        "key": outcome.key,
+        **ended,
+        "bytes": outcome.bytes,
+        "from_peers": outcome.from_peers,
+        "uploaded": outcome.uploaded,
+        "wait": wait,
+        "evicted": ",".join(outcome.evicted),
+        "detail": outcome.detail,
+    }
 
 
 def field(value: object) -> str:

@@ -17,7 +17,7 @@ from forestage import log
 
 TYPE_CHECKING = False  # the real one costs the import of typing, 9 ms; checkers know it by name
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Literal, NoReturn
 
     from forestage.cache.node import Node
@@ -103,14 +103,14 @@ class Hook:
         failed = any(outcome.result == "failed" for outcome in outcomes)
         return DRAIN if failed and self.drains else 0
 
-    def _prolog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
+    def _prolog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
         from forestage.hooks import prolog
         from forestage.slurm import timeouts
 
         if not (job.requests or job.hints.off):
             return prolog.bad_hint(job)
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
-        outcomes: list[Outcome] = []
+        outcomes: Sequence[Outcome] = ()
         nodes, refusal = self._nodes(job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
         limit = prolog.waiting(nodes[0], job, limits)
@@ -118,7 +118,7 @@ class Hook:
             outcomes = prolog.prolog(node, job, limit, refusal)
         return outcomes
 
-    def _step(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
+    def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
         from forestage.hooks import step
         from forestage.system import child
 
@@ -134,7 +134,7 @@ class Hook:
         self.answer(*done.answer)
         return done.outcomes
 
-    def _epilog(self, job: Job, places: Places, clock: Clock) -> list[Outcome]:
+    def _epilog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
         from forestage.errors import ConfigError
         from forestage.hooks import epilog
         from forestage.slurm import timeouts
@@ -186,7 +186,7 @@ class Hook:
         off = off or ("" if config.enabled else "`enabled: false`")
         return [Node.of(config, places, clock)], Declined("disabled", off) if off else None
 
-    def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
+    def _report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
         from forestage import events
 
         total = time.monotonic() - self.start

@@ -16,7 +16,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Failed
-from forestage.events import Outcome
+from forestage.events import Released
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
@@ -27,7 +27,7 @@ from forestage.units import printable
 
 def epilog(
     config: Config | None, places: Places, clock: Clock, job: Job, limits: Limits
-) -> list[Outcome]:
+) -> list[Released]:
     """Releases what the job held here; may be run again. Returns one outcome, also for a failure.
 
     Works on the cache that the lease names: the configuration may have changed since, or be broken
@@ -50,7 +50,7 @@ def epilog(
         if config is not None:
             node = Node.of(config, places, clock)
             cache = cache or node.cache
-        done = Outcome(result="released")
+        done = Released(result="released")
         if cache:
             done = _release(cache, leases, lease, places, clock, job, patience)
         if cache and lease and config and config.on_deadline == "abort":
@@ -69,8 +69,8 @@ def epilog(
     return [msgspec.structs.replace(done, evicted=evicted)]
 
 
-def _failed(failed: Failed) -> Outcome:
-    return Outcome(result="failed", reason=failed.reason, detail=str(failed))
+def _failed(failed: Failed) -> Released:
+    return Released(result="failed", reason=failed.reason, detail=str(failed))
 
 
 def _release(
@@ -81,7 +81,7 @@ def _release(
     clock: Clock,
     job: Job,
     patience: float,
-) -> Outcome:
+) -> Released:
     with lock.held_if_writable(cache.space_lock, patience):
         if lease is not None:
             with contextlib.suppress(OSError):  # only a note for evict
@@ -91,8 +91,8 @@ def _release(
         except redirect.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(str(stays))
-            return Outcome("released", released=stays.off, reason=stays.reason, detail=detail)
-    return Outcome("released", released=count)
+            return Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
+    return Released("released", unmounted=count)
 
 
 def let_go(

@@ -18,7 +18,7 @@ from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Outcome
+from forestage.events import Handled
 from forestage.slurm.job import Job, Request
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
@@ -48,7 +48,7 @@ class Wait(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """What a request came to, and its image where one was found."""
 
-    outcome: Outcome
+    outcome: Handled
     image: Image | None = None
 
 
@@ -99,13 +99,13 @@ def _handle(
     raise Declined("changed", f"{SOURCE_TRIES} times, {changed}")
 
 
-def of_error(request: Request, error: Exception, found: Image | None = None) -> Outcome:
+def of_error(request: Request, error: Exception, found: Image | None = None) -> Handled:
     """Pure: the outcome of a request that was not served."""
     if not isinstance(error, Declined):
         error = Failed("io", str(error))
-    outcome = Outcome(
+    outcome = Handled(
         result="failed" if isinstance(error, Failed) else "declined",
-        asked=printable(request.path),
+        request=printable(request.path),
         via=request.via,
         reason=error.reason,
         detail=printable(str(error)),
@@ -145,13 +145,11 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
 def _answer(
     request: Request, opened: OpenImage, result: Literal["started"] | wait.Came, shown: str
 ) -> Answer:
-    outcome = Outcome(result, printable(request.path), request.via, redirect=shown)
-    if result == "copied":
-        outcome = msgspec.structs.replace(outcome, bytes=opened.image.size)
+    outcome = Handled(result, request=printable(request.path), via=request.via, redirect=shown)
     return Answer(_about(outcome, opened.image), opened.image)
 
 
-def _about(outcome: Outcome, found: Image) -> Outcome:
+def _about(outcome: Handled, found: Image) -> Handled:
     return msgspec.structs.replace(outcome, image=found.path, key=found.key, size=found.size)
 
 

@@ -4,7 +4,7 @@ from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
-from forestage.events import Outcome
+from forestage.events import Handled
 from forestage.hooks import image
 from forestage.hooks.image import Wait
 from forestage.slurm import timeouts
@@ -14,15 +14,15 @@ from forestage.system import lock
 from forestage.units import printable
 
 
-def bad_hint(job: Job) -> list[Outcome]:
+def bad_hint(job: Job) -> list[Handled]:
     """Pure: the outcome of a job that names no image, but has hints with problems."""
     if not job.hints.problems:
         return []
     detail = printable("; ".join(job.hints.problems))
-    return [Outcome(result="declined", reason="bad-hint", detail=detail)]
+    return [Handled(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Outcome]:
+def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Handled]:
     """Stages all that the job asks for. Never raises for a request: each gets its outcome.
 
     `refusal` is why nothing may be staged on this node now.
@@ -49,7 +49,7 @@ def waiting(node: Node, job: Job, limits: Limits) -> Wait:
     return Wait(end, copy, "hand-over" if config.redirect == "spank" else "release")
 
 
-def _note_off(node: Node, job: Job, end: Deadline) -> Outcome:
+def _note_off(node: Node, job: Job, end: Deadline) -> Handled:
     """Notes stage=off in the lease for the job's steps, which see no comment."""
     try:
         with lock.held_if_writable(node.cache.space_lock, end.left()):
@@ -60,4 +60,4 @@ def _note_off(node: Node, job: Job, end: Deadline) -> Outcome:
             node.leases.put(lease.switched_off())
     except (ForestageError, OSError) as error:
         return image.of_error(Request("", "hint"), error)
-    return Outcome(result="declined", via="hint", reason="off", detail="stage=off")
+    return Handled(result="declined", via="hint", reason="off", detail="stage=off")

@@ -13,7 +13,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed
-from forestage.events import Outcome
+from forestage.events import Handled
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm import timeouts
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 class Done(msgspec.Struct, frozen=True):
     """The outcomes for log and events, and the fields of the answer's line."""
 
-    outcomes: list[Outcome]
+    outcomes: list[Handled]
     answer: tuple[str, ...]
 
 
@@ -95,9 +95,9 @@ class Watch:
             self.say(eta.progress())
 
 
-def message(outcome: Outcome, wanted: UserMessages) -> str:
+def message(outcome: Handled, wanted: UserMessages) -> str:
     """Pure: the line that the user reads in the end; "" for none."""
-    name = outcome.image or outcome.asked
+    name = outcome.image or outcome.request
     if wanted == "none":
         return ""
     if outcome.result in ("declined", "failed"):

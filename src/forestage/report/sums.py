@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from forestage.admin.tally import Tally
-from forestage.events import Event, Outcome
+from forestage.events import Copied, Event, Handled, Released
 from forestage.events.reasons import REASONS
 from forestage.units import MAX_DURATION, MAX_SIZE
 
@@ -180,13 +180,14 @@ class Sums:
         self.first = min(self.first, event.time)
         self.last = max(self.last, event.time)
         slot = self.slots.setdefault(int(event.time // QUARTER), Slot())
-        if event.hook == "stager":
-            self._add_copy(event.outcome, event.total, slot)
-        elif event.hook in ("prolog", "step"):
-            self._add_wait(event.outcome, slot)
+        outcome = event.outcome
+        if isinstance(outcome, Copied):
+            self._add_copy(outcome, event.total, slot)
+        elif isinstance(outcome, Handled):
+            self._add_wait(outcome, slot)
             if start:
-                self._add_start(event.outcome, start.spared, slot)
-        evicted = len(event.outcome.evicted)
+                self._add_start(outcome, start.spared, slot)
+        evicted = 0 if isinstance(outcome, Handled) else len(outcome.evicted)
         if evicted:
             slot.evicted += evicted
             self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
@@ -196,7 +197,7 @@ class Sums:
             path = OTHER_IMAGES
         return self.images.setdefault(path, ImageSums())
 
-    def _add_copy(self, outcome: Outcome, duration: float, slot: Slot) -> None:
+    def _add_copy(self, outcome: Copied, duration: float, slot: Slot) -> None:
         if outcome.result != "copied":
             return
         slot.read += max(0, outcome.bytes - outcome.from_peers)
@@ -213,7 +214,7 @@ class Sums:
             for rates in (image.rates, alike.rates, self.rates):
                 rates.add(outcome.bytes / outcome.copying)
 
-    def _add_wait(self, outcome: Outcome, slot: Slot) -> None:
+    def _add_wait(self, outcome: Handled, slot: Slot) -> None:
         slot.waited += outcome.wait
         if outcome.image:
             self._image(outcome.image).waited += outcome.wait
@@ -222,7 +223,7 @@ class Sums:
         elif outcome.result in ("joined", "copied") or outcome.reason == "deadline":
             self.cold.add(outcome.wait)
 
-    def _add_start(self, outcome: Outcome, kept_off: int, slot: Slot) -> None:
+    def _add_start(self, outcome: Handled, kept_off: int, slot: Slot) -> None:
         kind = _kind(outcome)
         setattr(slot, kind, getattr(slot, kind) + 1)
         if outcome.reason:
@@ -240,7 +241,7 @@ class Sums:
             image.size = outcome.size or image.size
 
 
-def _kind(outcome: Outcome) -> Kind:
+def _kind(outcome: Handled) -> Kind:
     if outcome.result == "hit":
         return "hit"
     if outcome.result == "joined":
@@ -255,11 +256,15 @@ def _kind(outcome: Outcome) -> Kind:
 def _is_possible(event: Event) -> bool:
     """Whether the event's figures can be true: a damaged line may still be valid JSON."""
     outcome = event.outcome
-    sizes = (outcome.bytes, outcome.size, outcome.resumed, outcome.from_peers)
-    times = (outcome.wait, outcome.copying, event.total)
-    is_copy = event.hook == "stager" and outcome.result == "copied"
-    return (
-        all(0 <= size <= MAX_SIZE for size in sizes)
-        and all(0 <= time <= MAX_DURATION for time in times)
-        and (not is_copy or max(outcome.resumed, outcome.from_peers) <= outcome.bytes)
-    )
+    sizes, times = [0], [event.total]
+    if not isinstance(outcome, Released):
+        sizes.append(outcome.size)
+        times.append(outcome.wait)
+    if isinstance(outcome, Copied):
+        parts = [outcome.resumed, outcome.from_peers]
+        if outcome.result == "copied" and max(parts) > outcome.size:
+            return False
+        sizes += parts
+        times.append(outcome.copying)
+    possible = all(0 <= size <= MAX_SIZE for size in sizes)
+    return possible and all(0 <= time <= MAX_DURATION for time in times)

@@ -69,7 +69,7 @@ class Figures:
         self.copying = 0.0
         self.resumed = 0
         self.from_peers = 0
-        self.served = 0
+        self.uploaded = 0
 
 
 def run(task: Task, stop: threading.Event, figures: Figures) -> None:
@@ -88,7 +88,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     uploaded = _uploaded(task)
     with _progress_logged(task, owner):
         figures.from_peers = _fetch(task, opened, stop)
-    figures.served = max(0, _uploaded(task) - uploaded)
+    figures.uploaded = max(0, _uploaded(task) - uploaded)
     figures.copying = task.node.clock.monotonic() - owner.began
     trace.point("copied")
     must_be_unchanged(task)

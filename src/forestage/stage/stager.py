@@ -21,7 +21,7 @@ import msgspec
 from forestage import events, log
 from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed
-from forestage.events import Outcome
+from forestage.events import Copied
 from forestage.stage import pipeline
 from forestage.stage.pipeline import Figures, Task
 from forestage.system import child, lock
@@ -141,19 +141,18 @@ def _copy(task: Task, stop: threading.Event) -> Message:
 def _report(task: Task, figures: Figures, error: Declined | None, took: float) -> None:
     """Writes the copy's own event and line: the hook that asked may be long gone."""
     node, job = task.node, task.job
-    outcome = Outcome(
+    outcome = Copied(
         result="copied" if error is None else "failed" if isinstance(error, Failed) else "declined",
         image=task.image.path,
         key=task.key,
         reason=error.reason if error else "",
         detail=printable(str(error)) if error else "",
-        bytes=0 if error else task.image.size,
         size=task.image.size,
         wait=round(took, 4),
         copying=round(figures.copying, 4),
         resumed=figures.resumed,
         from_peers=figures.from_peers,
-        served=figures.served,
+        uploaded=figures.uploaded,
         evicted=tuple(figures.evicted),
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)

@@ -14,7 +14,7 @@ from forestage.admin.inventory import Holder, Leased
 from forestage.cache import image
 from forestage.cache.lease import Lease, Use
 from forestage.errors import NotFound
-from forestage.events import Event, Hook, Outcome, Result
+from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result
 from forestage.events.reasons import REASONS
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, write
@@ -30,8 +30,8 @@ def event(outcome: Outcome, **changes: Any) -> Event:
 
 
 def hit(**changes: Any) -> Outcome:
-    facts: dict[str, Any] = {"asked": "/a.sqsh", "via": "option", "image": "/a.sqsh", "key": KEY}
-    return Outcome(**{"result": "hit", **facts, "redirect": "mounted", "wait": 0.01, **changes})
+    facts: dict[str, Any] = {"request": "/a.sqsh", "via": "option", "image": "/a.sqsh", "key": KEY}
+    return Handled(**{"result": "hit", **facts, "redirect": "mounted", "wait": 0.01, **changes})
 
 
 def printed(*events: Event, lease: Lease | None = None) -> str:
@@ -53,7 +53,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
 @pytest.mark.parametrize("result", get_args(Result))
 @pytest.mark.parametrize("hook", get_args(Hook))
 def test_every_result_is_explained(result: Result, hook: str) -> None:
-    outcome = Outcome(result, asked="/a", image="/a", key=KEY, reason="io", redirect="none")
+    outcome = Handled(result, request="/a", image="/a", key=KEY, reason="io", redirect="none")
     text = " ".join(sentences(event(outcome, hook=hook), {}))
     assert result in text or result == "released"
 
@@ -70,19 +70,19 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
             hit(result="started", redirect="spank"),
             "started: the copy went on while the job began.*each step gets the local copy",
         ),
-        (Outcome("joined", wait=3.0), "another copy of it was under way; waited 3s"),
-        (Outcome("copied", bytes=300 << 20, wait=1.2), "copied: waited 1.2s until its 300 MiB"),
+        (Handled("joined", wait=3.0), "another copy of it was under way; waited 3s"),
+        (Handled("copied", wait=1.2), "copied: waited 1.2s until its 300 MiB"),
         (
-            Outcome("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
+            Handled("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
             r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy goes on, unless",
         ),
         (
-            Outcome("declined", reason="no-permission", detail="/a is not readable"),
+            Handled("declined", reason="no-permission", detail="/a is not readable"),
             r"declined \(no-permission\): The job's user.* /a is not readable .*original path",
         ),
-        (Outcome("failed", reason="cache-not-mounted"), "on_error: drain"),
-        (Outcome("declined", reason="bad-hint", detail="unknown hint"), "as if the hint were not"),
-        (Outcome("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
+        (Handled("failed", reason="cache-not-mounted"), "on_error: drain"),
+        (Handled("declined", reason="bad-hint", detail="unknown hint"), "as if the hint were not"),
+        (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
 )
 def test_outcome_is_explained(outcome: Outcome, expected: str) -> None:
@@ -95,13 +95,13 @@ G = 1 << 30
 def copied(end: float, wait: float, **changes: Any) -> Event:
     """The stager's event of a copy that ended at `end`."""
     facts = {"image": "/a.sqsh", "key": KEY, "bytes": 23 * G, "size": 23 * G, "wait": wait}
-    outcome = Outcome(**{"result": "copied", **facts, **changes.pop("outcome", {})})
+    outcome = Handled(**{"result": "copied", **facts, **changes.pop("outcome", {})})
     return event(outcome, time=end, hook="stager", total=wait, **changes)
 
 
 def gave_up(end: float, asked: str = "/a.sqsh", image: str = "", **changes: Any) -> Event:
     detail = "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more"
-    outcome = Outcome("declined", asked, "option", image, reason="deadline", detail=detail, wait=15)
+    outcome = Handled("declined", asked, "option", image, reason="deadline", detail=detail, wait=15)
     return event(outcome, time=end, total=15.1, **changes)
 
 
@@ -125,7 +125,7 @@ def test_copy_served_to_peers_is_explained() -> None:
 
 
 def test_failed_copy_is_explained_with_its_evictions() -> None:
-    outcome = Outcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
+    outcome = Copied("declined", image="/a", reason="changed", evicted=("f" * 32,))
     text = " ".join(sentences(event(outcome, hook="stager"), {}))
     assert re.search("changed.*evicted ffffffffffff, to make room.*Nothing was published", text)
     assert "the job kept" not in text.lower().replace("a job that waited for it kept", "")
@@ -158,7 +158,7 @@ def test_late_copy_of_another_job_is_shown() -> None:
         copied(NOW + 100, 5.0, job=5),  # begun later
         copied(NOW, 39.9, job=6, outcome={"image": "/b.sqsh"}),
     ]
-    by_link = gave_up(NOW - 25, asked="/link", image="/a.sqsh")
+    by_link = gave_up(NOW - 25, request="/link", image="/a.sqsh")
     assert len(history(7, [by_link, *others], None).runs) == 2
     found = history(7, [gave_up(NOW - 25), *others], None)
     assert [(run.hook, run.job) for run in found.runs] == [("prolog", 7), ("stager", 3)]
@@ -169,12 +169,12 @@ def test_late_copy_of_another_job_is_shown() -> None:
 
 
 def test_each_step_has_its_number() -> None:
-    late = Outcome("declined", "/b.sqsh", "option", reason="deadline", detail="1 GiB of 23 GiB")
+    late = Handled("declined", "/b.sqsh", "option", reason="deadline", detail="1 GiB of 23 GiB")
     text = printed(
         event(hit(result="started", redirect="spank"), time=NOW - 60, total=0.2),
         event(hit(redirect="spank"), time=NOW - 30, hook="step", step=0, total=0.1),
         event(late, time=NOW - 29.9, hook="step", step=1, total=0.1),
-        event(Outcome("failed", reason="io"), time=NOW, hook="step", step=0xFFFFFFFB, total=0.1),
+        event(Handled("failed", reason="io"), time=NOW, hook="step", step=0xFFFFFFFB, total=0.1),
     )
     assert re.search(
         r"Prolog, 0.2s.*started.*Step 0, 0.1s.*hit: .*Step 1, 0.1s.*declined \(deadline\).*"
@@ -194,7 +194,7 @@ def test_missing_lease_is_noticed_after_step_or_started_copy(hook: Hook, result:
 def test_second_image_in_time_is_not_late() -> None:
     text = printed(
         copied(NOW - 30, 5.0, outcome={"image": "/b.sqsh"}),
-        event(hit(result="copied", asked="/b.sqsh"), time=NOW - 25, total=15.1),
+        event(hit(result="copied", request="/b.sqsh"), time=NOW - 25, total=15.1),
         gave_up(NOW - 25),
         copied(NOW, 39.9),
     )
@@ -204,8 +204,8 @@ def test_second_image_in_time_is_not_late() -> None:
 def test_requeued_job_has_each_run() -> None:
     events = [
         event(hit(), time=NOW - 90, total=0.1),
-        event(hit(asked="/b.sqsh"), time=NOW - 89.999, total=0.1),
-        event(Outcome("released", released=1), time=NOW - 60, hook="epilog", total=0.2),
+        event(hit(request="/b.sqsh"), time=NOW - 89.999, total=0.1),
+        event(Released("released", unmounted=1), time=NOW - 60, hook="epilog", total=0.2),
         event(hit(), time=NOW - 30, total=0.3),
         event(hit(), time=NOW - 30, total=0.4, job=8),
     ]
@@ -220,7 +220,7 @@ def test_requeued_job_has_each_run() -> None:
 def test_evicted_keys_have_their_path_if_known() -> None:
     text = printed(
         event(hit(image="/old.sqsh"), job=3),
-        event(Outcome("released", released=2, evicted=(KEY, "f" * 32)), hook="epilog"),
+        event(Released("released", unmounted=2, evicted=(KEY, "f" * 32)), hook="epilog"),
     )
     assert "unmounted 2 redirects" in text
     assert "evicted 0123456789ab: /old.sqsh\n" in text
@@ -230,7 +230,7 @@ def test_evicted_keys_have_their_path_if_known() -> None:
 def test_hint_problems_are_printed_once_per_run() -> None:
     wrong = ("unknown hint stage-wat=",)
     events = [event(hit(), problems=wrong) for _ in range(3)]
-    events.append(event(Outcome("released"), hook="epilog", problems=wrong))
+    events.append(event(Handled("released"), hook="epilog", problems=wrong))
     assert printed(*events).count("unknown hint") == 1
 
 
@@ -246,9 +246,9 @@ def test_running_job_shows_its_lease() -> None:
 
 def test_lease_lost_without_epilog_is_noticed() -> None:
     assert "no Epilog is recorded" in printed(event(hit()))
-    declined = Outcome("declined", asked="/a", reason="missing")
+    declined = Handled("declined", request="/a", reason="missing")
     assert "no Epilog is recorded" not in printed(event(declined))
-    released = event(Outcome("released"), time=NOW + 9, hook="epilog", total=1)
+    released = event(Handled("released"), time=NOW + 9, hook="epilog", total=1)
     assert "no Epilog is recorded" not in printed(event(hit()), released)
 
 

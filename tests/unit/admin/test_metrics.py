@@ -22,7 +22,7 @@ from forestage.admin.tally import Tally
 from forestage.cache.layout import Cache
 from forestage.cli.exits import Exit
 from forestage.clock import Clock
-from forestage.events import Event, Outcome, append, log
+from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system import atomic, lock
@@ -34,7 +34,7 @@ TEXTFILE = "var/lib/prometheus/node-exporter/forestage.prom"
 
 
 def hit(job: int, **changes: object) -> Event:
-    outcome = msgspec.structs.replace(Outcome("hit", redirect="mounted", size=1), **changes)
+    outcome = msgspec.structs.replace(Handled("hit", redirect="mounted", size=1), **changes)
     return Event(time=float(job), hook="prolog", job=job, outcome=outcome)
 
 
@@ -252,13 +252,13 @@ def test_every_count_has_its_series() -> None:
     tally = Tally()
     for job, outcome in enumerate(
         (
-            Outcome("hit", redirect="mounted", size=100, wait=0.02),
-            Outcome("joined", redirect="mounted", size=30, wait=4.0),
-            Outcome("declined", reason="deadline", wait=15.0),
+            Handled("hit", redirect="mounted", size=100, wait=0.02),
+            Handled("joined", redirect="mounted", size=30, wait=4.0),
+            Handled("declined", reason="deadline", wait=15.0),
         )
     ):
         tally.add(Event(1.0, "prolog", job, outcome))
-    copied = Outcome("copied", bytes=1000, size=1000, from_peers=400, copying=1e-6)
+    copied = Copied("copied", size=1000, from_peers=400, copying=1e-6)
     tally.add(Event(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
     found = samples(metrics.text(Facts(tally, "1", off=True)))
     expected = {

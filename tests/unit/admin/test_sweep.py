@@ -629,7 +629,7 @@ def test_strays_and_evictions_are_an_event_of_job_0(site: Site, bound: list[Bind
     bound.append(bind("/lustre/stray"))
     swept(site)
     (event,) = events.read(site.places.events)
-    assert (event.job, event.outcome.released, event.outcome.evicted) == (0, 1, (key,))
+    assert (event.job, event.outcome.unmounted, event.outcome.evicted) == (0, 1, (key,))
 
 
 # --- the command

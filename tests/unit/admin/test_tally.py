@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forestage.admin import tally as module
 from forestage.admin.tally import RATES, WAITS, Histogram, Tally
-from forestage.events import Event, Hook, Outcome, Result
+from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result
 from forestage.peers.stats import Uploaded
 
 GIB = 1 << 30
@@ -22,7 +22,7 @@ def event(hook: Hook, outcome: Outcome, job: int = 7) -> Event:
 
 
 def served(result: Result, key: str = "a", redirect: str = "mounted", size: int = 10) -> Outcome:
-    return Outcome(result, key=key, redirect=redirect, size=size, wait=0.05)
+    return Handled(result, key=key, redirect=redirect, size=size, wait=0.05)
 
 
 def counted(*events: Event) -> Tally:
@@ -32,7 +32,7 @@ def counted(*events: Event) -> Tally:
     return tally
 
 
-RELEASED = Outcome("released")
+RELEASED = Handled("released")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Spared:
         ),
         Spared(
             "declined is read as ever",
-            (("prolog", Outcome("declined", key="a", reason="deadline", size=10)),),
+            (("prolog", Handled("declined", key="a", reason="deadline", size=10)),),
             0,
         ),
     ],
@@ -118,9 +118,7 @@ def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
-    outcome = Outcome(
-        "copied", bytes=3 * GIB, size=3 * GIB, from_peers=GIB, resumed=GIB, copying=4.0
-    )
+    outcome = Copied("copied", size=3 * GIB, from_peers=GIB, resumed=GIB, copying=4.0)
     tally = counted(event("stager", outcome))
     assert tally.copied == {"source": 2 * GIB, "peers": GIB}
     assert tally.copies == {"copied": 1}
@@ -129,20 +127,20 @@ def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
 
 
 def test_failed_copy_has_no_bytes_and_no_rate() -> None:
-    tally = counted(event("stager", Outcome("failed", reason="io", size=9, copying=1.0)))
+    tally = counted(event("stager", Copied("failed", reason="io", size=9, copying=1.0)))
     assert (tally.copies, tally.copied, sum(tally.rates.counts)) == ({"failed": 1}, {}, 0)
     assert tally.errors == {}, "the hook that waits for it tells of it"
 
 
 def test_reasons_and_evictors_are_counted() -> None:
     tally = counted(
-        event("prolog", Outcome("declined", reason="deadline", wait=15.0)),
-        event("step", Outcome("failed", reason="io")),
-        event("epilog", Outcome("failed", reason="busy")),
-        event("epilog", Outcome("released", evicted=("a", "b"))),
-        event("stager", Outcome("copied", evicted=("c",))),
+        event("prolog", Handled("declined", reason="deadline", wait=15.0)),
+        event("step", Handled("failed", reason="io")),
+        event("epilog", Released("failed", reason="busy")),
+        event("epilog", Released("released", evicted=("a", "b"))),
+        event("stager", Copied("copied", evicted=("c",))),
         event("sweep", RELEASED, job=9),
-        event("sweep", Outcome("released", evicted=("d",)), job=0),
+        event("sweep", Released("released", evicted=("d",)), job=0),
     )
     assert tally.declined == {"deadline": 1}
     assert tally.errors == {"io": 1, "busy": 1}

@@ -255,7 +255,14 @@ def test_closed_terminal_cancels_as_interrupt(
 
 
 def event(hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **facts: str) -> Event:
-    outcome = msgspec.convert({"asked": IMAGE, "image": IMAGE, "key": "k", **facts}, Outcome)
+    request = facts.pop("request", IMAGE)
+    facts = {"image": IMAGE, "key": "k", **facts}
+    outcome: Outcome = msgspec.convert(
+        {"kind": "copied", **facts}
+        if hook == "stager"
+        else {"kind": "handled", "request": request, **facts},
+        Outcome,  # type: ignore[arg-type]
+    )
     return Event(at, hook, job, outcome, total=total)
 
 
@@ -294,7 +301,7 @@ def test_events_of_job_and_copies_give_result(log: list[Event], result: str, rea
 
 
 def test_events_of_image_with_odd_name_are_found() -> None:
-    log = [event("prolog", 7, result="hit", asked="/lustre/a\\nb")]
+    log = [event("prolog", 7, result="hit", request="/lustre/a\\nb")]
     assert warm_node.by_events(log, 7, ["/lustre/a\nb"])[0].result == "hit"
 
 
@@ -302,7 +309,7 @@ def test_root_waits_for_copy_that_prolog_left_under_way(site: Site) -> None:
     source = site.image("a.sqsh", b"12345678")
     image, key = str(source), site.look(source).key
     site.part(source)
-    facts = {"asked": image, "image": image, "key": key}
+    facts = {"request": image, "image": image, "key": key}
     events.append(site.places.events, [event("prolog", 7, result="started", **facts)])
     slept = []
     held = lock.held(site.node.cache.key_lock(key), 1.0)
@@ -324,7 +331,7 @@ def test_root_waits_for_copy_that_prolog_left_under_way(site: Site) -> None:
 def test_copy_that_ended_without_event_is_looked_up(site: Site, published: bool) -> None:
     source = site.image("a.sqsh", b"12345678")
     key = site.publish(source) if published else site.look(source).key
-    started = event("prolog", 7, result="started", asked=str(source), image=str(source), key=key)
+    started = event("prolog", 7, result="started", request=str(source), image=str(source), key=key)
     events.append(site.places.events, [started])
 
     class NoWait(Clock):

@@ -27,7 +27,7 @@ from forestage.errors import (
     PeerError,
     Problem,
 )
-from forestage.events import Event, Outcome, append
+from forestage.events import Event, Handled, append
 from forestage.system import as_user, lock, mounts
 
 MAN = Path(__file__).resolve().parents[3] / "packaging/man/forestage.1"
@@ -522,7 +522,7 @@ def test_a_damaged_entry_is_not_pinned_for_ever(site: Site) -> None:
 
 def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
     site.configure("nonsense: true\n")
-    told = Outcome("declined", "/x.sqsh", "option", reason="missing", detail="/x.sqsh is missing")
+    told = Handled("declined", "missing", "/x.sqsh is missing", "/x.sqsh", "option")
     append(site.places.events, [Event(NOW, "prolog", 7, told, "alice", 1000, "n1", "gpu", 0.1)])
     done = site.run("explain", "7")
     assert done.exit_code == Exit.OK

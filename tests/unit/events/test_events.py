@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage import events
-from forestage.events import Event, Outcome, append, log, read, summary
+from forestage.events import Copied, Event, Handled, Outcome, Released, append, log, read, summary
 from forestage.slurm.job import Hints, Job
 from forestage.system.as_user import User
 from forestage.units import MAX_TEXT, printable
@@ -30,7 +30,7 @@ JOB = Job(
 
 
 def event(job: int = 7, outcome: Outcome | None = None) -> Event:
-    return Event(time=1.0, hook="prolog", job=job, outcome=outcome or Outcome("hit"))
+    return Event(time=1.0, hook="prolog", job=job, outcome=outcome or Handled("hit"))
 
 
 @given(st.text())
@@ -57,8 +57,8 @@ def test_text_of_a_user_is_shown_escaped(text: str, shown: str) -> None:
 
 
 def test_summary_of_a_copy_is_logfmt() -> None:
-    outcome = Outcome(
-        "copied", asked="/a", image="/lustre/a", key="0a", redirect="mounted", bytes=5, wait=0.25
+    outcome = Handled(
+        "copied", request="/a", image="/lustre/a", key="0a", size=5, redirect="mounted", wait=0.25
     )
     assert summary(JOB, [outcome], 0.5) == (
         "user=alice image=/lustre/a key=0a result=copied redirect=mounted bytes=5 wait=0.250s"
@@ -67,9 +67,9 @@ def test_summary_of_a_copy_is_logfmt() -> None:
 
 
 def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
-    released = Outcome("released", released=2, evicted=("0a", "0b"))
+    released = Released("released", unmounted=2, evicted=("0a", "0b"))
     assert summary(JOB, [released], 0.1) == (
-        "user=alice result=released released=2 evicted=0a,0b total=0.100s"
+        "user=alice result=released unmounted=2 evicted=0a,0b total=0.100s"
     )
     assert summary(JOB, [], 0.0) == "user=alice total=0.000s"
 
@@ -77,8 +77,8 @@ def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
 def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     step = msgspec.structs.replace(JOB, step=3)
-    events.record(file, 1.0, "step", step, [Outcome("hit")], 0.1)
-    events.record(file, 1.0, "prolog", JOB, [Outcome("started")], 0.1)
+    events.record(file, 1.0, "step", step, [Handled("hit")], 0.1)
+    events.record(file, 1.0, "prolog", JOB, [Handled("started")], 0.1)
     assert [(one.hook, one.step) for one in read(file)] == [("step", 3), ("prolog", None)]
     assert b"step" not in file.read_bytes().splitlines()[1]
 
@@ -86,14 +86,14 @@ def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
 @given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))
 def test_text_of_a_user_breaks_no_line(asked: str, detail: str, problems: tuple[str, ...]) -> None:
     job = msgspec.structs.replace(JOB, hints=Hints(problems=problems))
-    line = summary(job, [Outcome("declined", asked=asked, detail=detail)], 1.0)
+    line = summary(job, [Handled("declined", request=asked, detail=detail)], 1.0)
     assert line.isprintable()
     assert line.endswith(" total=1.000s")
 
 
 def test_text_of_a_user_forges_no_field() -> None:
     asked = '/a" result=hit image="/b'
-    line = summary(JOB, [Outcome("declined", asked=asked)], 1.0)
+    line = summary(JOB, [Handled("declined", request=asked)], 1.0)
     assert '" result=hit image="' not in line
 
 
@@ -179,12 +179,12 @@ def test_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(data.endswith(b"\n") for data in written)
 
 
-OUTCOMES = st.builds(
-    Outcome,
-    result=st.sampled_from(["hit", "copied", "declined"]),
-    asked=st.text().map(printable),
-    bytes=st.integers(0, 2**60),
-    evicted=st.lists(st.text("0a"), max_size=2).map(tuple),
+RESULTS = st.sampled_from(["hit", "copied", "declined"])
+EVICTED = st.lists(st.text("0a"), max_size=2).map(tuple)
+OUTCOMES = (
+    st.builds(Handled, RESULTS, request=st.text().map(printable), size=st.integers(0, 2**60))
+    | st.builds(Copied, RESULTS, size=st.integers(0, 2**60), evicted=EVICTED)
+    | st.builds(Released, st.just("released"), evicted=EVICTED)
 )
 
 

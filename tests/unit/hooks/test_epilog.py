@@ -78,7 +78,7 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
         redirect, "unmount_unneeded", lambda *arguments: (given.append(arguments[-2:]), 3)[1]
     )
     (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
-    assert outcome.released == 3
+    assert outcome.unmounted == 3
     ((user, lease),) = given  # type: ignore[misc]
     assert user == asking.user
     assert lease == Lease(

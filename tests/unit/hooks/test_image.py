@@ -97,7 +97,7 @@ def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
     assert (said(cold), cold.bytes, cold.redirect) == (("copied", ""), 5, "none")
     assert (said(warm), warm.bytes) == (("hit", ""), 0)
     for outcome in (cold, warm):
-        assert (outcome.asked, outcome.image, outcome.key, outcome.size) == (
+        assert (outcome.request, outcome.image, outcome.key, outcome.size) == (
             str(file),
             str(file),
             key,

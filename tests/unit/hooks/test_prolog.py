@@ -7,15 +7,14 @@ import pytest
 
 from forestage.cache.node import Node
 from forestage.errors import Declined
-from forestage.events import Outcome
+from forestage.events import Handled
 from forestage.hooks import image, prolog
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm.job import Hints, Job, Request
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock
 
-Handled = list[tuple[str, Declined | None]]
-
+Calls = list[tuple[str, Declined | None]]
 LIMITS = Limits(None, 15.0)
 PATHS = ("/lustre/a", "/lustre/b")
 
@@ -33,15 +32,15 @@ def job(asking: Job) -> Job:
 
 
 @pytest.fixture
-def handled(monkeypatch: Patch) -> Handled:
+def handled(monkeypatch: Patch) -> Calls:
     """The path and the refusal of each request; nothing is staged."""
-    given: Handled = []
+    given: Calls = []
 
     def noting(
         node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
     ) -> Answer:
         given.append((request.path, refusal))
-        return Answer(Outcome("declined", asked=request.path, reason="off"))
+        return Answer(Handled("declined", request=request.path, reason="off"))
 
     monkeypatch.setattr(image, "handle", noting)
     return given
@@ -49,10 +48,10 @@ def handled(monkeypatch: Patch) -> Handled:
 
 @pytest.mark.parametrize("refusal", [None, Declined("disabled", "for now")])
 def test_each_image_has_its_outcome(
-    staging_node: Node, job: Job, limit: Wait, handled: Handled, refusal: Declined | None
+    staging_node: Node, job: Job, limit: Wait, handled: Calls, refusal: Declined | None
 ) -> None:
     outcomes = prolog.prolog(staging_node, job, limit, refusal)
-    assert [outcome.asked for outcome in outcomes] == list(PATHS)
+    assert [outcome.request for outcome in outcomes] == list(PATHS)
     assert handled == [(path, refusal) for path in PATHS]
 
 

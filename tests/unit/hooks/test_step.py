@@ -16,7 +16,7 @@ from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
-from forestage.events import Outcome
+from forestage.events import Handled, Outcome
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
 from forestage.hooks.step import EVERY, Watch, fields, message, named
@@ -45,7 +45,7 @@ def image_asked(asking: Job) -> Job:
 
 
 def hit(**changes: object) -> Outcome:
-    outcome = Outcome("hit", asked=PATH, image=PATH, redirect="spank", wait=0.02)
+    outcome = Handled("hit", request=PATH, image=PATH, redirect="spank", wait=0.02)
     return msgspec.structs.replace(outcome, **changes)
 
 
@@ -73,8 +73,8 @@ def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
         (hit(redirect="none"), "none", "none"),
         (hit(redirect="none"), "spank", "saves"),
         (hit(redirect="none"), "bind", "saves"),
-        (Outcome("declined", reason="deadline"), "spank", "deadline"),
-        (Outcome("failed", reason="io"), "bind", "io"),
+        (Handled("declined", reason="deadline"), "spank", "deadline"),
+        (Handled("failed", reason="io"), "bind", "io"),
     ],
 )
 def test_path_that_stays_as_it_is_has_its_reason(
@@ -152,22 +152,22 @@ def test_waiting_user_reads_a_line_every_half_minute(staging_node: Node, make_im
     assert {text for _, text in heard} == {eta.progress()}
 
 
-class Handled(NamedTuple):
+class Call(NamedTuple):
     job: Job
     limit: Wait
     refusal: Declined | None
 
 
 @pytest.fixture
-def handled(monkeypatch: pytest.MonkeyPatch) -> list[Handled]:
+def handled(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What the step asks for; nothing is staged."""
-    given: list[Handled] = []
+    given: list[Call] = []
 
     def noting(
         node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
     ) -> Answer:
-        given.append(Handled(job, limit, refusal))
-        return Answer(Outcome("declined", reason="missing"))
+        given.append(Call(job, limit, refusal))
+        return Answer(Handled("declined", reason="missing"))
 
     monkeypatch.setattr(image, "handle", noting)
     return given
@@ -186,7 +186,7 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Handled]:
 def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companion(
     configured: Configured,
     image_asked: Job,
-    handled: list[Handled],
+    handled: list[Call],
     wait: float,
     timeout: str,
     copy: float,
@@ -201,7 +201,7 @@ def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companio
 
 @pytest.mark.parametrize(("messages", "watched"), [("none", False), ("problems", True)])
 def test_user_messages_none_is_silent_during_a_wait(
-    configured: Configured, image_asked: Job, handled: list[Handled], messages: str, watched: bool
+    configured: Configured, image_asked: Job, handled: list[Call], messages: str, watched: bool
 ) -> None:
     step.step(configured(user_messages=messages), image_asked, "60", pytest.fail, None)
     assert (handled[0].limit.watch is not None) is watched
@@ -209,7 +209,7 @@ def test_user_messages_none_is_silent_during_a_wait(
 
 @pytest.mark.parametrize("off", [True, False])
 def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
-    configured: Configured, image_asked: Job, handled: list[Handled], off: bool
+    configured: Configured, image_asked: Job, handled: list[Call], off: bool
 ) -> None:
     node, job = configured(), image_asked
     node.leases.write(Lease(job.id, job.user, 0.0, "/cache", off=off))
@@ -223,7 +223,7 @@ def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
 def test_damaged_lease_is_why_nothing_is_staged(
     configured: Configured,
     image_asked: Job,
-    handled: list[Handled],
+    handled: list[Call],
     refusal: Declined | None,
     reason: str,
 ) -> None:

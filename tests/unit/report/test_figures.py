@@ -25,7 +25,7 @@ from forestage.cli.exits import Exit
 from forestage.cli.main import main
 from forestage.cli.world import World
 from forestage.clock import Clock
-from forestage.events import Event, Hook, Outcome
+from forestage.events import Copied, Event, Handled, Hook, Outcome
 from forestage.paths import Places
 from forestage.report.figures import DAY, HOUR, MAX_PERIODS, Report
 from forestage.report.sums import MAX_IMAGES, OTHER_IMAGES, QUARTER
@@ -42,13 +42,11 @@ def event(hook: Hook, outcome: Outcome, at: float = 0.0, job: int = 7, node: str
 
 
 def hit(wait: float = 0.0, redirect: str = "mounted", path: str = PATH, size: int = GIB) -> Outcome:
-    return Outcome("hit", image=path, key=path, size=size, redirect=redirect, wait=wait)
+    return Handled("hit", image=path, key=path, size=size, redirect=redirect, wait=wait)
 
 
 def copy(seconds: float, path: str = PATH, size: int = GIB, peers: int = 0) -> Outcome:
-    return Outcome(
-        "copied", image=path, key=path, size=size, bytes=size, copying=seconds, from_peers=peers
-    )
+    return Copied("copied", image=path, key=path, size=size, copying=seconds, from_peers=peers)
 
 
 def lines(*events: Event) -> bytes:
@@ -77,11 +75,11 @@ class Counted:
     ratio: float | None = None
 
 
-MISSED = Outcome("declined", image=PATH, key="k", size=GIB, reason="deadline")
-OFF = Outcome("declined", image=PATH, key="k", size=GIB, reason="off")
-RULE = Outcome("declined", asked="docker://x", reason="registry")
-BROKEN = Outcome("failed", reason="cache-not-mounted")
-MINE = Outcome("copied", image=PATH, key=PATH, size=GIB, bytes=GIB, redirect="mounted")
+MISSED = Handled("declined", image=PATH, key="k", size=GIB, reason="deadline")
+OFF = Handled("declined", image=PATH, key="k", size=GIB, reason="off")
+RULE = Handled("declined", request="docker://x", reason="registry")
+BROKEN = Handled("failed", reason="cache-not-mounted")
+MINE = Handled("copied", image=PATH, key=PATH, size=GIB, redirect="mounted")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +131,7 @@ def test_logs_without_copy_have_no_savings() -> None:
     "useless",
     [
         msgspec.structs.replace(copy(1000.0), resumed=GIB // 2),
-        Outcome("failed", image=PATH, key=PATH, size=GIB, reason="io", copying=1000.0),
+        Copied("failed", image=PATH, key=PATH, size=GIB, reason="io", copying=1000.0),
     ],
     ids=["resumed", "failed"],
 )
@@ -230,7 +228,7 @@ def test_images_beyond_the_limit_are_summed_together() -> None:
 
 
 def test_unknown_reasons_are_summed_as_other() -> None:
-    odd = [Outcome("declined", reason=f"reason {n}") for n in range(9)]
+    odd = [Handled("declined", reason=f"reason {n}") for n in range(9)]
     assert reported(*(event("prolog", one) for one in odd)).reasons == {"other": 9}
 
 

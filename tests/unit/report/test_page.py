@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forestage import report as reports
-from forestage.events import Event, Hook, Outcome
+from forestage.events import Copied, Event, Handled, Hook, Outcome
 from forestage.report import format as fmt
 from forestage.report import plots
 from forestage.report.figures import DAY
@@ -70,11 +70,11 @@ def sample(paths: tuple[str, ...]) -> list[Event]:
     events = []
     for n in range(40):
         path = paths[n % len(paths)]
-        copy = Outcome("copied", image=path, key=path, size=GIB, bytes=GIB, copying=2.0)
-        hit = Outcome("hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1)
+        copy = Copied("copied", image=path, key=path, size=GIB, copying=2.0)
+        hit = Handled("hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1)
         events += [event("stager", n, copy), event("prolog", n, hit)]
-    missed = Outcome("declined", reason="deadline", key="k")
-    evicted = Outcome("released", evicted=("a", "b"))
+    missed = Handled("declined", reason="deadline", key="k")
+    evicted = Copied("released", evicted=("a", "b"))
     return [*events, event("prolog", 99, missed), event("epilog", 99, evicted)]
 
 
@@ -147,7 +147,7 @@ def test_bars_stay_inside_their_plot(plain: bytes) -> None:
 
 
 def test_damage_is_shown_before_the_plots(tmp_path: Path, plain: bytes) -> None:
-    impossible = event("prolog", 1, Outcome("hit", wait=-1.0))
+    impossible = event("prolog", 1, Handled("hit", wait=-1.0))
     events = [*sample(PLAIN), impossible, msgspec.structs.replace(impossible, time=1.0)]
     damaged = Page(page(tmp_path, events, b"{}", b"\xff", b"[")).text
     assert "3 lines could not be read." in damaged

@@ -473,7 +473,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
     assert len(said) == (0 if helped else 1)
 
 
-def test_served_bytes_are_those_of_this_key_during_the_copy(
+def test_uploaded_bytes_are_those_of_this_key_during_the_copy(
     task: Task, other: OtherNode, after_copy: AfterCopy
 ) -> None:
     uploads = Counters(task.node.places.peer, since=1.0)
@@ -486,7 +486,7 @@ def test_served_bytes_are_those_of_this_key_during_the_copy(
         uploads.flush()
 
     after_copy(meanwhile)
-    assert run(configured(task, peers=Peering(enabled=True))).served == 11
+    assert run(configured(task, peers=Peering(enabled=True))).uploaded == 11
 
 
 def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> None:
