@@ -71,7 +71,7 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
             "started: the copy went on while the job began.*each step gets the local copy",
         ),
         (Handled("joined", wait=3.0), "another copy of it was under way; waited 3s"),
-        (Handled("copied", wait=1.2), "copied: waited 1.2s until its 300 MiB"),
+        (Handled("copied", size=300 << 20, wait=1.2), "copied: waited 1.2s until its 300 MiB"),
         (
             Handled("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
             r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy goes on, unless",
@@ -94,14 +94,14 @@ G = 1 << 30
 
 def copied(end: float, wait: float, **changes: Any) -> Event:
     """The stager's event of a copy that ended at `end`."""
-    facts = {"image": "/a.sqsh", "key": KEY, "bytes": 23 * G, "size": 23 * G, "wait": wait}
-    outcome = Handled(**{"result": "copied", **facts, **changes.pop("outcome", {})})
+    facts = {"image": "/a.sqsh", "key": KEY, "size": 23 * G, "wait": wait}
+    outcome = Copied(**{"result": "copied", **facts, **changes.pop("outcome", {})})
     return event(outcome, time=end, hook="stager", total=wait, **changes)
 
 
-def gave_up(end: float, asked: str = "/a.sqsh", image: str = "", **changes: Any) -> Event:
+def gave_up(end: float, request: str = "/a.sqsh", image: str = "", **changes: Any) -> Event:
     detail = "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more"
-    outcome = Handled("declined", asked, "option", image, reason="deadline", detail=detail, wait=15)
+    outcome = Handled("declined", "deadline", detail, request, "option", image, wait=15)
     return event(outcome, time=end, total=15.1, **changes)
 
 
@@ -119,8 +119,8 @@ def test_copy_from_peers_is_explained() -> None:
     assert text == "copied 23 GiB in 10s (2.3 GiB/s), 20 GiB of it from other nodes, and published"
 
 
-def test_copy_served_to_peers_is_explained() -> None:
-    (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G, "served": 2 * G}), {})
+def test_copy_uploaded_to_peers_is_explained() -> None:
+    (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G, "uploaded": 2 * G}), {})
     assert "20 GiB of it from other nodes, 2 GiB of it sent to other nodes meanwhile" in text
 
 
@@ -169,7 +169,7 @@ def test_late_copy_of_another_job_is_shown() -> None:
 
 
 def test_each_step_has_its_number() -> None:
-    late = Handled("declined", "/b.sqsh", "option", reason="deadline", detail="1 GiB of 23 GiB")
+    late = Handled("declined", "deadline", "1 GiB of 23 GiB", "/b.sqsh", "option")
     text = printed(
         event(hit(result="started", redirect="spank"), time=NOW - 60, total=0.2),
         event(hit(redirect="spank"), time=NOW - 30, hook="step", step=0, total=0.1),

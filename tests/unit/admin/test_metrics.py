@@ -232,7 +232,7 @@ def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     tally = Tally()
     bare = samples(metrics.text(Facts(Tally(), "1", off=False)))
     for number in range(50):
-        tally.add(hit(number, image=f"/{odd}", key=odd, asked=odd, result="failed", reason=odd))
+        tally.add(hit(number, image=f"/{odd}", key=odd, request=odd, result="failed", reason=odd))
         tally.add(hit(number, result="declined", reason=f"{number}", detail=odd))
     found = samples(metrics.text(Facts(tally, "1", off=False)))
     assert found.keys() == bare.keys()

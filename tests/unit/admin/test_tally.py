@@ -32,7 +32,7 @@ def counted(*events: Event) -> Tally:
     return tally
 
 
-RELEASED = Handled("released")
+RELEASED = Released("released")
 
 
 @dataclass(frozen=True)
@@ -184,25 +184,35 @@ def test_histogram_of_another_release_restarts_alone() -> None:
     assert mended.requests == tally.requests
 
 
-outcomes = st.builds(
-    Outcome,
-    result=st.sampled_from(("hit", "joined", "copied", "started", "declined", "failed")),
+SIZE, TIME = st.integers(0, 99), st.floats(0, 1e4)
+REASON, EVICTED = st.sampled_from(("", "io", "deadline")), st.lists(st.just("k"), max_size=3)
+HANDLED = st.builds(
+    Handled,
+    st.sampled_from(("hit", "joined", "copied", "started", "declined", "failed")),
+    REASON,
     key=st.sampled_from("ab"),
-    reason=st.sampled_from(("", "io", "deadline")),
     redirect=st.sampled_from(("mounted", "kept", "spank", "none", "")),
-    bytes=st.integers(0, 99),
-    size=st.integers(0, 99),
-    wait=st.floats(0, 1e4),
-    copying=st.floats(0, 1e4),
-    resumed=st.integers(0, 99),
-    from_peers=st.integers(0, 99),
-    evicted=st.lists(st.just("k"), max_size=3).map(tuple),
+    size=SIZE,
+    wait=TIME,
 )
-runs = st.builds(
-    event,
-    st.sampled_from(("prolog", "step", "stager", "epilog", "sweep")),
-    outcomes,
-    st.integers(0, 3),
+COPIED = st.builds(
+    Copied,
+    st.sampled_from(("copied", "declined", "failed")),
+    REASON,
+    size=SIZE,
+    copying=TIME,
+    resumed=SIZE,
+    from_peers=SIZE,
+    evicted=EVICTED.map(tuple),
+)
+RELEASES = st.builds(
+    Released, st.sampled_from(("released", "failed")), REASON, evicted=EVICTED.map(tuple)
+)
+JOBS = st.integers(0, 3)
+runs = (
+    st.builds(event, st.sampled_from(("prolog", "step")), HANDLED, JOBS)
+    | st.builds(event, st.just("stager"), COPIED, JOBS)
+    | st.builds(event, st.sampled_from(("epilog", "sweep")), RELEASES, JOBS)
 )
 
 
