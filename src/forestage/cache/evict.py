@@ -1,6 +1,7 @@
 """Evicts entries: a pure plan from what is here, who uses it and the room, and its execution.
 
-Order: damaged entries, superseded ones, then the least recently used; leased and pinned ones never.
+Order: damaged entries, superseded ones, then the least recently used; leased and pinned ones never
+(only admin/verify removes those, if their bytes are wrong).
 Plans are made and entries renamed away under the space lock; their bytes are deleted outside it.
 """
 
@@ -62,7 +63,7 @@ def plan(
     goal: Goal,
     superseded_path: str = "",
 ) -> Plan:
-    """Pure: the entries to evict, fewest bytes of use lost first.
+    """Pure: the entries to evict, in order.
 
     Damaged entries go first, then superseded ones (an older identity of a path that has a newer
     entry, or of `superseded_path`), then the least recently used. Leased and pinned ones never.

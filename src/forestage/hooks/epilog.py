@@ -31,7 +31,8 @@ def epilog(
     """Releases what the job held here; may be run again. Returns one outcome, also for a failure.
 
     Works on the cache that the lease names: the configuration may have changed since, or be broken
-    (`config` is None), and the job's redirects must go all the same.
+    (`config` is None), and the job's redirects must go all the same. Where the lease is damaged
+    too, nothing is known of either, and the sweep has to clean up.
     """
     leases = Leases(places.leases)
     # Half for each of the two times that the lock is needed.

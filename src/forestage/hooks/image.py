@@ -121,7 +121,8 @@ def has_control(text: str) -> bool:
 def _refusal(node: Node, job: Job, request: Request) -> Declined | None:
     """Returns why nothing may be staged for this request on this node, if it may not."""
     try:
-        # First: what names a registry's image is no business of a broken cache, which drains.
+        # First: a registry's name must not count as a failure of the cache, which may drain the
+        # node.
         image.wanted_path(request, job.work_dir)
         if job.hints.off:
             return Declined("off", "the job says stage=off")

@@ -14,9 +14,6 @@ from forestage.stage.source import Source, Unreadable
 from forestage.system import run
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from forestage.stage.with_peers import Peers
 
 
