@@ -67,7 +67,7 @@ def _trouble(files: Files, path: str) -> str:
     mode = files.mode(path)
     if mode is None or not mode & 0o111:
         return "it is not there, or not executable"
-    wanted = "import forestage.hooks, forestage.prolog, forestage.epilog"
+    wanted = "import forestage.hooks.prolog, forestage.hooks.epilog"
     try:
         ran = run.run([str(files.at(path)), "-I", "-c", wanted], timeout=TIMEOUT)
     except (Failed, OSError) as error:

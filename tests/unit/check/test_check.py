@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -755,6 +756,13 @@ def test_hook_line_removed_after_jobs_ran_is_absent(node: GoodNode, name: str, l
     assert node.ids() == []
     node.slurm(line, "")
     assert node.ids() == [f"{name}-absent"]
+
+
+def test_interpreter_that_has_our_hooks_is_no_finding(node: GoodNode) -> None:
+    """What it is asked to import is there: a module that was renamed would alarm every node."""
+    real = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    node.write("/usr/lib/forestage/bin/python3", real, 0o755)
+    assert node.ids() == []
 
 
 def test_other_interpreter_of_a_wrapper_is_not_tried(node: GoodNode) -> None:
