@@ -1,7 +1,6 @@
 """Findings of `forestage check`, the report that they make, and its exit status for Nagios."""
 
 from collections.abc import Iterable
-from enum import IntEnum
 from typing import Literal
 
 import msgspec
@@ -11,16 +10,8 @@ from forestage.system.terminal import Line, Piece, count, harmless
 Level = Literal["critical", "warning", "unknown"]
 Status = Literal["ok", "warning", "critical", "unknown"]
 
-_ORDER = ("critical", "warning", "unknown")
-
-
-class Code(IntEnum):
-    """Exit statuses as Nagios, and what has taken after it, understand them."""
-
-    OK = 0
-    WARNING = 1
-    CRITICAL = 2
-    UNKNOWN = 3
+_ORDER = ("critical", "warning", "unknown")  # what is known to be wrong goes before what is not
+_CODES = {"ok": 0, "warning": 1, "critical": 2, "unknown": 3}  # as Nagios understands them
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -49,33 +40,18 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report(findings: Iterable[Finding]) -> Report:
-    """Pure: the findings in order, their text made harmless."""
-    found = tuple(map(_harmless, sorted(findings, key=lambda one: _ORDER.index(one.level))))
-    code = worst(found)
-    statuses: dict[Code, Status] = {
-        Code.OK: "ok",
-        Code.WARNING: "warning",
-        Code.CRITICAL: "critical",
-        Code.UNKNOWN: "unknown",
-    }
-    return Report(statuses[code], int(code), found)
+    """Pure: the findings in order, their text made harmless; the first one's level is the status.
 
-
-def _harmless(one: Finding) -> Finding:
-    """Names of files may be anything but text, which JSON has no way to say."""
-    return msgspec.structs.replace(
-        one, what=harmless(one.what), why=harmless(one.why), change=harmless(one.change)
+    Names of files may be anything but text, which JSON has no way to say.
+    """
+    found = tuple(
+        msgspec.structs.replace(
+            one, what=harmless(one.what), why=harmless(one.why), change=harmless(one.change)
+        )
+        for one in sorted(findings, key=lambda one: _ORDER.index(one.level))
     )
-
-
-def worst(findings: Iterable[Finding]) -> Code:
-    """Pure: the exit status. What is known to be wrong goes before what is not known."""
-    levels = {finding.level for finding in findings}
-    if "critical" in levels:
-        return Code.CRITICAL
-    if "warning" in levels:
-        return Code.WARNING
-    return Code.UNKNOWN if levels else Code.OK
+    status: Status = found[0].level if found else "ok"
+    return Report(status, _CODES[status], found)
 
 
 def pieces(report: Report) -> list[Piece]:

@@ -4,11 +4,8 @@ A glob that matches nothing, a script that is missing or cannot be executed: Slu
 failed Prolog and drains the node (read in slurmd's run_script.c).
 """
 
-import difflib
 import re
 from collections.abc import Iterator
-
-import msgspec
 
 from forestage.admin.enable import LINK
 from forestage.admin.site import Hook, Pattern, Script, Site, lines_naming_us
@@ -20,42 +17,42 @@ from forestage.system.tree import Files
 
 RECENT = 7 * 86400.0  # seconds; a hook that ran since is called by some script of the site
 TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
-ALIKE = 0.8  # difflib's ratio, from which a missing path is our hook's with a typing error
 
 _PATHS = re.compile(r"/[\w./+-]+")
 
 
-class Interpreter(msgspec.Struct, frozen=True):
-    """What our hooks are run by; `trouble` is "" where it can load them."""
-
-    path: str
-    trouble: str = ""
-
-
-class Hooks(msgspec.Struct, frozen=True):
-    """`recent` are those of our hooks that have run within RECENT, in lower case."""
-
-    site: Site
-    interpreters: tuple[Interpreter, ...] = ()
-    recent: frozenset[str] = frozenset()
-
-
-def gather(files: Files, site: Site, uses: Uses, now: float) -> Hooks:
+def findings(files: Files, site: Site, uses: Uses, now: float) -> Iterator[Finding]:
     """Looks at the scripts, and starts the interpreters of ours once each."""
+    for hook in site.hooks:
+        for pattern in hook.patterns:
+            yield from _broken(hook, pattern)
+    for hook in site.hooks:
+        # A script of the site may call ours in a way that is not seen here; but without any
+        # line in slurm.conf nothing can, whatever has run before the line was taken out.
+        ran = uses.hooks.get(hook.name.lower(), 0.0)
+        called = bool(hook.patterns) and now - ran < RECENT
+        if not called and not any(script.ours for script in hook.scripts):
+            yield _absent(site, hook)
     scripts = [script for hook in site.hooks for script in hook.scripts]
     ours = [one.path for one in scripts if one.ours and one.state == "fine"]
-    recent = frozenset(name for name, when in uses.hooks.items() if now - when < RECENT)
-    return Hooks(site, tuple(_interpreters(files, ours)), recent)
+    for path in _interpreters(files, ours):
+        if trouble := _trouble(files, path):
+            yield Finding(
+                "hook-interpreter",
+                "critical",
+                f"the hooks' interpreter {path} cannot run them: {trouble}",
+                "No job gets an image staged; each goes on with its original path",
+                f"install forestage's package again, until `{path} -I -c 'import"
+                " forestage.hooks'` ends well",
+            )
 
 
-def _interpreters(files: Files, scripts: list[str]) -> Iterator[Interpreter]:
+def _interpreters(files: Files, scripts: list[str]) -> list[str]:
     """Those that our scripts name, and the scripts which these call, where they name us."""
     words = [word for path in scripts for word in _paths_in(files, path)]
     called = [word for word in words if lines_naming_us(files, word)]
     words += [word for path in called for word in _paths_in(files, path)]
-    named = (word for word in words if re.fullmatch(r".*/python[\d.]*", word))
-    for path in dict.fromkeys(named):
-        yield Interpreter(path, _trouble(files, path))
+    return [word for word in dict.fromkeys(words) if re.fullmatch(r".*/python[\d.]*", word)]
 
 
 def _paths_in(files: Files, script: str) -> list[str]:
@@ -73,38 +70,6 @@ def _trouble(files: Files, path: str) -> str:
     except (Failed, OSError) as error:
         return str(error)
     return ran.explained() if ran.code else ""
-
-
-def findings(facts: Hooks) -> Iterator[Finding]:
-    """Pure."""
-    for hook in facts.site.hooks:
-        for pattern in hook.patterns:
-            yield from _broken(hook, pattern)
-    for hook in facts.site.hooks:
-        ours = any(script.ours or _mistyped(script, hook) for script in hook.scripts)
-        # A script of the site may call ours in a way that is not seen here; but without any
-        # line in slurm.conf nothing can, whatever has run before the line was taken out.
-        called = bool(hook.patterns) and hook.name.lower() in facts.recent
-        if not ours and not called:
-            yield _absent(facts.site, hook)
-    for one in facts.interpreters:
-        if one.trouble:
-            yield Finding(
-                "hook-interpreter",
-                "critical",
-                f"the hooks' interpreter {one.path} cannot run them: {one.trouble}",
-                "No job gets an image staged; each goes on with its original path",
-                f"install forestage's package again, until `{one.path} -I -c 'import"
-                " forestage.hooks'` ends well",
-            )
-
-
-def _mistyped(script: Script, hook: Hook) -> bool:
-    """Whether a path that leads nowhere is meant to be that of our hook."""
-    if script.state not in ("missing", "dangling"):
-        return False
-    alike = difflib.get_close_matches(script.path, [hook.path], cutoff=ALIKE)
-    return script.relation == "names-us" or bool(alike)
 
 
 def _broken(hook: Hook, pattern: Pattern) -> Iterator[Finding]:
@@ -146,9 +111,8 @@ def _repair(hook: Hook, pattern: Pattern, script: Script) -> str:
     if script.relation == "hook" and not hook.usable:
         return f"install forestage's package again (or {where}: without {line})"
     if pattern.is_glob:
-        ours = _mistyped(script, hook)
-        return f"ln -sfn {hook.path} {script.path}" if ours else f"rm {script.path}"
-    if _mistyped(script, hook):
+        return f"ln -sfn {hook.path} {script.path}" if script.ours else f"rm {script.path}"
+    if script.ours:
         return f"{where}: {hook.name}={hook.path}"
     return f"{where}: without {line}"
 
@@ -157,8 +121,8 @@ def _absent(site: Site, hook: Hook) -> Finding:
     what = f"no {hook.name} in slurm.conf is forestage's, nor mentions it"
     if hook.globs:
         change = "forestage enable --yes"
-    elif hook.patterns:
-        change = f"{hook.patterns[0].setting.value}: run {hook.path} at its end"
+    elif scripts := [one.path for one in hook.scripts if one.state == "fine"]:
+        change = f"{scripts[0]}: run {hook.path} at its end"
     else:
         change = f"{site.conf.path}: {hook.name}={hook.path}"
     if hook.name == "Epilog":

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from forestage.admin.site import COMPANION, Plugin, Site, Stack, plugin_folders
+from forestage.admin.site import COMPANION, Plugin, Site, plugin_folders
 from forestage.check.finding import Finding
 from forestage.config import Settings
 from forestage.errors import Failed
@@ -25,35 +25,85 @@ _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 _RELEASE = re.compile(r"\b(\d+\.\d+)\.\d+")
 
 
-class Plugins(msgspec.Struct, frozen=True):
-    """`slurm` is this node's release, `built_for` the companion's, as 24.11; "" where nobody knows.
-
-    `job_prologs` are the plugins that define slurm_spank_job_prolog; `helper`: the companion's
-    program can be executed.
-    """
-
-    stack: Stack
-    job_prologs: tuple[Plugin, ...] = ()
-    slurm: str = ""
-    built_for: str = ""
-    helper: bool = True
-
-
-def gather(files: Files, site: Site) -> Plugins:
+def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
-    ours = site.stack.companion
-    program = (ours.line.argument("helper") or HELPER) if ours else HELPER
-    return Plugins(
-        stack=site.stack,
+    stack = site.stack
+    ours, pyxis = stack.companion, stack.pyxis
+    if ours is None:
+        everywhere = (None, *settings.partitions)
+        if any(settings.for_partition(name).redirect == "spank" for name in everywhere):
+            yield Finding(
+                "companion-absent",
+                "critical",
+                f"redirect: spank, but {stack.file} does not name the companion",
+                "Images are copied, and no job ever sees a copy",
+                f"{stack.file}: optional {COMPANION}, before pyxis",
+            )
+    else:
+        yield from _companion(files, site, ours)
+        if pyxis is not None and stack.plugins.index(pyxis) < stack.plugins.index(ours):
+            yield Finding(
+                "plugstack-order",
+                "warning",
+                f"{pyxis.line.path} comes before {ours.line.path}",
+                "A step's image may be read from the shared file system before it is redirected",
+                f"{ours.line.file}: `{_words(ours.line)}` before the line of"
+                f" {pyxis.line.path} ({pyxis.line.where})",
+            )
+    for one in stack.plugins:
         # A plugin's string table has the names that it defines, each between two NULs; nobody but
         # Slurm calls this one, so whoever has the name defines it.
-        job_prologs=tuple(
-            one for one in site.stack.plugins if _JOB_PROLOG in (files.data(one.path) or b"")
-        ),
-        slurm=_slurm(files, site) if ours else "",
-        built_for=_release(files.text(f"{ours.path}{RELEASE}") or "") if ours else "",
-        helper=bool((files.mode(program) or 0) & 0o111),
-    )
+        if _JOB_PROLOG in (files.data(one.path) or b""):
+            yield Finding(
+                "spank-job-prolog",
+                "warning" if ours else "critical",
+                f"{one.path} defines slurm_spank_job_prolog",
+                "With such a plugin in the stack, Slurm hides --container-image from the Prolog:"
+                + (" copies start with the first step" if ours else " no such image is staged"),
+                f"{one.line.file}: without line {one.line.first}"
+                + ("" if ours else f", or `optional {COMPANION}` before pyxis"),
+            )
+
+
+def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
+    where = ours.line.where
+    required = ours.line.required
+    built_for = _release(files.text(f"{ours.path}{RELEASE}") or "")
+    slurm = _slurm(files, site)
+    loads = "slurmd does not start" if required else "No step gets an image staged"
+    if not ours.exists:
+        yield Finding(
+            "companion-missing",
+            "critical" if required else "warning",
+            f"{ours.path} ({where}) is not there",
+            loads,
+            f"install the companion's package, or {ours.line.file}: without line {ours.line.first}",
+        )
+    elif built_for and slurm and built_for != slurm:
+        yield Finding(
+            "companion-release",
+            "critical" if required else "warning",
+            f"{ours.path} was built for Slurm {built_for}, this is {slurm}",
+            loads,
+            f"install the package forestage-spank that is built for Slurm {slurm}",
+        )
+    if required:
+        yield Finding(
+            "companion-required",
+            "warning",
+            f"{where} says `required`",
+            "If the plugin cannot be loaded, as after an upgrade of Slurm, slurmd does not start",
+            f"{ours.line.file}: {_words(msgspec.structs.replace(ours.line, required=False))}",
+        )
+    program = ours.line.argument("helper") or HELPER
+    if not (files.mode(program) or 0) & 0o111:
+        yield Finding(
+            "companion-helper",
+            "warning",
+            f"the companion's helper {program} is not there, or not executable",
+            "No step gets an image staged",
+            f"{ours.line.file}: helper=/path/to/forestage, or install forestage's package",
+        )
 
 
 def _slurm(files: Files, site: Site) -> str:
@@ -74,87 +124,6 @@ def _release(text: str) -> str:
     """Pure: 22.05 of `slurm-wlm 22.05.8`: a SPANK plugin has to match no more than that."""
     found = _RELEASE.search(text)
     return found[1] if found else ""
-
-
-def findings(facts: Plugins, settings: Settings) -> Iterator[Finding]:
-    """Pure."""
-    ours, pyxis = facts.stack.companion, facts.stack.pyxis
-    if ours is None:
-        yield from _without(facts.stack, settings)
-    else:
-        yield from _companion(facts, ours)
-        order = [one for one in facts.stack.plugins if one.ours or one.pyxis]
-        if pyxis is not None and order[0].pyxis:
-            yield Finding(
-                "plugstack-order",
-                "warning",
-                f"{pyxis.line.path} comes before {ours.line.path}",
-                "A step's image may be read from the shared file system before it is redirected",
-                f"{ours.line.file}: `{_words(ours.line)}` before the line of"
-                f" {pyxis.line.path} ({pyxis.line.where})",
-            )
-    for one in facts.job_prologs:
-        yield Finding(
-            "spank-job-prolog",
-            "warning" if ours else "critical",
-            f"{one.path} defines slurm_spank_job_prolog",
-            "With such a plugin in the stack, Slurm hides --container-image from the Prolog:"
-            + (" copies start with the first step" if ours else " no such image is staged"),
-            f"{one.line.file}: without line {one.line.first}"
-            + ("" if ours else f", or `optional {COMPANION}` before pyxis"),
-        )
-
-
-def _without(stack: Stack, settings: Settings) -> Iterator[Finding]:
-    everywhere = (None, *settings.partitions)
-    if any(settings.for_partition(name).redirect == "spank" for name in everywhere):
-        yield Finding(
-            "companion-absent",
-            "critical",
-            f"redirect: spank, but {stack.file} does not name the companion",
-            "Images are copied, and no job ever sees a copy",
-            f"{stack.file}: optional {COMPANION}, before pyxis",
-        )
-
-
-def _companion(facts: Plugins, ours: Plugin) -> Iterator[Finding]:
-    where = ours.line.where
-    wanted = msgspec.structs.replace(ours.line, required=False)
-    required = ours.line.required
-    loads = "slurmd does not start" if required else "No step gets an image staged"
-    if not ours.exists:
-        yield Finding(
-            "companion-missing",
-            "critical" if required else "warning",
-            f"{ours.path} ({where}) is not there",
-            loads,
-            f"install the companion's package, or {ours.line.file}: without line {ours.line.first}",
-        )
-    elif facts.built_for and facts.slurm and facts.built_for != facts.slurm:
-        yield Finding(
-            "companion-release",
-            "critical" if required else "warning",
-            f"{ours.path} was built for Slurm {facts.built_for}, this is {facts.slurm}",
-            loads,
-            f"install the package forestage-spank that is built for Slurm {facts.slurm}",
-        )
-    if required:
-        yield Finding(
-            "companion-required",
-            "warning",
-            f"{where} says `required`",
-            "If the plugin cannot be loaded, as after an upgrade of Slurm, slurmd does not start",
-            f"{ours.line.file}: {_words(wanted)}",
-        )
-    if not facts.helper:
-        program = ours.line.argument("helper") or HELPER
-        yield Finding(
-            "companion-helper",
-            "warning",
-            f"the companion's helper {program} is not there, or not executable",
-            "No step gets an image staged",
-            f"{ours.line.file}: helper=/path/to/forestage, or install forestage's package",
-        )
 
 
 def _words(line: plugstack.Plugin) -> str:

@@ -30,11 +30,19 @@ def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
     yield from _flags(conf)
     yield from _timeouts(conf)
     yield from _deadlines(conf, settings)
-    yield from _containers(conf, settings)
+    if conf.has("slurmdparameters", "contain_spank"):
+        yield Finding(
+            "contain-spank",
+            "warning",
+            "SlurmdParameters has contain_spank",
+            "The companion cannot see there that a step was cancelled, so steps wait 50 s for a"
+            f" copy at most, and not {format_duration(settings.config.step_wait)}",
+            f"{conf.path}: SlurmdParameters without contain_spank",
+        )
 
 
 def launch_limit(conf: dict[str, str]) -> float:
-    """Pure: seconds after which the job may be lost, whatever would end the Prolog."""
+    """Seconds after which the job may be lost, whatever would end the Prolog."""
     return timeouts.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
 
 
@@ -93,22 +101,6 @@ def _timeouts(conf: Conf) -> Iterator[Finding]:
             " the shared file system at its first start",
             f"{conf.path}: {name}=600",
         )
-    usual = launch_limit({**conf.settings, "authinfo": ""})
-    allowed = launch_limit(conf.settings)
-    if allowed < usual:
-        yield Finding(
-            "cred-expire",
-            "warning",
-            f"cred_expire in AuthInfo is so short that a job waits {format_duration(allowed)} for a"
-            f" copy at most, and not {format_duration(usual)}",
-            "A job whose credential expires during its Prolog cannot start its steps",
-            f"{conf.path}: AuthInfo={_authinfo(conf, 600)}",
-        )
-
-
-def _authinfo(conf: Conf, expire: int) -> str:
-    others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
-    return ",".join([*others, f"cred_expire={expire}"])
 
 
 def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
@@ -122,12 +114,12 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
             waits = min(waits, config.prolog_wait)
         key = dotted(name, "deadline")
         where = settings.origins.get(key, "")
-        told = format_duration(config.deadline)
+        wanted = format_duration(config.deadline)
         if waits > launch:
             yield Finding(
                 "deadline-too-long",
                 "critical",
-                f"{key}: {told} is longer than this slurm.conf allows a Prolog to take,"
+                f"{key}: {wanted} is longer than this slurm.conf allows a Prolog to take,"
                 f" {format_duration(launch)}",
                 "Slurm ends or requeues a batch job that waits longer when its node registers: at"
                 " `scontrol reconfigure`, when slurmd starts, every 33 min by default",
@@ -137,7 +129,7 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
             yield Finding(
                 "deadline-cut",
                 "warning",
-                f"{key}: {told} is cut to {format_duration(limits.drains)}, below Slurm's timeout"
+                f"{key}: {wanted} is cut to {format_duration(limits.drains)}, below Slurm's timeout"
                 " for a Prolog",
                 "Slurm would kill the Prolog and drain the node",
                 f"{conf.path}: PrologEpilogTimeout={config.deadline * 4 / 3 + 5:.0f}",
@@ -147,23 +139,11 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
 def _longer(conf: Conf, seconds: float) -> str:
     """The settings that let a Prolog take so long."""
     wanted = int(seconds * 4 / 3 + 5)
-    changed = {**conf.settings, "batchstarttimeout": str(wanted)}
-    lines = [f"BatchStartTimeout={wanted}"]
-    if launch_limit(changed) < seconds:
-        lines.append(f"AuthInfo={_authinfo(conf, wanted)}")
-    return ", ".join(lines)
-
-
-def _containers(conf: Conf, settings: Settings) -> Iterator[Finding]:
-    if conf.has("slurmdparameters", "contain_spank"):
-        yield Finding(
-            "contain-spank",
-            "warning",
-            "SlurmdParameters has contain_spank",
-            "The companion cannot see there that a step was cancelled, so steps wait 50 s for a"
-            f" copy at most, and not {format_duration(settings.config.step_wait)}",
-            f"{conf.path}: SlurmdParameters without contain_spank",
-        )
+    change = f"BatchStartTimeout={wanted}"
+    if launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
+        others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
+        change += f", AuthInfo={','.join([*others, f'cred_expire={wanted}'])}"
+    return change
 
 
 def hidden_below(files: Files, conf: Conf | None) -> tuple[str, ...]:

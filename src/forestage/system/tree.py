@@ -14,7 +14,6 @@ NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
     *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
 }
-MEMORY = {"tmpfs", "ramfs"}
 
 
 class Filesystem(msgspec.Struct, frozen=True):
@@ -30,10 +29,6 @@ class Filesystem(msgspec.Struct, frozen=True):
     def network(self) -> bool:
         # Whatever a user space file system is, it is no disk of this node.
         return self.kind in NETWORK or self.kind.startswith("fuse.")
-
-    @property
-    def memory(self) -> bool:
-        return self.kind in MEMORY
 
 
 class Files(msgspec.Struct, frozen=True):
