@@ -52,10 +52,7 @@ def _time_option(
     "--since", metavar="TIME", callback=_time_option, help=f"Count events from then on: {EXPECTED}."
 )
 @click.option("--until", metavar="TIME", callback=_time_option, help="Count events before then.")
-@click.option("--json", "form", flag_value="json", help="One JSON document instead of the page.")
-@click.option(
-    "--csv", "form", flag_value="csv", help="A CSV row for each period instead of the page."
-)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the page.")
 @click.option("-o", "--output", metavar="FILE", help="Write to FILE; - is standard output.")
 @click.pass_context
 def report(
@@ -63,7 +60,7 @@ def report(
     logs: tuple[str, ...],
     since: TimeOption | None,
     until: TimeOption | None,
-    form: str | None,
+    as_json: bool,
     output: str | None,
 ) -> None:
     """Report what staging saved, as an HTML page.
@@ -73,7 +70,7 @@ def report(
     """
     from forestage import report as reports
 
-    if form is None and output is None and sys.stdout.isatty():
+    if not as_json and output is None and sys.stdout.isatty():
         raise click.UsageError("the page is for a browser: name a file with -o")
     now = ctx.obj.clock.wall()
     window = reports.Window(since and since.at(now), until and until.at(now))
@@ -81,8 +78,7 @@ def report(
         raise click.UsageError("--since is not before --until")
     names = logs or reports.of_node(ctx.obj.places.events)
     found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
-    renderers = {None: reports.as_page, "json": reports.as_json, "csv": reports.as_csv}
-    _write(renderers[form](found), output)
+    _write(reports.as_json(found) if as_json else reports.as_page(found), output)
 
 
 def _write(rendered: bytes, output: str | None) -> None:

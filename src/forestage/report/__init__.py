@@ -1,13 +1,12 @@
 """Savings report: what staging saved, computed from the event logs of one node or many.
 
-`from_logs` adds up the events; `as_page`, `as_json` and `as_csv` render the result. Event logs are
+`from_logs` adds up the events; `as_page` and `as_json` render the result. Event logs are
 all that is read and nothing is written. Jinja2 is imported only when a page is made.
 """
 
 from collections.abc import Iterable
 
 from forestage.report.figures import Report, compute
-from forestage.report.figures import as_csv as as_csv
 from forestage.report.figures import as_json as as_json
 from forestage.report.logs import of_node as of_node
 from forestage.report.logs import read

@@ -1,11 +1,9 @@
-"""The report's figures and their rendering as JSON and CSV.
+"""The report's figures and their rendering as JSON.
 
 `compute` makes a `Report` of running sums. Sizes are in bytes, times in seconds, moments in seconds
 since the epoch; `Report` is also the JSON document, so its field names are an interface.
 """
 
-import csv
-import io
 import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -14,10 +12,7 @@ import msgspec
 
 from forestage.report.logs import LogCounts
 from forestage.report.sums import (
-    OTHER_IMAGES,
     QUARTER,
-    SIZE_BOUNDS,
-    Anomalies,
     Distribution,
     ImageSums,
     Slot,
@@ -65,17 +60,6 @@ class Image(msgspec.Struct, frozen=True):
     saved: float | None
 
 
-class SizeRange(msgspec.Struct, frozen=True):
-    """Figures of copies of images of at least `least` and less than `below` bytes."""
-
-    least: int
-    below: int | None
-    copies: int
-    median: float | None
-    p95: float | None
-    rate: float | None
-
-
 class Period(Slot, kw_only=True):
     """The sums of the `Report.width` seconds from `start` on."""
 
@@ -87,6 +71,7 @@ class Report(msgspec.Struct, frozen=True):
 
     `first` and `last` are the times of the earliest and latest event; `kept_off` are bytes by how
     they were kept off the shared file system, `evicted` entries by the hook that evicted them.
+    Events outside of the window or at an impossible time are not counted.
     """
 
     made: float
@@ -104,12 +89,12 @@ class Report(msgspec.Struct, frozen=True):
     evicted: dict[str, int]
     reasons: dict[str, int]
     images: tuple[Image, ...]
-    sizes: tuple[SizeRange, ...]
     width: int
     periods: tuple[Period, ...]
     events: int
     logs: LogCounts
-    anomalies: Anomalies
+    outside_window: int
+    impossible_time: int
 
 
 def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
@@ -133,12 +118,12 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
         evicted=dict(sorted(sums.evicted.items())),
         reasons=dict(sorted(sums.reasons.items(), key=lambda item: (-item[1], item[0]))),
         images=tuple(_images(sums)),
-        sizes=tuple(_sizes(sums)),
         width=width,
         periods=tuple(_periods(sums.slots, width, utc_offset)),
         events=sums.events,
         logs=logs,
-        anomalies=sums.anomalies,
+        outside_window=sums.outside_window,
+        impossible_time=sums.impossible_time,
     )
 
 
@@ -162,23 +147,14 @@ def _waits(distribution: Distribution) -> Waits:
 
 
 def _images(sums: Sums) -> Iterator[Image]:
-    """Those with most bytes kept off come first, the sum of all others last."""
+    """Those with most bytes kept off come first."""
     rate = sums.rates.median()
     for path, image in sorted(
         sums.images.items(),
-        key=lambda item: (item[0] == OTHER_IMAGES, -item[1].kept_off, -item[1].starts, item[0]),
+        key=lambda item: (-item[1].kept_off, -item[1].starts, item[0]),
     ):
         saved = image.kept_off / _rate(image, rate) - image.waited if rate else None
         yield Image(path, image.size, image.starts, image.hits, image.copies, image.kept_off, saved)
-
-
-def _sizes(sums: Sums) -> Iterator[SizeRange]:
-    bounds = zip((0, *SIZE_BOUNDS), (*SIZE_BOUNDS, None), sums.sizes, strict=True)
-    for least, below, one in bounds:
-        took = one.durations
-        yield SizeRange(
-            least, below, one.copies, took.median(), took.quantile(0.95), one.rates.median()
-        )
 
 
 def _period_width(first: float, last: float) -> int:
@@ -208,22 +184,6 @@ def _periods(slots: dict[int, Slot], width: int, utc_offset: int) -> Iterator[Pe
 
 def as_json(report: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
-def as_csv(report: Report) -> bytes:
-    """Returns a row for each period.
-
-    No name that a user chose is in it: a spreadsheet would run a name that begins with `=`.
-    """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = Slot.__struct_fields__
-    writer.writerow(("start", *names, "hit_ratio"))
-    for period in report.periods:
-        ratio = "" if period.hit_ratio is None else f"{period.hit_ratio:.4f}"
-        start = local_time(period.start, report.utc_offset).isoformat()
-        writer.writerow((start, *(getattr(period, name) for name in names), ratio))
-    return out.getvalue().encode()
 
 
 def local_time(moment: float, utc_offset: int) -> datetime:

@@ -30,24 +30,15 @@ def share(value: float | None) -> str:
     return NONE if value is None else f"{math.floor(value * 1000 + 1e-9) / 10:.1f} %"
 
 
-def seconds(value: float | None) -> str:
-    """The time that one job waits."""
-    if value is None:
-        return NONE
-    if value < 0.1:
-        return f"{value * 1000:.0f} ms"
-    if value < 10:
-        return f"{value:.1f} s"
-    return f"{value:.0f} s" if value < 300 else f"{value / 60:.0f} min"
-
-
-def node_time(value: float | None) -> str:
-    """Seconds summed over nodes; they may be negative."""
+def duration(value: float | None) -> str:
+    """Seconds that jobs wait; a sum over nodes may be negative."""
     if value is None:
         return NONE
     sign, value = ("−" if value < 0 else ""), abs(value)
+    if value < 0.1:
+        return f"{sign}{value * 1000:.0f} ms"
     if value < 120:
-        return f"{sign}{value:.0f} s"
+        return f"{sign}{value:.1f} s" if value < 10 else f"{sign}{value:.0f} s"
     if value < 7200:
         return f"{sign}{value / 60:.0f} min"
     hours = value / 3600

@@ -37,8 +37,7 @@ def render(report: Report) -> bytes:
         "size": format_size,
         "rate": fmt.rate,
         "share": fmt.share,
-        "seconds": fmt.seconds,
-        "node_time": fmt.node_time,
+        "duration": fmt.duration,
         "plural": fmt.plural,
         "period": fmt.period,
         "zone": fmt.zone,
@@ -48,9 +47,7 @@ def render(report: Report) -> bytes:
     html = environment.get_template("page.html.j2").render(
         report=report,
         total=report.total,
-        # The sum of all further images has no path.
-        images=[image for image in report.images if image.path][:MAX_IMAGES],
-        sizes=[size for size in report.sizes if size.copies],
+        images=report.images[:MAX_IMAGES],
         plots=all_plots(report),
         plot_height=HEIGHT,
         reason_texts=REASONS,

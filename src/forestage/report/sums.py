@@ -1,8 +1,7 @@
 """Running sums over the events of many nodes, in memory that does not grow with the logs.
 
 `Sums.add` takes events one by one; figures.py computes the report from the sums. Distributions
-are histograms of 2 % wide bins, starts and bytes are kept per quarter of an hour, and images
-beyond the first 10,000 are summed together.
+are histograms of 2 % wide bins, starts and bytes are kept per quarter of an hour.
 """
 
 import math
@@ -11,19 +10,13 @@ from typing import Literal
 import msgspec
 
 from forestage.admin.tally import Tally
-from forestage.events import Copied, Event, Handled, Released
-from forestage.events.reasons import REASONS
-from forestage.units import MAX_DURATION, MAX_SIZE
+from forestage.events import Copied, Event, Handled
 
 Kind = Literal["hit", "joined", "cold", "original", "excluded"]
 
 QUARTER = 900  # seconds; the days of every time zone begin at a multiple
 EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
 MAX_AHEAD = 86_400.0  # seconds that a node's clock may be ahead of ours
-MAX_BACK = 3600.0  # seconds; hooks write when they end, so events are out of order by less
-MAX_IMAGES = 10_000  # images with sums of their own; all others share OTHER_IMAGES
-OTHER_IMAGES = ""
-SIZE_BOUNDS = tuple(gib << 30 for gib in (1, 4, 16, 64))  # bytes
 BIN_RATIO = 1.02
 
 
@@ -114,38 +107,20 @@ class ImageSums:
         self.rates = Distribution()
 
 
-class SizeSums:
-    """Sums of the copies of all images in one range of sizes."""
-
-    def __init__(self) -> None:
-        self.copies = 0
-        self.durations = Distribution()
-        self.rates = Distribution()
-
-
-class Anomalies(msgspec.Struct):
-    """Events that were not counted, by why, and how often a node's clock went back."""
-
-    outside_window: int = 0
-    impossible_time: int = 0
-    impossible_figures: int = 0
-    clock_went_back: int = 0
-
-
 class Sums:
     """All that the report needs of the events added so far; `now` is in seconds since the epoch."""
 
     def __init__(self, window: Window, now: float) -> None:
         self.window = window
         self.now = now
-        self.anomalies = Anomalies()
+        self.outside_window = 0
+        self.impossible_time = 0
         self.events = 0
         self.first = math.inf
         self.last = 0.0
         self.nodes: set[str] = set()
         self.slots: dict[int, Slot] = {}
         self.images: dict[str, ImageSums] = {}
-        self.sizes = tuple(SizeSums() for _ in range(len(SIZE_BOUNDS) + 1))
         self.rates = Distribution()
         self.warm = Distribution()
         self.cold = Distribution()
@@ -153,27 +128,21 @@ class Sums:
         self.reasons: dict[str, int] = {}
         self.evicted: dict[str, int] = {}
         self._tallies: dict[str, Tally] = {}
-        self._clocks: dict[str, float] = {}
 
     def add(self, event: Event, log: str) -> None:
         """Counts one event; a node's events come in the order of its log.
 
         `log` stands for the node in events that do not name one.
         """
-        if not _is_possible(event):
-            self.anomalies.impossible_figures += 1
-            return
         node = event.node or log
         # Before the window is checked: a Prolog before it makes the job's first step in it no
         # further start.
         start = self._tallies.setdefault(node, Tally()).add(event)
         if not EARLIEST <= event.time <= self.now + MAX_AHEAD:
-            self.anomalies.impossible_time += 1
+            self.impossible_time += 1
             return
-        self.anomalies.clock_went_back += event.time < self._clocks.get(node, 0.0) - MAX_BACK
-        self._clocks[node] = event.time
         if not self.window.contains(event.time):
-            self.anomalies.outside_window += 1
+            self.outside_window += 1
             return
         self.events += 1
         self.nodes.add(node)
@@ -182,7 +151,7 @@ class Sums:
         slot = self.slots.setdefault(int(event.time // QUARTER), Slot())
         outcome = event.outcome
         if isinstance(outcome, Copied):
-            self._add_copy(outcome, event.total, slot)
+            self._add_copy(outcome, slot)
         elif isinstance(outcome, Handled):
             self._add_wait(outcome, slot)
             if start:
@@ -192,32 +161,24 @@ class Sums:
             slot.evicted += evicted
             self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
 
-    def _image(self, path: str) -> ImageSums:
-        if path not in self.images and len(self.images) >= MAX_IMAGES:
-            path = OTHER_IMAGES
-        return self.images.setdefault(path, ImageSums())
-
-    def _add_copy(self, outcome: Copied, duration: float, slot: Slot) -> None:
+    def _add_copy(self, outcome: Copied, slot: Slot) -> None:
         if outcome.result != "copied":
             return
         slot.read += max(0, outcome.bytes - outcome.from_peers)
         slot.kept_off += outcome.from_peers
         self.kept_off["peers"] += outcome.from_peers
-        image = self._image(outcome.image)
+        image = self.images.setdefault(outcome.image, ImageSums())
         image.copies += 1
         image.size = outcome.size
-        alike = self.sizes[sum(outcome.size >= bound for bound in SIZE_BOUNDS)]
-        alike.copies += 1
-        alike.durations.add(duration)
         # The stager that copied the resumed bytes was killed, so its seconds are in no event.
         if not outcome.resumed and outcome.bytes and outcome.copying > 0:
-            for rates in (image.rates, alike.rates, self.rates):
+            for rates in (image.rates, self.rates):
                 rates.add(outcome.bytes / outcome.copying)
 
     def _add_wait(self, outcome: Handled, slot: Slot) -> None:
         slot.waited += outcome.wait
         if outcome.image:
-            self._image(outcome.image).waited += outcome.wait
+            self.images.setdefault(outcome.image, ImageSums()).waited += outcome.wait
         if outcome.result == "hit":
             self.warm.add(outcome.wait)
         elif outcome.result in ("joined", "copied") or outcome.reason == "deadline":
@@ -227,14 +188,12 @@ class Sums:
         kind = _kind(outcome)
         setattr(slot, kind, getattr(slot, kind) + 1)
         if outcome.reason:
-            # A damaged log must not make a row of the report for each word in it.
-            reason = outcome.reason if outcome.reason in REASONS else "other"
-            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+            self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
         if kept_off:
             slot.kept_off += kept_off
             self.kept_off[outcome.result] += kept_off
         if outcome.image:
-            image = self._image(outcome.image)
+            image = self.images.setdefault(outcome.image, ImageSums())
             image.starts += kind != "excluded"
             image.hits += kind == "hit"
             image.kept_off += kept_off
@@ -251,20 +210,3 @@ def _kind(outcome: Handled) -> Kind:
     # A request that was declined before its image was opened has no key.
     was_tried = outcome.result == "failed" or (outcome.key and outcome.reason != "off")
     return "original" if was_tried else "excluded"
-
-
-def _is_possible(event: Event) -> bool:
-    """Whether the event's figures can be true: a damaged line may still be valid JSON."""
-    outcome = event.outcome
-    sizes, times = [0], [event.total]
-    if not isinstance(outcome, Released):
-        sizes.append(outcome.size)
-        times.append(outcome.wait)
-    if isinstance(outcome, Copied):
-        parts = [outcome.resumed, outcome.from_peers]
-        if outcome.result == "copied" and max(parts) > outcome.size:
-            return False
-        sizes += parts
-        times.append(outcome.copying)
-    possible = all(0 <= size <= MAX_SIZE for size in sizes)
-    return possible and all(0 <= time <= MAX_DURATION for time in times)
