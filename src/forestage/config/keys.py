@@ -1,19 +1,17 @@
-"""The keys of the configuration file: type, limits, default and one sentence of each.
+"""The keys of the configuration file: type, notation, default and one sentence of each.
 
 The structs below are the only place where a key is described. `KEYS` lists them by name; reading,
 printing, the sample file (etc/forestage.yaml) and the manual page are made from it.
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
 
 from forestage.config import values
-from forestage.config.values import Address, Notation, parse_address
-from forestage.units import Amount, quote
+from forestage.config.values import UP_TO_64, Address, Notation, parse_address
+from forestage.units import Amount
 
 Redirect: TypeAlias = Literal["bind", "spank", "none"]
 UserMessages: TypeAlias = Literal["none", "problems", "all"]
@@ -22,70 +20,36 @@ Direct: TypeAlias = Literal["auto", "on", "off"]
 OnDeadline: TypeAlias = Literal["continue", "abort"]
 OnError: TypeAlias = Literal["continue", "drain"]
 
-MIN_CHUNK = 1024 * 1024  # bytes; a multiple of every disk's and file system's block
-MAX_CHUNK = 1024 * 1024 * 1024
-
-Limit: TypeAlias = Annotated[int, Meta(gt=0)] | None  # bytes
-UpTo64: TypeAlias = Annotated[int, Meta(ge=1, le=64)]
+Limit: TypeAlias = int | None  # bytes
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What is known of a key besides its default.
+    """What is known of a key besides its type and its default.
 
     `none` is the word for None in the file: `null`, or `auto` for what is decided where the facts
     for it are.
     """
 
     sentence: str
-    notation: Notation = values.PLAIN
+    notation: Notation
     none: Literal["", "null", "auto"] = ""
     per_partition: bool = False
-    type: Any = None  # as annotated below
 
     def read(self, raw: object) -> Any:
         """Returns the value that YAML's `raw` means. ValueError says what was expected."""
         if self.none and raw == (None if self.none == "null" else self.none):
             return None
         try:
-            value = self.notation.read(raw)
-            if value is not None:  # which the type takes where the file has to say `auto`
-                return msgspec.convert(value, self.type)
-            problem = f"expected {self._expected()}, got null"
-        except msgspec.ValidationError:
-            problem = f"expected {self._expected()}, got {quote(raw)}"
+            return self.notation.read(raw)
         except ValueError as error:
-            problem = str(error)
-        if self.none:
-            problem = problem.replace("expected ", f"expected {self.none} or ", 1)
-        raise ValueError(problem)
+            if not self.none:
+                raise
+            problem = str(error).replace("expected ", f"expected {self.none} or ", 1)
+            raise ValueError(problem) from None
 
     def show(self, value: Any) -> str:
         """Returns `value` as the file would have it."""
         return self.none if value is None else self.notation.show(value)
-
-    def _expected(self) -> str:
-        """The values that the type allows, in words."""
-        from msgspec import inspect  # only a mistake pays for it
-
-        info = inspect.type_info(self.type)
-        if isinstance(info, inspect.UnionType):
-            info = info.types[0]
-        if isinstance(info, inspect.BoolType):
-            return "true or false"
-        if isinstance(info, inspect.LiteralType):
-            return " or ".join(get_args(self.type.__origin__))  # in our order
-        if isinstance(info, inspect.StrType):
-            return f"at most {info.max_length} characters"
-        return self._range(info)
-
-    def _range(self, info: Any) -> str:
-        """The limits of a number, written as the number itself would be."""
-        show = self.notation.show
-        if info.multiple_of:
-            return f"a multiple of {show(info.multiple_of)} up to {show(info.le)}"
-        if info.gt is not None:
-            return f"a size above {show(info.gt)}"
-        return f"a whole number from {show(info.ge)} to {show(info.le)}"
 
 
 class JobKey(Key, frozen=True):
@@ -97,13 +61,12 @@ class JobKey(Key, frozen=True):
 class Peering(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
-    enabled: Annotated[bool, Key("Get chunks from the job's other nodes, and serve them.")] = False
-    port: Annotated[
-        Annotated[int, Meta(ge=1, le=65535)], Key("Of the peer service, on every node.")
-    ] = 7717
+    enabled: Annotated[
+        bool, Key("Get chunks from the job's other nodes, and serve them.", values.FLAG)
+    ] = False
+    port: Annotated[int, Key("Of the peer service, on every node.", values.whole(1, 65535))] = 7717
     listen: Annotated[
-        Annotated[str, Meta(max_length=255)],
-        Key('An address, a name or an interface; "" is all addresses.', values.LISTEN),
+        str, Key('An address, a name or an interface; "" is all addresses.', values.LISTEN)
     ] = ""
     address: Annotated[
         str, Key("Where a node is found, such as {node}-ib or {node}.cluster:7718.", values.PATTERN)
@@ -118,12 +81,10 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     bandwidth: Annotated[
         Limit,
-        Key("The most a node sends to others per second; null is no limit.", values.SIZE, "null"),
+        Key("The most a node sends to others per second; null is no limit.", values.LIMIT, "null"),
     ] = None
-    uploads: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)], Key("Chunks that a node sends at once.")
-    ] = 16
-    downloads: Annotated[UpTo64, Key("Chunks that one copy gets from peers at once.")] = 8
+    uploads: Annotated[int, Key("Chunks that a node sends at once.", values.whole(1, 1024))] = 16
+    downloads: Annotated[int, Key("Chunks that one copy gets from peers at once.", UP_TO_64)] = 8
 
     def of(self, node: str) -> Address:
         """Returns where the other nodes find `node`."""
@@ -147,7 +108,7 @@ class Metering(msgspec.Struct, frozen=True, kw_only=True):
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The settings one job is served with. Sizes are bytes, durations seconds."""
 
-    enabled: Annotated[bool, JobKey("If false, the hooks do nothing.")] = True
+    enabled: Annotated[bool, JobKey("If false, the hooks do nothing.", values.FLAG)] = True
     sources: Annotated[
         tuple[str, ...],
         JobKey("Absolute directories; only regular files below them are staged.", values.PATHS),
@@ -156,11 +117,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         str, Key("Where the cache lies on the node; not below /tmp or /dev/shm.", values.CACHE)
     ] = "/mnt/nvme/forestage"
     require_mount: Annotated[
-        bool, Key("Do not stage while the cache lies on the root file system.")
+        bool, Key("Do not stage while the cache lies on the root file system.", values.FLAG)
     ] = True
     max_image_size: Annotated[
         Limit,
-        JobKey("Images above this size are not staged; null is no limit.", values.SIZE, "null"),
+        JobKey("Images above this size are not staged; null is no limit.", values.LIMIT, "null"),
     ] = None
     max_size: Annotated[
         Amount, Key("The most the cache may take: a size, or a share of its disk.", values.CAPACITY)
@@ -172,29 +133,41 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Amount, Key("The Epilog and the timer evict down to this share of max_size.", values.SHARE)
     ] = Amount(share=0.8)
     redirect: Annotated[
-        Redirect, JobKey("How the path shows the copy: bind (whole node), spank (one step), none.")
+        Redirect,
+        JobKey(
+            "How the path shows the copy: bind (whole node), spank (one step), none.",
+            values.one_of(Redirect),
+        ),
     ] = "bind"
     engine: Annotated[
-        Engine, Key("chunks copies with several threads, rsync runs that program.")
+        Engine,
+        Key("chunks copies with several threads, rsync runs that program.", values.one_of(Engine)),
     ] = "chunks"
     threads: Annotated[
-        UpTo64 | None, Key("Threads of one copy; auto is two for each core, 4 to 8.", none="auto")
+        int | None,
+        Key("Threads of one copy; auto is two for each core, 4 to 8.", UP_TO_64, "auto"),
     ] = None
     chunk_size: Annotated[
-        Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK, multiple_of=MIN_CHUNK)],
-        Key("The unit of copying and resuming; each thread takes 4 MiB of memory.", values.SIZE),
+        int,
+        Key("The unit of copying and resuming; each thread takes 4 MiB of memory.", values.CHUNK),
     ] = 16 * 1024 * 1024
     direct: Annotated[
         Direct,
-        Key("Copy past the page cache: auto where both sides are local disks.", values.ON_OFF),
+        Key(
+            "Copy past the page cache: auto where both sides are local disks.",
+            values.one_of(Direct),
+        ),
     ] = "auto"
-    digest: Annotated[bool, Key("Keep a digest of each chunk, so that a copy can be verified.")] = (
-        True
-    )
+    digest: Annotated[
+        bool, Key("Keep a digest of each chunk, so that a copy can be verified.", values.FLAG)
+    ] = True
     bandwidth: Annotated[
-        Limit, Key("The most one copy may read in a second; null is no limit.", values.SIZE, "null")
+        Limit,
+        Key("The most one copy may read in a second; null is no limit.", values.LIMIT, "null"),
     ] = None
-    max_copies: Annotated[UpTo64, Key("Copies at once on a node; further ones queue in order.")] = 4
+    max_copies: Annotated[
+        int, Key("Copies at once on a node; further ones queue in order.", UP_TO_64)
+    ] = 4
     deadline: Annotated[
         float | None,
         JobKey(
@@ -216,16 +189,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 480.0
     on_deadline: Annotated[
         OnDeadline,
-        JobKey("What a copy does when its job has started without it: continue, or abort."),
+        JobKey(
+            "What a copy does when its job has started without it: continue, or abort.",
+            values.one_of(OnDeadline),
+        ),
     ] = "continue"
     max_stage_wait: Annotated[
         float, JobKey("The most that a user's stage-wait= may ask for.", values.DURATION)
     ] = 600.0
     on_error: Annotated[
-        OnError, JobKey("What our own failure does to the node: continue, or drain it.")
+        OnError,
+        JobKey(
+            "What our own failure does to the node: continue, or drain it.", values.one_of(OnError)
+        ),
     ] = "continue"
     user_messages: Annotated[
-        UserMessages, JobKey("What a step's user reads: none, problems, or all.")
+        UserMessages,
+        JobKey("What a step's user reads: none, problems, or all.", values.one_of(UserMessages)),
     ] = "problems"
     peers: Peering = Peering()
     metrics: Metering = Metering()
@@ -235,12 +215,12 @@ def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
     # Not get_type_hints(), which evaluates them all again: each hook would pay for it.
     for name, hint in struct.__annotations__.items():
         if hasattr(hint, "__metadata__"):
-            yield above + name, msgspec.structs.replace(hint.__metadata__[-1], type=hint)
+            yield above + name, hint.__metadata__[0]
         else:
             yield from _keys(hint, f"{name}.")
 
 
-KEYS: Mapping[str, Key] = MappingProxyType(dict(_keys(Config)))
+KEYS: Mapping[str, Key] = dict(_keys(Config))
 """By their names in messages: `deadline`, `peers.port`."""
 
 GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))

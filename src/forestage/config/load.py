@@ -8,9 +8,8 @@ a root hook, root reads only those that are its own and that nobody else may wri
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -20,7 +19,6 @@ from forestage.errors import ConfigError, Problem
 from forestage.units import exact_size, quote
 
 MAX_FILE_SIZE = 1 << 20  # bytes; a configuration is not a data file
-MAX_DEPTH = 4  # the file, its partitions, one partition, a list of sources
 DEFAULT = "default"  # the origin of a value that no file sets
 
 Overrides: TypeAlias = Mapping[str, object]  # key -> value of the key's type in Config
@@ -60,13 +58,13 @@ class Settings(msgspec.Struct, frozen=True):
         return rows
 
 
-class _Value(msgspec.Struct, frozen=True):
-    """One value that one file sets."""
+class _Found(msgspec.Struct):
+    """What the files read so far say, and all that is wrong with them."""
 
-    where: str
-    partition: str | None
-    key: str
-    value: object
+    origins: dict[str, str]
+    common: dict[str, object] = {}
+    partitions: dict[str, dict[str, object]] = {}
+    problems: list[Problem] = []
 
 
 def load_settings(etc: Path) -> Settings:
@@ -74,13 +72,27 @@ def load_settings(etc: Path) -> Settings:
 
     Raises ConfigError with all problems at once.
     """
-    found = list(_read_all(etc))
-    if problems := tuple(item for item in found if isinstance(item, Problem)):
-        raise ConfigError(problems)
-    merged = _merge(item for item in found if isinstance(item, _Value))
-    if problems := tuple(_contradictions(merged)):
-        raise ConfigError(problems)
-    return merged
+    found = _Found(dict.fromkeys(KEYS, DEFAULT))
+    parts = etc / "conf.d"
+    names: list[str] = []
+    try:
+        names = sorted(os.listdir(parts))  # noqa: PTH208 - names are what is wanted
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        found.problems.append(Problem(str(parts), "", f"cannot be listed: {error.strerror}"))
+    # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
+    names = [name for name in names if name.endswith(".yaml") and not name.startswith(".")]
+    for path in (etc / "forestage.yaml", *(parts / name for name in names)):
+        _read(path, found)
+    config = with_values(Config(), found.common)
+    if config.peers.enabled and not (config.digest and config.engine == "chunks"):
+        # A peer's bytes are proven by the chunk's digest.
+        key, what = "peers.enabled", "needs `digest: true` and `engine: chunks`"
+        found.problems.append(Problem(found.origins[key], key, what))
+    if found.problems:
+        raise ConfigError(tuple(found.problems))
+    return Settings(config, found.partitions, found.origins)
 
 
 def dotted(partition: str | None, key: str) -> str:
@@ -88,62 +100,17 @@ def dotted(partition: str | None, key: str) -> str:
     return key if partition is None else f"partitions.{partition}.{key}"
 
 
-def _merge(values: Iterable[_Value]) -> Settings:
-    common: dict[str, object] = {}
-    partitions: dict[str, dict[str, object]] = {}
-    origins = dict.fromkeys(KEYS, DEFAULT)
-    for it in values:
-        target = common if it.partition is None else partitions.setdefault(it.partition, {})
-        target[it.key] = it.value
-        origins[dotted(it.partition, it.key)] = it.where
-    return Settings(
-        config=with_values(Config(), common),
-        partitions=MappingProxyType({k: MappingProxyType(v) for k, v in partitions.items()}),
-        origins=MappingProxyType(origins),
-    )
-
-
-def _contradictions(settings: Settings) -> Iterator[Problem]:
-    """Keys whose values cannot be used together, each right by itself. Pure."""
-    config = settings.config
-    if config.peers.enabled and not (config.digest and config.engine == "chunks"):
-        # A peer's bytes are proven by the chunk's digest.
-        yield Problem(
-            settings.origins["peers.enabled"],
-            "peers.enabled",
-            "needs `digest: true` and `engine: chunks`",
-        )
-
-
-def _read_all(etc: Path) -> Iterator[_Value | Problem]:
-    yield from _read(etc / "forestage.yaml", optional=True)
-    parts = etc / "conf.d"
-    try:
-        paths = sorted(parts.iterdir())
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        yield Problem(str(parts), "", f"cannot be listed: {error.strerror}")
-        return
-    for path in paths:
-        # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
-        if path.name.endswith(".yaml") and not path.name.startswith("."):
-            yield from _read(path, optional=False)
-
-
-def _read(path: Path, optional: bool) -> Iterator[_Value | Problem]:
-    where = str(path)
+def _read(path: Path, found: _Found) -> None:
     try:
         document = _parse(_text(path))
     except OSError as error:
         # A dangling link is not a missing file: somebody meant it to say something.
-        missing = isinstance(error, FileNotFoundError) and not path.is_symlink()
-        if not (optional and missing):
-            yield Problem(where, "", f"cannot be read: {error.strerror}")
+        if not isinstance(error, FileNotFoundError) or path.is_symlink():
+            found.problems.append(Problem(str(path), "", f"cannot be read: {error.strerror}"))
     except ValueError as error:
-        yield Problem(where, "", str(error))
+        found.problems.append(Problem(str(path), "", str(error)))
     else:
-        yield from _check(where, (), document)
+        _add(str(path), (), document, found)
 
 
 def _text(path: Path) -> str:
@@ -175,43 +142,22 @@ def _parse(text: str) -> object:
     """Returns the YAML document, None if there is none. Raises ValueError."""
     import yaml  # here, since a node without a configuration file need not pay for it
 
-    cls: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        _refuse_beyond_plain(yaml.parse(text, cls))
-        loader = cls(text)
+        loader: Any = yaml.CSafeLoader(text)
         node = loader.get_single_node()
-        if node is None:
-            return None
-        if repeated := "; ".join(_repeated(node)):
-            raise ValueError(repeated)
-        try:
-            return loader.construct_document(node)
-        except ValueError as error:  # it looks like a date or a number and is none
-            raise ValueError(f"holds a value that YAML cannot read: {error}") from error
+        repeated = "; ".join(_repeated(node)) if node else ""
+        document = loader.construct_document(node) if node and not repeated else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", "")
         raise ValueError(f"is not YAML: {line}{reason}") from error
-
-
-def _refuse_beyond_plain(events: Iterable[Any]) -> None:
-    """Refuses the parts of YAML that a configuration can do without, before anything is built.
-
-    A line of brackets would end the process with SIGSEGV, as the composer in C recurses; tags
-    call constructors that raise whatever they like; aliases grow without end.
-    """
-    depth = 0
-    for event in events:
-        kind = type(event).__name__
-        depth += kind in ("MappingStartEvent", "SequenceStartEvent")
-        depth -= kind in ("MappingEndEvent", "SequenceEndEvent")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"line {event.start_mark.line + 1}: nested too deeply")
-        if kind == "AliasEvent" or getattr(event, "tag", None):
-            raise ValueError(
-                f"line {event.start_mark.line + 1}: an alias (*) or tag (!) cannot be used here"
-            )
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # It looks like a date or a number and is none, or has a tag (!) that it does not fit.
+        raise ValueError(f"holds a value that YAML cannot read: {error}") from error
+    if repeated:
+        raise ValueError(repeated)
+    return document
 
 
 def _repeated(node: Any) -> Iterator[str]:
@@ -230,35 +176,43 @@ def _repeated(node: Any) -> Iterator[str]:
         yield from _repeated(value)
 
 
-def _check(where: str, above: tuple[str, ...], raw: object) -> Iterator[_Value | Problem]:
-    """Each value below `above`: (), a group, ("partitions",) or ("partitions", name). Pure."""
+def _add(where: str, above: tuple[str, ...], raw: object, found: _Found) -> None:
+    """Adds each value below `above`: (), a group, ("partitions",) or ("partitions", name)."""
     if raw is None:  # all below it is commented out
         return
     if not isinstance(raw, dict):
-        yield Problem(where, ".".join(above), f"expected keys and values, got {quote(raw)}")
+        what = f"expected keys and values, got {quote(raw)}"
+        found.problems.append(Problem(where, ".".join(above), what))
         return
     for key, value in raw.items():
         if not isinstance(key, str) or not key.isprintable():
             # YAML 1.1 takes no, on, 1 and the like for something else than names.
-            yield Problem(where, ".".join((*above, quote(key))), "expected a name in quotes")
-        elif not above and key in KEYS and "." in key:
-            group, _, within = key.partition(".")
-            yield Problem(where, key, f"expected `{group}:`, and `{within}:` indented below it")
+            name = ".".join((*above, quote(key)))
+            found.problems.append(Problem(where, name, "expected a name in quotes"))
         elif above == ("partitions",) or (not above and key in ("partitions", *GROUPS)):
-            yield from _check(where, (*above, key), value)
+            _add(where, (*above, key), value, found)
         elif above[:1] == ("partitions",):
-            yield _setting(where, above[1], key, value)
+            _set(where, above[1], key, value, found)
+        elif above or "." not in key:
+            _set(where, None, ".".join((*above, key)), value, found)
         else:
-            yield _setting(where, None, ".".join((*above, key)), value)
+            group, _, within = key.partition(".")
+            what = f"expected `{group}:`, and `{within}:` indented below it"
+            found.problems.append(Problem(where, key, what))
 
 
-def _setting(where: str, partition: str | None, key: str, raw: object) -> _Value | Problem:
+def _set(where: str, partition: str | None, key: str, raw: object, found: _Found) -> None:
+    full = dotted(partition, key)
     try:
         if key not in (KEYS if partition is None else PARTITION_KEYS):
             raise ValueError(_not_a_key(partition, key))
-        return _Value(where, partition, key, KEYS[key].read(raw))
+        value = KEYS[key].read(raw)
     except ValueError as error:
-        return Problem(where, dotted(partition, key), str(error))
+        found.problems.append(Problem(where, full, str(error)))
+        return
+    values = found.common if partition is None else found.partitions.setdefault(partition, {})
+    values[key] = value
+    found.origins[full] = where
 
 
 def _not_a_key(partition: str | None, key: str) -> str:

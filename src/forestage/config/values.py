@@ -1,14 +1,13 @@
 """Notations of the configuration file: how sizes, durations, paths and addresses are written.
 
 A notation reads what YAML made of a value, or raises ValueError with what was expected, and
-prints it as YAML that reads back as the same value. Limits are not its part: they stand with the
-key's type (`keys`), and msgspec holds them.
+prints it as YAML that reads back as the same value.
 """
 
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -21,6 +20,9 @@ from forestage.units import (
     parse_size,
     quote,
 )
+
+MIN_CHUNK = 1 << 20  # bytes; a multiple of every disk's and file system's block
+MAX_CHUNK = 1 << 30
 
 _UNQUOTED = re.compile(r"[\w./+@-]+", re.ASCII)  # paths that YAML reads as they are
 
@@ -63,6 +65,10 @@ def parse_address(text: str, port: int) -> Address:
     return Address(host, port)
 
 
+def _as_it_is(raw: Any) -> Any:
+    return raw
+
+
 def _read_path(raw: object) -> str:
     if not isinstance(raw, str) or not raw.startswith("/"):
         raise ValueError(f"expected an absolute path, got {quote(raw)}")
@@ -93,30 +99,6 @@ def _read_cache(raw: object) -> str:
     return path
 
 
-def _read_textfile(raw: object) -> str:
-    path = _read_path(raw)
-    if not path.endswith(".prom"):
-        raise ValueError(f"expected a name that ends in .prom, got {quote(raw)}")
-    return path
-
-
-def _read_capacity(raw: object) -> Amount:
-    amount = Amount.parse(raw)
-    if not (amount.size or amount.share):
-        raise ValueError(f"expected more than nothing, got {quote(raw)}")
-    return amount
-
-
-def _read_share(raw: object) -> Amount:
-    return Amount(share=parse_share(raw))
-
-
-def _read_listen(raw: object) -> str:
-    if not isinstance(raw, str) or not raw.isprintable():
-        raise ValueError(f'expected an address, a name, an interface or "", got {quote(raw)}')
-    return raw
-
-
 def _read_pattern(raw: object) -> str:
     if not isinstance(raw, str) or not raw.isprintable() or "{node}" not in raw:
         raise ValueError(f"expected an address with {{node}} in it, got {quote(raw)}")
@@ -136,15 +118,6 @@ def _read_addresses(raw: object) -> Mapping[str, str]:
     return raw
 
 
-def _read_on_off(raw: object) -> object:
-    # YAML takes on and off for true and false.
-    return ("on" if raw else "off") if isinstance(raw, bool) else raw
-
-
-def _show_plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _show_quoted(value: object) -> str:
     """JSON is YAML, and quotes a name such as `no`, which YAML would take for false."""
     return msgspec.json.encode(value).decode()
@@ -159,21 +132,69 @@ def _show_paths(paths: tuple[str, ...]) -> str:
     return f"[{', '.join(map(_show_path, paths))}]"
 
 
-def _show_addresses(addresses: Mapping[str, str]) -> str:
-    return _show_quoted(dict(addresses))
+def _limited(
+    read: Callable[[Any], Any], show: Callable[[Any], str], fits: Callable[[Any], Any], words: str
+) -> Notation:
+    """What `read` returns, where it `fits`; `words` are for an error."""
+
+    def limited(raw: object) -> Any:
+        value = read(raw)
+        if not fits(value):
+            raise ValueError(f"expected {words}, got {quote(raw)}")
+        return value
+
+    return Notation(limited, show)
 
 
-PLAIN = Notation(lambda raw: raw, _show_plain)  # true, 4, chunks
-SIZE = Notation(parse_size, exact_size)
+def one_of(literal: Any) -> Notation:
+    """The words of a Literal."""
+    words = get_args(literal)
+
+    def read(raw: object) -> Any:
+        # YAML takes on and off for true and false.
+        return ("on" if raw else "off") if isinstance(raw, bool) and "on" in words else raw
+
+    return _limited(read, str, lambda word: word in words, " or ".join(words))
+
+
+def whole(least: int, most: int) -> Notation:
+    """A whole number within these limits."""
+    return _limited(
+        _as_it_is,
+        str,
+        lambda raw: type(raw) is int and least <= raw <= most,
+        f"a whole number from {least} to {most}",
+    )
+
+
+FLAG = _limited(
+    _as_it_is, lambda flag: str(flag).lower(), lambda raw: isinstance(raw, bool), "true or false"
+)
+UP_TO_64 = whole(1, 64)
+LIMIT = _limited(parse_size, exact_size, lambda size: size, "a size above 0")
+CHUNK = _limited(
+    parse_size,
+    exact_size,
+    lambda size: size in range(MIN_CHUNK, MAX_CHUNK + 1, MIN_CHUNK),
+    f"a multiple of {exact_size(MIN_CHUNK)} up to {exact_size(MAX_CHUNK)}",
+)
 DURATION = Notation(parse_duration, exact_duration)
 AMOUNT = Notation(Amount.parse, str)
-CAPACITY = Notation(_read_capacity, str)
-SHARE = Notation(_read_share, str)
+CAPACITY = _limited(
+    Amount.parse, str, lambda amount: amount.size or amount.share, "more than nothing"
+)
+SHARE = Notation(lambda raw: Amount(share=parse_share(raw)), str)
 PATH = Notation(_read_path, _show_path)
 PATHS = Notation(_read_paths, _show_paths)
 CACHE = Notation(_read_cache, _show_path)
-TEXTFILE = Notation(_read_textfile, _show_path)
-LISTEN = Notation(_read_listen, _show_quoted)
+TEXTFILE = _limited(
+    _read_path, _show_path, lambda path: path.endswith(".prom"), "a name that ends in .prom"
+)
+LISTEN = _limited(
+    _as_it_is,
+    _show_quoted,
+    lambda raw: isinstance(raw, str) and raw.isprintable() and len(raw) < 256,
+    'an address, a name, an interface or ""',
+)
 PATTERN = Notation(_read_pattern, _show_quoted)
-ADDRESSES = Notation(_read_addresses, _show_addresses)
-ON_OFF = Notation(_read_on_off, _show_plain)
+ADDRESSES = Notation(_read_addresses, _show_quoted)
