@@ -37,10 +37,6 @@ class Amount(msgspec.Struct, frozen=True):
     size: int | None = None
     share: float | None = None
 
-    def __post_init__(self) -> None:
-        if (self.size is None) == (self.share is None):
-            raise ValueError("an Amount is either a size or a share")
-
     @classmethod
     def parse(cls, value: object) -> "Amount":
         """Reads "80%", or a size as `parse_size` takes it."""

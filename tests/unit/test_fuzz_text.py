@@ -18,10 +18,10 @@ from forestage.cache import image
 from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.part import Owner
-from forestage.errors import ConfigError, Declined, JobError
+from forestage.errors import ConfigError, Declined
 from forestage.events import Handled
 from forestage.hooks import image as request
-from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job, read_hints
+from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
 from forestage.stage import pipeline
 from forestage.stage.pipeline import Task
 from forestage.stage.source import OpenImage
@@ -87,32 +87,6 @@ def _fields(line: str) -> list[str]:
         else:
             rest = rest.partition(" ")[2]
     return names
-
-
-@given(TEXT)
-@example("1" * 5000)
-@example("²")
-@example("-1")
-def test_number_of_slurms_is_a_number_or_an_error_of_its_own(text: str) -> None:
-    environ = {"SLURM_JOB_ID": text, "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1"}
-    try:
-        job = Job.from_environ(environ)
-    except JobError as error:
-        said = str(error)
-    else:
-        assert str(job.id) == (text.lstrip("0") or "0")
-        return
-    assert len(said) < 1000
-
-
-@given(TEXT)
-def test_hint_asks_for_nothing_that_is_not_in_it(comment: str) -> None:
-    """A path comes out as it was written, or percent-decoded; none out of thin air."""
-    from urllib.parse import unquote_to_bytes
-
-    whole = unquote_to_bytes(os.fsencode(comment))
-    for path in read_hints(comment).paths:
-        assert os.fsencode(path) in os.fsencode(comment) or os.fsencode(path) in whole
 
 
 @given(TEXT)
@@ -191,18 +165,6 @@ def test_any_value_is_refused_or_shown_as_it_is_read(name: str, raw: object) -> 
         assert key.read(yaml.safe_load(shown)) == value
         return
     assert len(said) < 3000
-
-
-@given(TEXT)
-@example("[::1]:" + "9" * 5000)
-@example("host:٣")
-def test_address_has_a_host_and_a_port_or_is_refused(text: str) -> None:
-    try:
-        found = config.parse_address(text, 7717)
-    except ValueError:
-        return
-    assert found.host
-    assert 0 < found.port < 65536
 
 
 LINES = st.lists(

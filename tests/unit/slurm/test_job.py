@@ -153,11 +153,7 @@ def test_job_is_read_from_slurmds_variables() -> None:
         saves="/b",
         hints=Hints(paths=("/c", "/a")),
     )
-
-
-@pytest.mark.parametrize("option", [{}, {IMAGE_OPTION: ""}])
-def test_job_without_an_image_has_no_request(option: dict[str, str]) -> None:
-    assert Job.from_environ(ENVIRON | option).requests == ()
+    assert Job.from_environ(ENVIRON | {IMAGE_OPTION: ""}).requests == ()
 
 
 @pytest.mark.parametrize("step", [0, 3, 0xFFFFFFFB])
@@ -166,18 +162,20 @@ def test_step_is_read_from_the_companions_variables(step: int) -> None:
     del environ["SLURM_JOB_USER"]
     read = Job.from_environ(environ)
     assert (read.step, read.user) == (step, User("", 1000, 100))
-    assert Job.from_environ(ENVIRON).step is None
 
 
 @pytest.mark.parametrize(
     "name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID", "SLURM_STEP_ID"]
 )
-@pytest.mark.parametrize("value", [None, "", "-1", "0x1", " 1", "1\n", "²", "١", "../1", "4,5"])
+@pytest.mark.parametrize(
+    "value", [None, "", "-1", "0x1", " 1", "1\n", "²", "١", "../1", "4,5", "1" * 5000]
+)
 def test_number_that_is_none_is_refused(name: str, value: str | None) -> None:
     """The job id becomes a file name, the uid decides whose rights are used."""
     environ = {k: v for k, v in (ENVIRON | {name: value}).items() if v is not None}
     if (name, value) == ("SLURM_STEP_ID", None):
-        pytest.skip("a Prolog has none")
+        assert Job.from_environ(environ).step is None  # a Prolog's
+        return
     with pytest.raises(JobError, match=name):
         Job.from_environ(environ)
 
@@ -192,5 +190,4 @@ def test_number_that_is_none_is_refused(name: str, value: str | None) -> None:
     ],
 )
 def test_jobs_nodes_are_kept_as_slurm_wrote_them(given: dict[str, str], nodelist: str) -> None:
-    plain = {name: value for name, value in ENVIRON.items() if "NODELIST" not in name}
-    assert Job.from_environ(plain | given).nodelist == nodelist
+    assert Job.from_environ(ENVIRON | given).nodelist == nodelist
