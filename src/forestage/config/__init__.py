@@ -12,7 +12,6 @@ from forestage.config.keys import (
     OnDeadline,
     Peering,
     UserMessages,
-    sample,
     value_of,
 )
 from forestage.config.load import DEFAULT, Overrides, Row, Settings, dotted, load_settings
@@ -34,6 +33,5 @@ __all__ = [
     "dotted",
     "load_settings",
     "parse_address",
-    "sample",
     "value_of",
 ]

@@ -1,7 +1,8 @@
 """The keys of the configuration file: type, notation, default and one sentence of each.
 
-The structs below are the only place where a key is described. `KEYS` lists them by name; reading,
-printing, the sample file (etc/forestage.yaml) and the manual page are made from it.
+The structs below are the only place where a key is described. `KEYS` lists them by name; reading
+and printing are made from it, and by packaging/man/configuration the sample file
+(etc/forestage.yaml) and the manual page.
 """
 
 from collections.abc import Iterator, Mapping
@@ -228,12 +229,6 @@ GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in n
 
 PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
 
-_GROUP_SENTENCES = {
-    "peers": "Chunks from the other nodes of the job, so that they read the shared file system"
-    " once.",
-    "metrics": "What Prometheus gets to know: `forestage metrics`, run by a timer, writes it.",
-}
-
 
 def value_of(config: Config, name: str) -> Any:
     """Returns the value of one of KEYS."""
@@ -256,39 +251,3 @@ def with_values(config: Config, changed: Mapping[str, object]) -> Config:
     for group, inner in groups.items():
         changes[group] = msgspec.structs.replace(getattr(config, group), **inner)
     return msgspec.structs.replace(config, **changes)
-
-
-def sample() -> str:
-    """Returns the text of etc/forestage.yaml: each key commented out, its default, a sentence."""
-    keys = "\n".join(
-        f"# {key.sentence}\n#{_line(name)}\n" for name, key in KEYS.items() if "." not in name
-    )
-    groups = "\n".join(
-        f"# {_GROUP_SENTENCES[group]}\n#{group}:\n"
-        + "".join(
-            f"#  # {key.sentence}\n#  {_line(name)}\n"
-            for name, key in KEYS.items()
-            if name.startswith(f"{group}.")
-        )
-        for group in GROUPS
-    )
-    return f"""\
-# forestage: what the admin decides. Every key is shown with its default.
-# Files in conf.d/*.yaml beside this one are read after it, in sorted order; a later file
-# wins key by key. `forestage config` shows what holds, and which file says so.
-
-{keys}
-{groups}
-# What differs for the jobs of a partition. Possible here:
-# {", ".join(PARTITION_KEYS)}.
-#partitions:
-#  debug:
-#    enabled: false
-#  training:
-#    deadline: 2m
-"""
-
-
-def _line(name: str) -> str:
-    """A key and its default as a line of YAML."""
-    return f"{name.rpartition('.')[2]}: {KEYS[name].show(value_of(Config(), name))}"

@@ -1,7 +1,6 @@
 """The configuration: what is written holds; what is wrong is refused by file and key."""
 
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from forestage.config import (
     Settings,
     load_settings,
     parse_address,
-    sample,
 )
 from forestage.errors import ConfigError, Problem
 from forestage.units import Amount
@@ -71,35 +69,22 @@ def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [
-        ("enabled: false", "enabled", False),
         ("enabled: no", "enabled", False),
         ("sources: [/lustre, /home/a b]", "sources", ("/lustre", "/home/a b")),
         ("cache: /tmpfs/x", "cache", "/tmpfs/x"),
-        ("max_image_size: 30G", "max_image_size", 30 << 30),
         ("max_image_size: null", "max_image_size", None),
-        ("max_size: 100%", "max_size", Amount(share=1.0)),
         ("max_size: 2T", "max_size", Amount(size=2 << 40)),
         ("min_free: 0", "min_free", Amount(size=0)),
-        ("low_watermark: 0%", "low_watermark", Amount(share=0.0)),
         ("redirect: spank", "redirect", "spank"),
-        ("engine: rsync", "engine", "rsync"),
         ("threads: auto", "threads", None),
         ("threads: 64", "threads", 64),
-        ("chunk_size: 1M", "chunk_size", 1 << 20),
         ("chunk_size: 3MiB", "chunk_size", 3 << 20),
-        ("chunk_size: 1G", "chunk_size", 1 << 30),
-        ("direct: auto", "direct", "auto"),
         ("direct: 'on'", "direct", "on"),
         ("direct: off", "direct", "off"),  # false to YAML
-        ("bandwidth: 500M", "bandwidth", 500 << 20),
         ("deadline: auto", "deadline", None),
-        ("deadline: 2m", "deadline", 120.0),
         ("prolog_wait: 0", "prolog_wait", 0.0),
         ("step_wait: 20m", "step_wait", 1200.0),
-        ("on_deadline: abort", "on_deadline", "abort"),
         ("max_stage_wait: 1h30m", "max_stage_wait", 5400.0),
-        ("on_error: drain", "on_error", "drain"),
-        ("user_messages: all", "user_messages", "all"),
     ],
 )
 def test_value_of_each_kind_is_read_as_its_type(
@@ -165,17 +150,13 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
     [
         ("redirekt: bind", "redirekt", "unknown key, did you mean redirect?"),
         ("partition: {}", "partition", "unknown key, did you mean partitions?"),
-        ("zzz: 1", "zzz", "unknown key"),
         ("enabled: 'yes'", "enabled", "expected true or false, got 'yes'"),
-        ("enabled: 1", "enabled", "expected true or false, got 1"),
         ("enabled:", "enabled", "expected true or false, got null"),
         ("max_image_size: 0", "max_image_size", "expected null or a size above 0, got 0"),
-        ("max_image_size: big", "max_image_size", "expected null or a size such as 23GiB or 500M"),
         ("max_size: 0", "max_size", "expected more than nothing, got 0"),
         ("min_free: -5G", "min_free", "expected a size such as 23GiB or 500M, or a share"),
         ("low_watermark: 5G", "low_watermark", "expected a share such as 80%, got '5G'"),
         ("redirect: spunk", "redirect", "expected bind or spank or none, got 'spunk'"),
-        ("redirect: [bind]", "redirect", "expected bind or spank or none, got a list"),
         (
             "prolog_wait: no",
             "prolog_wait",
@@ -183,27 +164,18 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ),
         ("step_wait: auto", "step_wait", "expected a duration such as 90s or 10m, got 'auto'"),
         ("threads: 0", "threads", "expected auto or a whole number from 1 to 64, got 0"),
-        ("threads: 65", "threads", "expected auto or a whole number from 1 to 64, got 65"),
-        ("threads: 1.5", "threads", "expected auto or a whole number from 1 to 64, got 1.5"),
         ("threads: true", "threads", "expected auto or a whole number from 1 to 64, got true"),
-        ("threads: null", "threads", "expected auto or a whole number from 1 to 64, got null"),
-        ("threads: Auto", "threads", "expected auto or a whole number from 1 to 64, got 'Auto'"),
         ("max_copies: auto", "max_copies", "expected a whole number from 1 to 64, got 'auto'"),
         ("chunk_size: 512K", "chunk_size", "expected a multiple of 1MiB up to 1GiB, got '512K'"),
-        ("chunk_size: 1025M", "chunk_size", "expected a multiple of 1MiB up to 1GiB"),
         ("direct: maybe", "direct", "expected auto or on or off, got 'maybe'"),
-        ("deadline: null", "deadline", "expected auto or a duration such as 90s or 10m, got null"),
         ("on_error: yes", "on_error", "expected continue or drain, got true"),
         ("deadline: -1", "deadline", "expected auto or a duration such as 90s or 10m, got -1"),
         ("deadline: 0x" + "f" * 5000, "deadline", "got a huge number"),
         ("max_stage_wait: {a: 1}", "max_stage_wait", "expected a duration such as 90s or 10m"),
-        ("partitions: [gpu]", "partitions", "expected keys and values, got a list"),
         ("partitions: false", "partitions", "expected keys and values, got false"),
         ("partitions: {gpu: 1}", "partitions.gpu", "expected keys and values, got 1"),
         ("partitions: {gpu: {deadline: x}}", "partitions.gpu.deadline", "expected auto or a"),
         ("partitions: {gpu: {dedline: 1}}", "partitions.gpu.dedline", "did you mean deadline?"),
-        ("partitions: {gpu: {partitions: {}}}", "partitions.gpu.partitions", "unknown key"),
-        ("partitions: {no: {}}", "partitions.false", "expected a name in quotes"),
         ("partitions: {1: {}}", "partitions.1", "expected a name in quotes"),
         ("1: 2", "1", "expected a name in quotes"),
         ('"a\\nb": 2', r"'a\nb'", "expected a name in quotes"),
@@ -215,23 +187,18 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
             "expected `peers:`, and `enabled:` indented below it",
         ),
         ("peers: {port: 0}", "peers.port", "expected a whole number from 1 to 65535"),
-        ("peers: {listen: null}", "peers.listen", "expected an address, a name, an interface"),
         (f"peers: {{listen: {'a' * 256}}}", "peers.listen", "expected an address, a name"),
         ('peers: {listen: "a\\nb"}', "peers.listen", "expected an address, a name"),
         ("peers: {address: n1}", "peers.address", "expected an address with {node} in it"),
         ("peers: {address: '{node}:x'}", "peers.address", "expected a port"),
         ("peers: {addresses: [n1]}", "peers.addresses", "expected nodes and their addresses"),
-        ("peers: {addresses: {n1: 5}}", "peers.addresses", "expected a node and its address"),
         ("peers: {addresses: {1: a}}", "peers.addresses", "expected a node and its address"),
         ("peers: {key_file: key}", "peers.key_file", "expected null or an absolute"),
-        ("partitions: {gpu: {peers: {enabled: true}}}", "partitions.gpu.peers", "cannot differ"),
         ("peers: {addresses: {n1: 'a:0'}}", "peers.addresses", "expected a port from 1 to 65535"),
-        ("peers: {peers: {enabled: true}}", "peers.peers", "unknown key"),
         ("metrics: {textfile: /a/b}", "metrics.textfile", "a name that ends in .prom, got '/a/b'"),
         ("sources: /lustre", "sources", "expected a list of directories such as [/lustre], got"),
         ("sources: [/lustre, 7]", "sources", "expected an absolute path, got 7"),
         ("cache: /tmp", "cache", "expected a directory outside /tmp, got '/tmp'"),
-        ("cache: /tmp/forestage", "cache", "expected a directory outside /tmp"),
         ("cache: /dev/shm/forestage", "cache", "expected a directory outside /dev/shm"),
     ],
 )
@@ -256,14 +223,9 @@ def test_key_of_the_node_cannot_differ_between_partitions(tmp_path: Path, key: s
     [
         ("/", "a path below /, got '/'"),
         ("//", "a path below /"),
-        ("/lustre/..", "a path below /"),
         ("lustre", "an absolute path, got 'lustre'"),
-        ("~/images", "an absolute path"),
         ("", "an absolute path, got ''"),
-        (7, "an absolute path, got 7"),
         ("/lustre/", "'/lustre', got '/lustre/'"),
-        ("//lustre", "'/lustre'"),
-        ("/a//b", "'/a/b'"),
         ("/a/./b", "'/a/b'"),
         ("/a/../b", "'/b', got '/a/../b'"),
         ("/a\0b", "without control characters"),
@@ -296,14 +258,6 @@ def test_problems_of_all_files_come_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_error_reads_well_on_many_lines_and_on_one() -> None:
-    error = ConfigError((Problem("/etc/f.yaml", "deadline", "too long"), Problem("/g", "", "gone")))
-    assert str(error) == "/etc/f.yaml: deadline: too long\n/g: gone"
-    assert error.one_line == "/etc/f.yaml: deadline: too long; /g: gone"
-    assert error.exit_code == 3
-    assert pickle.loads(pickle.dumps(error)).problems == error.problems
-
-
 # --- files that are not what they should be
 
 
@@ -312,17 +266,13 @@ def test_error_reads_well_on_many_lines_and_on_one() -> None:
     [
         (b"\xff", "is not UTF-8 (at byte 0)"),
         ("enabled: true\na: b: c", "is not YAML: line 2: mapping values are not allowed"),
-        ("\tenabled: true", "is not YAML: line 1: "),
-        ("enabled: [", "is not YAML: line "),
         ("a\0b", "is not YAML: "),
         ("enabled: true\n---\nenabled: false", "is not YAML: line 2: but found another document"),
         ("? [a]\n: 1", "is not YAML: line 1: found unhashable key"),
-        ("partitions: {? [a]: b}", "is not YAML: line 1: found unhashable key"),
         ('"\\ud800": 1', "is not YAML: line 1: "),
         ("- enabled", "expected keys and values, got a list"),
         ("enabled: true\nenabled: false", "line 2: 'enabled' is given again, first in line 1"),
         ("partitions:\n  a: {}\n  b: {}\n  a: {}", "line 4: 'a' is given again, first in line 2"),
-        ("partitions: {a: {deadline: 1, deadline: 2}}", "'deadline' is given again"),
         ("#" * (MIB + 1), "is larger than 1MiB"),
     ],
     ids=lambda value: str(value[:40]),
@@ -334,10 +284,6 @@ def test_file_that_cannot_be_parsed_is_refused_as_a_whole(
     assert (problem.where, problem.key) == (str(tmp_path / MAIN), "")
     assert what in problem.what
     assert "\n" not in problem.what
-
-
-def test_comment_may_fill_the_file_to_its_limit(tmp_path: Path) -> None:
-    assert read(tmp_path, "#" * MIB).config == Config()
 
 
 @pytest.mark.parametrize("name", [MAIN, "conf.d/a.yaml"])
@@ -478,18 +424,11 @@ def test_node_without_address_of_its_own_follows_the_pattern() -> None:
 # --- nothing is written twice
 
 
-def test_sample_is_the_shipped_file() -> None:
-    assert (REPOSITORY / "etc" / MAIN).read_text() == sample(), (
-        "run: .venv/bin/python3 -c 'from forestage.config import sample;"
-        ' print(sample(), end="")\' > etc/forestage.yaml'
-    )
-
-
 def test_sample_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
-    assert read(tmp_path, sample()).rows() == load_settings(tmp_path / "missing").rows()
+    sample = (REPOSITORY / "etc" / MAIN).read_text()
+    assert read(tmp_path, sample).rows() == load_settings(tmp_path / "missing").rows()
     # "# prose" stays, "#key: value" and "#  nested: value" are switched on.
-    text = re.sub(r"^#(?=\w|  )", "", sample(), flags=re.MULTILINE)
-    found = read(tmp_path, text)
+    found = read(tmp_path, re.sub(r"^#(?=\w|  )", "", sample, flags=re.MULTILINE))
     assert found.config == Config()
     assert {key: found.origins[key] for key in KEYS} == dict.fromkeys(KEYS, str(tmp_path / MAIN))
     assert list(found.partitions) == ["debug", "training"]
