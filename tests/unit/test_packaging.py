@@ -51,15 +51,12 @@ def test_all_that_the_package_brings_along_has_one_version() -> None:
         assert wanted.specifier.contains(pins()[plain(wanted.name)]), text
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_of_the_package_is_plain_sh(script: Path) -> None:
-    subprocess.run(["sh", "-n", script], check=True)
-    assert script.read_text().startswith("#!/bin/sh\n")
-
-
-def test_each_script_that_is_there_is_run() -> None:
+def test_each_script_is_run_and_is_plain_sh() -> None:
     config = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())
     assert set(config["scripts"].values()) == {f"scripts/{path.name}" for path in SCRIPTS}
+    for script in SCRIPTS:
+        subprocess.run(["sh", "-n", script], check=True)
+        assert script.read_text().startswith("#!/bin/sh\n")
 
 
 def test_the_hooks_that_slurm_names_are_no_files_of_the_package() -> None:

@@ -36,27 +36,11 @@ def fake(tmp_path: Path) -> Fake:
 
 # Every state of slurm.h 22.05 to 26.05, flags included, as squeue's %T spells them.
 NOT_OVER = (
-    "PENDING",
-    "RUNNING",
-    "SUSPENDED",
-    "COMPLETING",
-    "CONFIGURING",
-    "LAUNCH_FAILED",
-    "POWER_UP_NODE",
-    "RECONFIG_FAIL",
-    "REQUEUED",
-    "REQUEUE_FED",
-    "REQUEUE_HOLD",
-    "RESIZING",
-    "RESV_DEL_HOLD",
-    "REVOKED",
-    "SIGNALING",
-    "SPECIAL_EXIT",
-    "STAGE_OUT",
-    "STOPPED",
-    "EXPEDITING",
+    "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "LAUNCH_FAILED",
+    "POWER_UP_NODE", "RECONFIG_FAIL", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESIZING",
+    "RESV_DEL_HOLD", "REVOKED", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "EXPEDITING",
     "A_WORD_OF_TOMORROW",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("state", NOT_OVER)
