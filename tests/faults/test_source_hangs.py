@@ -11,8 +11,7 @@ from fault import MIB, Beside, Points, Until, image
 
 from forestage.cache import redirect
 from forestage.clock import Clock, Deadline
-from forestage.hooks import image as request
-from forestage.stage import wait
+from forestage.stage import source, wait
 from node import Node, Ran, until
 
 
@@ -50,7 +49,7 @@ def test_first_bytes_that_do_not_come_leave_the_original_path(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metadata are answered; what tells an image from another file is not."""
-    monkeypatch.setattr(request, "LOOK", 0.3)
+    monkeypatch.setattr(source, "HOOK_TIMEOUT", 0.3)
     node.configure(deadline="1h", on_error="drain")
     path = far.put("image.sqsh", image())
     _reads_only(far)
