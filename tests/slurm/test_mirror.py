@@ -10,76 +10,51 @@ from mirror import mirror, proxy
 
 HERE = "http://127.0.0.1:9/debian"
 OTHER = "http://127.0.0.1:9/other"
+NO_DEBIAN = f"deb {OTHER} bookworm stable\ndeb {OTHER} /\ndeb {OTHER} bookworm-security main\n"
 
 
-def apt(folder: Path, **files: str) -> Path:
-    """/etc/apt with these files; `_` in a name stands for the dot."""
-    (folder / "sources.list.d").mkdir()
-    for name, text in files.items():
-        place = folder if name == "sources_list" else folder / "sources.list.d"
-        (place / name.replace("_", ".")).write_text(text)
-    return folder
+@pytest.fixture
+def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration of apt's own, whose sources are in the same folder."""
+    file = tmp_path / "apt.conf"
+    file.write_text(f'#clear Acquire::http::Proxy;\nDir::Etc "{tmp_path}";\n')
+    (tmp_path / "sources.list.d").mkdir()
+    monkeypatch.setenv("APT_CONFIG", str(file))
+    return file
 
 
-def deb822(**fields: str) -> str:
-    return "".join(f"{name}: {value}\n" for name, value in fields.items())
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sources.list", f"{NO_DEBIAN}deb mirror+{OTHER} sid main\ndeb {HERE} sid main\n"),
+        ("sources.list.d/a.sources", f"Types: deb\nURIs: {HERE}\nSuites: sid\nComponents: main\n"),
+    ],
+)
+def test_mirror_is_apts_first_with_a_release_of_debian(apt: Path, name: str, text: str) -> None:
+    (apt.parent / name).write_text(text)
+    assert mirror() == HERE
 
 
-GOOD = {
-    "line": {"sources_list": f"deb {HERE} bookworm main\n"},
-    "options": {"sources_list": f"deb [ arch=amd64 signed-by=/k ] {HERE} bookworm main # x\n"},
-    "folder": {"debian_list": f"deb {HERE} stable main contrib\n"},
-    "stanza": {"debian_sources": deb822(Types="deb", URIs=HERE, Suites="sid", Components="main")},
-    "continued": {
-        "debian_sources": f"# made by hand\ntypes: deb\nuris:\n {HERE}\n# another\n {OTHER}\n"
-        "suites: trixie trixie-updates\ncomponents: main\n"
-    },
-    "security-first": {
-        "sources_list": f"deb {OTHER} bookworm-security main\ndeb {HERE} bookworm main\n"
-    },
-    "source-only-first": {"sources_list": f"deb-src {OTHER} sid main\ndeb {HERE} sid main\n"},
-    "others-first": {
-        "a_list": f"deb {OTHER} bookworm stable\ndeb {OTHER} /\n# deb {OTHER} sid main\n",
-        "b_list": f"deb cdrom:[x]/ sid main\ndeb mirror+{OTHER} sid main\ndeb {HERE} sid main\n",
-    },
-    "disabled-first": {
-        "a_sources": "Enabled: no\n"
-        + deb822(Types="deb", URIs=OTHER, Suites="sid", Components="main")
-        + "\n"
-        + deb822(Types="deb-src deb", URIs=HERE, Suites="sid", Components="main"),
-    },
-    "ignored-file": {
-        "a_list_disabled": f"deb {OTHER} sid main\n",
-        "b_list": f"deb {HERE} sid main\n",
-    },
-}
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_mirror_is_apts_first_with_a_release_of_debian(tmp_path: Path, name: str) -> None:
-    assert mirror(apt(tmp_path, **GOOD[name])) == HERE
-
-
-def test_apt_without_debian_is_told(tmp_path: Path) -> None:
+def test_apt_without_debian_is_an_error(apt: Path) -> None:
+    (apt.parent / "sources.list").write_text(NO_DEBIAN)
     with pytest.raises(ClusterError, match="no Debian mirror"):
-        mirror(apt(tmp_path, a_list=f"deb {OTHER} bookworm stable\n"))
+        mirror()
+
+
+PROXY = 'Acquire::http::Proxy "http://127.0.0.1:8/";\n'
 
 
 @pytest.mark.parametrize(
     ("configured", "environment"),
     [
         ("", {}),
-        ('Acquire::http::Proxy "http://127.0.0.1:8/";', {"http_proxy": "http://127.0.0.1:8/"}),
-        (
-            'Acquire::http::Proxy "http://127.0.0.1:8/";Acquire::http::Proxy::127.0.0.1 "DIRECT";',
-            {"no_proxy": "127.0.0.1"},
-        ),
+        (PROXY, {"http_proxy": "http://127.0.0.1:8/"}),
+        (f'{PROXY}Acquire::http::Proxy::127.0.0.1 "DIRECT";\n', {"no_proxy": "127.0.0.1"}),
     ],
 )
-def test_apts_proxy_is_debootstraps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: str, environment: dict[str, str]
+def test_proxy_of_apt_is_debootstraps(
+    apt: Path, configured: str, environment: dict[str, str]
 ) -> None:
-    file = tmp_path / "apt.conf"
-    file.write_text(f'#clear Acquire::http::Proxy;\nDir::Etc "{tmp_path}";\n{configured}\n')
-    monkeypatch.setenv("APT_CONFIG", str(file))
+    with apt.open("a") as file:
+        file.write(configured)
     assert proxy(HERE) == environment
