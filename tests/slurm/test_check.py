@@ -22,6 +22,13 @@ def cluster_spec() -> ClusterSpec:
     return dataclasses.replace(spec, files=files, companion="")
 
 
+@pytest.fixture
+def site(site: Site) -> Site:
+    """Other tests let their jobs wait for longer than this cluster's slurm.conf allows."""
+    site.configure(deadline="auto")
+    return site
+
+
 def checked(site: Site) -> tuple[int, list[str], str]:
     """How `forestage check` ends, the ids of its findings, and what it says to people."""
     words = site.cluster.run([CLI, "check"], user="root", node="n1", check=False)
