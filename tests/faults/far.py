@@ -65,8 +65,12 @@ class Far:
         new.replace(self._control)
 
     def reads_wait(self, milliseconds: int) -> None:
-        """How long each read takes from now on; -1 is for ever, while all else is answered."""
+        """How long each read takes from now on; -1 is for ever."""
         self.told(reads=milliseconds)
+
+    def hang_reads(self) -> None:
+        """The data servers are gone and the metadata server is not."""
+        self.reads_wait(-1)
 
     def calls(self) -> Counter[str]:
         """How often it was called so far, by the name of the call."""

@@ -145,6 +145,11 @@ class Beside:
         self._process.join(60)
 
 
+def beside(run: Callable[[], Ran]) -> Ran:
+    """Runs a hook in a process of its own: one that hangs must not take the test along."""
+    return Beside(run).ran()
+
+
 def missing(node: Node, key: str) -> int:
     """How many chunks of a part are not in yet."""
     part = node.cache.part(key)

@@ -7,26 +7,11 @@ from pathlib import Path
 
 import pytest
 from far import Far
-from fault import MIB, Beside, Points, Until, image
+from fault import MIB, Beside, Points, Until, beside, image
 
-from forestage.cache import redirect
 from forestage.clock import Clock, Deadline
 from forestage.stage import source, wait
-from node import Node, Ran, until
-
-
-def beside(run: Callable[[], Ran]) -> Ran:
-    """Runs a hook in a process of its own: one that hangs must not take the test along."""
-    return Beside(run).ran()
-
-
-def _reads_only(far: Far) -> None:
-    """The data servers are gone and the metadata server is not."""
-    far.reads_wait(-1)
-
-
-def _at_all(far: Far) -> None:
-    far.hang()
+from node import Node, until
 
 
 def test_a_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far: Far) -> None:
@@ -52,7 +37,7 @@ def test_first_bytes_that_do_not_come_leave_the_original_path(
     monkeypatch.setattr(source, "HOOK_TIMEOUT", 0.3)
     node.configure(deadline="1h", on_error="drain")
     path = far.put("image.sqsh", image())
-    _reads_only(far)
+    far.hang_reads()
     ran = beside(lambda: node.prolog(1, path))
     assert (ran.code, *ran.said) == (0, "declined", "source-hangs")
     assert (node.lease(1), node.parts()) == (None, [])
@@ -62,7 +47,7 @@ def test_hit_needs_no_byte_of_the_source(node: Node, far: Far) -> None:
     path = far.put("image.sqsh", image())
     assert node.prolog(1, path).outcome.result == "copied"
     assert node.epilog(1).outcome.unmounted == 1
-    _reads_only(far)
+    far.hang_reads()
     assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
     assert node.binds() != {}
     assert beside(lambda: node.epilog(2)).code == 0
@@ -84,20 +69,19 @@ class Strike:
         return self._file.exists()
 
 
-HANGS = [
-    (_reads_only, "chunk"),
-    (_at_all, "reserved"),
-    (_at_all, "chunk"),
-    (_at_all, "copied"),
-]
+HANGS = {
+    "reads-chunk": Far.hang_reads,
+    "all-reserved": Far.hang,
+    "all-chunk": Far.hang,
+    "all-copied": Far.hang,
+}
 
 
-@pytest.fixture(params=HANGS, ids=["reads-chunk", "all-reserved", "all-chunk", "all-copied"])
+@pytest.fixture(params=HANGS)
 def strike(far: Far, points: Points, tmp_path: Path, request: pytest.FixtureRequest) -> Strike:
     """Comes while the source is copied."""
-    hang, point = request.param
-    strike = Strike(far, hang, tmp_path / "struck")
-    points.at(point, strike)
+    strike = Strike(far, HANGS[request.param], tmp_path / "struck")
+    points.at(request.param.partition("-")[2], strike)
     return strike
 
 
@@ -154,44 +138,6 @@ def test_a_source_that_hangs_and_dies_sets_everybody_free(
     node.configure()
     assert beside(lambda: node.prolog(3, path)).outcome.result == "copied"
     assert path.read_bytes() == image(2)
-
-
-def test_a_source_that_dies_under_the_copy_is_no_fault_of_the_node(
-    node: Node, far: Far, points: Points
-) -> None:
-    node.configure(on_error="drain")
-    path = far.put("image.sqsh", image())
-    points.at("chunk", far.die)
-    assert beside(lambda: node.prolog(1, path)).code == 0
-
-
-def test_the_epilog_does_not_wait_for_a_redirect_on_a_file_system_that_hangs(
-    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
-    key = node.prolog(1, path).outcome.key
-    assert node.shows_entry(path, key)
-    far.hang()
-    with monkeypatch.context() as patch:
-        patch.setattr(redirect, "UNMOUNT_TIMEOUT", 0.3)
-        ran = beside(lambda: node.epilog(1))
-    assert (ran.code, *ran.said) == (0, "released", "redirect")
-    assert f"still redirected: {path} (hangs)" in ran.outcome.detail
-    far.answer()
-    # The next Epilog, whoever's, takes off what no lease needs.
-    assert beside(lambda: node.prolog(2, other)).outcome.result == "copied"
-    assert beside(lambda: node.epilog(2)).outcome.unmounted == 2
-    assert node.binds() == {}
-    assert path.read_bytes() == image()
-
-
-def test_a_redirect_on_a_file_system_that_hangs_is_in_no_other_jobs_way(
-    node: Node, far: Far
-) -> None:
-    path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
-    node.prolog(1, path)
-    far.hang()
-    assert beside(lambda: node.prolog(2, other)).outcome.result == "copied"
 
 
 def test_a_hit_on_a_file_system_that_hangs_leaves_the_original_path(node: Node, far: Far) -> None:

@@ -7,19 +7,16 @@ import os
 import random
 import re
 import select
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from fault import CHUNKS, Beside, Points, image, kill_stager, missing, served, untouched
 
 from forestage.cache import evict
-from forestage.cache.part import Owner
 from forestage.stage import stager
 from node import Node, until
 
@@ -98,100 +95,6 @@ def test_several_threads_resume_at_what_the_map_says(node: Node, points: Points,
 
     assert points.count("chunk") - before == left
     assert served(node, path, image())
-
-
-def _other_boot(owner: Owner) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(owner, boot="before the power cut"))
-
-
-def _other_identity(owner: Owner) -> bytes:
-    other = msgspec.structs.replace(owner.image.identity, ctime_ns=1)
-    wanted = msgspec.structs.replace(owner.image, identity=other)
-    return msgspec.json.encode(msgspec.structs.replace(owner, image=wanted))
-
-
-def _other_access(owner: Owner) -> bytes:
-    other = msgspec.structs.replace(owner.image.access, uid=0)
-    wanted = msgspec.structs.replace(owner.image, access=other)
-    return msgspec.json.encode(msgspec.structs.replace(owner, image=wanted))
-
-
-def _other_chunks(owner: Owner) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(owner, chunk=2 * owner.chunk))
-
-
-def _other_engine(owner: Owner) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(owner, engine="rsync"))
-
-
-def _damaged(owner: Owner) -> bytes:
-    return b'{"pid":\xff'
-
-
-@pytest.mark.parametrize(
-    "change",
-    [_other_boot, _other_identity, _other_access, _other_chunks, _other_engine, _damaged],
-)
-def test_a_part_that_is_not_just_this_copy_is_started_anew(
-    node: Node, points: Points, change: object
-) -> None:
-    assert callable(change)
-    path = node.put("alice/image.sqsh", image())
-    points.at("copied", kill_stager, nth=None)
-    node.prolog(1, path)
-    (part,) = node.parts()
-    owner = part.owner()
-    assert owner is not None
-    assert missing(node, owner.image.key) == 0
-    part.image.write_bytes(image(9))  # whoever believes this part serves these bytes
-    part.record.write_bytes(change(owner))
-    points.calm()
-    before = points.count("chunk")
-
-    assert node.prolog(2, path).outcome.result == "copied"
-
-    assert points.count("chunk") - before == CHUNKS
-    assert served(node, path, image())
-
-
-@pytest.mark.parametrize("file", ["map", "owner.json"])
-def test_a_part_without_one_of_its_files_is_no_part(node: Node, points: Points, file: str) -> None:
-    path = node.put("alice/image.sqsh", image())
-    points.at("copied", kill_stager, nth=None)
-    node.prolog(1, path)
-    (part,) = node.parts()
-    (part.directory / file).unlink()
-    part.image.write_bytes(image(9))
-    points.calm()
-    assert node.prolog(2, path).outcome.result == "copied"
-    assert served(node, path, image())
-
-
-def test_a_part_is_not_resumed_from_what_a_killed_deletion_left(node: Node, points: Points) -> None:
-    """Whoever deletes a part may be killed as well: slurmd kills an Epilog at its timeout."""
-    path = node.put("alice/image.sqsh", image())
-    points.at("copied", kill_stager, nth=None)
-    node.prolog(1, path)
-    (part,) = node.parts()
-    # The hook has heard of its death, but the kernel closes what it had open one after the other.
-    until(lambda: node.is_idle(part.directory.name), "the killed stager's end")
-
-    def half(directory: Path, **_: object) -> None:
-        (Path(directory) / "image").unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            shutil.rmtree = half  # type: ignore[assignment]
-            evict.drop_dead_parts(node.cache, lambda part: True)
-        finally:
-            os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    points.calm()
-
-    assert node.prolog(2, path).outcome.result == "copied"
-    assert path.read_bytes() == image()
 
 
 def _rsync_of(node: Node, key: str) -> int | None:
