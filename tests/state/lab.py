@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -249,15 +248,6 @@ class Lab:
         """The same, walked here."""
         cache = self.node.cache
         return sum(_blocks(d) for top in (cache.entries, cache.parts) for d in top.iterdir())
-
-    def du(self) -> int:
-        """The same, by du(1), which counts the two folders themselves as well."""
-        cache = self.node.cache
-        tops = (cache.entries, cache.parts)
-        argv = ["du", "--summarize", "--block-size=1", *map(str, tops)]
-        out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-        own = sum(top.stat().st_blocks * 512 for top in tops)
-        return sum(int(line.split()[0]) for line in out.splitlines()) - own
 
 
 def _blocks(top: Path) -> int:

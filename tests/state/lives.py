@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from lab import Lab
 
 MINUTES = "FORESTAGE_STATE_MINUTES"  # how long a long run takes
-BATCH = 25  # examples between two looks at the clock
 ONE = 2  # examples: the first is always the simplest of all, in which next to nothing happens
 
 Machine = type[RuleBasedStateMachine]
@@ -20,13 +18,6 @@ Machine = type[RuleBasedStateMachine]
 def few(machine: Machine, examples: int, steps: int) -> None:
     """The same ones each time, so that a good commit never fails."""
     _run(machine, examples, steps, derandomize=True)
-
-
-def many(machine: Machine, lab: Lab, steps: int, minutes: float) -> None:
-    """New ones each time; prints what was done."""
-    for _ in _until(minutes):
-        _run(machine, BATCH, steps, derandomize=False)
-    _tell(lab)
 
 
 def few_of_processes(machine: Machine, examples: int, steps: int) -> None:
@@ -39,20 +30,11 @@ def few_of_processes(machine: Machine, examples: int, steps: int) -> None:
         _run(seed(number)(machine), ONE, steps, derandomize=False)
 
 
-def many_of_processes(machine: Machine, lab: Lab, steps: int, minutes: float) -> None:
-    """As `many`, one at a time."""
-    for _ in _until(minutes):
-        _run(machine, ONE, steps, derandomize=False)
-    _tell(lab)
-
-
-def _until(minutes: float) -> Iterator[None]:
+def many(machine: Machine, lab: Lab, steps: int, minutes: float, batch: int = ONE) -> None:
+    """New ones each time; prints what was done."""
     end = time.monotonic() + 60 * float(os.environ.get(MINUTES, minutes))
     while time.monotonic() < end:
-        yield
-
-
-def _tell(lab: Lab) -> None:
+        _run(machine, batch, steps, derandomize=False)
     print(f"\n{lab.tally.total()} events:", dict(lab.tally.most_common()))
 
 

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from played import Ended, Shifted, play
+from played import Ended, play
 
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
+from forestage.clock import Clock
 from forestage.paths import Places
 from node import Node
 from peering import SERVE, free_port
@@ -82,8 +83,8 @@ class Neighbour:
         environ = self.node.environ(job, path) | {"SLURMD_NODENAME": "n2"}
 
         def work() -> Ended:
-            play("prolog", environ, self.node.places, Shifted(0.0))
-            return play("epilog", self.node.environ(job), self.node.places, Shifted(0.0))
+            play("prolog", environ, self.node.places, Clock())
+            return play("epilog", self.node.environ(job), self.node.places, Clock())
 
         return work
 

@@ -20,16 +20,6 @@ from forestage.slurm.queue import Told
 Name = Literal["prolog", "step", "epilog"]
 
 
-class Shifted(Clock):
-    """The real clock, whose wall time somebody has set."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def wall(self) -> float:
-        return super().wall() + self.seconds
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a hook ended; `error` is what reached the fail-open boundary, if anything did.

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from machine import Machine, names, numbers, several
 from model import Seen
-from played import Ended, Shifted
+from played import Ended
 from promises import After, Work
 
 from forestage.system import lock
+from node import Later
 
 MIB = 1 << 20
 SOON = "300ms"  # how long a hook waits that may meet something stopped
@@ -38,7 +39,7 @@ class Processes(Machine):
     def __init__(self) -> None:
         super().__init__()
         # A little late: a stager waits for the tick in which a source was changed to be over.
-        self.clock = Shifted(0.0)
+        self.clock = Later(0.0)
         self.stagers = Stagers(self.node.cache, self.bystanders)
 
     def bystanders(self) -> set[int]:

@@ -8,14 +8,14 @@ from pathlib import Path
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from lab import Lab
 from model import Job, Source, Stay, Version, allowed, owner_of, refusal
-from played import Ended, Name, Shifted, play, swept
+from played import Ended, Name, play, swept
 
 from forestage.cache.layout import Stored, tree_bytes
 from forestage.cache.space import SPARE
 from forestage.events import Outcome
 from forestage.hooks.boundary import IMAGE_OPTION
 from forestage.system.as_user import User
-from node import ALICE, BOB
+from node import ALICE, BOB, Later
 
 HOUR = 3600.0
 SMALL = 64 * 1024 + SPARE  # bytes that a copy takes beside its image, generously
@@ -35,7 +35,7 @@ class Promises(RuleBasedStateMachine):
         super().__init__()
         self.lab.reset()
         self.node = self.lab.node
-        self.clock = Shifted(HOUR)
+        self.clock = Later(HOUR)
         self.jobs: dict[int, Job] = {}
         self.starting: set[int] = set()  # their Prolog, or a step's helper, has not ended
         self.known: dict[str, Version] = {}  # the bytes that a key stands for

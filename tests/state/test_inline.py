@@ -173,4 +173,4 @@ def test_a_lease_whose_epilog_ran_meanwhile_does_not_come_back(lab: Lab) -> None
 
 @pytest.mark.long
 def test_no_order_of_events_whatever_breaks_a_promise(lab: Lab) -> None:
-    many(machine(lab), lab, steps=60, minutes=3)
+    many(machine(lab), lab, steps=60, minutes=3, batch=25)

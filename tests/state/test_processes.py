@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from lab import Lab
-from lives import few_of_processes, many_of_processes
+from lives import few_of_processes, many
 from processes import Processes
 
 from node import Node
@@ -30,4 +30,4 @@ def test_no_order_of_events_breaks_a_promise(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_no_order_of_events_whatever_breaks_a_promise(lab: Lab, tmp_path: Path) -> None:
-    many_of_processes(machine(lab, tmp_path), lab, steps=30, minutes=5)
+    many(machine(lab, tmp_path), lab, steps=30, minutes=5)

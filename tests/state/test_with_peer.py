@@ -10,7 +10,7 @@ from doomed import Beside, Doom, kill
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from lab import Lab
-from lives import few_of_processes, many_of_processes
+from lives import few_of_processes, many
 from machine import names, numbers, seeds
 from neighbour import NODELIST, Neighbour
 from processes import MIB, Processes, nths
@@ -92,6 +92,6 @@ def test_no_order_of_events_breaks_a_promise(
 def test_no_order_of_events_whatever_breaks_a_promise(
     lab: Lab, tmp_path: Path, neighbour: Neighbour
 ) -> None:
-    many_of_processes(machine(lab, tmp_path, neighbour), lab, steps=30, minutes=3)
+    many(machine(lab, tmp_path, neighbour), lab, steps=30, minutes=3)
     assert lab.tally["from_peers"] > 0
     assert lab.tally["rotten"] > 0
