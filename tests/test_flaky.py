@@ -58,33 +58,30 @@ def ran(folder: Path, names: list[str], passes_at: int) -> subprocess.CompletedP
     )
 
 
-def test_failure_that_passes_alone_is_told_and_costs_nothing(tmp_path: Path) -> None:
-    done = ran(tmp_path, ["one", ODD], passes_at=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 failed, 1 passed" in done.stdout
-    assert "2 passed, 1 deselected" in done.stdout
-    _, _, told = done.stdout.partition("=== flaky ===")
-    assert told.count("failed, then passed: test_suite.py::test_it[") == 2
-
-
-def test_failure_that_fails_again_fails_the_run(tmp_path: Path) -> None:
-    done = ran(tmp_path, ["one", ODD], passes_at=3)
-    assert done.returncode == 1
-    assert done.stdout.count("failed, then FAILED AGAIN: test_suite.py::test_it[") == 2
-
-
-def test_more_than_three_failures_are_not_tried_again(tmp_path: Path) -> None:
-    done = ran(tmp_path, ["one", "two", "three", "four"], passes_at=2)
-    assert done.returncode == 1
-    assert "4 tests failed, more than 3" in done.stdout
-    assert "flaky ===" not in done.stdout
-
-
-def test_run_without_failures_is_left_as_it_is(tmp_path: Path) -> None:
-    done = ran(tmp_path, ["one"], passes_at=1)
-    assert done.returncode == 0
-    assert "2 passed" in done.stdout
-    assert "flaky" not in done.stdout
+@pytest.mark.parametrize(
+    ("names", "passes_at", "code", "said"),
+    [
+        (
+            ["one", ODD],
+            2,
+            0,
+            ["2 failed, 1 passed", "2 passed, 1 deselected", "failed, then passed"],
+        ),
+        (["one", ODD], 3, 1, ["failed, then FAILED AGAIN: test_suite.py::test_it["]),
+        (["one", "two", "three", "four"], 2, 1, ["4 tests failed, more than 3: none is run again"]),
+        (["one"], 1, 0, ["2 passed"]),
+    ],
+    ids=["passes-alone", "fails-again", "too-many", "none"],
+)
+def test_failed_tests_are_run_once_more_alone_if_they_are_few(
+    tmp_path: Path, names: list[str], passes_at: int, code: int, said: list[str]
+) -> None:
+    done = ran(tmp_path, names, passes_at)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert [words for words in said if words not in done.stdout] == []
+    again = "=== flaky ===" in done.stdout
+    assert again == (ODD in names)
+    assert done.stdout.count("failed, then") == len(names) * again
 
 
 def test_suite_that_cannot_be_collected_is_not_tried_again(tmp_path: Path) -> None:

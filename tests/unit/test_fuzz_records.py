@@ -119,15 +119,23 @@ def test_garbage_hides_no_later_event(tmp_path: Path, garbage: list[bytes]) -> N
     assert [found for found in events.read(file) if found.job == 424242] == [event]
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ELOOP])
-def test_block_that_cannot_be_read_is_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        *((one, records.Damaged) for one in (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ELOOP)),
+        *((one, OSError) for one in (errno.EMFILE, errno.ENOMEM, errno.EACCES)),
+    ],
+)
+def test_block_that_cannot_be_read_is_damage_but_a_node_in_need_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
 ) -> None:
+    """Damage is evicted first: a hook that ran out of descriptors must not evict anything."""
+
     def failing(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "open", failing)
-    with pytest.raises(records.Damaged, match=os.strerror(number)):
+    with pytest.raises(error, match=os.strerror(number)):
         records.read(tmp_path / "record")
 
 
@@ -147,20 +155,6 @@ def test_record_that_is_no_regular_file_is_damage(
     """Also where reading it would give something: a FIFO that somebody writes to, a link."""
     make(tmp_path / "record")
     with pytest.raises(records.Damaged, match=r"not a regular file|symbolic links"):
-        records.read(tmp_path / "record")
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
-def test_node_in_need_is_not_taken_for_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """Damage is evicted first: a hook that ran out of descriptors must not evict anything."""
-
-    def failing(*_: object, **__: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "open", failing)
-    with pytest.raises(OSError, match=os.strerror(number)):
         records.read(tmp_path / "record")
 
 
