@@ -1,4 +1,4 @@
-"""The tests in this folder run on a real Slurm cluster; `cluster` is the one they share."""
+"""The tests in this folder run on a real Slurm cluster; `site` is what most of them are given."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from cluster import Cluster  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
 from jobs import Site, hooked  # noqa: E402
 from spec import ClusterSpec  # noqa: E402
+from steps import Tables  # noqa: E402
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "srun")
 TOOLS = ("mksquashfs", "squashfuse", "gcc", "make", "ip", "unshare", "mkfs.ext4")
-ALSO = "FORESTAGE_TEST_ALSO"  # set by ./test: `long`, and names of suites
+ALSO = "FORESTAGE_TEST_ALSO"  # set by ./test: names of suites among it
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: takes its time; only with ./test --all")
     config.addinivalue_line(
         "markers", "suite(name): on another release of Slurm; only with ./test --all or --suite"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    also = os.environ.get(ALSO, "").split()
+    also = set(os.environ.get(ALSO, "").split())
     left_out = []
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.slurm)
-            wanted = ["long"] * (item.get_closest_marker("long") is not None)
-            wanted += [mark.args[0] for mark in item.iter_markers("suite")]
-            left_out += [item] * (not set(wanted) <= set(also))
+            wanted = {mark.args[0] for mark in item.iter_markers("suite")}
+            left_out += [item] * (not wanted <= also)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -54,13 +53,6 @@ def machine() -> None:
     if missing := [program for program in DAEMONS + TOOLS if not shutil.which(program, path=path)]:
         pytest.fail(f"missing: {', '.join(missing)} (run tests/prepare)")
     exit_on_sigterm()
-
-
-@pytest.fixture(scope="session")
-def cluster(machine: None) -> Iterator[Cluster]:
-    """Four nodes with the repository's own Prolog and Epilog."""
-    with Cluster.up() as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +83,14 @@ def site(site_cluster: Cluster) -> Iterator[Site]:
         site_cluster.run(["scancel", "--user=bob"], user="root", check=False)
         resume = ["scontrol", "update", "NodeName=ALL", "State=RESUME"]
         site_cluster.run(resume, user="root", check=False)
+
+
+@pytest.fixture
+def spank(site: Site) -> Iterator[Site]:
+    """A Prolog that neither waits nor mounts; a step's redirect shows in no node's own table."""
+    site.configure(redirect="spank", prolog_wait="0s")
+    with Tables(site) as tables:
+        yield site
+        site.cluster.wait_idle()
+        if "JobContainerType" not in site.cluster.spec.slurm_conf:  # it mounts for itself
+            assert tables.changed() == []

@@ -32,10 +32,11 @@ HOOK_LOG = "/var/spool/slurmd/hooks.log"
 HOOK = "#!/bin/sh\nexec {hook} >>{log} 2>&1\n"
 
 
-def hooked(nodes: int = 4, nvme_mib: int = 1024) -> ClusterSpec:
+def hooked(nodes: int = 4, nvme_mib: int = 1024, **conf: str) -> ClusterSpec:
     """A cluster with the repository's hooks, whose words can be read, and a partition `plain`.
 
     For the jobs of `plain` forestage is switched off: they see what all others would see without.
+    `conf` are further lines of slurm.conf.
     """
     hooks = {name: REPO / name / "forestage" for name in ("prolog", "epilog")}
     partition = "Nodes=ALL OverSubscribe=YES State=UP"
@@ -46,7 +47,8 @@ def hooked(nodes: int = 4, nvme_mib: int = 1024) -> ClusterSpec:
         epilog="/etc/epilog",
         files={f"/etc/{name}": HOOK.format(hook=h, log=HOOK_LOG) for name, h in hooks.items()},
         slurm_conf={
-            "PartitionName": f"all Default=YES {partition}\nPartitionName=plain {partition}"
+            "PartitionName": f"all Default=YES {partition}\nPartitionName=plain {partition}",
+            **conf,
         },
     )
 

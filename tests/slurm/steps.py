@@ -17,7 +17,6 @@ from forestage import events
 from forestage.events import Outcome
 
 SHOW = " ".join(RELEASE)
-ABSOLUTE = "/bin/cat /etc/os-release"  # for steps that have no PATH
 AT_ONCE = 5  # jobs of one test; this machine may have two cores
 TASKS = 16
 
@@ -26,8 +25,7 @@ _names = itertools.count(1)
 
 def accompanied(nodes: int = 4, companion: str = "", **conf: str) -> ClusterSpec:
     """A cluster whose steps have the companion. `conf` are lines of slurm.conf."""
-    spec = hooked(nodes)
-    return dataclasses.replace(spec, companion=companion, slurm_conf={**spec.slurm_conf, **conf})
+    return dataclasses.replace(hooked(nodes, **conf), companion=companion)
 
 
 class Tables:
@@ -45,7 +43,10 @@ class Tables:
             poll.register(fd, select.POLLPRI)
         return sorted(nodes[fd] for fd, _ in poll.poll(0))
 
-    def close(self) -> None:
+    def __enter__(self) -> Tables:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for fd in self._open.values():
             os.close(fd)
 
@@ -67,55 +68,36 @@ def batch(
 Way = Callable[[Site, str, str], Ran]
 
 
-def _file(image: str) -> str:
-    return image.rpartition("/")[2]
+def _by_script(script: str) -> Way:
+    """The image, its file's name and the command that shows it stand in the script in braces."""
 
+    def ask(site: Site, image: str, node: str) -> Ran:
+        file = image.rpartition("/")[2]
+        return batch(site, script.format(image=image, file=file, show=SHOW), node=node)
 
-def _options(site: Site, image: str, node: str) -> Ran:
-    return batch(site, f"srun {SHOW}", f"--container-image={image}", node=node)
-
-
-def _inner(site: Site, image: str, node: str) -> Ran:
-    return batch(site, f"srun --container-image={image} {SHOW}", node=node)
-
-
-def _salloc(site: Site, image: str, node: str) -> Ran:
-    return site.run(["salloc", "srun", f"--container-image={image}", *RELEASE], node)
-
-
-def _exported(site: Site, image: str, node: str) -> Ran:
-    return batch(site, f"export PYXIS_CONTAINER_IMAGE={image}\nsrun {SHOW}", node=node)
-
-
-def _relative(site: Site, image: str, node: str) -> Ran:
-    return batch(site, f"srun --container-image=./{_file(image)} {SHOW}", node=node)
-
-
-def _above(site: Site, image: str, node: str) -> Ran:
-    """Relative to the directory that the step asks for, which is not that of its job."""
-    step = f"srun --chdir=/shared/alice/below --container-image=../{_file(image)} {SHOW}"
-    return batch(site, f"mkdir -p below\n{step}", node=node)
-
-
-def _export_none(site: Site, image: str, node: str) -> Ran:
-    return batch(site, f"srun --export=NONE --container-image={image} {ABSOLUTE}", node=node)
-
-
-def _many_tasks(site: Site, image: str, node: str) -> Ran:
-    step = f"srun -n{TASKS} --overcommit --overlap --container-image={image} {SHOW}"
-    return batch(site, step, node=node)
+    return ask
 
 
 WAYS: Mapping[str, Way] = {
     "srun": lambda site, image, node: site.srun(image, node=node),
-    "sbatch-option": _options,
-    "inner": _inner,
-    "salloc": _salloc,
-    "exported": _exported,
-    "relative": _relative,
-    "relative-chdir": _above,
-    "export-none": _export_none,
-    "many-tasks": _many_tasks,
+    "sbatch-option": lambda site, image, node: batch(
+        site, f"srun {SHOW}", f"--container-image={image}", node=node
+    ),
+    "inner": _by_script("srun --container-image={image} {show}"),
+    "salloc": lambda site, image, node: site.run(
+        ["salloc", "srun", f"--container-image={image}", *RELEASE], node
+    ),
+    "exported": _by_script("export PYXIS_CONTAINER_IMAGE={image}\nsrun {show}"),
+    "relative": _by_script("srun --container-image=./{file} {show}"),
+    # To the directory that the step asks for, which is not that of its job.
+    "relative-chdir": _by_script(
+        "mkdir -p below\nsrun --chdir=/shared/alice/below --container-image=../{file} {show}"
+    ),
+    # Such a step has no PATH.
+    "export-none": _by_script("srun --export=NONE --container-image={image} /bin/{show}"),
+    "many-tasks": _by_script(
+        f"srun -n{TASKS} --overcommit --overlap --container-image={{image}} {{show}}"
+    ),
 }
 
 
@@ -123,26 +105,24 @@ WAYS: Mapping[str, Way] = {
 class Told:
     """What is known of one way, when its job is over."""
 
-    image: str
     node: str
     ran: Ran
     seen: Sequence[Seen]
     wrong: Sequence[str]
 
 
-def tell(site: Site, way: str, number: int) -> Told:
-    image = site.image(way, mib=2, seed=number)
-    node = site.cluster.nodes[number % len(site.cluster.nodes)]
-    ran = WAYS[way](site, image, node)
-    seen = site.seen(ran.job)
-    return Told(image, node, ran, seen, wrong(site, image, seen))
-
-
 def all_ways(site: Site) -> dict[str, Told]:
-    """All of them, some at a time."""
+    """A job for each of them, some at a time."""
+
+    def ask(number: int, way: str) -> Told:
+        image = site.image(way, mib=2, seed=number)
+        node = site.cluster.nodes[number % len(site.cluster.nodes)]
+        ran = WAYS[way](site, image, node)
+        seen = site.seen(ran.job)
+        return Told(node, ran, seen, wrong(site, image, seen))
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        told = pool.map(lambda one: tell(site, one[1], one[0]), enumerate(WAYS))
-        return dict(zip(WAYS, told, strict=True))
+        return dict(zip(WAYS, pool.map(ask, itertools.count(), WAYS), strict=True))
 
 
 # What became of it

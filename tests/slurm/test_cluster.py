@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, ClusterError, state_path
 from host import Leader, file_identity, loop_files, wait_until
-from images import MIB, make_image, sha256
+from images import make_image, sha256
 from spec import ALICE, ClusterSpec
 
 HOOK = "#!/bin/sh\nexec >/var/log/forestage/$1.$SLURM_JOB_ID\ntr '\\0' '\\n' </proc/self/environ\n"
@@ -38,42 +40,6 @@ def trivial(machine: None) -> Iterator[Cluster]:
         yield cluster
 
 
-def last_reports(cluster: Cluster, count: int = 1) -> list[dict[str, object]]:
-    return cluster.pyxis_reports()[-count:]
-
-
-def test_all_nodes_run_a_step_of_an_unprivileged_user(trivial: Cluster) -> None:
-    step = trivial.run(["srun", "-N4", "sh", "-c", "echo $SLURMD_NODENAME $(hostname) $(id -u)"])
-    assert sorted(step.stdout.splitlines()) == [f"n{n} n{n} {ALICE.uid}" for n in (1, 2, 3, 4)]
-
-
-def test_two_jobs_share_a_node(trivial: Cluster) -> None:
-    wait_for_other = "touch /shared/alice/$0; until test -e /shared/alice/$1; do sleep 0.05; done"
-    jobs = [
-        trivial.popen(["srun", "-t1", "-w", "n1", "sh", "-c", wait_for_other, mine, other])
-        for mine, other in (("left", "right"), ("right", "left"))
-    ]
-    assert [job.wait(240) for job in jobs] == [0, 0]
-
-
-def test_nodes_keep_their_own_disks_and_share_one_file_system(trivial: Cluster) -> None:
-    trivial.write("/mnt/nvme/mine", "n1", node="n1")
-    trivial.write("/run/forestage/mine", "n1", node="n1")
-    assert not trivial.host_path("/mnt/nvme/mine", "n2").exists()
-    assert not trivial.host_path("/run/forestage/mine", "n2").exists()
-    for node in trivial.nodes:
-        points = [line.split()[4] for line in trivial.mounts(node).splitlines()]
-        assert {"/shared", "/mnt/nvme", "/run"} <= set(points)
-
-
-def test_a_mount_made_on_a_node_stays_on_it(trivial: Cluster) -> None:
-    trivial.run(["mount", "--bind", "/etc/hostname", IMAGE], user="root", node="n1")
-    assert IMAGE in trivial.mounts("n1")
-    assert IMAGE not in trivial.mounts("n2")
-    assert IMAGE not in trivial.mounts()
-    trivial.run(["umount", IMAGE], user="root", node="n1")
-
-
 @pytest.mark.parametrize("way", ["srun", "sbatch", "sbatch-inner", "salloc", "environment"])
 def test_the_stand_in_sees_the_image_however_it_is_asked_for(trivial: Cluster, way: str) -> None:
     option = f"--container-image={IMAGE}"
@@ -90,7 +56,7 @@ def test_the_stand_in_sees_the_image_however_it_is_asked_for(trivial: Cluster, w
         trivial.wait_idle()
         output = trivial.read("/shared/alice/out")
     source = trivial.host_path(IMAGE)
-    (report,) = last_reports(trivial)
+    report = trivial.pyxis_reports()[-1]
     assert report["path"] == IMAGE
     assert report["sha256"] == sha256(source)
     assert (report["ino"], report["size"]) == (source.stat().st_ino, source.stat().st_size)
@@ -99,30 +65,27 @@ def test_the_stand_in_sees_the_image_however_it_is_asked_for(trivial: Cluster, w
     assert output == 'NAME="image"\nID=image\n', "not run in the image"
 
 
-def test_a_relative_path_is_that_of_the_working_directory(trivial: Cluster) -> None:
-    trivial.run(["srun", "--container-image=./image.sqsh", "true"], check=False)
-    (report,) = last_reports(trivial)
-    assert report["sha256"] == sha256(trivial.host_path(IMAGE))
+def test_nodes_have_disks_and_mounts_of_their_own_and_share_one_file_system(
+    trivial: Cluster,
+) -> None:
+    for path in ("/mnt/nvme/mine", "/run/forestage/mine"):
+        trivial.write(path, "n1", node="n1")
+        assert not trivial.host_path(path, "n2").exists()
+    for node in trivial.nodes:
+        points = [line.split()[4] for line in trivial.mounts(node).splitlines()]
+        assert {"/shared", "/mnt/nvme", "/run"} <= set(points)
+    trivial.run(["mount", "--bind", "/etc/hostname", IMAGE], user="root", node="n1")
+    seen = {node: IMAGE in trivial.mounts(node) for node in ("n1", "n2", None)}
+    trivial.run(["umount", IMAGE], user="root", node="n1")
+    assert seen == {"n1": True, "n2": False, None: False}
 
 
-def test_a_missing_image_fails_the_step_and_not_the_node(trivial: Cluster) -> None:
+def test_missing_image_fails_the_step_and_not_the_node(trivial: Cluster) -> None:
     step = trivial.run(["srun", "--container-image=/shared/no.sqsh", "cat"], check=False)
     assert step.returncode != 0
     assert "could not open /shared/no.sqsh: No such file" in step.stderr
-    assert last_reports(trivial)[0]["error"] == "No such file or directory"
+    assert trivial.pyxis_reports()[-1]["error"] == "No such file or directory"
     trivial.wait_idle()
-
-
-def test_no_squashfuse_survives_its_task(trivial: Cluster) -> None:
-    trivial.run(["srun", "-N2", f"--container-image={IMAGE}", "sleep", "0.2"])
-    trivial.wait_idle()
-    # It is killed when its task ends, and may take a moment longer.
-    ps = ["ps", "-e", "-o", "comm="]
-    wait_until(
-        lambda: "squashfuse" not in trivial.run(ps, user="root").stdout.split(),
-        60,
-        trivial.overview,
-    )
 
 
 def test_the_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> None:
@@ -148,25 +111,6 @@ def test_a_reboot_keeps_the_disk_and_nothing_else(trivial: Cluster) -> None:
     trivial.wait_idle()
 
 
-def test_images_are_the_same_for_the_same_seed_and_of_the_wanted_size(trivial: Cluster) -> None:
-    one, same, other = (
-        make_image(trivial, f"/shared/alice/{name}.sqsh", mib=3, seed=seed)
-        for name, seed in (("one", 1), ("same", 1), ("other", 2))
-    )
-    assert sha256(one) == sha256(same) != sha256(other)
-    assert 3 * MIB < one.stat().st_size < 12 * MIB
-
-
-def test_two_clusters_at_once_do_not_meet(trivial: Cluster) -> None:
-    with Cluster.up(TRIVIAL) as second:
-        steps = [c.popen(["srun", "-N4", "touch", "/shared/alice/here"]) for c in (trivial, second)]
-        assert [step.wait(240) for step in steps] == [0, 0]
-        second.host_path("/shared/alice/here").unlink()
-        assert trivial.host_path("/shared/alice/here").exists()
-        second.wait_idle()
-    trivial.wait_idle()
-
-
 def net_namespace(cluster: Cluster) -> str:
     """The login's, which all nodes are in as well."""
     return os.readlink(f"/proc/{Leader(cluster.state / 'init.pid').pid}/ns/net")
@@ -186,7 +130,9 @@ def await_nobody_in(namespace: str) -> None:
     wait_until(lambda: not processes_in(namespace), 60, lambda: f"{processes_in(namespace)} live")
 
 
-def test_down_leaves_nothing_on_the_host(machine: None) -> None:
+def test_cluster_that_ends_leaves_nothing_on_the_host_and_another_cluster_alone(
+    trivial: Cluster,
+) -> None:
     with Cluster.up(TRIVIAL) as cluster:
         make_image(cluster, IMAGE)
         stray = "setsid -f sleep 61; exec sleep 61"
@@ -202,25 +148,28 @@ def test_down_leaves_nothing_on_the_host(machine: None) -> None:
     assert str(cluster.state) not in Path("/proc/self/mountinfo").read_text()
     assert not cluster.state.exists()
     cluster.down()  # once more, with nothing to do
+    assert trivial.run(["srun", "-N4", "true"]).returncode == 0
+    trivial.wait_idle()
 
 
-def test_a_cluster_ends_with_its_owner_however_that_ends(machine: None) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_cluster_whose_owner_is_ended_ends_as_well(machine: None, end: signal.Signals) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from cluster import *\n"
-        "spec = ClusterSpec(nodes=1, prolog='/bin/true', epilog='/bin/true')\n"
-        "print(Cluster.up(spec).state, flush=True); sys.stdin.read()"
+        "from cluster import Cluster, ClusterSpec; from host import exit_on_sigterm\n"
+        "exit_on_sigterm(); spec = ClusterSpec(nodes=1, prolog='/bin/true', epilog='/bin/true')\n"
+        "Cluster.up(spec, name=sys.argv[1])"
     )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
-    cluster = Cluster(Path(owner.stdout.readline().strip()), ClusterSpec(nodes=1))
-    namespace = net_namespace(cluster)
-    owner.kill()
-    owner.communicate()
+    name = f"test-{os.getpid()}"
+    owner = subprocess.Popen([sys.executable, "-c", program, name])
+    init = Leader(state_path(name) / "init.pid")
+    wait_until(lambda: init.alive, 60, lambda: "no cluster")
+    namespace = os.readlink(f"/proc/{init.pid}/ns/net")
+    owner.send_signal(end)
+    owner.wait(240)
     await_nobody_in(namespace)
-    cluster.down()
+    assert end == signal.SIGKILL or not state_path(name).exists()
+    shutil.rmtree(state_path(name), ignore_errors=True)
 
 
 def test_a_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None:
@@ -238,19 +187,6 @@ def test_a_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None
         assert "n1 idle" in call("status", "--name", name)
     finally:
         call("down", "--name", name)
-    assert not state_path(name).exists()
-
-
-def test_a_start_that_is_ended_by_sigterm_leaves_nothing(machine: None) -> None:
-    name = f"test-{os.getpid()}"
-    command = [str(Path(__file__).with_name("cluster")), "up", "--name", name]
-    starting = subprocess.Popen([*command, "--prolog=/bin/true", "--epilog=/bin/true"])
-    init = Leader(state_path(name) / "init.pid")
-    wait_until(lambda: init.alive, 60, lambda: "no cluster")
-    namespace = os.readlink(f"/proc/{init.pid}/ns/net")
-    starting.terminate()
-    assert starting.wait(240) == 130
-    await_nobody_in(namespace)
     assert not state_path(name).exists()
 
 

@@ -7,8 +7,6 @@ the node registers, whatever PrologFlags is.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from host import wait_until
 from jobs import Site, hooked
@@ -21,9 +19,7 @@ REGISTERED = "MESSAGE_NODE_REGISTRATION_STATUS"
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
-    spec = hooked(nodes=1)
-    more = {"BatchStartTimeout": str(BATCH_START), "SlurmctldDebug": "debug2"}
-    return dataclasses.replace(spec, slurm_conf={**spec.slurm_conf, **more})
+    return hooked(nodes=1, BatchStartTimeout=str(BATCH_START), SlurmctldDebug="debug2")
 
 
 def age(site: Site, job: int) -> int:

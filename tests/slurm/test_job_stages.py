@@ -74,6 +74,36 @@ def test_a_job_on_four_nodes_makes_one_copy_on_each(site: Site) -> None:
         assert seen.sha256 == site.sha256(image)
 
 
+def in_place(site: Site, path: str) -> None:
+    """As alice on the login node: the same inode, the same size."""
+    size = site.source(path).stat().st_size
+    write = f"printf changed | dd of={path} bs=1 seek={size - 8 * 1024} conv=notrunc status=none"
+    site.cluster.run(["sh", "-c", write])
+
+
+def by_rename(site: Site, path: str) -> None:
+    site.cluster.run(["mv", site.image("new", mib=2, seed=7), path])
+
+
+@pytest.mark.parametrize("change", [in_place, by_rename])
+def test_next_job_sees_the_change_while_an_older_one_runs(
+    site: Site, change: Callable[[Site, str], None]
+) -> None:
+    image = site.image("changing", mib=2)
+    with site.holding(image) as old:
+        before = site.saw(old.job)
+        change(site, image)
+        with site.holding(image) as new:
+            outcome = site.outcome(new.job)
+            assert outcome.result == "copied"
+            assert site.saw(new.job).sha256 == site.sha256(image) != before.sha256
+            assert site.saw(new.job).file == site.copy(outcome.key)
+            assert len(site.entries()) == 2, "the old one is leased"
+            old.stop()
+            assert site.redirected() == [image]
+            assert site.saw(site.srun(image).job).file == site.copy(outcome.key)
+
+
 def test_a_cancelled_job_leaves_its_redirect_to_nobody(site: Site) -> None:
     image = site.image("cancelled")
     with site.holding(image) as held:

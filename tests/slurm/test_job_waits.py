@@ -5,6 +5,8 @@ The copies are slow because `bandwidth:` says so; everything else is as it is on
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from host import wait_until
 from jobs import RELEASE, Site, hooked
@@ -16,22 +18,10 @@ LONGER = {"Alloc,DeferBatch": 24, "Alloc": 48}
 FLAGS = {"impatient": "Alloc,DeferBatch", "undeferred": "Alloc"}
 
 
-def spec_with(**conf: str) -> ClusterSpec:
-    spec = hooked(nodes=2)
-    return ClusterSpec(
-        nodes=spec.nodes,
-        prolog=spec.prolog,
-        epilog=spec.epilog,
-        files=spec.files,
-        slurm_conf={**spec.slurm_conf, **conf},
-    )
-
-
 @pytest.fixture(scope="module", params=list(FLAGS))
 def cluster_spec(request: pytest.FixtureRequest) -> ClusterSpec:
-    if request.param == "impatient":
-        return spec_with(PrologFlags=FLAGS["impatient"], PrologEpilogTimeout=str(TIMEOUT))
-    return spec_with(PrologFlags=FLAGS["undeferred"])
+    limits = {"PrologEpilogTimeout": str(TIMEOUT)} if request.param == "impatient" else {}
+    return hooked(nodes=2, PrologFlags=FLAGS[request.param], **limits)
 
 
 @pytest.fixture
@@ -45,34 +35,33 @@ def published(site: Site, image: str, node: str = "n1") -> None:
     wait_until(lambda: not any(parts.iterdir()), 90, lambda: f"{image} is still being copied")
 
 
-def test_a_copy_slower_than_slurms_timeout_drains_no_node(site: Site, flags: str) -> None:
-    """Whatever limit slurm.conf sets, `deadline: auto` comes first, and the copy goes on."""
-    image = site.image("slow", mib=LONGER[flags])
+def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(site: Site, flags: str) -> None:
+    """Whatever limit slurm.conf sets, `deadline: auto` comes first, and the copy goes on.
+
+    Without DeferBatch a batch script starts while its second node is still in its Prolog.
+    """
+    slow = site.image("slow", mib=LONGER[flags])
+    half = site.image("half", mib=LONGER[flags], seed=1)
+    site.srun(half, node="n1")  # cold on n2
     site.configure(deadline="auto", bandwidth="2MiB")
-    first = site.srun(image)
+    steps = f"srun -l {' '.join(RELEASE)}; echo end"
+    with ThreadPoolExecutor() as pool:
+        batching = pool.submit(site.sbatch, half, steps, node="n1,n2")
+        first = site.srun(slow)
+        batch = batching.result()
     assert first.code == 0, first
-    assert site.outcome(first.job).result == "declined"
     assert site.outcome(first.job).reason == "deadline"
     assert site.shows_source(site.saw(first.job))
-    assert set(site.cluster.node_states().values()) == {"idle"}
-    published(site, image)
-    second = site.srun(image)
-    assert site.outcome(second.job).result == "hit"
-    assert site.saw(second.job).sha256 == site.sha256(image)
-    assert not site.shows_source(site.saw(second.job))
-
-
-def test_one_slow_node_loses_no_srun_of_a_batch_job(site: Site, flags: str) -> None:
-    """Without DeferBatch the batch script starts while the second node is still in its Prolog."""
-    image = site.image("half", mib=LONGER[flags], seed=1)
-    site.srun(image, node="n1")  # warm on n1, cold on n2
-    site.configure(deadline="auto", bandwidth="2MiB")
-    both = "n1,n2"
-    batch = site.sbatch(image, f"srun -l {' '.join(RELEASE)}; echo end", node=both)
     assert {"0: ID=half", "1: ID=half", "end"} <= set(batch.stdout.splitlines()), (flags, batch)
     assert site.outcome(batch.job, "n1").result == "hit"
     assert site.outcome(batch.job, "n2").reason == "deadline"
-    published(site, image, "n2")
+    assert set(site.cluster.node_states().values()) == {"idle"}
+    published(site, slow)
+    published(site, half, "n2")
+    second = site.srun(slow)
+    assert site.outcome(second.job).result == "hit"
+    assert site.saw(second.job).sha256 == site.sha256(slow)
+    assert not site.shows_source(site.saw(second.job))
 
 
 def test_a_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site, flags: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from jobs import Site
 from spec import ClusterSpec
 from steps import SHOW, accompanied, batch, served, wrong
-from test_job_source_changes import in_place
+from test_job_stages import in_place
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,3 @@ def test_a_step_whose_image_no_prolog_saw_sees_the_change(site: Site) -> None:
         seen = site.saw(job.job)
         assert seen.sha256 == site.sha256(image) != site.saw(old.job).sha256
         assert not site.shows_source(seen)
-
-
-def test_none_stages_and_mounts_nothing(site: Site) -> None:
-    site.configure(redirect="none")
-    image = site.image("watched")
-    job = batch(site, f"srun --container-image={image} {SHOW}")
-    assert [one.result for one in served(site, job.job, "n1")] == ["copied"]
-    assert site.shows_source(site.saw(job.job))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -177,17 +176,11 @@ def test_a_copy_goes_on_or_stops_as_configured(scene: Scene) -> None:
     assert site.saw(late.job).sha256 == site.sha256(stops.image)
 
 
-@pytest.fixture
-def waiting(site: Site) -> Iterator[Site]:
-    yield site
-    site.cluster.wait_idle()
-
-
 @pytest.mark.long
-def test_a_user_who_waits_long_is_told_so(waiting: Site) -> None:
-    image = slow(waiting, TOLD)[0]
-    step = start(waiting, "told", "srun", "--nodelist=n1,n2", *of(image), *RELEASE)
-    ran = over(waiting, "told", step)
+def test_a_user_who_waits_long_is_told_so(site: Site) -> None:
+    image = slow(site, TOLD)[0]
+    step = start(site, "told", "srun", "--nodelist=n1,n2", *of(image), *RELEASE)
+    ran = over(site, "told", step)
     assert ran.code == 0, ran
     told = [line for line in ran.stderr.splitlines() if "forestage: copying" in line]
     assert len(told) == 2, ran
@@ -196,18 +189,18 @@ def test_a_user_who_waits_long_is_told_so(waiting: Site) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("signal", ["scancel", "interrupt"])
-def test_the_step_alone_is_cancelled_and_the_next_one_starts(waiting: Site, signal: str) -> None:
-    image = slow(waiting, SLOW)[0]
-    waiting.source("/shared/alice/helped").unlink(missing_ok=True)
+def test_the_step_alone_is_cancelled_and_the_next_one_starts(site: Site, signal: str) -> None:
+    image = slow(site, SLOW)[0]
+    site.source("/shared/alice/helped").unlink(missing_ok=True)
     first = f"srun --container-image={image} true & until test -e helped; do sleep 0.1; done; "
     end = {"scancel": "scancel $SLURM_JOB_ID.0", "interrupt": "kill -INT $!; kill -INT $!"}[signal]
-    job = waiting.cluster.popen(
+    job = site.cluster.popen(
         ["salloc", "--nodelist=n1", "sh", "-c", f"{first}{end}; wait; echo; srun {SHOW}"]
     )
-    wait_until(lambda: helped(waiting, "n1"), 60, lambda: "no step waits")
+    wait_until(lambda: helped(site, "n1"), 60, lambda: "no step waits")
     began = time.monotonic()
-    waiting.source("/shared/alice/helped").touch()
+    site.source("/shared/alice/helped").touch()
     stdout, stderr = job.communicate(timeout=120)
     assert time.monotonic() - began < KILL_WAIT, "Slurm had to kill it"
     assert "Debian" in stdout, (stdout, stderr)
-    wait_until(lambda: waiting.cached_paths() == [image], 90, lambda: "no entry")
+    wait_until(lambda: site.cached_paths() == [image], 90, lambda: "no entry")

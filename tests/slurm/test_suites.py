@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jobs import Site
 from spec import ClusterSpec
-from steps import SHOW, Tables, accompanied, batch, served, wrong
+from steps import SHOW, accompanied, batch, served, wrong
 from suite import SUITES, on_suite
 
 
@@ -17,21 +17,12 @@ def cluster_spec(request: pytest.FixtureRequest, machine: None) -> ClusterSpec:
     return on_suite(accompanied(2), request.param)
 
 
-@pytest.fixture
-def spank(site: Site) -> Site:
-    site.configure(redirect="spank", prolog_wait="0s")
-    return site
-
-
 def test_a_step_at_job_level(spank: Site) -> None:
     image = spank.image("job", mib=2)
-    tables = Tables(spank)
     job = spank.srun(image)
     assert job.stdout == 'NAME="job"\nID=job\n', job
     assert spank.outcome(job.job).result == "started"
     assert wrong(spank, image, spank.seen(job.job)) == []
-    assert tables.changed() == []
-    tables.close()
 
 
 def test_an_inner_step_on_two_nodes(spank: Site) -> None:
