@@ -64,7 +64,7 @@ def measure(fleet: Fleet, count: int, mib: int, peers: bool) -> Measured:
     sent, read = fleet.sent_by_store() - sent, fleet.read_of_store() - read
     fleet.wait_over(job)
     if wrong := fleet.wrong(path, nodes):
-        raise ClusterError(f"{path} is not right on {wrong}\n{fleet.told(nodes)}")
+        raise ClusterError(f"{path} is not right on {wrong}\n{fleet.logs(nodes)}")
     fleet.source(path).unlink()
     fleet.reset()
     begun = [event.time - event.outcome.wait for event in copies.values()]

@@ -57,20 +57,16 @@ class Far:
         os.chown(file, ALICE.uid, ALICE.gid)
         return self.point / name
 
-    def told(self, **words: int) -> None:
+    def behaves(self, **words: int) -> None:
         """How it behaves from now on, in the words of farfs.c; what is not named is as usual."""
         # Written beside and renamed: a reader must not find it empty.
         new = self._control.with_suffix(".new")
         new.write_text("".join(f"{word} {number}\n" for word, number in words.items()))
         new.replace(self._control)
 
-    def reads_wait(self, milliseconds: int) -> None:
-        """How long each read takes from now on; -1 is for ever."""
-        self.told(reads=milliseconds)
-
     def hang_reads(self) -> None:
         """The data servers are gone and the metadata server is not."""
-        self.reads_wait(-1)
+        self.behaves(reads=-1)
 
     def calls(self) -> Counter[str]:
         """How often it was called so far, by the name of the call."""
@@ -95,7 +91,7 @@ class Far:
 
     def answer(self) -> None:
         """As if nothing had been."""
-        self.told()
+        self.behaves()
         os.kill(self._process.pid, signal.SIGCONT)
 
     def die(self) -> None:

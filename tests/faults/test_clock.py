@@ -25,7 +25,7 @@ class Jumping(Clock):
 
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
 @pytest.mark.parametrize("reads", range(7))
-def test_a_clock_that_jumps_in_the_middle_is_noticed_by_nobody(
+def test_clock_that_jumps_in_the_middle_is_noticed_by_nobody(
     node: Node, seconds: float, reads: int
 ) -> None:
     path = node.put("alice/image.sqsh", image())
@@ -38,14 +38,14 @@ def test_a_clock_that_jumps_in_the_middle_is_noticed_by_nobody(
     assert node.binds() == {}
 
 
-def test_a_source_from_the_future_is_copied_at_once(node: Node) -> None:
+def test_source_from_the_future_is_copied_at_once(node: Node) -> None:
     """The file server's clock is another one; waiting until ours is there would take an hour."""
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(1, path, clock=Later(-HOUR)).outcome.result == "copied"
 
 
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-def test_a_copy_is_resumed_across_a_jump(node: Node, points: Points, seconds: float) -> None:
+def test_copy_is_resumed_across_a_jump(node: Node, points: Points, seconds: float) -> None:
     node.configure(threads=1)
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", kill_stager, nth=3)

@@ -57,7 +57,7 @@ def scratch(node: Node, disk: Callable[..., Path], request: pytest.FixtureReques
     ],
     indirect=["scratch"],
 )
-def test_a_disk_that_others_fill_during_the_copy_is_no_matter(
+def test_disk_that_others_fill_during_the_copy_is_no_matter(
     node: Node, points: Points, scratch: str, uid: int, engine: str, point: str
 ) -> None:
     node.configure(engine=engine)
@@ -74,7 +74,7 @@ def test_a_disk_that_others_fill_during_the_copy_is_no_matter(
     [("ext4", BOB.uid), ("ext4", 0), ("xfs", BOB.uid), ("tmpfs", BOB.uid)],
     indirect=["scratch"],
 )
-def test_a_disk_that_others_filled_before_is_declined(
+def test_disk_that_others_filled_before_is_declined(
     node: Node, points: Points, scratch: str, uid: int
 ) -> None:
     node.configure(on_error="drain")
@@ -114,7 +114,7 @@ def _broken(node: Node) -> None:
         ("xfs", _broken, "rsync", "copied"),
     ],
 )
-def test_a_disk_that_fails_during_the_copy_leaves_the_original_path(
+def test_disk_that_fails_during_the_copy_leaves_the_original_path(
     node: Node,
     points: Points,
     disk: Callable[..., Path],

@@ -66,7 +66,7 @@ def redirected(node: Node) -> list[str]:
     ],
     ids=str,
 )
-def test_an_odd_source_is_copied_to_the_last_byte_with_its_rights(
+def test_odd_source_is_copied_to_the_last_byte_with_its_rights(
     node: Node,
     far: Far,
     monkeypatch: pytest.MonkeyPatch,
@@ -76,7 +76,7 @@ def test_an_odd_source_is_copied_to_the_last_byte_with_its_rights(
     monkeypatch.setattr(source, "COARSE_TICK_NS", 1)  # that it is waited for is shown below
     node.configure(on_error="drain", **keys)
     path = put(far)
-    far.told(**words)
+    far.behaves(**words)
     ran = beside(lambda: node.prolog(1, path))
     assert (ran.code, *ran.said) == (0, "copied", "")
     assert redirected(node) == [str(path)]
@@ -90,7 +90,7 @@ def test_an_odd_source_is_copied_to_the_last_byte_with_its_rights(
 @pytest.mark.parametrize(
     ("words", "keys", "reason", "told"),
     [
-        ({"inodes": 1}, {}, "changed", "only its inode number is another"),
+        ({"inodes": 1}, {"redirect": "none"}, "changed", "only its inode number is another"),
         ({"longer": 5000}, {}, "changed", "ends before its size says so"),
         ({"squash": 2}, {}, "source-error", "Permission denied"),
         # rsync opens the source anew, as root.
@@ -100,16 +100,17 @@ def test_an_odd_source_is_copied_to_the_last_byte_with_its_rights(
     ],
     ids=str,
 )
-def test_a_source_that_cannot_be_copied_is_left_alone_and_it_is_said_why(
+def test_source_that_cannot_be_copied_is_left_alone_and_it_is_said_why(
     node: Node, far: Far, words: dict[str, int], keys: dict[str, object], reason: str, told: str
 ) -> None:
     node.configure(on_error="drain", **keys)
     path = put(far)
-    far.told(**words)
+    far.behaves(**words)
     clock = Until(lambda: reason == "deadline" and far.calls()["read"])
     ran = beside(lambda: node.prolog(1, path, clock=clock))
     assert (ran.code, *ran.said) == (0, "declined", reason)
     assert told in ran.outcome.detail
+    assert "inodes" not in words or far.calls()["read"] == 0, "read in vain"
     assert node.lease(1) is None
     assert beside(lambda: node.epilog(1)).code == 0
     assert node.entries() == set()
@@ -119,14 +120,6 @@ def test_a_source_that_cannot_be_copied_is_left_alone_and_it_is_said_why(
     assert is_alices(path, image())
 
 
-def test_what_has_a_new_inode_number_at_each_look_is_not_read_in_vain(node: Node, far: Far) -> None:
-    node.configure(redirect="none")  # else each look reads the first bytes
-    path = put(far)
-    far.told(inodes=1)
-    assert node.prolog(1, path).said == ("declined", "changed")
-    assert far.calls()["read"] == 0
-
-
 MOMENTS: list[tuple[str, dict[str, object]]] = [
     *((point, {}) for point in ("claimed", "reserved", "chunk", "copied", "checked")),
     *((point, {"engine": "rsync"}) for point in ("reserved", "copied")),
@@ -134,7 +127,7 @@ MOMENTS: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("point", "keys"), MOMENTS, ids=str)
-def test_a_source_that_dies_at_any_moment_is_no_fault_of_the_node(
+def test_source_that_dies_at_any_moment_is_no_fault_of_the_node(
     node: Node, far: Far, points: Points, point: str, keys: dict[str, object]
 ) -> None:
     node.configure(on_error="drain", **keys)
@@ -148,9 +141,7 @@ def test_a_source_that_dies_at_any_moment_is_no_fault_of_the_node(
     assert node.lease(1) is None
 
 
-def test_a_users_own_file_system_that_lets_no_root_in_is_left_alone(
-    node: Node, farfs: Path
-) -> None:
+def test_users_own_file_system_that_lets_no_root_in_is_left_alone(node: Node, farfs: Path) -> None:
     node.configure(on_error="drain")
     program = node.places.root / "farfs"  # where alice can start it
     shutil.copy(farfs, program)
@@ -189,12 +180,12 @@ CLOCKS = [-5.0, *(pytest.param(ahead, marks=pytest.mark.long) for ahead in (0.0,
 
 
 @pytest.mark.parametrize("ahead", CLOCKS)
-def test_a_change_within_one_tick_of_the_servers_clock_is_not_missed(
+def test_change_within_one_tick_of_the_servers_clock_is_not_missed(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     # A full tick of this server is one second, and half of it would not do.
     monkeypatch.setattr(source, "COARSE_TICK_NS", 1_050_000_000)
-    far.told(seconds=1)
+    far.behaves(seconds=1)
     until(lambda: time.time() % 1 < 0.2, "a second to begin")
     path = put(far)
 
@@ -216,7 +207,7 @@ def asked_for(far: Far, work: Callable[[], object]) -> int:
     return sum((far.calls() - before).values()) - (far.calls() - before)["read"]
 
 
-def test_a_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: Far) -> None:
+def test_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: Far) -> None:
     """Each call may take a second. Walking to the file is four of them, two for each folder."""
     node.configure(sources=[str(far.point), "/mnt/other"])
     path = put(far)
@@ -229,10 +220,10 @@ def test_a_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: 
 
 
 @pytest.mark.long
-def test_a_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(node: Node, far: Far) -> None:
+def test_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(node: Node, far: Far) -> None:
     node.configure(deadline="12s", on_error="drain")
     path = put(far)
-    far.told(delay=1000)
+    far.behaves(delay=1000)
     ran = beside(lambda: node.prolog(1, path))
     assert (ran.code, ran.outcome.result) == (0, "declined")
     assert ran.outcome.wait < 20
@@ -243,7 +234,7 @@ def test_a_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(node: Node,
     assert is_alices(path, image())
 
 
-def test_a_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
+def test_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(queue, "STALLED_AFTER", 0.5)
@@ -277,7 +268,7 @@ def test_a_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
 
 
 @pytest.mark.parametrize("harm", [Far.die, Far.hang], ids=["dead", "hangs"])
-def test_a_redirect_on_a_dead_source_keeps_no_other_from_going(
+def test_redirect_on_a_dead_source_keeps_no_other_from_going(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Far], None]
 ) -> None:
     monkeypatch.setattr(redirect, "UNMOUNT_TIMEOUT", 0.5)

@@ -63,7 +63,7 @@ def power(
         ("rsync", "checked", 1),
     ],
 )
-def test_a_copy_that_the_power_cut_short_is_no_entry(
+def test_copy_that_the_power_cut_short_is_no_entry(
     power: Power, points: Points, engine: str, point: str, nth: int
 ) -> None:
     node = power.node

@@ -86,7 +86,7 @@ MOMENTS = [
 
 @pytest.mark.parametrize(("engine", "point", "nth"), MOMENTS)
 @pytest.mark.parametrize(("change", "after"), CHANGED, ids=[c.__name__ for c, _ in CHANGED])
-def test_the_job_gets_the_file_that_is_there_after_the_change(
+def test_job_gets_the_file_that_is_there_after_the_change(
     node: Node,
     points: Points,
     engine: str,
@@ -110,7 +110,7 @@ def test_the_job_gets_the_file_that_is_there_after_the_change(
 
 @pytest.mark.parametrize(("engine", "point", "nth"), MOMENTS)
 @pytest.mark.parametrize(("change", "reason"), GONE, ids=[c.__name__ for c, _ in GONE])
-def test_a_source_that_the_user_lost_is_not_served_from_the_copy(
+def test_source_that_the_user_lost_is_not_served_from_the_copy(
     node: Node,
     points: Points,
     engine: str,
@@ -132,7 +132,7 @@ def test_a_source_that_the_user_lost_is_not_served_from_the_copy(
     assert node.parts() == []
 
 
-def test_a_source_that_changes_all_the_time_is_left_alone(node: Node, points: Points) -> None:
+def test_source_that_changes_all_the_time_is_left_alone(node: Node, points: Points) -> None:
     node.configure(on_error="drain")
     path = node.put(NAME, image())
     points.at("copied", lambda: os.utime(_source(node)), nth=None)
@@ -143,7 +143,7 @@ def test_a_source_that_changes_all_the_time_is_left_alone(node: Node, points: Po
     assert node.parts() == []
 
 
-def test_a_changed_source_does_not_resume_the_part_of_before(node: Node, points: Points) -> None:
+def test_changed_source_does_not_resume_the_part_of_before(node: Node, points: Points) -> None:
     path = node.put(NAME, image())
     points.at("copied", kill_stager, nth=None)
     assert node.prolog(1, path).said == ("failed", "copy")

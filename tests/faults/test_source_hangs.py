@@ -14,7 +14,7 @@ from forestage.stage import source, wait
 from node import Node, until
 
 
-def test_a_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far: Far) -> None:
+def test_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far: Far) -> None:
     node.configure(deadline="300ms", on_error="drain")
     path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
     far.hang()
@@ -85,7 +85,7 @@ def strike(far: Far, points: Points, tmp_path: Path, request: pytest.FixtureRequ
     return strike
 
 
-def test_a_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
+def test_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     node: Node, far: Far, points: Points, strike: Strike
 ) -> None:
     # One thread: more of them may have read all before the source hangs.
@@ -115,7 +115,7 @@ def test_a_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     assert node.parts() == []
 
 
-def test_a_source_that_hangs_and_dies_sets_everybody_free(
+def test_source_that_hangs_and_dies_sets_everybody_free(
     node: Node, far: Far, points: Points, strike: Strike
 ) -> None:
     node.configure(threads=1)  # see above
@@ -140,7 +140,7 @@ def test_a_source_that_hangs_and_dies_sets_everybody_free(
     assert path.read_bytes() == image(2)
 
 
-def test_a_hit_on_a_file_system_that_hangs_leaves_the_original_path(node: Node, far: Far) -> None:
+def test_hit_on_a_file_system_that_hangs_leaves_the_original_path(node: Node, far: Far) -> None:
     path = far.put("image.sqsh", image())
     node.prolog(1, path)
     node.epilog(1)
@@ -154,7 +154,7 @@ def test_a_hit_on_a_file_system_that_hangs_leaves_the_original_path(node: Node, 
     assert beside(lambda: node.prolog(3, path)).outcome.result == "hit"
 
 
-def test_a_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
+def test_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = image(3, 24 * MIB)
@@ -168,7 +168,7 @@ def test_a_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
     monkeypatch.setattr(wait, "OBSERVE", 0.5)
     node.configure(deadline="20s", threads=1)
     path = far.put("image.sqsh", data)
-    far.reads_wait(200)  # of up to 128 KiB each
+    far.behaves(reads=200)  # of up to 128 KiB each
 
     ran = node.prolog(1, path)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault import CHUNKS, Beside, Points, image, kill_stager, missing, served, untouched
+from fault import CHUNKS, Beside, Points, image, kill_stager, served, untouched
 
 from forestage.cache import evict
 from forestage.stage import stager
@@ -28,7 +28,7 @@ CASES = [("chunks", name) for name in NAMES] + [
 ]
 
 
-def test_the_trace_points_are_found() -> None:
+def test_trace_points_are_found() -> None:
     assert {"claimed", "chunk", "published"} <= set(NAMES)
 
 
@@ -80,23 +80,6 @@ def test_what_is_in_is_not_read_again(node: Node, points: Points, done: int) -> 
     assert chunks.count(chunks[0]) == done
 
 
-@pytest.mark.parametrize("done", [1, 3, 5])
-def test_several_threads_resume_at_what_the_map_says(node: Node, points: Points, done: int) -> None:
-    node.configure(threads=4)
-    path = node.put("alice/image.sqsh", image())
-    points.at("chunk", kill_stager, nth=done)
-    points.at("claimed", kill_stager, nth=2)
-    points.at("claimed", kill_stager, nth=3)
-    assert node.prolog(1, path).said == ("failed", "copy")
-    left, before = missing(node, node.identity(path).key), points.count("chunk")
-    assert left <= CHUNKS - done
-
-    assert node.prolog(2, path).outcome.result == "copied"
-
-    assert points.count("chunk") - before == left
-    assert served(node, path, image())
-
-
 def _rsync_of(node: Node, key: str) -> int | None:
     """The pid of the rsync that copies into a part, once it has begun to."""
     part = node.cache.part(key)
@@ -129,7 +112,7 @@ def rsync_left_behind(node: Node) -> Iterator[Path]:
     os.close(program)
 
 
-def test_an_rsync_left_behind_does_not_write_into_the_entry(
+def test_rsync_left_behind_does_not_write_into_the_entry(
     node: Node, rsync_left_behind: Path
 ) -> None:
     path = rsync_left_behind
@@ -144,7 +127,7 @@ def test_an_rsync_left_behind_does_not_write_into_the_entry(
     assert node.cache.image(key).read_bytes() == image()
 
 
-def test_a_killed_rsync_resumes_where_it_was(
+def test_killed_rsync_resumes_where_it_was(
     node: Node, points: Points, rsync_left_behind: Path, tmp_path: Path
 ) -> None:
     (part,) = node.parts()

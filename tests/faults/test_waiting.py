@@ -27,7 +27,7 @@ from node import ALICE, BOB, Node, until
 
 
 @pytest.mark.parametrize("point", ["claimed", "reserved", "chunk", "copied", "checked"])
-def test_a_prolog_killed_while_it_waits_costs_nothing_but_its_own_wait(
+def test_prolog_killed_while_it_waits_costs_nothing_but_its_own_wait(
     node: Node, points: Points, gate: Gate, point: str
 ) -> None:
     path = node.put("alice/image.sqsh", image())
@@ -94,22 +94,6 @@ def test_on_deadline_abort_stops_the_copy_and_the_next_job_resumes_it(
     assert node.prolog(2, path).outcome.result == "copied"
 
     assert points.count("chunk") - before == left
-    assert served(node, path, image())
-
-
-def test_on_deadline_abort_leaves_a_copy_alone_that_another_job_waits_for(
-    node: Node, points: Points, gate: Gate
-) -> None:
-    node.configure(on_deadline="abort")
-    path = node.put("alice/image.sqsh", image())
-    points.at("chunk", gate, nth=None)
-    patient = Beside(lambda: node.prolog(1, path))
-    until(lambda: points.count("chunk"), "the copy")
-    ran = node.prolog(2, path, user=BOB, clock=Until(lambda: node.lease(2)))
-    assert (ran.code, *ran.said) == (0, "declined", "deadline")
-    assert node.lease(2) is None
-    gate.open()
-    assert patient.ran().outcome.result == "copied"
     assert served(node, path, image())
 
 

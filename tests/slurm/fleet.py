@@ -132,7 +132,7 @@ class Fleet(Site):
         wait_until(
             lambda: len(self.copies(path, nodes)) == len(nodes),
             seconds,
-            lambda: f"not on all: {self.progress(path, nodes)}\n{self.told(nodes)}",
+            lambda: f"not on all: {self.progress(path, nodes)}\n{self.logs(nodes)}",
             every=0.5,  # the nodes share the processors with whoever looks
         )
         return self.copies(path, nodes)
@@ -155,10 +155,10 @@ class Fleet(Site):
         wait_until(
             lambda: self.progress(path, [node]).get(node, 0) >= share,
             60,
-            lambda: f"{node} stays below {share}\n{self.told([node])}",
+            lambda: f"{node} stays below {share}\n{self.logs([node])}",
         )
 
-    def told(self, nodes: Iterable[str]) -> str:
+    def logs(self, nodes: Iterable[str]) -> str:
         """What hooks and services have said, for a human to read."""
         said = []
         for node in nodes:
@@ -192,12 +192,12 @@ class Fleet(Site):
     # What happens to nodes; `mend` undoes it
 
     def kill(self, node: str) -> None:
-        """Its processes die at once; who talks to it is told so."""
+        """Its processes die at once; who talks to it gets an error."""
         self._harmed.add(node)
         self.cluster.node_kill(node)
 
     def vanish(self, node: str) -> None:
-        """The cable is pulled: nobody is told anything."""
+        """The cable is pulled: nobody gets an error."""
         self._harmed.add(node)
         self._login("ip", "link", "set", net.port(node), "down")
 

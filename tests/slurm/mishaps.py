@@ -63,7 +63,7 @@ class Mishap:
 
 
 @dataclass(frozen=True)
-class Told:
+class Result:
     """What became of the nodes that ought to be well; `seconds` from a node's start to its entry.
 
     `source` is how often the image was read from the shared file system.
@@ -172,7 +172,7 @@ MISHAPS: Mapping[str, Mishap] = {
 }
 
 
-def meet(fleet: Fleet, name: str, nodes: Sequence[str], mib: int, number: int = 0) -> Told:
+def meet(fleet: Fleet, name: str, nodes: Sequence[str], mib: int, number: int = 0) -> Result:
     """A job over these nodes that has this bad luck, to its end. All is mended then.
 
     `number` tells apart the files of those that have the same; events know them by their names.
@@ -187,7 +187,7 @@ def meet(fleet: Fleet, name: str, nodes: Sequence[str], mib: int, number: int = 
         mishap.during(scene)
         copies = fleet.await_copies(scene.path, well)
         read = fleet.read_of_store() - before
-        return Told(
+        return Result(
             seconds=max(event.outcome.wait for event in copies.values()),
             source=read / fleet.source(scene.path).stat().st_size,
             outcomes={node: event.outcome for node, event in copies.items()},

@@ -102,7 +102,7 @@ WAYS: Mapping[str, Way] = {
 
 
 @dataclass(frozen=True)
-class Told:
+class Asked:
     """What is known of one way, when its job is over."""
 
     node: str
@@ -111,15 +111,15 @@ class Told:
     wrong: Sequence[str]
 
 
-def all_ways(site: Site) -> dict[str, Told]:
+def all_ways(site: Site) -> dict[str, Asked]:
     """A job for each of them, some at a time."""
 
-    def ask(number: int, way: str) -> Told:
+    def ask(number: int, way: str) -> Asked:
         image = site.image(way, mib=2, seed=number)
         node = site.cluster.nodes[number % len(site.cluster.nodes)]
         ran = WAYS[way](site, image, node)
         seen = site.seen(ran.job)
-        return Told(node, ran, seen, wrong(site, image, seen))
+        return Asked(node, ran, seen, wrong(site, image, seen))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return dict(zip(WAYS, pool.map(ask, itertools.count(), WAYS), strict=True))

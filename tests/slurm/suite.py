@@ -43,48 +43,40 @@ def on_suite(spec: ClusterSpec, suite: str) -> ClusterSpec:
 
 
 def prepared(suite: str) -> Path:
-    """The suite's tree. What a killed run has left of one is not taken for one."""
-    TREES.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tree, unfinished = TREES / suite, TREES / f"{suite}.new"
-    with _locked(TREES / f"{suite}.lock"):
-        if _read(tree / "packages") != PACKAGES:
-            for old in (tree, unfinished):
-                shutil.rmtree(old, ignore_errors=True)
-            options = ["--variant=minbase", f"--include={PACKAGES}"]
-            _bootstrap(options, suite, unfinished)
-            shutil.rmtree(unfinished / "var/cache/apt/archives", ignore_errors=True)
-            (unfinished / "packages").write_text(PACKAGES)
-            unfinished.rename(tree)
+    """The suite's tree, with Slurm and forestage."""
+    with _tree(suite, suite, PACKAGES) as tree:
         if _read(tree / "project") != _project():
             _make_venv(tree)
             (tree / "project").write_text(_project())
-    return tree
+        return tree
 
 
 def fresh() -> Path:
     """Debian 12 as its installer leaves it: without Slurm, without forestage. Not to be changed."""
-    TREES.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tree, unfinished = TREES / "fresh", TREES / "fresh.new"
-    with _locked(TREES / "fresh.lock"):
-        if not tree.exists():
-            shutil.rmtree(unfinished, ignore_errors=True)
-            options = ["--variant=minbase", "--include=ca-certificates"]
-            _bootstrap(options, "bookworm", unfinished)
-            unfinished.rename(tree)
-    return tree
-
-
-def _bootstrap(options: Sequence[str], suite: str, tree: Path) -> None:
-    """What a killed debootstrap has mounted does not stay, to be deleted with the rest."""
-    uri = mirror()
-    _run([*PRIVATE, "debootstrap", *options, suite, str(tree), uri], env=os.environ | proxy(uri))
+    with _tree("fresh", "bookworm", "ca-certificates") as tree:
+        return tree
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as lock:
+def _tree(name: str, suite: str, packages: str) -> Iterator[Path]:
+    """A tree with these packages, locked. What a killed run has left of one is not taken for one.
+
+    Nor does what a killed debootstrap has mounted stay, to be deleted with the rest.
+    """
+    TREES.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tree, unfinished = TREES / name, TREES / f"{name}.new"
+    with (TREES / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        if _read(tree / "packages") != packages:
+            for old in (tree, unfinished):
+                shutil.rmtree(old, ignore_errors=True)
+            uri = mirror()
+            options = ["--variant=minbase", f"--include={packages}", suite, str(unfinished), uri]
+            _run([*PRIVATE, "debootstrap", *options], env=os.environ | proxy(uri))
+            shutil.rmtree(unfinished / "var/cache/apt/archives", ignore_errors=True)
+            (unfinished / "packages").write_text(packages)
+            unfinished.rename(tree)
+        yield tree
 
 
 def _read(file: Path) -> str:

@@ -41,7 +41,7 @@ def trivial(machine: None) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("way", ["srun", "sbatch", "sbatch-inner", "salloc", "environment"])
-def test_the_stand_in_sees_the_image_however_it_is_asked_for(trivial: Cluster, way: str) -> None:
+def test_stand_in_sees_the_image_however_it_is_asked_for(trivial: Cluster, way: str) -> None:
     option = f"--container-image={IMAGE}"
     release = ["cat", "/etc/os-release"]
     if way == "srun":
@@ -88,7 +88,7 @@ def test_missing_image_fails_the_step_and_not_the_node(trivial: Cluster) -> None
     trivial.wait_idle()
 
 
-def test_the_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> None:
+def test_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> None:
     job = trivial.run(
         ["srun", f"--container-image={IMAGE}", "-w", "n3", "sh", "-c", "echo $SLURM_JOB_ID"]
     )
@@ -99,7 +99,7 @@ def test_the_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> 
     assert OPTION not in epilog
 
 
-def test_a_reboot_keeps_the_disk_and_nothing_else(trivial: Cluster) -> None:
+def test_reboot_keeps_the_disk_and_nothing_else(trivial: Cluster) -> None:
     trivial.write("/mnt/nvme/kept", "kept", node="n4")
     trivial.write("/run/forestage/lost", "lost", node="n4")
     stray = trivial.popen(["sleep", "60"], node="n4")
@@ -172,7 +172,7 @@ def test_cluster_whose_owner_is_ended_ends_as_well(machine: None, end: signal.Si
     shutil.rmtree(state_path(name), ignore_errors=True)
 
 
-def test_a_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None:
+def test_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None:
     name = f"test-{os.getpid()}"
     command = [str(Path(__file__).with_name("cluster"))]
 
@@ -190,7 +190,7 @@ def test_a_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None
     assert not state_path(name).exists()
 
 
-def test_a_failed_start_says_why_and_leaves_nothing(machine: None) -> None:
+def test_failed_start_says_why_and_leaves_nothing(machine: None) -> None:
     name = f"test-{os.getpid()}"
     with pytest.raises(ClusterError, match="/no/prolog is not there"):
         Cluster.up(ClusterSpec(prolog="/no/prolog"), name=name)

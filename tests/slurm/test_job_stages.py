@@ -63,7 +63,7 @@ def test_two_jobs_at_once_on_one_node_make_one_copy(site: Site) -> None:
     assert first in site.command("explain", str(jobs[0])) + site.command("explain", str(jobs[1]))
 
 
-def test_a_job_on_four_nodes_makes_one_copy_on_each(site: Site) -> None:
+def test_job_on_four_nodes_makes_one_copy_on_each(site: Site) -> None:
     image = site.image("four", mib=4)
     job = site.srun(image, node=",".join(NODES)).job
     for node, seen in zip(NODES, site.seen(job), strict=True):
@@ -104,7 +104,7 @@ def test_next_job_sees_the_change_while_an_older_one_runs(
             assert site.saw(site.srun(image).job).file == site.copy(outcome.key)
 
 
-def test_a_cancelled_job_leaves_its_redirect_to_nobody(site: Site) -> None:
+def test_cancelled_job_leaves_its_redirect_to_nobody(site: Site) -> None:
     image = site.image("cancelled")
     with site.holding(image) as held:
         site.cluster.run(["scancel", str(held.job)])
@@ -113,7 +113,7 @@ def test_a_cancelled_job_leaves_its_redirect_to_nobody(site: Site) -> None:
         assert site.leases() == []
 
 
-def test_a_job_that_saves_over_its_image_can_do_so(site: Site) -> None:
+def test_job_that_saves_over_its_image_can_do_so(site: Site) -> None:
     image = site.image("saved")
     job = site.srun(
         image, "sh", "-c", f"echo more >> {image}", options=[f"--container-save={image}"]
@@ -122,7 +122,7 @@ def test_a_job_that_saves_over_its_image_can_do_so(site: Site) -> None:
     assert site.shows_source(site.saw(job.job))
 
 
-def test_a_job_without_image_and_hint_leaves_no_file(site: Site) -> None:
+def test_job_without_image_and_hint_leaves_no_file(site: Site) -> None:
     def files() -> str:
         find = "find /mnt/nvme /run/forestage /var/log/forestage /var/lib/forestage /tmp /etc"
         return site.root([*find.split(), "-printf", "%p %s %T@ %C@\n"], "n1")

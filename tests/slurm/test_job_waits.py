@@ -64,7 +64,7 @@ def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(site: Site, f
     assert not site.shows_source(site.saw(second.job))
 
 
-def test_a_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site, flags: str) -> None:
+def test_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site, flags: str) -> None:
     image = site.image("hinted", mib=24, seed=2)
     # Longer than the deadline, and by far shorter than what TIMEOUT leaves.
     site.configure(deadline="1s", bandwidth="16MiB", chunk_size="1MiB")
@@ -74,7 +74,7 @@ def test_a_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site, 
     assert set(site.cluster.node_states().values()) == {"idle"}
 
 
-def test_a_stager_outlives_its_cancelled_job(site: Site) -> None:
+def test_stager_outlives_its_cancelled_job(site: Site) -> None:
     image = site.image("cancelled", mib=16, seed=3)
     site.configure(deadline="30s", bandwidth="4MiB")
     step = site.cluster.popen(["srun", "--nodelist=n1", f"--container-image={image}", "true"])

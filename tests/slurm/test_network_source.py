@@ -47,7 +47,7 @@ def read_in_a_job(fleet: Fleet, path: str, user: str = "alice") -> Ran:
     return fleet.run(["srun", f"--comment=stage={path}", "sha256sum", path], user=user)
 
 
-def test_an_image_that_root_may_not_read_is_staged_for_its_owner_alone(fleet: Fleet) -> None:
+def test_image_that_root_may_not_read_is_staged_for_its_owner_alone(fleet: Fleet) -> None:
     path = put(fleet, "private")
     with pytest.raises(ClusterError, match="Permission denied"):
         fleet.root(["cat", path], "n1")
@@ -74,7 +74,7 @@ def test_rsync_which_opens_the_source_as_root_leaves_the_original_path(fleet: Fl
     assert fleet.entries() == {}
 
 
-def test_a_link_that_is_cut_for_a_while_costs_the_deadline_and_no_byte(fleet: Fleet) -> None:
+def test_link_that_is_cut_for_a_while_costs_the_deadline_and_no_byte(fleet: Fleet) -> None:
     fleet.configure(peers={}, on_error="drain", deadline="2s")
     path = put(fleet, "long", mib=48)
     job = fleet.start(path, ["n1"])
@@ -82,7 +82,7 @@ def test_a_link_that_is_cut_for_a_while_costs_the_deadline_and_no_byte(fleet: Fl
     link = ["ip", "link", "set", net.port(STORE)]
     fleet.cluster.run([*link, "down"], user="root")
     try:
-        wait_until(lambda: fleet.outcomes(job) != [], 60, lambda: fleet.told(["n1"]))
+        wait_until(lambda: fleet.outcomes(job) != [], 60, lambda: fleet.logs(["n1"]))
     finally:
         fleet.cluster.run([*link, "up"], user="root")
     assert fleet.outcome(job).reason == "deadline"

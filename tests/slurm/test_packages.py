@@ -106,18 +106,13 @@ def holes(folder: str, packages: Packages) -> str:
     return packages.root("find", folder, "-newer", "/var/tmp/installed", "-print")
 
 
-def test_nothing_calls_it_before_it_is_enabled(site: Site, packages: Packages) -> None:
+def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: Packages) -> None:
     packages.install()
     site.configure()
-    image = site.image("quiet")
-    job = site.srun(image)
-    assert job.code == 0, job
+    assert site.srun(site.image("quiet")).code == 0
     assert site.entries() == {}
     assert not site.cluster.host_path("/var/log/forestage/events.jsonl", NODE).exists()
 
-
-def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: Packages) -> None:
-    packages.install()
     packages.root("touch", "/var/tmp/installed")
     before = site.cluster.read(CONF)
     assert "There is nothing to change." in enable(site, packages), "the lines are there"
@@ -135,7 +130,7 @@ def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: P
     assert site.cluster.read(CONF) == before
 
 
-def test_an_upgrade_under_a_running_job_leaves_it_as_it_is(site: Site, packages: Packages) -> None:
+def test_upgrade_under_a_running_job_leaves_it_as_it_is(site: Site, packages: Packages) -> None:
     packages.install()
     enable(site, packages)
     image = site.image("long")
@@ -166,7 +161,7 @@ def test_jobs_that_start_while_files_are_replaced_read_the_shared_path(
     assert site.results(site.srun(image).job) == ["copied"]
 
 
-def test_an_admins_own_switch_outlives_an_upgrade(site: Site, packages: Packages) -> None:
+def test_admins_own_switch_outlives_an_upgrade(site: Site, packages: Packages) -> None:
     packages.install()
     enable(site, packages)
     packages.root("sh", "-c", "mkdir -p /run/forestage; echo INC-42 >/run/forestage/disabled")
@@ -195,21 +190,17 @@ def test_removed_while_enabled_no_job_fails_and_no_node_drains(
     enable(site, packages)
     assert site.results(site.srun(image).job) == ["hit"]
 
-
-def test_the_hooks_that_stay_even_survive_a_purge(site: Site, packages: Packages) -> None:
-    packages.install()
-    enable(site, packages)
+    # The hooks themselves survive even a purge.
     packages.remove()
     if packages.kind == "deb":
         packages.root("dpkg", "--purge", "forestage")
         assert not site.cluster.host_path("/etc/forestage", NODE).exists()
-    image = site.image("purged")
     assert site.srun(image).code == 0
     site.cluster.wait_idle(20)
     assert sorted(packages.root("ls", HOOKS).split()) == ["epilog", "prolog"]
 
 
-def test_a_directory_of_prologs_gets_a_link_that_never_dangles(
+def test_directory_of_prologs_gets_a_link_that_never_dangles(
     site: Site, packages: Packages
 ) -> None:
     for kind in ("prolog", "epilog"):
@@ -256,7 +247,7 @@ def test_no_link_goes_while_a_prolog_of_the_site_runs(site: Site, packages: Pack
     site.cluster.wait_idle(20)
 
 
-def test_the_companion_is_loaded_and_may_be_removed_while_it_is_named(
+def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
     site: Site, packages: Packages
 ) -> None:
     packages.install(RELEASES[0], "forestage", "forestage-spank")
@@ -282,7 +273,7 @@ def test_two_builds_differ_in_their_version_only(built: Path, tmp_path: Path) ->
     assert sums[0] == sums[1]
 
 
-def test_a_newcomer_who_follows_the_page_gets_a_warm_hit(built: Path, tmp_path: Path) -> None:
+def test_newcomer_who_follows_the_page_gets_a_warm_hit(built: Path, tmp_path: Path) -> None:
     """docs/install.md, word for word, on a machine that knows neither Slurm nor forestage."""
     with Machine(fresh(), tmp_path) as machine:
         (package,) = built.glob(f"forestage_{RELEASES[0]}*.deb")

@@ -51,7 +51,7 @@ def swapping(site: Site, path: str, targets: list[str]) -> Iterator[None]:
             site.source(left).unlink(missing_ok=True)
 
 
-def test_a_link_that_is_swapped_all_the_time_covers_nothing_else(spank: Site) -> None:
+def test_link_that_is_swapped_all_the_time_covers_nothing_else(spank: Site) -> None:
     own, other = spank.image("own"), spank.image("other", seed=1)
     secret = spank.image("secret", seed=2, owner=BOB, mode=0o600)
     for image, user in ((own, "alice"), (other, "alice"), (secret, "bob")):
@@ -123,7 +123,7 @@ def test_step_in_a_directory_that_is_gone_is_served_by_an_absolute_path_only(spa
     assert relative.error == "No such file or directory"
 
 
-def test_a_task_may_not_make_the_copy_its_own(spank: Site) -> None:
+def test_task_may_not_make_the_copy_its_own(spank: Site) -> None:
     image = spank.image("mine")
     before = spank.sha256(image)
     tricks = [f"echo x >>{image}", f"chmod 777 {image}", f"umount {image}", f"mv {image} {image}.x"]

@@ -49,7 +49,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("way", [*BROKEN, "missing"])
-def test_a_helper_that_does_not_serve_leaves_the_path_as_it_is(spank: Site, way: str) -> None:
+def test_helper_that_does_not_serve_leaves_the_path_as_it_is(spank: Site, way: str) -> None:
     image = spank.image("trouble")
     work = f"image=$SPANK__SLURM_SPANK_OPTION_pyxis_container_image\n{BROKEN.get(way, '')}"
     put(spank, f"#!/bin/sh\n{work}\n")
@@ -64,7 +64,7 @@ def test_a_helper_that_does_not_serve_leaves_the_path_as_it_is(spank: Site, way:
     wait_until(lambda: "sleep" not in spank.root(ps, "n1"), 60, lambda: "the helper lives on")
 
 
-def test_the_real_helper_behind_the_same_name_serves(spank: Site) -> None:
+def test_real_helper_behind_the_same_name_serves(spank: Site) -> None:
     """Else the tests above would pass with a companion that does nothing."""
     job = spank.srun(spank.image("trouble"))
     assert not spank.shows_source(spank.saw(job.job))

@@ -17,7 +17,7 @@ def cluster_spec(request: pytest.FixtureRequest, machine: None) -> ClusterSpec:
     return on_suite(accompanied(2), request.param)
 
 
-def test_a_step_at_job_level(spank: Site) -> None:
+def test_step_at_job_level(spank: Site) -> None:
     image = spank.image("job", mib=2)
     job = spank.srun(image)
     assert job.stdout == 'NAME="job"\nID=job\n', job
@@ -25,7 +25,7 @@ def test_a_step_at_job_level(spank: Site) -> None:
     assert wrong(spank, image, spank.seen(job.job)) == []
 
 
-def test_an_inner_step_on_two_nodes(spank: Site) -> None:
+def test_inner_step_on_two_nodes(spank: Site) -> None:
     image = spank.image("inner", mib=2)
     step = f"srun --container-image={image} {SHOW}"
     job = batch(spank, f"{step}\n{step}", node="n1,n2")
@@ -35,7 +35,7 @@ def test_an_inner_step_on_two_nodes(spank: Site) -> None:
     assert wrong(spank, image, spank.seen(job.job)) == []
 
 
-def test_a_redirect_of_the_whole_node(site: Site) -> None:
+def test_redirect_of_the_whole_node(site: Site) -> None:
     image = site.image("bound", mib=2)
     job = site.srun(image)
     assert (site.outcome(job.job).result, site.outcome(job.job).redirect) == ("copied", "mounted")

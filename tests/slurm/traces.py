@@ -137,7 +137,7 @@ def tally(load: Load) -> Counter[str]:
         for event in events_of(load.site, node):
             outcome = event.outcome
             found[f"{event.hook} {outcome.result} {outcome.reason}".strip()] += 1
-            found["entries evicted"] += len(outcome.evicted)
+            found["entries evicted"] += len(getattr(outcome, "evicted", ()))
     return found
 
 

@@ -23,14 +23,14 @@ from companion import FOLDER, WARNINGS, Step
         "timeout=571",
     ],
 )
-def test_an_argument_that_is_not_understood_is_named(step: Step, argument: str) -> None:
+def test_argument_that_is_not_understood_is_named(step: Step, argument: str) -> None:
     ran = step.run(f"arg={argument}")
     assert any(argument in line for line in ran.lines("error"))
     assert step.asked() == 0
 
 
 @pytest.mark.parametrize(("given", "told"), [([], "540"), (["arg=timeout=570"], "570")])
-def test_the_helper_ends_before_srun_would_kill_the_step(
+def test_helper_ends_before_srun_would_kill_the_step(
     step: Step, given: list[str], told: str
 ) -> None:
     out = step.folder / "timeout"
@@ -43,7 +43,7 @@ def test_slurmd_names_it_at_its_start(step: Step) -> None:
     assert any("helpr" in line for line in step.run("arg=helpr", "context=slurmd").lines("error"))
 
 
-def test_a_user_at_srun_is_not_bothered_with_it(step: Step) -> None:
+def test_user_at_srun_is_not_bothered_with_it(step: Step) -> None:
     assert step.run("arg=helpr", "context=local").lines("error") == []
 
 

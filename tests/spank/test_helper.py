@@ -41,12 +41,12 @@ def test_what_is_not_a_path_starts_nothing(step: Step, image: str) -> None:
     assert step.asked() == 0
 
 
-def test_the_variable_stands_in_for_the_option(step: Step) -> None:
+def test_variable_stands_in_for_the_option(step: Step) -> None:
     step.run(f"env=PYXIS_CONTAINER_IMAGE={step.image}", image="")
     assert step.asked() == 1
 
 
-def test_the_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
+def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
     hostile = {"LD_PRELOAD": "/none.so", "PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x"}
     step.environ = {"PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x", "SLURMD_NODENAME": "n1"}
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
@@ -90,7 +90,7 @@ def test_nodes_arrive_whole_or_not_at_all(step: Step, bytes_long: int, arrives: 
     assert environ(step)["SLURM_JOB_PARTITION"] == "batch"
 
 
-def test_a_path_arrives_as_it_was_written(step: Step) -> None:
+def test_path_arrives_as_it_was_written(step: Step) -> None:
     step.answers("leave\tnone", first=f"printenv {PREFIX}image > {step.folder}/image")
     step.run(image="./a\nLD_PRELOAD=/x;$(reboot)", helper=True)
     assert (step.folder / "image").read_text() == "./a\nLD_PRELOAD=/x;$(reboot)\n"
@@ -119,7 +119,7 @@ print("leave\tnone")
 
 
 @pytest.mark.parametrize("parent", ["leak=1", "closed=1"])
-def test_the_helper_is_root_alone_with_three_descriptors(step: Step, parent: str) -> None:
+def test_helper_is_root_alone_with_three_descriptors(step: Step, parent: str) -> None:
     out = step.folder / "out"
     step.helper.write_text(STATE.format(out=out))
     assert step.run(parent).lines("verbose")[0].endswith("none")
@@ -138,7 +138,7 @@ def test_the_helper_is_root_alone_with_three_descriptors(step: Step, parent: str
     }
 
 
-def test_the_path_stays_without_a_helper(step: Step) -> None:
+def test_path_stays_without_a_helper(step: Step) -> None:
     step.helper.unlink()
     assert "gave no answer" in step.run().logged
     step.helper.touch(0o644)
@@ -186,7 +186,7 @@ def test_what_the_helper_says_reaches_the_user_at_once_and_within_bounds(step: S
 
 
 @pytest.mark.parametrize("before", ["", "exec >&-;", "yes 'say\tx' &"])
-def test_a_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> None:
+def test_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> None:
     step.script(f"sleep 1000 & echo $$ $! > {step.folder}/pids\n{before} wait")
     for seconds in (1, 10, 100):  # on a busy machine it may be ended before it has begun
         ran = step.run(f"arg=timeout={seconds}")
@@ -197,7 +197,7 @@ def test_a_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> Non
         until_gone(pid)
 
 
-def test_a_helper_that_lingers_after_its_answer_is_ended(step: Step) -> None:
+def test_helper_that_lingers_after_its_answer_is_ended(step: Step) -> None:
     lingers = f"sleep 1000 & echo $$ $! > {step.folder}/pids"
     step.answers(step.use(), first=lingers, then="wait")
     ran = step.run()
@@ -206,7 +206,7 @@ def test_a_helper_that_lingers_after_its_answer_is_ended(step: Step) -> None:
     assert str(step.image) in ran.mounts[0]
 
 
-def test_a_stager_with_a_session_of_its_own_lives_on(step: Step) -> None:
+def test_stager_with_a_session_of_its_own_lives_on(step: Step) -> None:
     stager = f"setsid sh -c 'echo $$ > {step.folder}/pids; exec sleep 1000' > /dev/null &"
     step.answers(then=f"{stager}\nwhile [ ! -s {step.folder}/pids ]; do :; done\n" + answer(step))
     ran = step.run()
@@ -220,7 +220,7 @@ def answer(step: Step) -> str:
 
 
 @pytest.mark.parametrize("uid", [0, UID])
-def test_a_signal_for_the_step_ends_the_wait(step: Step, uid: int) -> None:
+def test_signal_for_the_step_ends_the_wait(step: Step, uid: int) -> None:
     step.script("exec sleep 1000")
     ran = step.run(f"request={uid}")  # which sees to it that no child is left
     assert "being signalled" in ran.logged
@@ -232,7 +232,7 @@ def test_another_user_cannot_end_it(step: Step) -> None:
     assert "took too long" in step.run("request=999", "arg=timeout=1").logged
 
 
-def test_the_helper_works_in_the_nodes_namespace(step: Step) -> None:
+def test_helper_works_in_the_nodes_namespace(step: Step) -> None:
     # With SlurmdParameters=contain_spank the job's mount namespace is around user_init.
     names = step.folder / "names"
     step.answers(step.use(), first=f"readlink /proc/$$/ns/mnt >> {names}")
@@ -243,7 +243,7 @@ def test_the_helper_works_in_the_nodes_namespace(step: Step) -> None:
     assert str(step.image) in ran.mounts[0]
 
 
-def test_a_contained_wait_is_short_as_nobody_can_end_it(step: Step) -> None:
+def test_contained_wait_is_short_as_nobody_can_end_it(step: Step) -> None:
     out = step.folder / "timeout"
     step.answers("leave\tnone", first=f"printenv FORESTAGE_TIMEOUT > {out}")
     step.run("contained=1")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,7 @@ from disk import Disk
 from model import MISSING, Seen, Source, Version
 
 from boot import Boot
-from forestage.cache import evict, redirect
+from forestage.cache import evict
 from forestage.cache.image import identify
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
@@ -27,27 +26,6 @@ NAMES = ("one", "two", "three")
 
 Off = Literal["", "file", "enabled"]
 Why = Literal["file", "enabled", "config", "cache-format"]
-
-
-def beside(work: Callable[[], None]) -> None:
-    """Does it in a mount namespace of its own, where none of our redirects is in the way.
-
-    As another node would. A thread has one as well as a process, and is cheaper.
-    """
-    failures: list[BaseException] = []
-
-    def live() -> None:
-        try:
-            mounts.private_namespace()
-            work()
-        except BaseException as error:  # handed on
-            failures.append(error)
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
 
 
 class Lab:
@@ -151,9 +129,6 @@ class Lab:
         before = file.stat() if file.exists() else None
 
         def work() -> None:
-            for bind in redirect.binds(self.node.cache):
-                with contextlib.suppress(OSError):
-                    mounts.umount(bind.path)
             if to is MISSING:
                 file.unlink(missing_ok=True)
                 return
@@ -173,7 +148,7 @@ class Lab:
                 os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
             target.replace(file)
 
-        beside(work)
+        self.node.elsewhere(work)
 
     def shown(self, source: Source) -> Seen:
         """What lies at the path on the node, redirects and all."""

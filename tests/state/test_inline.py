@@ -161,7 +161,7 @@ def test_no_order_of_events_breaks_a_promise(lab: Lab) -> None:
     few(machine(lab), examples=34, steps=30)
 
 
-def test_a_lease_whose_epilog_ran_meanwhile_does_not_come_back(lab: Lab) -> None:
+def test_lease_whose_epilog_ran_meanwhile_does_not_come_back(lab: Lab) -> None:
     life = machine(lab)()
     life.prolog(4, ["one"])
     life.mishap = Mishap("copied", 1, lambda: life.epilog(4))
