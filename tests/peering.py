@@ -46,7 +46,7 @@ main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
 PATIENT = """
 from forestage.peers import auth, server, sessions
 server.WAIT, server.USER_TIMEOUT = 99.0, 0
-sessions.UNPROVEN = sessions.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
+sessions.UNPROVEN = server.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
 auth.CREDENTIAL_SECONDS, auth.PATIENCE = 3600, 3600.0
 """
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from forestage.cache import digest
-from forestage.errors import PeerError
 from forestage.peers import auth, connection, protocol
 from forestage.peers.auth import KeyFile
-from forestage.peers.protocol import ChunkRefused
+from forestage.peers.connection import ChunkRefused
 from node import HANGS
 from peering import CHUNK, Client, Node, free_port, image, of_chunk
 
@@ -123,17 +122,12 @@ def fake() -> Iterator[Callable[..., Fake]]:
 
 
 @pytest.fixture
-def client_of(tmp_path: Path) -> Iterator[Callable[[int | str], Client]]:
-    made: list[Client] = []
-
+def client_of(tmp_path: Path) -> Callable[[int | str], Client]:
     def make(where: int | str) -> Client:
         address = where if isinstance(where, str) else f"127.0.0.1:{where}"
-        made.append(Client(Node(tmp_path / "n2", {"n1": address}, "n2"), KEY))
-        return made[-1]
+        return Client(Node(tmp_path / "n2", {"n1": address}, "n2"), KEY)
 
-    yield make
-    for client in made:
-        client.peers.close()
+    return make
 
 
 @pytest.fixture
@@ -423,19 +417,6 @@ def test_waiting_for_handshake_of_other_thread_is_stopped(
     other.cancel()
 
 
-def test_credential_not_wanted_any_more_is_no_fault_of_the_peer(
-    fake: MakeFake, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def offer(_: KeyFile, key: str, stop: Callable[[], bool]) -> None:
-        while not stop():
-            time.sleep(0.01)
-        raise PeerError("munge: signal 9")
-
-    client = client_of(fake().port)
-    monkeypatch.setattr(KeyFile, "offer", offer)
-    assert Soon(client).why() == "slow"
-
-
 # --- who is not there
 
 
@@ -507,5 +488,4 @@ def test_least_recent_connections_are_closed(
     client = Client(node, KEY, "n[1-4]")
     for peer in ("n1", "n3", "n4", "n1"):
         assert client.fetch(0, peer=peer) == DATA
-    (kept,) = client.peers._all
-    assert list(kept) == ["n4", "n1"]
+    assert list(client.peers._own.lines) == ["n4", "n1"]

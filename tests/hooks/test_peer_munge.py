@@ -16,7 +16,7 @@ import pytest
 from forestage.errors import PeerError
 from forestage.peers import auth
 from forestage.peers.auth import Munge
-from forestage.peers.protocol import ChunkRefused
+from forestage.peers.connection import ChunkRefused
 from node import HANGS
 from peering import SERVE, Client, Munged, Node, Stranger, free_port, image, of_chunk
 
@@ -135,9 +135,9 @@ def test_secret_is_in_no_command_line(mine: Munge, monkeypatch: pytest.MonkeyPat
     seen: list[str] = []
     real = auth.run.run
 
-    def spy(argv: list[str], *args: object) -> object:
+    def spy(argv: list[str], *args: object, **limits: object) -> object:
         seen.extend(argv)
-        return real(argv, *args)  # type: ignore[arg-type]
+        return real(argv, *args, **limits)  # type: ignore[arg-type]
 
     monkeypatch.setattr(auth.run, "run", spy)
     offer = mine.offer(image().key)

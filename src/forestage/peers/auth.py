@@ -10,15 +10,11 @@ It opens a session whose secret the replayer does not have, and a recorded reque
 session: its MAC holds the name of the one it was made for. docs/security.md has the argument.
 """
 
-import binascii
-import contextlib
 import hashlib
 import hmac
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -33,8 +29,6 @@ PATIENCE = 5.0  # seconds for munge or unmunge
 SECRET_BYTES = 32
 MAX_TEXT = 4096  # bytes of a credential; ours have some 500
 MAX_KEY_FILE = 4096  # bytes
-
-Stop = Callable[[], bool]
 
 
 class Refused(Exception):
@@ -55,18 +49,17 @@ class Claim(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-def _never() -> bool:
-    return False
+class SessionOpened(msgspec.Struct, frozen=True):
+    """A service's response to a credential; the MAC shows that it could read that."""
+
+    session: str
+    mac: str
 
 
 class Prover(Protocol):
-    """A way to make credentials and to read them; each may take milliseconds.
+    """A way to make credentials and to read them. Both raise Refused and ForestageErrors."""
 
-    Both raise Refused and ForestageErrors. `stop` returns true once the offer is not wanted any
-    more.
-    """
-
-    def offer(self, key: str, stop: Stop = _never) -> Offer: ...
+    def offer(self, key: str) -> Offer: ...
 
     def read(self, text: str) -> Claim: ...
 
@@ -100,17 +93,17 @@ class Munge(msgspec.Struct, frozen=True):
 
     socket: str = ""
 
-    def offer(self, key: str, stop: Stop = _never) -> Offer:
+    def offer(self, key: str) -> Offer:
         secret = secrets.token_bytes(SECRET_BYTES)
         payload = msgspec.json.encode(_Payload(PROTOCOL, key, secret.hex()))
         argv = ("munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
-        ran = self._run(payload, stop, *argv)
+        ran = self._run(payload, *argv)
         if ran.code:
             raise PeerError(ran.explained(), "is munged running?")
         return Offer(ran.out.strip(), secret)
 
     def read(self, text: str) -> Claim:
-        ran = self._run(text.encode(), _never, "unmunge", "--numeric", "--keys=UID")
+        ran = self._run(text.encode(), "unmunge", "--numeric", "--keys=UID")
         if ran.code:
             raise Refused(ran.explained())
         facts, _, payload = ran.out.partition("\n\n")
@@ -126,11 +119,16 @@ class Munge(msgspec.Struct, frozen=True):
             raise Refused("of another protocol")
         return Claim(said.key, secret)
 
-    def _run(self, content: bytes, stop: Stop, *argv: str) -> run.Ran:
-        """Runs a program of munge's. No secret is an argument, which all users see in ps(1)."""
-        with _in_memory(content) as fd:
-            where = [f"--socket={self.socket}"] if self.socket else []
-            return run.run([*argv, f"--input=/proc/self/fd/{fd}", *where], [fd], _TimeIsUp(stop))
+    def _run(self, said: bytes, *argv: str) -> run.Ran:
+        where = [f"--socket={self.socket}"] if self.socket else []
+        # A file without a name: what is secret is no argument, and run.py has no stdin.
+        fd = os.memfd_create("credential", os.MFD_CLOEXEC)
+        try:
+            os.pwrite(fd, said, 0)
+            words = [*argv, f"--input=/proc/self/fd/{fd}", *where]
+            return run.run(words, [fd], timeout=PATIENCE)
+        finally:
+            os.close(fd)
 
 
 class KeyFile(msgspec.Struct, frozen=True):
@@ -156,7 +154,7 @@ class KeyFile(msgspec.Struct, frozen=True):
             )
         return cls(shared)
 
-    def offer(self, key: str, stop: Stop = _never) -> Offer:
+    def offer(self, key: str) -> Offer:
         made, nonce = round(time.time() * 1000), secrets.token_hex(SECRET_BYTES)
         mac = self._keyed("session", key, str(made), nonce).hex()
         text = msgspec.json.encode(_Signed(PROTOCOL, key, made, nonce, mac)).decode()
@@ -168,7 +166,7 @@ class KeyFile(msgspec.Struct, frozen=True):
         except msgspec.MsgspecError as error:
             raise Refused(f"not of this kind: {error}") from None
         right = self._keyed("session", said.key, str(said.made), said.nonce)
-        if said.protocol != PROTOCOL or not hmac.compare_digest(right, _bytes(said.mac)):
+        if said.protocol != PROTOCOL or not same(right.hex(), said.mac):
             raise Refused("made with another key file")
         # As munge does: the other node's clock may be ahead of this one's.
         age = time.time() - said.made / 1000
@@ -223,34 +221,3 @@ def _hmac(secret: bytes, *said: str) -> bytes:
     # Each with its length: no two lists of words are the same bytes.
     message = "".join(f"{len(word)}:{word}" for word in said)
     return hmac.digest(secret, message.encode(errors="surrogateescape"), hashlib.sha256)
-
-
-def _bytes(digits: str) -> bytes:
-    """The bytes of hex digits; b"", which no MAC is, where they are none."""
-    try:
-        return binascii.unhexlify(digits)
-    except ValueError:
-        return b""
-
-
-@contextlib.contextmanager
-def _in_memory(content: bytes) -> Iterator[int]:
-    """A file without a name, for a program that reads a secret."""
-    fd = os.memfd_create("credential", os.MFD_CLOEXEC)
-    try:
-        os.pwrite(fd, content, 0)
-        yield fd
-    finally:
-        os.close(fd)
-
-
-class _TimeIsUp(threading.Event):
-    """Is set when PATIENCE is over, or `stop` returns true."""
-
-    def __init__(self, stop: Stop) -> None:
-        super().__init__()
-        self._stop = stop
-        self._until = time.monotonic() + PATIENCE
-
-    def is_set(self) -> bool:
-        return self._stop() or time.monotonic() >= self._until

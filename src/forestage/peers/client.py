@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from forestage.config import Config
 from forestage.peers import protocol
 from forestage.peers.auth import Prover
-from forestage.peers.connection import Connection
-from forestage.peers.protocol import ChunkRefused, ChunkRequest, Receiver, Session, SessionUnknown
+from forestage.peers.connection import MOMENT, ChunkRefused, Connection
+from forestage.peers.protocol import ChunkRequest, Receiver, Session, SessionUnknown
 
 KEPT = 32  # connections of one thread
-MOMENT = 0.2  # seconds between two looks at whether a chunk is still wanted
 AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
 
 
@@ -56,7 +55,6 @@ class Peers:
         self._prover = prover
         self._sessions = {node: _SharedSession() for node in nodes}
         self._own = threading.local()  # each thread's connections
-        self._all: list[OrderedDict[str, Connection]] = []
 
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
         """Writes a chunk to the receiver and returns its digest, which the bytes have.
@@ -73,17 +71,10 @@ class Peers:
                 self._forget(peer, session, receiver.stop)
         raise ChunkRefused("refused", "the session is not known")
 
-    def close(self) -> None:
-        """Closes all connections. No other thread may use them any more."""
-        for lines in self._all:
-            while lines:
-                lines.popitem()[1].close()
-
     def _connection(self, peer: str) -> Connection:
         """This thread's connection to a peer; a new one takes the place of the least recent one."""
         if not hasattr(self._own, "lines"):
             self._own.lines = OrderedDict()
-            self._all.append(self._own.lines)
         lines: OrderedDict[str, Connection] = self._own.lines
         if peer not in lines:
             lines[peer] = Connection(self._config.of(peer))

@@ -8,9 +8,7 @@ Why not aiohttp's client: docs/decisions/0018-the-client-reads-with-http-client.
 """
 
 import contextlib
-import errno
 import http.client
-import os
 import select
 import socket
 import threading
@@ -19,49 +17,54 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forestage.config import Address
+from forestage.peers.schedule import Why
 
-CONNECT = 1.0  # seconds, for a name's addresses, and then for each of them
+CONNECT = 1.0  # seconds for each address of a name; as long for the name itself
 STALL = 1.5  # seconds without a byte
 MOMENT = 0.2  # seconds between two looks at whether the answer is still wanted
 MANY = 256 << 10  # bytes that are worth waking up for
 MAX_SMALL = 4096  # bytes of a response that is no chunk
 
 
-class Stopped(Exception):
-    """The caller does not want the response any more."""
+class ChunkRefused(Exception):
+    """A chunk did not come from a peer; `why` is what the schedule learns from it.
 
+    absent: the service runs and does not have the chunk (yet) · refused: not reached, or turned
+    away · silent: no byte for a while · wrong: bytes or MAC are not right · slow: it took too long,
+    or the copy does not want it any more.
+    """
 
-class Late(Exception):
-    """Bytes came, but not fast enough for the limit."""
-
-
-class Unreachable(Exception):
-    """No connection could be made."""
+    def __init__(self, why: Why, detail: str) -> None:
+        super().__init__(f"{why}: {detail}")
+        self.why: Why = why
 
 
 class Limit:
     """How long one response may take; seconds.
 
     Its first byte may take `wait` longer than STALL, which is the limit between two reads. `until`
-    (monotonic) is the limit for all of it.
+    (monotonic) is the limit for all of it; `late` is the reason once that is over.
     """
 
-    def __init__(self, wait: float, until: float, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, wait: float, until: float, stop: Callable[[], bool], late: Why = "slow"
+    ) -> None:
         self._patience = wait + STALL
         self._until = until
         self._stop = stop
+        self._late = late
 
     def silent_at(self) -> float:
         """When the peer counts as silent if no byte comes from now on; monotonic."""
         return time.monotonic() + self._patience
 
     def moment(self, until: float) -> float:
-        """Seconds until the next look. Raises Stopped, Late; TimeoutError at `until`."""
+        """Seconds until the next look. Raises ChunkRefused; TimeoutError at `until`."""
         if self._stop():
-            raise Stopped
+            raise ChunkRefused("slow", "it is not wanted any more")
         now = time.monotonic()
         if now >= self._until:
-            raise Late
+            raise ChunkRefused(self._late, "it took too long")
         if now >= until:
             raise TimeoutError
         return min(MOMENT, self._until - now, until - now)
@@ -103,39 +106,30 @@ class _Bounded(socket.socket):
             self._enough = enough
 
 
-class _Http(http.client.HTTPConnection):
-    limit: Limit
-
-    def connect(self) -> None:
-        self.sock = _connected(Address(self.host, self.port), self.limit)
-
-    def bound(self, limit: Limit) -> None:
-        """Sets the limit of the next request and its response."""
-        if isinstance(self.sock, _Bounded):
-            self.sock.settimeout(STALL)
-            self.sock.limit = limit
-
-
-class Connection:
+class Connection(http.client.HTTPConnection):
     """A connection that is made when it is needed, and kept. For one thread at a time."""
 
+    sock: _Bounded | None
+
     def __init__(self, address: Address) -> None:
-        self._http = _Http(address.host, address.port)
+        super().__init__(address.host, address.port)
+        self._address = address
 
     @property
     def is_open(self) -> bool:
-        return self._http.sock is not None
+        return self.sock is not None
 
     def open(self, limit: Limit) -> None:
-        """Connects, if need be. Raises Unreachable, Stopped, Late."""
-        if not self.is_open:
-            self._http.limit = limit
+        """Connects, if need be, and sets the limit of what follows. Raises ChunkRefused."""
+        if self.sock is None:
             try:
-                self._http.connect()
+                self.sock = _connected(self._address, limit)
             except OSError as error:
-                raise Unreachable(str(error)) from None
+                raise ChunkRefused("refused", str(error)) from None
+        self.sock.settimeout(STALL)
+        self.sock.limit = limit
 
-    def send(
+    def ask(
         self,
         method: str,
         path: str,
@@ -145,80 +139,43 @@ class Connection:
     ) -> http.client.HTTPResponse:
         """Sends a request and returns its response, of which the head has been read.
 
-        Raises Unreachable, OSError (TimeoutError: silence), http.client.HTTPException, Stopped,
-        Late. The caller must `close` after an error, and after a response that was not read to its
-        end.
+        Raises ChunkRefused, OSError (TimeoutError: silence), http.client.HTTPException. The caller
+        must `close` after an error, and after a response that was not read to its end.
         """
         self.open(limit)
-        self._http.bound(limit)
-        self._http.putrequest(method, path, skip_accept_encoding=True)
-        for name, value in headers.items():
-            self._http.putheader(name, value)
-        if body is not None:
-            self._http.putheader("Content-Length", str(len(body)))
-        self._http.endheaders(body)
-        return self._http.getresponse()
-
-    def close(self) -> None:
-        self._http.close()
+        self.request(method, path, body, headers)
+        return self.getresponse()
 
 
 def _connected(address: Address, limit: Limit) -> _Bounded:
-    """Tries each address of the host. Raises Stopped, Late, and the OSError of the last one."""
-    failed = OSError(f"{address.host} has no address")
-    for family, kind, protocol, _, where in _addresses(address, limit):
-        try:
-            return _connected_to(where, _Bounded(family, kind, protocol), limit)
-        except OSError as error:
-            failed = error
-    raise failed
+    """Raises ChunkRefused where it is not wanted or late, OSError where nobody is reached.
 
-
-def _connected_to(where: Any, line: _Bounded, limit: Limit) -> _Bounded:
-    with contextlib.ExitStack() as undo:
-        undo.callback(line.close)
-        line.setblocking(False)
-        code = line.connect_ex(where)
-        if code == errno.EINPROGRESS:
-            until = time.monotonic() + CONNECT
-            made = select.poll()
-            made.register(line, select.POLLOUT)
-            while not made.poll(limit.moment(until) * 1000):
-                pass
-            code = line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        undo.pop_all()
-    return line
-
-
-def _addresses(address: Address, limit: Limit) -> list[Any]:
-    """The addresses of getaddrinfo(3). Raises Stopped, Late, OSError.
-
-    Nothing can interrupt that call, so it has a thread of its own, which is abandoned if need be.
+    Nothing can interrupt getaddrinfo(3), so this has a thread of its own, which is abandoned if
+    need be.
     """
-    found: list[Any] = []
+    made: list[socket.socket] = []
     failed: list[Exception] = []
 
-    def resolve() -> None:
+    def connect() -> None:
         try:
-            found.extend(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
+            made.append(socket.create_connection((address.host, address.port), CONNECT))
         except (OSError, UnicodeError) as error:  # the latter: no name that DNS could have
             failed.append(error)
 
-    until = time.monotonic() + CONNECT
-    thread = threading.Thread(target=resolve, name="addresses", daemon=True)
+    until = time.monotonic() + 2 * CONNECT
+    thread = threading.Thread(target=connect, name="connect", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(limit.moment(until))
     if failed:
         raise OSError(f"{address.host}: {failed[0]}")
-    return found
+    line = _Bounded(fileno=made[0].detach())
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return line
 
 
 def read_small(response: http.client.HTTPResponse) -> bytes:
-    """The whole of a short body. Raises what `Connection.send` raises."""
+    """The whole of a short body. Raises what `Connection.ask` raises."""
     body = response.read(MAX_SMALL)
     if not response.isclosed():
         raise http.client.HTTPException("a response that is long, or of no known length")

@@ -8,9 +8,11 @@ wrote it.
 
 import asyncio
 import contextlib
+import io
 import os
 from pathlib import Path
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -26,7 +28,7 @@ STEP = 1 << 20  # bytes read at a time for a digest that no map has
 class Present(msgspec.Struct, frozen=True):
     """A chunk that is here: an open file, which the caller closes, and its place in bytes."""
 
-    file: int
+    file: io.FileIO
     start: int
     size: int
     digest: bytes
@@ -51,14 +53,6 @@ class Absent(msgspec.Struct, frozen=True):
 
 
 Found: TypeAlias = Present | Pending | Absent
-
-
-class _Shape(msgspec.Struct, frozen=True):
-    """An image's length, its chunk size, and whether a stager still copies it."""
-
-    size: int
-    chunk: int
-    is_copied: bool
 
 
 def find(cache: Cache, key: str, number: int) -> Found:
@@ -106,7 +100,7 @@ def take_digest(found: Present) -> str:
     running = digest.Running()
     end = found.start + found.size
     for at in range(found.start, end, STEP):
-        running.add(memoryview(os.pread(found.file, min(STEP, end - at), at)))
+        running.add(memoryview(os.pread(found.file.fileno(), min(STEP, end - at), at)))
     return running.digest().hex()
 
 
@@ -114,8 +108,7 @@ def _entry(cache: Cache, key: str, number: int) -> Found | None:
     entry = cache.read(key)
     if entry is None or not entry.chunk:
         return None
-    shape = _Shape(entry.identity.size, entry.chunk, is_copied=False)
-    return _chunk(cache.entry_dir(key), shape, number)
+    return _chunk(cache.entry_dir(key), number, entry.identity.size, entry.chunk)
 
 
 def _part(cache: Cache, key: str, number: int) -> Found | None:
@@ -125,8 +118,8 @@ def _part(cache: Cache, key: str, number: int) -> Found | None:
     # What another boot wrote may have reached the map and not the disk.
     if owner.boot != boot_id() or owner.engine != "chunks":
         return None
-    shape = _Shape(owner.image.size, owner.chunk, _is_copied(cache, key, owner))
-    return _chunk(cache.part_dir(key), shape, number)
+    is_copied = _is_copied(cache, key, owner)
+    return _chunk(cache.part_dir(key), number, owner.image.size, owner.chunk, is_copied)
 
 
 def _is_copied(cache: Cache, key: str, owner: Owner) -> bool:
@@ -145,32 +138,26 @@ def _publishing(cache: Cache, key: str, number: int) -> Found | None:
     # Without a stager it is what a crash left, perhaps in another boot.
     if not entry.chunk or lock.is_free(cache.key_lock(key)):
         return None
-    return _chunk(directory, _Shape(entry.identity.size, entry.chunk, is_copied=False), number)
+    return _chunk(directory, number, entry.identity.size, entry.chunk)
 
 
-def _chunk(directory: Path, shape: _Shape, number: int) -> Found | None:
+def _chunk(
+    directory: Path, number: int, image_size: int, chunk: int, is_copied: bool = False
+) -> Found | None:
     """A chunk of the image in this directory; None where the directory has gone meanwhile."""
-    if number >= chunk_count(shape.size, shape.chunk):
+    if number >= chunk_count(image_size, chunk):
         return Absent(beyond=True)
-    start = number * shape.chunk
-    size = min(shape.chunk, shape.size - start)
+    start = number * chunk
+    size = min(chunk, image_size - start)
     try:
-        noted = _map_entry(directory / "map", number)
-        if noted == digest.MISSING:
-            return Pending(start, size) if shape.is_copied else Absent()
-        file = os.open(directory / "image", os.O_RDONLY | os.O_CLOEXEC)
+        with (directory / "map").open("rb", buffering=0) as digests:
+            noted = os.pread(digests.fileno(), ENTRY_BYTES, number * ENTRY_BYTES)
+        if not any(noted):
+            return Pending(start, size) if is_copied else Absent()
+        return Present((directory / "image").open("rb", buffering=0), start, size, noted)
     except FileNotFoundError:
         # A copy that is queued has no map yet.
-        return Pending(start, size) if shape.is_copied and directory.is_dir() else None
-    return Present(file, start, size, noted)
-
-
-def _map_entry(path: Path, number: int) -> bytes:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.pread(file, ENTRY_BYTES, number * ENTRY_BYTES).ljust(ENTRY_BYTES, b"\0")
-    finally:
-        os.close(file)
+        return Pending(start, size) if is_copied and directory.is_dir() else None
 
 
 class Arrivals:
@@ -178,44 +165,32 @@ class Arrivals:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._waiting: dict[str, dict[int, list[asyncio.Future[None]]]] = {}
-        self._polls: dict[str, asyncio.Task[None]] = {}
+        # Kept by those who wait.
+        self._events: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
+        self._polls: asyncio.Task[None] | None = None
 
     async def wait(self, key: str, number: int, seconds: float) -> None:
         """Returns when the chunk is in, or after `seconds`."""
-        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, {}).setdefault(number, []).append(arrival)
-        if key not in self._polls:
-            self._polls[key] = asyncio.create_task(self._poll(key))
+        arrived = self._events.setdefault((key, number), asyncio.Event())
+        if self._polls is None or self._polls.done():
+            self._polls = asyncio.create_task(self._poll())
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(arrival, max(0.0, seconds))
+            await asyncio.wait_for(arrived.wait(), max(0.0, seconds))
 
     def end(self) -> None:
         """Wakes all who wait, because the service is being stopped."""
-        for waiting in self._waiting.values():
-            for arrivals in waiting.values():
-                _wake(arrivals)
+        for arrived in self._events.values():
+            arrived.set()
 
-    async def _poll(self, key: str) -> None:
-        waiting = self._waiting[key]
-        try:
-            while waiting:
-                await asyncio.sleep(POLL)
-                with contextlib.suppress(OSError):  # those who wait will meet the error themselves
-                    digests = read_map(self._cache, key)
-                    for number in waiting:
-                        if is_in(digests, number):
-                            _wake(waiting[number])
-                for number, arrivals in list(waiting.items()):
-                    if all(arrival.done() for arrival in arrivals):
-                        del waiting[number]
-        finally:
-            del self._waiting[key], self._polls[key]
-            for arrivals in waiting.values():
-                _wake(arrivals)
+    async def _poll(self) -> None:
+        while self._events:
+            await asyncio.sleep(POLL)
+            for key in {key for key, _ in self._events}:
+                self._look(key)
 
-
-def _wake(arrivals: list[asyncio.Future[None]]) -> None:
-    for arrival in arrivals:
-        if not arrival.done():  # else its time was over
-            arrival.set_result(None)
+    def _look(self, key: str) -> None:
+        with contextlib.suppress(OSError):  # those who wait will meet the error themselves
+            digests = read_map(self._cache, key)
+            for (other, number), arrived in self._events.items():
+                if other == key and is_in(digests, number):
+                    arrived.set()

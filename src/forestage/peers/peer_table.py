@@ -17,8 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from forestage.peers.ring import SOURCE
-
 # If this many peers are unreachable and none ever answered, no service is taken to run anywhere.
 ENOUGH = 8
 
@@ -120,10 +118,6 @@ class PeerTable:
         lagging = [peer for peer in self._lagging if or_lagging and self.is_lagging(peer, now)]
         return {*out, *self.source_failed, *lagging}
 
-    def may_read(self) -> list[str]:
-        """The peers whose source is not known to fail."""
-        return [peer for peer in self.neighbours if peer not in self.source_failed]
-
     def all_out(self, now: float) -> bool:
         """Whether there is no peer to ask."""
         return all(self.is_out(peer, now) for peer in self.neighbours)
@@ -141,10 +135,6 @@ class PeerTable:
         for other, has in self.has.items():
             if has >> number & 1 and other != peer and not self.is_out(other, now):
                 yield other
-
-    def reading(self) -> int:
-        """Chunks under way from the source."""
-        return self.load[SOURCE]
 
 
 class Median:

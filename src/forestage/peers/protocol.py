@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from forestage import errors
 from forestage.cache import digest
+from forestage.errors import ForestageError
 from forestage.peers import auth, connection
-from forestage.peers.auth import Prover, Refused
-from forestage.peers.connection import Connection, Limit
-from forestage.peers.schedule import Why
+from forestage.peers.auth import Prover, Refused, SessionOpened
+from forestage.peers.connection import ChunkRefused, Connection, Limit
 
 HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may need
 
@@ -29,30 +28,16 @@ Stop = Callable[[], bool]
 _HAS = re.compile(r"([0-9a-f]+)(!?)")
 
 
-class ChunkRefused(Exception):
-    """A chunk did not come from a peer; `why` is what the schedule learns from it.
-
-    absent: the service runs and does not have the chunk (yet) · refused: not reached, or turned
-    away · silent: no byte for a while · wrong: bytes or MAC are not right · slow: it took too long,
-    or the copy does not want it any more.
-    """
-
-    def __init__(self, why: Why, detail: str = "") -> None:
-        super().__init__(f"{why}: {detail}" if detail else why)
-        self.why: Why = why
-
-
 class SessionUnknown(Exception):
     """The peer does not know the session: its service was restarted."""
 
 
-class Session:
+class Session(msgspec.Struct, frozen=True):
     """A copy's session with one peer. `next(counter)` is atomic, so all threads share it."""
 
-    def __init__(self, name: str, secret: bytes) -> None:
-        self.name = name
-        self.secret = secret
-        self.counter = itertools.count()
+    name: str
+    secret: bytes
+    counter: Iterator[int] = msgspec.field(default_factory=itertools.count)
 
 
 class ChunkRequest(msgspec.Struct, frozen=True):
@@ -87,30 +72,24 @@ class Receiver(msgspec.Struct, frozen=True):
     stop: Stop
 
 
-class _SessionOpened(msgspec.Struct, frozen=True):
-    session: str
-    mac: str
-
-
 def open_session(line: Connection, key: str, prover: Prover, stop: Stop) -> Session:
     """Proves to the peer that this is root of the cluster, and checks the peer's own proof.
 
     Raises ChunkRefused; `slow` only when it was stopped.
     """
-    with contextlib.ExitStack() as undo, _as_refusals(late="refused"):
+
+    def limit() -> Limit:
+        return Limit(HANDSHAKE, time.monotonic() + HANDSHAKE, stop, late="refused")
+
+    with contextlib.ExitStack() as undo, _as_refusals():
         undo.callback(line.close)
         # First the connection: no credential is made for a node that is out of reach.
-        line.open(Limit(HANDSHAKE, time.monotonic() + HANDSHAKE, stop))
-        try:
-            offer = prover.offer(key, stop)
-        except (Refused, errors.ForestageError) as error:
-            raise ChunkRefused("slow" if stop() else "refused", str(error)) from None
-        limit = Limit(HANDSHAKE, time.monotonic() + HANDSHAKE, stop)
-        response = line.send("POST", "/v1/session", {}, limit, offer.text.encode())
-        try:
-            opened = msgspec.json.decode(_body(response), type=_SessionOpened)
-        except msgspec.MsgspecError as error:
-            raise ChunkRefused("refused", str(error)) from None
+        line.open(limit())
+        offer = prover.offer(key)
+        response = line.ask("POST", "/v1/session", {}, limit(), offer.text.encode())
+        if response.status != http.client.OK:
+            raise ChunkRefused("refused", f"status {response.status}")
+        opened = msgspec.json.decode(connection.read_small(response), type=SessionOpened)
         # A host that cannot read the credential cannot make this MAC: it is no node of ours.
         if not auth.same(auth.of_session(offer.secret, opened.session), opened.mac):
             raise ChunkRefused("wrong", "a wrong MAC on a session")
@@ -130,7 +109,7 @@ def fetch(
     limit = Limit(chunk.wait, time.monotonic() + chunk.give_up, receiver.stop)
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
-        with _as_refusals(late="slow"):
+        with _as_refusals():
             response, counter = _send_request(line, session, path, chunk, limit)
             if response.status != http.client.PARTIAL_CONTENT:
                 connection.read_small(response)
@@ -161,7 +140,7 @@ def _send_request(
             ),
         }
         try:
-            return line.send("GET", path, headers, limit), counter
+            return line.ask("GET", path, headers, limit), counter
         except ConnectionError:
             # The service closes a connection that was idle, perhaps just now: once more on a new
             # one, with a new number, as the service may have seen this one.
@@ -203,7 +182,7 @@ def _receive(response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: 
     end = chunk.start + chunk.size
     for at in range(chunk.start, end, len(receiver.buffer)):
         piece = receiver.buffer[: min(len(receiver.buffer), end - at)]
-        with _as_refusals(late="slow"):
+        with _as_refusals():
             count = response.readinto(piece)
         if count != len(piece):
             raise ChunkRefused("refused", "the connection was closed half-way")
@@ -212,24 +191,14 @@ def _receive(response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: 
     return running.digest()
 
 
-def _body(response: http.client.HTTPResponse) -> bytes:
-    if response.status != http.client.OK:
-        raise ChunkRefused("refused", f"status {response.status}")
-    return connection.read_small(response)
-
-
 @contextlib.contextmanager
-def _as_refusals(late: Why) -> Iterator[None]:
-    """Turns all that a connection may raise into ChunkRefused; `late` is the reason for Late."""
+def _as_refusals() -> Iterator[None]:
+    """Turns all that a connection or a prover may raise into ChunkRefused."""
     try:
         yield
-    except connection.Stopped:
-        raise ChunkRefused("slow", "it is not wanted any more") from None
-    except connection.Late:
-        raise ChunkRefused(late, "it took too long") from None
-    except connection.Unreachable as error:
-        raise ChunkRefused("refused", str(error)) from None
     except TimeoutError:
         raise ChunkRefused("silent", "no byte came") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (Refused, ForestageError) as error:
+        raise ChunkRefused("refused", str(error)) from None
+    except (OSError, http.client.HTTPException, ValueError, msgspec.MsgspecError) as error:
         raise ChunkRefused("refused", repr(error)) from None

@@ -1,7 +1,7 @@
 """Chunk schedule of a peer-assisted copy: which chunk each worker fetches next, and from where.
 
 Pure: no threads, no I/O, and the time (monotonic seconds) is an argument. The engine
-(from_peers.py) calls it under its lock; bench/peers-model drives it with simulated links.
+(stage/with_peers.py) calls it under its lock; bench/peers-model drives it with simulated links.
 
     state of a chunk       becomes          when
     missing, nobody asked  being read       it is of the own share; or taken over, see below
@@ -86,7 +86,6 @@ class Schedule:
         self.me = me
         self.policy = policy or Policy()
         self.asks: dict[Ask, float] = {}  # under way, since when
-        self.by_source = self.by_peers = 0
         self.missing = sum_of(missing)
         self._count = self.missing.bit_length()
         self._unasked = self.missing
@@ -160,10 +159,8 @@ class Schedule:
         self._usual.add(took)
         if ask.peer == SOURCE:
             self._usual_read.add(took)
-            self.by_source += 1
             self._out_of_turn = min(2 * self._out_of_turn, self._count)
         else:
-            self.by_peers += 1
             self._out_of_turn = 0
             self._peers.gave(ask.peer)
 
@@ -243,7 +240,7 @@ class Schedule:
 
         A node that begins late finds that others have read some of its share.
         """
-        if self._peers.reading() >= self.policy.at_once:
+        if self._peers.load[SOURCE] >= self.policy.at_once:
             return None
         left = self._unasked & self._share
         left = left and left & ~self._peers.offered(now)
@@ -286,7 +283,7 @@ class Schedule:
 
     def _in_need(self, now: float) -> int | None:
         """Some missing chunk, another one on each node, where nothing has come for long."""
-        reading = self._peers.reading()
+        reading = self._peers.load[SOURCE]
         silence = max(self._first_guess, self._patience(), 4 * self._usual_read.seconds)
         if not self._out_of_turn:
             if self._peers.alone or self._peers.all_out(now):
@@ -342,7 +339,9 @@ class Schedule:
     def _expected(self, now: float) -> Ask | None:
         """A chunk that no peer is known to have, of the peer that should have it first."""
         best: tuple[int, str] | None = None
-        for peer in self._peers.may_read() if self._unasked else ():
+        for peer in self._peers.neighbours if self._unasked else ():
+            if peer in self._peers.source_failed:
+                continue
             due = self._unasked & (self._due[peer] | (self._share if self.source_failed else 0))
             if due and not self._peers.load[peer] and not self._peers.is_out(peer, now):
                 candidate = lowest(due), peer

@@ -23,13 +23,12 @@ from aiohttp import http_exceptions, web
 
 from forestage import log
 from forestage.cache.node import Node
-from forestage.cache.part import ENTRY_BYTES, MAX_SHARED
 from forestage.config import Peering
 from forestage.errors import ConfigError, ForestageError, PeerError, Problem
 from forestage.peers import auth, local_chunks
-from forestage.peers.auth import MAX_TEXT, Prover, Refused
+from forestage.peers.auth import MAX_TEXT, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
-from forestage.peers.sessions import CONNECTION_IDLE, Connections, Session, Sessions
+from forestage.peers.sessions import Session, Sessions, Unproven
 from forestage.peers.stats import Counters
 
 WAIT = 5.0  # seconds for a chunk on its way, at most
@@ -37,6 +36,7 @@ DECODERS = 4  # unmunge at once: whoever reaches the port could start any number
 # A client has so many seconds for a chunk, and one more for each SLOWEST bytes of it.
 GRACE = 30.0
 SLOWEST = 1 << 20
+CONNECTION_IDLE = 60.0  # seconds between two requests
 SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
 BACKLOG = 1024  # connections that nodes of a large job open in the same moment
 # A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
@@ -45,13 +45,6 @@ SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
 _COUNTER = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
-
-
-class SessionOpened(msgspec.Struct, frozen=True):
-    """The response to a credential; the MAC shows that this server could read it."""
-
-    session: str
-    mac: str
 
 
 class _ChunkRequest(NamedTuple):
@@ -70,6 +63,7 @@ class _Refused(Exception):
     def __init__(self, status: int, why: str = "") -> None:
         super().__init__(why)
         self.status = status
+        self.why = why
 
 
 class Service:
@@ -81,7 +75,7 @@ class Service:
         self.prover = prover
         self.counters = counters
         self.sessions = Sessions()
-        self.connections = Connections(self.now)
+        self.unproven = Unproven()
         self.arrivals = Arrivals(node.cache)
         self.pace = Pace(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(node.config.peers.uploads)
@@ -89,19 +83,18 @@ class Service:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers any request. Every expected error ends here."""
-        with self.connections.busy(request.protocol):
-            try:
-                return await self._answer(request)
-            except _Refused as refused:
-                if refused.args[0]:
-                    self.counters.refused(request.remote or "", refused.args[0])
-                return web.Response(status=refused.status)
-            except OSError as error:  # of the cache's disk, or the client has gone
-                if not isinstance(error, ConnectionError):
-                    self.counters.refused(request.remote or "", str(error))
-                if request.transport is not None:  # half of the response may be sent already
-                    request.transport.abort()
-                return web.Response(status=500)
+        try:
+            return await self._answer(request)
+        except _Refused as refused:
+            if refused.why:
+                self.counters.refused(request.remote or "", refused.why)
+            return web.Response(status=refused.status)
+        except OSError as error:  # of the cache's disk, or the client has gone
+            if not isinstance(error, ConnectionError):
+                self.counters.refused(request.remote or "", str(error))
+            if request.transport is not None:  # half of the response may be sent already
+                request.transport.abort()
+            return web.Response(status=500)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         # raw_path as it was sent: no decoding of percent signs goes round the pattern.
@@ -111,7 +104,7 @@ class Service:
         if chunk is None or request.method != "GET":
             raise _Refused(404)
         ask = self._authenticated(request, chunk[1], int(chunk[2]))
-        self.connections.proven(request.protocol)
+        self.unproven.discard(request.protocol)
         try:
             return await self._answer_chunk(request, ask)
         except _Refused as refused:
@@ -137,13 +130,13 @@ class Service:
             try:
                 claim = await asyncio.to_thread(self.prover.read, text)
                 session = Session(claim, request.remote or "", self.now())
-                self.log_ended(self.sessions.add(session))
+                self.sessions.add(session)
             except Refused as refused:
                 raise _Refused(403, str(refused)) from None
             except ForestageError as failed:  # munge is not installed any more
                 raise _Refused(503, str(failed)) from None
         self.counters.session_opened()
-        self.connections.proven(request.protocol)
+        self.unproven.discard(request.protocol)
         opened = SessionOpened(session.id, auth.of_session(session.secret, session.id))
         return web.Response(body=msgspec.json.encode(opened))
 
@@ -172,11 +165,10 @@ class Service:
     ) -> web.StreamResponse:
         end = self.now() + ask.wait
         found = await self._find(ask, end)
-        try:
+        with found.file:
+            self._must_fit(ask, found)
             async with self._upload_slot(found.size, end):
                 return await self._respond(request, ask, found)
-        finally:
-            os.close(found.file)
 
     async def _find(self, ask: _ChunkRequest, end: float) -> Present:
         """The chunk, at once or when it arrives. Raises _Refused."""
@@ -187,10 +179,6 @@ class Service:
             found = local_chunks.find(self.cache, ask.session.key, ask.number)
         if not isinstance(found, Present):
             raise _Refused(416 if isinstance(found, Absent) and found.beyond else 404)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, found.file)
-            self._must_fit(ask, found)
-            undo.pop_all()
         return found
 
     def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
@@ -202,12 +190,10 @@ class Service:
         """The chunks that are in: hex, bit 5 for chunk 5; "" without a copy.
 
         A `!` behind it says that the source fails here, so that others read in this node's stead.
-        "" as well where the header would be longer than clients accept.
         """
         digests = local_chunks.read_map(self.cache, ask.session.key)
-        fits = 0 < len(digests) <= MAX_SHARED * ENTRY_BYTES
         failed = "!" if local_chunks.source_failed(self.cache, ask.session.key) else ""
-        return f"{local_chunks.chunks_in(digests):x}{failed}" if fits else ""
+        return f"{local_chunks.chunks_in(digests):x}{failed}" if digests else ""
 
     @contextlib.asynccontextmanager
     async def _upload_slot(self, size: int, end: float) -> AsyncIterator[None]:
@@ -247,30 +233,24 @@ class Service:
     async def _upload(
         self, request: web.BaseRequest, response: web.StreamResponse, found: Present
     ) -> None:
-        os.posix_fadvise(found.file, found.start, found.size, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(found.file.fileno(), found.start, found.size, os.POSIX_FADV_WILLNEED)
         await response.prepare(request)
         if request.transport is None or request.transport.is_closing():
             raise ConnectionResetError
         # Not web.FileResponse: it would obey If-Range and the like, and open the file by its path.
-        with os.fdopen(os.dup(found.file), "rb") as file:
-            loop = asyncio.get_running_loop()
-            await loop.sendfile(request.transport, file, found.start, found.size)
+        loop = asyncio.get_running_loop()
+        await loop.sendfile(request.transport, found.file, found.start, found.size)
         await response.write_eof()
-
-    def log_ended(self, sessions: list[Session]) -> None:
-        """One log line for each session that has ended."""
-        for session in sessions:
-            log.say(f"peer {session.summary()}", by_slurm=False)
 
     def tidy(self) -> None:
         """Ends what is due; called once a second."""
-        self.connections.sweep()
-        self.log_ended(self.sessions.expire(self.now()))
+        self.unproven.expire(self.now())
+        self.sessions.expire(self.now())
         self._write_counts()
 
     def close(self) -> None:
         """Ends all sessions, and writes the last counts."""
-        self.log_ended(self.sessions.end())
+        self.sessions.end()
         self._write_counts()
 
     def _write_counts(self) -> None:
@@ -315,20 +295,16 @@ class _Complaints(logging.Handler):
             log.say(self.format(record), by_slurm=False)
 
 
-def _logger(counters: Counters) -> logging.Logger:
-    logger = logging.Logger("peer")  # has no parent: nobody else gets its records
-    logger.addHandler(_Complaints(counters))
-    return logger
-
-
 class _Server(web.Server):
     """aiohttp's server, with the service's limits on connections."""
 
     def __init__(self, service: Service) -> None:
+        logger = logging.Logger("peer")  # has no parent: nobody else gets its records
+        logger.addHandler(_Complaints(service.counters))
         super().__init__(
             service.handle,
             access_log=None,
-            logger=_logger(service.counters),
+            logger=logger,
             keepalive_timeout=CONNECTION_IDLE,
             lingering_time=0,
             max_line_size=1024,
@@ -340,11 +316,11 @@ class _Server(web.Server):
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        self.service.connections.made(handler, transport)
+        self.service.unproven.add(handler, transport, self.service.now())
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        self.service.connections.lost(handler)
+        self.service.unproven.discard(handler)
 
 
 def run(node: Node, name: str) -> None:
@@ -388,70 +364,49 @@ def listening_sockets(config: Peering, node: str) -> list[socket.socket]:
     """
     port = config.of(node).port
     where = config.listen.replace("{node}", node)
-    device = where if where in _interfaces() else ""
-    with contextlib.ExitStack() as undo:
-        found = []
-        for family, address in _addresses("" if device else where, port):
-            try:
-                one = undo.enter_context(_listening(family, address, device, config.bandwidth))
-            except OSError as error:
-                # A kernel without IPv6, or with all of it switched off, has no such addresses.
-                if not where and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                    continue
-                raise _explained(error, where or "any address", port) from None
-            found.append(one)
-        undo.pop_all()
-    return found
-
-
-def _addresses(where: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """All addresses of both families, or those that a name or an address stands for."""
-    if not where:
-        return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]  # noqa: S104
+    device = where if where in {name for _, name in socket.if_nameindex()} else ""
+    host = None if device or not where else where
     try:
-        found = socket.getaddrinfo(where, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise PeerError(
             f"`peers.listen: {where}` is no interface, name or address here: {error}",
             "ip address shows what there is",
         ) from None
     # Two names in /etc/hosts may lead to one address.
-    return list(dict.fromkeys((family, (str(to[0]), port)) for family, *_, to in found))
-
-
-def _listening(
-    family: socket.AddressFamily, address: tuple[str, int], device: str, rate: int | None
-) -> socket.socket:
-    one = socket.socket(family, socket.SOCK_STREAM)
+    addresses = dict.fromkeys((family, to[:2]) for family, *_, to in found)
     with contextlib.ExitStack() as undo:
-        undo.callback(one.close)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        if device:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
-        # Connections inherit both.
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT)
-        if rate is not None:
-            one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(rate, 2**32 - 1))
-        one.bind(address)
-        one.listen(BACKLOG)
-        one.setblocking(False)
+        sockets = []
+        for family, address in addresses:
+            try:
+                one = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                _listen(one, address, device, config.bandwidth)
+            except OSError as error:
+                # A kernel without IPv6, or with all of it switched off, has no such addresses.
+                if not where and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    continue
+                at = f"port {port} of {where or 'any address'}"
+                if error.errno == errno.EADDRINUSE:
+                    raise PeerError(
+                        f"{at} is taken by another program",
+                        "ss -ltnp shows which; set `peers.port` or end it",
+                    ) from None
+                raise PeerError(f"{at}: {error.strerror}", "see `peers.listen`") from None
+            sockets.append(one)
         undo.pop_all()
-    return one
+    return sockets
 
 
-def _explained(error: OSError, where: str, port: int) -> PeerError:
-    if error.errno == errno.EADDRINUSE:
-        return PeerError(
-            f"port {port} of {where} is taken by another program",
-            "ss -ltnp shows which; set `peers.port` or end it",
-        )
-    return PeerError(
-        f"port {port} of {where}: {os.strerror(error.errno or 0)}",
-        "see `peers.listen`",
-    )
-
-
-def _interfaces() -> set[str]:
-    return {name for _, name in socket.if_nameindex()}
+def _listen(one: socket.socket, address: tuple[Any, ...], device: str, rate: int | None) -> None:
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if one.family == socket.AF_INET6:
+        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    if device:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+    # Connections inherit both.
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT)
+    if rate is not None:
+        one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(rate, 2**32 - 1))
+    one.bind(address)
+    one.listen(BACKLOG)
+    one.setblocking(False)

@@ -1,22 +1,22 @@
-"""Sessions and connections of the peer service's clients, and their limits.
+"""Sessions and unproven connections of the peer service's clients, and their limits.
 
 A session belongs to one client and one key. It is found by a random name, and ends after
 SESSION_IDLE seconds without a request, twice as long as a credential is good for. No request of it
 is answered twice, and no credential opens a second session while there is the first.
 
 A connection is unproven until a session was opened, or a request with a right MAC came, through it.
-At most MAX_UNPROVEN of these stay, for UNPROVEN seconds each; then a proven one may be idle for
-CONNECTION_IDLE seconds. aiohttp alone would wait without limit for the rest of a request.
+At most MAX_UNPROVEN of these stay, for UNPROVEN seconds each. aiohttp alone would wait without
+limit for the rest of a request.
 
 Times are monotonic seconds. All calls come from the event loop.
 """
 
-import contextlib
+import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Hashable
 
+from forestage import log
 from forestage.peers.auth import Claim, Refused
 
 MAX_SESSIONS = 16384  # one for each copy of another node; some 500 bytes each
@@ -24,7 +24,6 @@ SESSION_IDLE = 120.0  # seconds; a client whose session has ended opens another
 WINDOW = 4096  # requests of one session under way at once; threads do not ask in order
 MAX_UNPROVEN = 256  # connections; some 20 KiB each
 UNPROVEN = 15.0  # seconds within which a client must have proven itself
-CONNECTION_IDLE = 60.0  # seconds between two requests of one that has
 
 
 class Session:
@@ -54,14 +53,6 @@ class Session:
         self._seen |= 1 << -ahead
         return True
 
-    def summary(self) -> str:
-        """For the log, when the session has ended."""
-        took = self.used - self.began
-        return (
-            f"client={self.client} key={self.key} chunks={self.chunks} bytes={self.bytes}"
-            f" seconds={took:.1f}"
-        )
-
 
 class Sessions:
     """The open sessions, least recently used first."""
@@ -73,13 +64,13 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, session: Session) -> list[Session]:
-        """Returns those that had to end for it. Raises Refused where its secret was used before."""
+    def add(self, session: Session) -> None:
+        """Ends the one used longest ago if need be. Raises Refused for a secret used before."""
         if session.secret in self._secrets:
             raise Refused("a credential a second time")
         self._secrets.add(session.secret)
         self._by_id[session.id] = session
-        return self._end_while(lambda oldest: len(self._by_id) > MAX_SESSIONS)
+        self._end_while(lambda oldest: len(self._by_id) > MAX_SESSIONS)
 
     def find(self, name: str, now: float) -> Session | None:
         session = self._by_id.get(name)
@@ -88,86 +79,49 @@ class Sessions:
             self._by_id.move_to_end(name)
         return session
 
-    def expire(self, now: float) -> list[Session]:
-        """Ends, and returns, those that were not used for SESSION_IDLE."""
-        return self._end_while(lambda oldest: now - oldest.used > SESSION_IDLE)
+    def expire(self, now: float) -> None:
+        """Ends those that were not used for SESSION_IDLE."""
+        self._end_while(lambda oldest: now - oldest.used > SESSION_IDLE)
 
-    def end(self) -> list[Session]:
-        """Ends, and returns, all."""
-        return self._end_while(lambda oldest: True)
+    def end(self) -> None:
+        """Ends all, because the service is being stopped."""
+        self._end_while(lambda oldest: True)
 
-    def _end_while(self, due: Callable[[Session], bool]) -> list[Session]:
-        ended: list[Session] = []
+    def _end_while(self, due: Callable[[Session], bool]) -> None:
         while self._by_id and due(next(iter(self._by_id.values()))):
-            ended.append(self._by_id.popitem(last=False)[1])
-            self._secrets.discard(ended[-1].secret)
-        return ended
+            _, session = self._by_id.popitem(last=False)
+            self._secrets.discard(session.secret)
+            log.say(
+                f"peer client={session.client} key={session.key} chunks={session.chunks}"
+                f" bytes={session.bytes} seconds={session.used - session.began:.1f}",
+                by_slurm=False,
+            )
 
 
-class Transport(Protocol):
-    """asyncio.Transport, as far as it is used."""
+class Unproven:
+    """The connections that have not proven anything, oldest first, by whatever names them."""
 
-    def abort(self) -> None: ...
-
-
-class _Connection:
-    """`since`: when it was made, or its last request was answered."""
-
-    def __init__(self, transport: Transport, now: float) -> None:
-        self.transport = transport
-        self.since = now
-        self.proven = False
-        self.busy = False
-
-
-class Connections:
-    """The open connections, oldest first. A `name` is whatever tells one from the others."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._open: dict[Hashable, _Connection] = {}
-        self._unproven: dict[Hashable, None] = {}
+    def __init__(self) -> None:
+        self._since: dict[Hashable, tuple[float, asyncio.Transport]] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._since)
 
-    def made(self, name: Hashable, transport: Transport) -> None:
-        """Adds one. Of too many unproven ones the oldest is cut: it had the most time."""
-        self._open[name] = _Connection(transport, self._now())
-        self._unproven[name] = None
-        if len(self._unproven) > MAX_UNPROVEN:
-            oldest = next(iter(self._unproven))
-            del self._unproven[oldest]
-            self._open[oldest].transport.abort()
+    def add(self, name: Hashable, transport: asyncio.Transport, now: float) -> None:
+        """Of too many the oldest is cut: it had the most time."""
+        self._since[name] = now, transport
+        if len(self._since) > MAX_UNPROVEN:
+            self._cut_oldest()
 
-    def lost(self, name: Hashable) -> None:
-        self._open.pop(name, None)
-        self._unproven.pop(name, None)
+    def discard(self, name: Hashable) -> None:
+        """It has proven itself, or has gone."""
+        self._since.pop(name, None)
 
-    def proven(self, name: Hashable) -> None:
-        self._unproven.pop(name, None)
-        if name in self._open:
-            self._open[name].proven = True
+    def expire(self, now: float) -> None:
+        """Cuts those whose time is over, whatever they are doing."""
+        while self._since and now - next(iter(self._since.values()))[0] > UNPROVEN:
+            self._cut_oldest()
 
-    @contextlib.contextmanager
-    def busy(self, name: Hashable) -> Iterator[None]:
-        """Around the answer to a request, which has limits of its own."""
-        connection = self._open.get(name)
-        if connection is None:  # it was cut a moment ago
-            yield
-            return
-        connection.busy = True
-        try:
-            yield
-        finally:
-            connection.busy = False
-            if connection.proven:
-                connection.since = self._now()
-
-    def sweep(self) -> None:
-        """Cuts the connections whose time is over."""
-        now = self._now()
-        for connection in list(self._open.values()):
-            limit = CONNECTION_IDLE if connection.proven else UNPROVEN
-            if now - connection.since > limit and not (connection.busy and connection.proven):
-                connection.transport.abort()
+    def _cut_oldest(self) -> None:
+        _, transport = self._since.pop(next(iter(self._since)))
+        transport.abort()

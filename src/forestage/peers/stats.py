@@ -1,7 +1,7 @@
 """Counts of what the peer service has uploaded, kept in memory and in a file: peer.json.
 
 The service writes the file about once a second; `status`, the stager and the metrics read it. It is
-below /run, so it ends with the boot. Its type is tally.Uploaded.
+below /run, so it ends with the boot.
 """
 
 from pathlib import Path

@@ -14,7 +14,7 @@ from forestage.stage.source import Source, Unreadable
 from forestage.system import run
 
 if TYPE_CHECKING:
-    from forestage.stage.with_peers import Peers
+    from forestage.peers.client import Peers
 
 
 class Engine(Protocol):

@@ -184,15 +184,11 @@ def _reserve(task: Task, opened: Source, figures: Figures) -> None:
 
 def _fetch(task: Task, opened: Source, stop: threading.Event) -> int:
     """Copies the bytes; returns how many of them came from other nodes."""
-    with contextlib.ExitStack() as undo:
-        others = _peers(task)
-        if others is not None:
-            undo.callback(others.close)
-        try:
-            return engines.of(task.node.config).copy(opened, task.part, stop, others)
-        except Failed:
-            must_be_unchanged(task)  # an engine may fail over a source that moves under it
-            raise
+    try:
+        return engines.of(task.node.config).copy(opened, task.part, stop, _peers(task))
+    except Failed:
+        must_be_unchanged(task)  # an engine may fail over a source that moves under it
+        raise
 
 
 def _peers(task: Task) -> "Peers | None":

@@ -10,11 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from forestage.cache.part import Part
 from forestage.errors import Declined
-from forestage.peers.protocol import ChunkRefused, ChunkRequest, Receiver
+from forestage.peers.client import Peers
+from forestage.peers.connection import ChunkRefused
+from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.ring import SOURCE
 from forestage.peers.schedule import Ask, Policy, Schedule
 from forestage.stage import reading
@@ -22,16 +23,6 @@ from forestage.stage.chunks import Run, Tuning, Write
 from forestage.stage.source import Source, Unreadable
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
-
-
-class Peers(Protocol):
-    """client.Peers, as far as the engine uses it; tests have others."""
-
-    nodes: tuple[str, ...]
-    me: str
-
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
-        """Writes a chunk to the receiver and returns its digest. Raises ChunkRefused."""
 
 
 def copy(

@@ -49,7 +49,7 @@ def test_trickling_chunk_does_not_wake_its_thread_for_each_packet(
         thread.start()
         line = Connection(Address("127.0.0.1", server.getsockname()[1]))
         try:
-            answer = line.send("GET", "/", {}, Limit(5.0, start + 600, lambda: False))
+            answer = line.ask("GET", "/", {}, Limit(5.0, start + 600, lambda: False))
             got = bytearray(PIECE * PIECES)
             assert answer.readinto(got) == len(got)
         finally:

@@ -412,7 +412,6 @@ class OtherNode:
 
     nodes = ("n1", "n2")
     me = "n1"
-    closed = False
 
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
         receiver.peer_has((1 << 64) - 1, False)
@@ -420,9 +419,6 @@ class OtherNode:
         receiver.buffer[: chunk.size] = data
         receiver.write(chunk.start, receiver.buffer[: chunk.size])
         return digest.of_chunk(data)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
@@ -438,7 +434,6 @@ def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
     assert run(configured(task, peers=Peering(enabled=True))).from_peers == len(CONTENT)
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
     assert not (task.node.cache.entry_dir(task.key) / "peers").exists()
-    assert other.closed
 
 
 def test_without_peers_nothing_of_theirs_is_loaded(task: Task, monkeypatch: Patch) -> None:

@@ -13,7 +13,9 @@ import pytest
 from forestage.cache import digest, space
 from forestage.cache.part import Part, missing_chunks
 from forestage.errors import Stopped
-from forestage.peers.protocol import ChunkRefused, ChunkRequest, Receiver
+from forestage.peers.client import Peers
+from forestage.peers.connection import ChunkRefused
+from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.ring import Ring
 from forestage.peers.schedule import Policy, Why
 from forestage.stage import chunks, reading, with_peers
@@ -28,11 +30,11 @@ COUNT = 24
 SIZE = COUNT * CHUNK - 5
 
 
-class Fake:
+class Fake(Peers):
     """Other nodes: what each has, and how each behaves."""
 
     def __init__(self, data: bytes, has: int) -> None:
-        self.nodes: tuple[str, ...] = ("a", "b", "c", "d")
+        self.nodes = ("a", "b", "c", "d")
         self.me = "a"
         self.data = data
         self.has = has
@@ -45,10 +47,10 @@ class Fake:
         self.before(peer, chunk.number)
         why = self.bad.get(peer)
         if why in ("refused", "silent", "absent"):
-            raise ChunkRefused(why)
+            raise ChunkRefused(why, "")
         receiver.peer_has(self.has, False)
         if not self.has >> chunk.number & 1:
-            raise ChunkRefused("absent")
+            raise ChunkRefused("absent", "")
         running = digest.Running()
         end, buffer = chunk.start + chunk.size, receiver.buffer
         for at in range(chunk.start, end, len(buffer)):
@@ -57,7 +59,7 @@ class Fake:
             running.add(piece)
             receiver.write(at, piece)
         if why:
-            raise ChunkRefused(why)
+            raise ChunkRefused(why, "")
         return running.digest()
 
 
@@ -250,10 +252,10 @@ def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None
     for ask in (liar, honest):
         run.schedule.asks[ask] = 0.0
         run.chunk_locks.setdefault(number, threading.Lock())
-    thread = threading.Thread(target=run._bring, args=(liar, bytes_of(CHUNK), False))
+    thread = threading.Thread(target=run._bring, args=(liar, reading.buffer(CHUNK), False))
     thread.start()
     assert begun.wait(600)
-    run._bring(honest, bytes_of(CHUNK), True)
+    run._bring(honest, reading.buffer(CHUNK), True)
     ended.set()
     thread.join()
     run.close()
@@ -263,10 +265,6 @@ def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None
     assert run.from_peers == CHUNK
 
 
-def bytes_of(size: int) -> memoryview:
-    return reading.buffer(size)
-
-
 def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["b"] = "wrong"
@@ -274,7 +272,7 @@ def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     ask = with_peers.Ask(3, "b")
     run.schedule.asks[ask] = 0.0
     run.chunk_locks[3] = threading.Lock()
-    run._bring(ask, bytes_of(CHUNK), True)
+    run._bring(ask, reading.buffer(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
 
