@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from forestage.cache import digest
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
@@ -23,6 +25,7 @@ from forestage.config import Config, load_settings
 from forestage.paths import Places
 from forestage.peers import auth, of_job
 from forestage.peers.auth import Offer, Prover
+from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.system import lock
 from node import HANGS, until
@@ -94,10 +97,14 @@ _kept: list[socket.socket] = []
 class Node:
     """A node's files, and its service when it is started."""
 
-    def __init__(self, root: Path, addresses: dict[str, str], name: str = "n1") -> None:
+    def __init__(
+        self, root: Path, addresses: dict[str, str] | None = None, name: str = "n1"
+    ) -> None:
+        """`addresses`: those of all nodes; without them n1 alone has one, with `port`."""
         self.name = name
         self.places = Places(root)
-        self.addresses = addresses
+        self.port = 0 if addresses else free_port()
+        self.addresses = addresses or {"n1": f"127.0.0.1:{self.port}"}
         self.cache = Cache(root / "nvme/forestage")
         self.cache.prepare(require_mount=False)
         self.process: subprocess.Popen[bytes] | None = None
@@ -142,18 +149,36 @@ class Node:
             assert more, f"ended: {self.said.decode()}"
             self.said += more
 
-    def end(self) -> int:
-        """SIGTERM, and the exit status."""
+    def end(self) -> None:
+        """SIGTERM: the service has ended well."""
         assert self.process is not None
         self.process.terminate()
         _, rest = self.process.communicate(timeout=HANGS)
         self.said += rest
-        return self.process.returncode
+        assert self.process.returncode == 0
+        assert b"Traceback" not in self.said, self.said.decode()
+
+    @contextlib.contextmanager
+    def serving(self, before: str = "") -> Iterator[None]:
+        """As long as it is entered, the service runs; then it ends well."""
+        self.start(before)
+        try:
+            yield
+            self.end()
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
+
+    def start_in_vain(self) -> tuple[int, str]:
+        """A service that does not come up: its exit status, and why."""
+        argv = [sys.executable, "-Bc", SERVE, str(self.places.root), self.places.munge, self.name]
+        ran = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=HANGS)
+        assert "Traceback" not in ran.stderr
+        return ran.returncode, ran.stderr
 
     def publish(self, seed: int = 1, digests: bytes | None = None) -> str:
         """Makes an entry, as a stager leaves it."""
@@ -274,6 +299,12 @@ class Client:
         assert found == digest.of_chunk(data)
         assert sorted(pieces) == list(range(start, start + size, len(self.buffer)))
         return data
+
+    def why(self, number: int, peer: str = "n1", give_up: float = HANGS, wait: float = 5.0) -> str:
+        """Why the chunk does not come."""
+        with pytest.raises(ChunkRefused) as caught:
+            self.fetch(number, peer, give_up, wait)
+        return caught.value.why
 
     def fetch_to(
         self,
