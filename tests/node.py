@@ -32,6 +32,8 @@ from forestage.system import lock, mounts
 from forestage.system.as_user import User
 
 T = TypeVar("T")
+Arrange = Callable[[object, str, Callable[[], object]], None]
+"""`before` and `after` of tests/hooks: (module, its function's name, what happens)."""
 
 ALICE = User("alice", 65534, 65534)
 BOB = User("bob", 4242, 4242)
@@ -62,6 +64,10 @@ class Ran:
     @property
     def said(self) -> tuple[str, str]:
         return self.outcome.result, self.outcome.reason
+
+    @property
+    def ended(self) -> tuple[int, str, str]:
+        return self.code, *self.said
 
 
 def until(happened: Callable[[], T], what: str) -> T:
@@ -234,8 +240,24 @@ class Node:
         """Whether no stager of this key lives: nobody holds its lock."""
         return lock.is_free(self.cache.key_lock(key))
 
+    def staged(self, job: int, name: str = "alice/image.sqsh", data: bytes | None = None) -> Path:
+        """Puts an image of Alice's there, for which a job's Prolog runs; its path."""
+        path = self.put(name, data)
+        assert self.prolog(job, path).code == 0
+        return path
+
+    def switch_off(self, why: str = "") -> None:
+        self.places.disabled.parent.mkdir(parents=True, exist_ok=True)
+        self.places.disabled.write_text(why)
+
     def lease(self, job: int) -> Lease | None:
         return self.leases.read(job)
+
+    def held(self, job: int) -> Lease:
+        """The lease of a job that must have one."""
+        lease = self.lease(job)
+        assert lease is not None, job
+        return lease
 
     def identity(self, path: Path) -> Identity:
         """The identity of a path's source, as the server has it now."""

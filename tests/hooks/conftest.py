@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from forestage.cache import redirect
@@ -32,3 +35,36 @@ def short_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for a lock, but for all else: a short deadline may be over before it."""
     held = lock.held
     monkeypatch.setattr(lock, "held", lambda path, timeout: held(path, min(0.05, timeout)))
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str, Callable[[], object]], None]:
+    """Has something happen just before each call of a module's function."""
+
+    def arrange(module: object, name: str, happens: Callable[[], object]) -> None:
+        real = getattr(module, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            happens()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, called)
+
+    return arrange
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str, Callable[[], object]], None]:
+    """Has something happen just after each call of a module's function."""
+
+    def arrange(module: object, name: str, happens: Callable[[], object]) -> None:
+        real = getattr(module, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            found = real(*args, **kwargs)
+            happens()
+            return found
+
+        monkeypatch.setattr(module, name, called)
+
+    return arrange

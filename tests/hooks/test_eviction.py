@@ -50,7 +50,7 @@ def test_a_leased_entry_is_never_evicted_and_nothing_goes_in_vain(node: Node) ->
     # Too big for what the unleased one would give back.
     ran = node.prolog(3, node.put("alice/big.sqsh", content(3, 512 * 1024)), clock=Later(20))
 
-    assert (ran.code, *ran.said) == (0, "declined", "no-room")
+    assert ran.ended == (0, "declined", "no-room")
     assert node.entries() == entries
     assert leased.read_bytes() == content(1)
     assert not list(node.cache.parts.iterdir())
@@ -91,8 +91,7 @@ def test_a_disk_filled_by_others_is_declined_before_a_byte_is_copied(node: Node)
     node.cache.prepare(require_mount=True)
     (node.nvme / "enroot").write_bytes(bytes(63 * 1024 * 1024 + 900 * 1024))
     node.configure(on_error="drain")
-    ran = node.prolog(1, node.put("alice/1.sqsh"))
-    assert (ran.code, *ran.said) == (0, "declined", "no-room")
+    assert node.prolog(1, node.put("alice/1.sqsh")).ended == (0, "declined", "no-room")
     assert list(node.cache.parts.iterdir()) == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -12,42 +12,28 @@ from forestage.config import Config
 from forestage.stage import wait
 from forestage.system import lock
 from forestage.units import Amount
-from node import Node
+from node import Arrange, Node
 
 
-@pytest.fixture
-def held_by_another(node: Node, short_locks: None) -> Iterator[None]:
-    """The space lock is somebody else's."""
+def test_no_lease_is_taken_without_the_lock(node: Node, short_locks: None) -> None:
     node.cache.prepare(require_mount=True)
+    path = node.put("alice/image.sqsh")
     with lock.held(node.cache.space_lock, 0):
-        yield
-
-
-def test_no_lease_is_taken_without_the_lock(node: Node, held_by_another: None) -> None:
-    ran = node.prolog(1, node.put("alice/image.sqsh"))
-    assert (ran.code, *ran.said) == (0, "failed", "busy")
+        assert node.prolog(1, path).ended == (0, "failed", "busy")
     assert node.lease(1) is None
+    assert node.shows_source(path)
 
 
 def test_no_redirect_is_laid_without_the_lock(
-    node: Node, short_locks: None, monkeypatch: pytest.MonkeyPatch
+    node: Node, short_locks: None, after: Arrange
 ) -> None:
     """An Epilog that runs beside it could take it for one that nobody needs."""
-    path = node.put("alice/image.sqsh")
-    node.prolog(1, path)
+    path = node.staged(1)
     node.epilog(1)
-    obtain = wait.obtain
-
     with contextlib.ExitStack() as undo:
-
-        def then_locked(*args: object, **kwargs: object) -> object:
-            found = obtain(*args, **kwargs)  # type: ignore[arg-type]
-            undo.enter_context(lock.held(node.cache.space_lock, 0))
-            return found
-
-        monkeypatch.setattr(wait, "obtain", then_locked)
-        ran = node.prolog(2, path)
-        assert (ran.code, *ran.said) == (0, "failed", "busy")
+        locked = lambda: undo.enter_context(lock.held(node.cache.space_lock, 0))  # noqa: E731
+        after(wait, "obtain", locked)
+        assert node.prolog(2, path).ended == (0, "failed", "busy")
         assert node.binds() == {}
 
 
@@ -76,11 +62,15 @@ def test_nothing_is_evicted_without_the_lock(
 def test_the_epilog_takes_no_redirect_off_without_the_lock(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Prolog of another job may be about to count on it."""
-    path = node.put("alice/image.sqsh")
-    node.prolog(1, path)
-    monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
-    with lock.held(node.cache.space_lock, 0):
-        ran = node.epilog(1)
-        assert (ran.code, *ran.said) == (0, "failed", "busy")
-        assert set(node.binds()) == {str(path)}
+    """The Prolog of another job may be about to count on it; but its own lease goes.
+
+    Nobody would come back for that: its entry could never be evicted again.
+    """
+    path, other = node.staged(1), node.staged(2, "alice/other.sqsh")
+    with monkeypatch.context() as patch, lock.held(node.cache.space_lock, 0):
+        patch.setattr(lock, "SPACE_TIMEOUT", 0.05)
+        assert node.epilog(1).ended == (0, "failed", "busy")
+    assert set(node.binds()) == {str(path), str(other)}
+    assert node.lease(1) is None
+    node.epilog(2)
+    assert node.binds() == {}, "the next Epilog takes off what nobody needs"

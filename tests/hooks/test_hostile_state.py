@@ -246,8 +246,7 @@ def test_a_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
     assert node.prolog(1, held.path).code == 0
     damage(node.leases.file(1), victim)
 
-    ran = node.prolog(2, other.path)
-    assert (ran.code, *ran.said) == (0, "copied", "")
+    assert node.prolog(2, other.path).ended == (0, "copied", "")
     assert shows(node, other)
     # It may protect anything; the reason and what to do are told.
     epilog = node.epilog(2)
@@ -276,8 +275,7 @@ def test_a_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original
     wanted = put(node, "image")
     node.prolog(1, wanted.path)
     damage(node.leases.file(1), victim)
-    ran = node.prolog(1, wanted.path)
-    assert (ran.code, *ran.said) == (0, "failed", "lease-damaged")
+    assert node.prolog(1, wanted.path).ended == (0, "failed", "lease-damaged")
     assert shows(node, wanted)
     assert node.epilog(1).code == 0
     assert node.prolog(1, wanted.path).said == ("hit", "")
@@ -291,7 +289,7 @@ def test_a_cache_whose_format_cannot_be_read_is_left_alone(
     well = publish(node, "well")
     damage(node.cache.root / "format", victim)
     ran = node.prolog(1, well.path)
-    assert (ran.code, *ran.said) == (0, "failed", "cache-format")
+    assert ran.ended == (0, "failed", "cache-format")
     assert str(node.cache.root) in ran.outcome.detail
     assert len(capfd.readouterr().err) < 1000
     assert node.entries() == {well.key}
@@ -365,7 +363,7 @@ def test_a_cache_below_a_directory_that_others_can_change_is_not_used(node: Node
     node.cache = Cache(cache)
     wanted = put(node, "image")
     ran = node.prolog(1, wanted.path)
-    assert (ran.code, *ran.said) == (0, "failed", "cache-not-ours")
+    assert ran.ended == (0, "failed", "cache-not-ours")
     assert str(scratch) in ran.outcome.detail
     scratch.chmod(0o1777)
     os.chown(scratch, 0, 0)

@@ -32,8 +32,7 @@ def test_a_cold_image_is_copied_and_its_path_shows_the_copy(node: Node) -> None:
 
 
 def test_the_job_can_read_through_the_redirect_but_not_write(node: Node) -> None:
-    path = node.put("alice/image.sqsh")
-    node.prolog(7, path)
+    path = node.staged(7)
     assert read_as(ALICE, path) == content()
     for flags in (os.O_WRONLY, os.O_RDWR | os.O_TRUNC):
         with pytest.raises(OSError, match="Read-only file system"):
@@ -41,8 +40,7 @@ def test_the_job_can_read_through_the_redirect_but_not_write(node: Node) -> None
 
 
 def test_a_warm_image_is_not_copied_again(node: Node) -> None:
-    path = node.put("alice/image.sqsh")
-    node.prolog(1, path)
+    path = node.staged(1)
     copy = node.cache.image(node.identity(path).key)
     before = copy.stat()
     node.epilog(1)
@@ -57,8 +55,7 @@ def test_a_warm_image_is_not_copied_again(node: Node) -> None:
 def test_the_lease_is_one_readable_file_that_names_job_entry_and_path(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     key = node.prolog(7, path).outcome.key
-    lease = node.lease(7)
-    assert lease is not None
+    lease = node.held(7)
     assert (lease.job, lease.user, lease.cache) == (7, ALICE, str(node.cache.root))
     assert [(use.key, use.path) for use in lease.uses] == [(key, str(path))]
     assert os.listdir(node.places.leases) == ["7.json"]
@@ -90,12 +87,10 @@ def test_the_redirect_stays_until_the_last_job_has_gone(node: Node) -> None:
 
 
 def test_a_requeued_job_that_meets_its_own_lease_is_served_again(node: Node) -> None:
-    path = node.put("alice/image.sqsh")
-    node.prolog(7, path)
+    path = node.staged(7)
     ran = node.prolog(7, path)
     assert (ran.outcome.result, ran.outcome.redirect) == ("hit", "kept")
-    lease = node.lease(7)
-    assert lease is not None
+    lease = node.held(7)
     assert len(lease.uses) == 1
     node.epilog(7)
     assert node.binds() == {}
@@ -191,8 +186,7 @@ def test_a_source_that_changed_back_in_content_is_still_another_one(node: Node) 
 
 
 def test_an_image_deleted_under_a_redirect_is_gone_for_the_next_job(node: Node) -> None:
-    path = node.put("alice/image.sqsh")
-    node.prolog(1, path)
+    path = node.staged(1)
     node.elsewhere((node.server / "alice/image.sqsh").unlink)
     assert node.prolog(2, path).said == ("declined", "missing")
     assert node.binds() == {}
@@ -206,8 +200,7 @@ def test_redirect_none_stages_and_leases_but_changes_nothing_a_job_sees(node: No
     ran = node.prolog(7, path)
     assert (ran.outcome.result, ran.outcome.redirect) == ("copied", "none")
     assert node.shows_source(path)
-    lease = node.lease(7)
-    assert lease is not None
+    lease = node.held(7)
     assert [use.path for use in lease.uses] == [""]
     assert node.epilog(7).said == ("released", "")
 
@@ -229,7 +222,6 @@ def test_a_job_that_writes_to_its_own_image_through_a_symlink_is_not_redirected(
 
 
 def test_a_job_that_saves_to_an_image_another_job_uses_can_write_it(node: Node) -> None:
-    path = node.put("alice/image.sqsh")
-    node.prolog(1, path)
+    path = node.staged(1)
     node.prolog(2, path, saves=str(path))
     assert node.shows_source(path)

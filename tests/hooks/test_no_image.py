@@ -44,8 +44,7 @@ def test_other_users_program_keeps_its_setuid_bit(node: Node) -> None:
 
 
 def test_image_that_became_another_file_loses_the_redirect_of_a_running_job(node: Node) -> None:
-    path = node.put("alice/image.sqsh")
-    node.prolog(1, path)
+    path = node.staged(1)
     node.put("alice/image.sqsh", LOG)
     assert ask(node, 2, path, "option") == ("declined", "not-squashfs")
     assert path.read_bytes() == LOG

@@ -15,7 +15,7 @@ from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.stage import wait
 from forestage.system import mounts
-from node import ALICE, BOB, HANGS, Node, Ran, content
+from node import ALICE, BOB, HANGS, Arrange, Node, Ran, content
 
 fork = multiprocessing.get_context("fork")
 
@@ -84,22 +84,16 @@ def test_prologs_for_different_images_do_not_wait_for_each_other(node: Node) -> 
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_an_entry_is_not_evicted_between_stage_and_redirect(
-    node: Node, monkeypatch: pytest.MonkeyPatch, warm: bool
+    node: Node, after: Arrange, warm: bool
 ) -> None:
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
     if warm:
         node.prolog(1, path)
         node.epilog(1)
-    obtain = wait.obtain
     evicted: list[tuple[str, ...]] = []
-
-    def pressed(*args: object, **kwargs: object) -> object:
-        result = obtain(*args, **kwargs)  # type: ignore[arg-type]
-        evicted.append(evict.evict_keys(node.cache, node.leases, [key]))
-        return result
-
-    monkeypatch.setattr(wait, "obtain", pressed)
+    press = lambda: evicted.append(evict.evict_keys(node.cache, node.leases, [key]))  # noqa: E731
+    after(wait, "obtain", press)
     assert node.prolog(2, path).outcome.result == ("hit" if warm else "copied")
     assert evicted == [()]
     assert node.shows_entry(path, key)
@@ -111,70 +105,86 @@ def test_an_entry_is_not_evicted_between_stage_and_redirect(
 )
 def test_a_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given_up(
     node: Node,
-    monkeypatch: pytest.MonkeyPatch,
+    after: Arrange,
     times: int,
     said: tuple[str, str],
     shown: bool,
 ) -> None:
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
-    obtain = wait.obtain
     calls = iter(range(10))
-
-    def robbed(*args: object, **kwargs: object) -> object:
-        result = obtain(*args, **kwargs)  # type: ignore[arg-type]
-        if next(calls) < times:
-            node.cache.retire(key)
-        return result
-
-    monkeypatch.setattr(wait, "obtain", robbed)
-    ran = node.prolog(1, path)
-    assert (ran.code, *ran.said) == (0, *said)
+    after(wait, "obtain", lambda: next(calls) < times and node.cache.retire(key))
+    assert node.prolog(1, path).ended == (0, *said)
     assert node.shows_entry(path, key) if shown else node.shows_source(path)
     assert (node.lease(1) is not None) is shown
 
 
+Change = Callable[[Node, Path, Path], object]
+
+
+def _written(node: Node, folder: Path, other: Path) -> None:
+    (folder / "image.sqsh").write_bytes(content(2))
+
+
+def _replaced(node: Node, folder: Path, other: Path) -> None:
+    node.put("alice/new", content(2))
+    (node.server / "alice/new").replace(folder / "image.sqsh")
+
+
+def _removed(node: Node, folder: Path, other: Path) -> None:
+    (folder / "image.sqsh").unlink()
+
+
+def _closed(node: Node, folder: Path, other: Path) -> None:
+    os.chown(folder, BOB.uid, BOB.gid)
+    folder.chmod(0o700)
+
+
+def _swapped_for_a_file(node: Node, folder: Path, other: Path) -> None:
+    folder.rename(node.server / "alice/old")
+    folder.write_text("")
+
+
+def _swapped_for_a_loop(node: Node, folder: Path, other: Path) -> None:
+    folder.rename(node.server / "alice/old")
+    folder.symlink_to("sub")
+
+
+def _swapped_for_a_link(node: Node, folder: Path, other: Path) -> None:
+    folder.rename(node.server / "alice/old")
+    folder.symlink_to(other.parent)
+
+
 @pytest.mark.parametrize(
-    ("how", "reason"), [("write", "changed"), ("replace", "changed"), ("remove", "missing")]
+    ("change", "reason"),
+    [
+        (_written, "changed"),
+        (_replaced, "changed"),
+        (_removed, "missing"),
+        (_closed, "no-permission"),  # root could walk there: the target is opened as the user
+        (_swapped_for_a_file, "missing"),
+        (_swapped_for_a_loop, "bad-path"),
+        (_swapped_for_a_link, "no-permission"),  # it is followed as the job itself would
+    ],
 )
-def test_a_source_changed_between_copy_and_redirect_is_not_covered(
-    node: Node, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
+def test_path_changed_between_copy_and_redirect_is_not_covered(
+    node: Node, before: Arrange, change: Change, reason: str
 ) -> None:
-    path = node.put("alice/image.sqsh", content(1))
-    source = node.server / "alice/image.sqsh"
-    mount = redirect.mount
-
-    def late(*args: object) -> object:
-        if how == "write":
-            source.write_bytes(content(2))
-        elif how == "replace":
-            os.replace(
-                node.server / node.put("alice/new", content(2)).relative_to(node.shared), source
-            )
-        else:
-            source.unlink()
-        return mount(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(redirect, "mount", late)
-    ran = node.prolog(1, path)
-    assert (ran.code, *ran.said) == (0, "declined", reason)
-    assert node.binds() == {}
-    assert how == "remove" or path.read_bytes() == content(2)
+    node.configure(on_error="drain")
+    path = node.put("alice/sub/image.sqsh", content(1))
+    other = node.put("bob/sub/image.sqsh", content(3), user=BOB, mode=0o600)
+    before(redirect, "mount", lambda: change(node, node.server / "alice/sub", other))
+    assert node.prolog(1, path).ended == (0, "declined", reason)
+    assert (node.binds(), node.lease(1)) == ({}, None)
+    assert reason != "changed" or path.read_bytes() == content(2)
+    assert other.read_bytes() == content(3)
 
 
-def test_the_lease_is_there_before_the_redirect(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lease_is_there_before_the_redirect(node: Node, before: Arrange) -> None:
     """An Epilog takes off what no lease mentions, so the other order would lose a redirect."""
     path = node.put("alice/image.sqsh")
-    bind = redirect._bind
-    mentioned = []
-
-    def spying(*args: object) -> None:
-        mentioned.append(node.leases.redirected())
-        bind(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(redirect, "_bind", spying)
+    mentioned: list[frozenset[str]] = []
+    before(redirect, "_bind", lambda: mentioned.append(node.leases.redirected()))
     node.prolog(1, path)
     assert mentioned == [frozenset({str(path)})]
 
@@ -182,8 +192,6 @@ def test_the_lease_is_there_before_the_redirect(
 def test_no_bind_of_the_cached_file_is_ever_writable_for_the_job(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from forestage.system import mounts
-
     path = node.put("alice/image.sqsh")
     mount = mounts.mount
     flags = []
@@ -202,8 +210,6 @@ def test_a_redirect_that_another_hook_clears_half_made_shows_the_source(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a change of `cache:` both hold a lock. It must not be the empty file that is bound."""
-    from forestage.system import mounts
-
     path = node.put("alice/image.sqsh")
     mount, umount = mounts.mount, mounts.umount
     spots: list[Path] = []
@@ -242,8 +248,7 @@ def test_a_redirect_that_goes_while_the_next_job_looks_costs_that_job_nothing(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look has opened the copy, and then the mount table no longer tells that it is one."""
-    path = node.put("alice/image.sqsh")
-    node.prolog(1, path)
+    path = node.staged(1)
     real = image._ours
 
     def after_its_end(caches: Sequence[str]) -> list[mounts.Mount]:

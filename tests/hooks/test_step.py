@@ -160,8 +160,7 @@ def test_a_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, use
     key = spank.identity(path).key
     assert spank.cache.image(key).read_bytes() == content()
     assert (spank.binds(), spank.shows_source(path)) == ({}, True)
-    lease = spank.lease(7)
-    assert lease is not None
+    lease = spank.held(7)
     assert lease.uses == (Use(key),)
     assert ask(spank, 7, "./images/a.sqsh", user=user) == used(spank, path)
     said = [(e.hook, e.step, e.outcome.result, e.outcome.redirect) for e in read_events(spank)]
@@ -194,8 +193,7 @@ def test_a_step_is_staged_only_where_the_admin_wants_just_that(node: Node) -> No
 
 @pytest.mark.parametrize("redirected", ["bind", "spank"])
 def test_a_step_is_not_shown_what_another_job_was(node: Node, redirected: str) -> None:
-    path = node.put("alice/image.sqsh", content(1))
-    node.prolog(1, path)
+    path = node.staged(1)
     (node.server / "alice/image.sqsh").write_bytes(content(2))
     assert path.read_bytes() == content(1)
     node.configure(redirect=redirected)
@@ -298,8 +296,7 @@ def test_a_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(
 ) -> None:
     node.configure(prolog_wait=0, on_error="drain")
     path = node.put("alice/image.sqsh")
-    ran = node.prolog(7, path)
-    assert (ran.code, *ran.said) == (0, "declined", "deadline")
+    assert node.prolog(7, path).ended == (0, "declined", "deadline")
     assert node.lease(7) is None
     gate()
     until(node.entries, "the copy to go on for the next job")
@@ -311,7 +308,7 @@ def test_a_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(
 def test_stage_off_holds_for_the_jobs_steps_and_no_longer(spank: Node, with_image: bool) -> None:
     path = spank.put("alice/image.sqsh")
     ran = spank.prolog(7, path if with_image else None, comment="stage=off")
-    assert (ran.code, *ran.said) == (0, "declined", "off")
+    assert ran.ended == (0, "declined", "off")
     assert ask(spank, 7, path) == ["leave", "off"]
     assert spank.entries() == set()
     spank.epilog(7)
@@ -342,8 +339,7 @@ def test_a_step_that_redirects_keeps_what_another_one_took_meanwhile(
 
     monkeypatch.setattr(redirect, "mount", late)
     Hook("step", environ(node, 7, first), 0.0).run(node.places, Clock())
-    lease = node.lease(7)
-    assert lease is not None
+    lease = node.held(7)
     assert {use.path for use in lease.uses} == {str(first), str(second)}
 
 

@@ -71,8 +71,7 @@ def test_redirect_of_released_lease_is_unmounted(node: Node, running: Running) -
 
 
 def test_redirect_that_another_job_needs_is_kept(node: Node, running: Running) -> None:
-    path = node.put("alice/a.sqsh")
-    node.prolog(7, path)
+    path = node.staged(7)
     node.prolog(8, path)
     (running.proc / "8").touch()
     assert [one.redirects for one in swept(node, running).released] == [0]
@@ -80,8 +79,7 @@ def test_redirect_that_another_job_needs_is_kept(node: Node, running: Running) -
 
 
 def test_redirect_left_by_killed_hook_is_unmounted(node: Node, running: Running) -> None:
-    path = node.put("alice/a.sqsh")
-    node.prolog(7, path)
+    path = node.staged(7)
     node.leases.drop(7)
     assert swept(node, running).redirects == (str(path),)
     assert node.binds() == {}
@@ -105,8 +103,7 @@ def test_hanging_redirect_is_reported_by_the_mount_below(
 
 
 def test_epilog_after_sweep_does_no_harm(node: Node, running: Running) -> None:
-    path = node.put("alice/a.sqsh")
-    node.prolog(7, path)
+    path = node.staged(7)
     swept(node, running)
     assert node.epilog(7).code == 0
     assert node.prolog(7, path).said == ("hit", "")
@@ -130,8 +127,7 @@ def test_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
             return answer
 
     assert swept(node, Slow("", "", running.proc)).released == ()
-    lease = node.lease(7)
-    assert lease is not None
+    lease = node.held(7)
     assert [use.key for use in lease.uses] == [node.identity(path).key]
 
 
@@ -173,8 +169,7 @@ def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
             flag.unlink()
             del has[job]
         for other, path in has.items():
-            lease = node.lease(other)
-            assert lease is not None, other
+            lease = node.held(other)
             assert Use(keys[path], str(path)) in lease.uses
             assert node.shows_entry(path, keys[path])
     stop.touch()
@@ -190,10 +185,8 @@ def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
 
 def test_lease_names_its_node(node: Node) -> None:
     """Slurm's name for it, by which a job that was requeued to another one is recognised."""
-    path = node.put("alice/a.sqsh")
-    node.prolog(7, path)
+    path = node.staged(7)
     node.prolog(8, path, comment="stage=off")
     for job in (7, 8):
-        lease = node.lease(job)
-        assert lease is not None
+        lease = node.held(job)
         assert lease.node == "n1"

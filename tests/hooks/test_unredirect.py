@@ -22,21 +22,14 @@ def undo(node: Node) -> Unredirected:
     return msgspec.json.decode(done.stdout, type=Unredirected)
 
 
-def switch_off(node: Node) -> None:
-    node.places.run.mkdir(parents=True, exist_ok=True)
-    node.places.disabled.write_text("forestage was removed\n")
-
-
-@pytest.fixture
-def configured(node: Node) -> Node:
+@pytest.fixture(autouse=True)
+def configured(node: Node) -> None:
     node.configure(cache="/mnt/nvme/forestage")
-    return node
 
 
 def test_unredirected_paths_show_sources_and_open_files_stay(
-    configured: Node,
+    node: Node,
 ) -> None:
-    node = configured
     path, other = node.put("alice/a.sqsh"), node.put("bob/b.sqsh", content(2), BOB)
     node.prolog(7, path)
     node.prolog(8, other, user=BOB)
@@ -52,15 +45,14 @@ def test_unredirected_paths_show_sources_and_open_files_stay(
 
 
 def test_hook_that_waited_for_its_copy_mounts_nothing_after_unredirect(
-    configured: Node, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the program gone, nobody would unmount that redirect any more."""
-    node = configured
     path = node.put("alice/a.sqsh")
 
     def removed_meanwhile(point: str) -> None:
         if point == "published":  # long after the hook has read the switch
-            switch_off(node)
+            node.switch_off()
             undo(node)
 
     monkeypatch.setattr(trace, "listener", removed_meanwhile)
@@ -69,19 +61,15 @@ def test_hook_that_waited_for_its_copy_mounts_nothing_after_unredirect(
     assert node.shows_source(path)
 
 
-def test_broken_configuration_keeps_no_redirect(configured: Node) -> None:
-    node = configured
-    path = node.put("alice/a.sqsh")
-    node.prolog(7, path)
+def test_broken_configuration_keeps_no_redirect(node: Node) -> None:
+    path = node.staged(7)
     node.write_config("sources: [")
     assert undo(node).paths == (str(path),)
     assert node.shows_source(path)
 
 
-def test_busy_lock_keeps_no_redirect(configured: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = configured
-    path = node.put("alice/a.sqsh")
-    node.prolog(7, path)
+def test_busy_lock_keeps_no_redirect(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = node.staged(7)
 
     def busy(path: Path, timeout: float) -> contextlib.AbstractContextManager[None]:
         raise lock.Busy(f"{path.name} is held by another process")
@@ -92,5 +80,5 @@ def test_busy_lock_keeps_no_redirect(configured: Node, monkeypatch: pytest.Monke
     assert node.shows_source(path)
 
 
-def test_node_without_cache_has_no_redirect(configured: Node) -> None:
-    assert undo(configured) == Unredirected((), ())
+def test_node_without_cache_has_no_redirect(node: Node) -> None:
+    assert undo(node) == Unredirected((), ())

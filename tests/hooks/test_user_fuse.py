@@ -67,8 +67,7 @@ def test_what_the_kernel_shows_its_owner_alone_stays_as_it_is(
 ) -> None:
     own = mount()
     for job, user in ((1, ALICE), (2, BOB)):
-        ran = node.prolog(job, own.image, user=user)
-        assert (ran.code, *ran.said) == (0, "declined", "no-permission")
+        assert node.prolog(job, own.image, user=user).ended == (0, "declined", "no-permission")
         assert node.epilog(job).code == 0
     assert read_as(ALICE, own.image) == content(5)
     assert (read_as(BOB, own.image), node.entries()) == (None, set())
@@ -86,10 +85,8 @@ def test_one_that_is_for_all_and_then_hangs_and_dies_holds_up_nobody(
     assert node.epilog(1).outcome.unmounted == 1
     assert node.binds() == {}
     node.configure(on_error="drain", deadline="1s")
-    ran = node.prolog(2, own.image)
-    assert (ran.code, *ran.said) == (0, "declined", "source-hangs")
+    assert node.prolog(2, own.image).ended == (0, "declined", "source-hangs")
     own.end()
     node.configure(on_error="drain")
-    ran = node.prolog(3, own.image)
-    assert (ran.code, *ran.said) == (0, "declined", "source-error")
+    assert node.prolog(3, own.image).ended == (0, "declined", "source-error")
     assert [node.epilog(job).code for job in (2, 3)] == [0, 0]
