@@ -36,7 +36,7 @@ def test_main_stages_and_releases(slurmd: Node) -> None:
     [RuntimeError("two\nlines"), MemoryError(), OSError(5, "I/O"), ImportError("no yaml"),
      UnicodeEncodeError("utf-8", "\udcff", 0, 1, "no")],
 )  # fmt: skip
-def test_the_unexpected_becomes_one_line_and_exit_0(
+def test_unexpected_becomes_one_line_and_exit_0(
     slurmd: Node,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -55,7 +55,7 @@ def test_the_unexpected_becomes_one_line_and_exit_0(
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("drain", DRAIN), ("continue", 0)])
-def test_the_unexpected_drains_only_where_the_admin_asked_for_it(
+def test_unexpected_drains_only_where_the_admin_asked_for_it(
     slurmd: Node, monkeypatch: pytest.MonkeyPatch, on_error: str, code: int
 ) -> None:
     from forestage.hooks import prolog
@@ -69,7 +69,7 @@ def test_the_unexpected_drains_only_where_the_admin_asked_for_it(
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID"])
-def test_a_hook_run_by_hand_without_slurms_variables_says_so(
+def test_hook_run_by_hand_without_slurms_variables_says_so(
     slurmd: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.delenv(name)
@@ -94,13 +94,13 @@ def test_events_that_cannot_be_written_do_not_undo_what_was_staged(slurmd: Node)
         ({IMAGE: "docker://ubuntu"}, False),
     ],
 )
-def test_a_prolog_without_work_is_told_without_an_import(
+def test_prolog_without_work_is_recognised_without_an_import(
     environ: dict[str, str], nothing: bool
 ) -> None:
     assert nothing_to_do("prolog", environ, "/nowhere") is nothing
 
 
-def test_an_epilog_has_work_exactly_when_there_is_a_lease(tmp_path: Path) -> None:
+def test_epilog_has_work_exactly_when_there_is_a_lease(tmp_path: Path) -> None:
     environ = {"SLURM_JOB_ID": "7", IMAGE: "/x"}
     assert nothing_to_do("epilog", environ, str(tmp_path))
     (tmp_path / "7.json").touch()

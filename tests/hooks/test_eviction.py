@@ -18,7 +18,7 @@ def stage(node: Node, job: int, name: str, seed: int, clock: Later | None = None
     return ran.outcome.key
 
 
-def test_the_least_recently_used_goes_and_no_other(node: Node) -> None:
+def test_least_recently_used_entry_is_evicted_and_no_other(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_TWO)
     old = stage(node, 1, "alice/1.sqsh", 1)
     new = stage(node, 2, "alice/2.sqsh", 2, Later(10))
@@ -30,7 +30,7 @@ def test_the_least_recently_used_goes_and_no_other(node: Node) -> None:
     assert new not in node.entries()
 
 
-def test_a_superseded_entry_goes_before_one_used_longer_ago(node: Node) -> None:
+def test_superseded_entry_goes_before_one_used_longer_ago(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_THREE)
     oldest = stage(node, 1, "alice/other.sqsh", 1)
     before = stage(node, 2, "alice/image.sqsh", 2, Later(10))
@@ -40,7 +40,7 @@ def test_a_superseded_entry_goes_before_one_used_longer_ago(node: Node) -> None:
     assert node.entries() == {oldest, after, new}
 
 
-def test_a_leased_entry_is_never_evicted_and_nothing_goes_in_vain(node: Node) -> None:
+def test_leased_entry_is_never_evicted_and_nothing_goes_in_vain(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_TWO, on_error="drain")
     leased = node.put("alice/1.sqsh", content(1))
     node.prolog(1, leased)
@@ -60,7 +60,7 @@ def test_a_leased_entry_is_never_evicted_and_nothing_goes_in_vain(node: Node) ->
     assert leased.read_bytes() == content(1)
 
 
-def test_a_pinned_entry_is_never_evicted(node: Node) -> None:
+def test_pinned_entry_is_never_evicted(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_TWO)
     pinned = stage(node, 1, "alice/1.sqsh", 1)
     (node.cache.entry_dir(pinned) / "pinned").touch()
@@ -70,7 +70,7 @@ def test_a_pinned_entry_is_never_evicted(node: Node) -> None:
     assert unpinned not in node.entries()
 
 
-def test_the_epilog_evicts_to_the_low_watermark_but_not_what_others_use(node: Node) -> None:
+def test_epilog_evicts_to_the_low_watermark_but_not_what_others_use(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_THREE, low_watermark="40%")
     leased = node.prolog(1, node.put("alice/1.sqsh", content(1))).outcome.key
     ran = node.prolog(2, node.put("alice/2.sqsh", content(2)), clock=Later(10))
@@ -87,7 +87,7 @@ def test_min_free_is_kept_whatever_the_cache_may_take(node: Node) -> None:
     assert node.shows_source(path)
 
 
-def test_a_disk_filled_by_others_is_declined_before_a_byte_is_copied(node: Node) -> None:
+def test_disk_filled_by_others_is_declined_before_a_byte_is_copied(node: Node) -> None:
     node.cache.prepare(require_mount=True)
     (node.nvme / "enroot").write_bytes(bytes(63 * 1024 * 1024 + 900 * 1024))
     node.configure(on_error="drain")
@@ -95,7 +95,7 @@ def test_a_disk_filled_by_others_is_declined_before_a_byte_is_copied(node: Node)
     assert list(node.cache.parts.iterdir()) == []
 
 
-def test_who_still_reads_an_evicted_image_reads_it_to_the_end(node: Node) -> None:
+def test_evicted_image_that_is_open_can_be_read_to_its_end(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_TWO)
     path = node.put("alice/1.sqsh", content(1))
     key = node.prolog(1, path).outcome.key

@@ -56,7 +56,7 @@ def test_only_75_drains_the_node(tmp_path: Path, hook: str, fake: str) -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_the_hook_runs_its_own_sequence_isolated_from_the_environment(
+def test_hook_runs_its_own_sequence_isolated_from_the_environment(
     tmp_path: Path, hook: str
 ) -> None:
     out = run(tmp_path, hook, 'printf "%s\\n" "$@"').stdout.decode().splitlines()

@@ -24,7 +24,7 @@ def test_no_lease_is_taken_without_the_lock(node: Node, short_locks: None) -> No
     assert node.shows_source(path)
 
 
-def test_no_redirect_is_laid_without_the_lock(
+def test_no_redirect_is_mounted_without_the_lock(
     node: Node, short_locks: None, after: Arrange
 ) -> None:
     """An Epilog that runs beside it could take it for one that nobody needs."""
@@ -59,7 +59,7 @@ def test_nothing_is_evicted_without_the_lock(
     assert work() == (key,)
 
 
-def test_the_epilog_takes_no_redirect_off_without_the_lock(
+def test_epilog_unmounts_no_redirect_without_the_lock(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Prolog of another job may be about to count on it; but its own lease goes.

@@ -141,7 +141,7 @@ def shows(node: Node, wanted: Image) -> bool:
 
 
 @each(_gone, _cut, _garbage, _full_directory, _link, _fifo)
-def test_a_damaged_cache_costs_a_miss_and_no_other_entry(
+def test_damaged_cache_costs_a_miss_and_no_other_entry(
     node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One entry, or one part, for each of its files; all of them damaged in the same way."""
@@ -181,9 +181,7 @@ def test_a_damaged_cache_costs_a_miss_and_no_other_entry(
 
 
 @each(_cut, _full_directory)
-def test_what_lies_in_the_cache_by_a_wrong_name_is_evicted_first(
-    node: Node, victim: Path, damage: Damage
-) -> None:
+def test_stray_file_in_the_cache_is_evicted_first(node: Node, victim: Path, damage: Damage) -> None:
     node.cache.prepare(require_mount=True)
     well = publish(node, "well")
     damage(node.cache.entries / "stray", victim)
@@ -213,7 +211,7 @@ def spoil_each(node: Node, victim: Path, damage: Damage) -> dict[str, Image]:
 
 
 @each(_gone, _cut, _fifo)
-def test_the_sweep_after_a_restart_ends_and_keeps_what_is_right(
+def test_sweep_after_a_restart_ends_and_keeps_what_is_right(
     node: Node, victim: Path, damage: Damage
 ) -> None:
     made = spoil_each(node, victim, damage)
@@ -239,7 +237,7 @@ def test_verifying_all_ends_and_keeps_what_is_right(
 
 
 @each(_cut, _garbage, _full_directory)
-def test_a_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
+def test_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
     node: Node, victim: Path, damage: Damage
 ) -> None:
     held, other = put(node, "held"), put(node, "other")
@@ -260,6 +258,9 @@ def test_a_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
     assert str(node.leases.file(1)) in told.detail
     assert "remove it if the job is gone" in told.detail
     assert held.key in node.entries()
+    assert node.prolog(3, put(node, "new").path).said == ("failed", "lease-damaged")
+    assert node.prolog(4, held.path).outcome.result == "hit"
+    node.epilog(4)
     # Its own job takes it away, unread.
     node.configure()
     own = node.epilog(1)
@@ -269,7 +270,7 @@ def test_a_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
 
 
 @each(_cut, _fifo)
-def test_a_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original(
+def test_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original(
     node: Node, victim: Path, damage: Damage
 ) -> None:
     wanted = put(node, "image")
@@ -282,7 +283,7 @@ def test_a_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original
 
 
 @each(_cut, _garbage, _fifo)
-def test_a_cache_whose_format_cannot_be_read_is_left_alone(
+def test_cache_whose_format_cannot_be_read_is_left_alone(
     node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node.cache.prepare(require_mount=True)
@@ -298,7 +299,7 @@ def test_a_cache_whose_format_cannot_be_read_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["entries", "parts", "evicted", "locks"])
-def test_a_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str) -> None:
+def test_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str) -> None:
     node.cache.prepare(require_mount=True)
     wanted = publish(node, "image")
     shutil.rmtree(node.cache.root / name)
@@ -308,7 +309,9 @@ def test_a_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: st
 
 
 @each(_cut, _link, _fifo)
-def test_what_only_people_read_is_in_no_jobs_way(node: Node, victim: Path, damage: Damage) -> None:
+def test_damaged_file_that_only_people_read_is_in_no_jobs_way(
+    node: Node, victim: Path, damage: Damage
+) -> None:
     """Events, CACHEDIR.TAG, peer.json, and what a killed hook left where redirects are made."""
     node.cache.prepare(require_mount=True)
     node.places.redirects.mkdir(parents=True)
@@ -333,7 +336,7 @@ def test_what_only_people_read_is_in_no_jobs_way(node: Node, victim: Path, damag
     assert node.binds() == {}
 
 
-def test_a_line_of_brackets_hides_no_event(node: Node) -> None:
+def test_line_of_brackets_hides_no_event(node: Node) -> None:
     wanted = put(node, "image")
     node.prolog(1, wanted.path)
     with node.places.events.open("ab") as file:
@@ -343,7 +346,7 @@ def test_a_line_of_brackets_hides_no_event(node: Node) -> None:
 
 
 @pytest.mark.parametrize("who", ["theirs", "everybody's", "a group's", "everybody's by a link"])
-def test_a_cache_below_a_directory_that_others_can_change_is_not_used(node: Node, who: str) -> None:
+def test_cache_below_a_directory_that_others_can_change_is_not_used(node: Node, who: str) -> None:
     """Whoever renames the cache away can have root write into a directory of his own."""
     scratch = node.nvme / "scratch"
     scratch.mkdir()

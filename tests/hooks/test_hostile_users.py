@@ -74,16 +74,14 @@ SAVES = ["\udcff", "a\nb", "x" * 300, "x" * 5000, "/" * 100_000, "../" * 3000, "
 
 
 @pytest.mark.parametrize("saves", SAVES, ids=range(len(SAVES)))
-def test_a_place_to_save_to_that_makes_no_sense_is_the_users_own_business(
-    node: Node, saves: str
-) -> None:
+def test_nonsense_to_save_to_does_no_harm(node: Node, saves: str) -> None:
     node.configure(on_error="drain")
     ran = node.prolog(1, node.put("alice/image.sqsh"), saves=saves)
     assert (ran.code, ran.outcome.result) == (0, "copied")
     assert (node.epilog(1).code, node.binds()) == (0, {})
 
 
-def test_an_acl_that_denies_is_mirrored_and_denies_the_copy_as_well(node: Node) -> None:
+def test_acl_that_denies_is_mirrored_and_denies_the_copy_as_well(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
     source = node.server / "alice/image.sqsh"
     subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:-", source], check=True)
@@ -95,7 +93,7 @@ def test_an_acl_that_denies_is_mirrored_and_denies_the_copy_as_well(node: Node) 
     assert node.prolog(3, path).said == ("hit", "")
 
 
-def test_a_hard_link_lends_no_rights_that_the_file_has_lost(node: Node) -> None:
+def test_hard_link_lends_no_rights_that_the_file_has_lost(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
     node.put("bob/own.sqsh", content(2), BOB)
     os.link(node.server / "alice/image.sqsh", node.server / "bob/link.sqsh")
@@ -112,7 +110,7 @@ def test_a_hard_link_lends_no_rights_that_the_file_has_lost(node: Node) -> None:
     assert read_as(ALICE, path) == content()
 
 
-def test_what_is_mounted_over_is_the_open_file_and_not_what_the_path_became(
+def test_redirect_covers_the_open_file_and_not_what_its_path_became(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Swapped in the last moment: after the file was opened and compared, before the mount."""
@@ -136,7 +134,7 @@ def test_what_is_mounted_over_is_the_open_file_and_not_what_the_path_became(
 
 
 @pytest.mark.parametrize("put", ["nothing", "a file", "a link"])
-def test_a_redirect_that_is_moved_while_it_is_taken_off_is_followed(
+def test_redirect_moved_while_it_is_unmounted_is_followed(
     node: Node, monkeypatch: pytest.MonkeyPatch, put: str
 ) -> None:
     """Whoever renames at the right moment would else keep it, and its old bytes, for later jobs."""
@@ -158,7 +156,7 @@ def test_a_redirect_that_is_moved_while_it_is_taken_off_is_followed(
     assert node.binds() == {}
 
 
-def test_a_copy_that_this_user_cannot_read_is_not_laid(node: Node, after: Arrange) -> None:
+def test_copy_that_this_user_cannot_read_is_not_mounted(node: Node, after: Arrange) -> None:
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
     copy = lambda: node.cache.image(node.identity(path).key)  # noqa: E731
@@ -181,7 +179,7 @@ setfacl -m u:4242:rw {image}
 """
 
 
-def test_a_user_namespace_gives_no_power_over_a_redirect(node: Node) -> None:
+def test_user_namespace_gives_no_power_over_a_redirect(node: Node) -> None:
     """There a user is root, and may mount; but what the node has locked stays so."""
     path = node.put("alice/image.sqsh")
     other = node.put("alice/other.sqsh", content(2))
@@ -320,7 +318,7 @@ def _read_now(path: Path) -> bytes | None:
     return ran.stdout if ran.returncode == 0 else None
 
 
-def test_a_job_cannot_fill_run_with_its_lease(node: Node) -> None:
+def test_job_cannot_fill_run_with_its_lease(node: Node) -> None:
     """Step after step, each with another image."""
     path = node.put("alice/a", content(1))
     uses = tuple(Use(f"{n:032x}") for n in range(1000))

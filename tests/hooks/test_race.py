@@ -83,7 +83,7 @@ def test_prologs_for_different_images_do_not_wait_for_each_other(node: Node) -> 
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_an_entry_is_not_evicted_between_stage_and_redirect(
+def test_entry_is_not_evicted_between_stage_and_redirect(
     node: Node, after: Arrange, warm: bool
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -103,7 +103,7 @@ def test_an_entry_is_not_evicted_between_stage_and_redirect(
     ("times", "said", "shown"),
     [(1, ("copied", ""), True), (9, ("declined", "changed"), False)],
 )
-def test_a_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given_up(
+def test_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given_up(
     node: Node,
     after: Arrange,
     times: int,
@@ -180,7 +180,7 @@ def test_path_changed_between_copy_and_redirect_is_not_covered(
     assert other.read_bytes() == content(3)
 
 
-def test_the_lease_is_there_before_the_redirect(node: Node, before: Arrange) -> None:
+def test_lease_is_there_before_the_redirect(node: Node, before: Arrange) -> None:
     """An Epilog takes off what no lease mentions, so the other order would lose a redirect."""
     path = node.put("alice/image.sqsh")
     mentioned: list[frozenset[str]] = []
@@ -206,7 +206,7 @@ def test_no_bind_of_the_cached_file_is_ever_writable_for_the_job(
     assert flags == [os.ST_RDONLY]
 
 
-def test_a_redirect_that_another_hook_clears_half_made_shows_the_source(
+def test_redirect_that_another_hook_clears_half_made_shows_the_source(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a change of `cache:` both hold a lock. It must not be the empty file that is bound."""
@@ -230,7 +230,7 @@ def test_a_redirect_that_another_hook_clears_half_made_shows_the_source(
     assert node.prolog(2, path).outcome.redirect == "mounted"
 
 
-def test_a_mount_that_covers_another_ones_is_not_mistaken_for_ours(node: Node) -> None:
+def test_admins_own_bind_over_an_image_is_not_mistaken_for_ours(node: Node) -> None:
     """An admin's own bind over an image is neither taken off nor listed."""
     path = node.put("alice/image.sqsh", content(1))
     special = node.nvme / "special.sqsh"
@@ -244,7 +244,7 @@ def test_a_mount_that_covers_another_ones_is_not_mistaken_for_ours(node: Node) -
     assert path.read_bytes() == content(5)
 
 
-def test_a_redirect_that_goes_while_the_next_job_looks_costs_that_job_nothing(
+def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look has opened the copy, and then the mount table no longer tells that it is one."""

@@ -125,7 +125,7 @@ REQUESTS = [
 @pytest.mark.parametrize(
     ("make", "reason"), REQUESTS, ids=[f"{n}-{reason}" for n, (_, reason) in enumerate(REQUESTS)]
 )
-def test_what_a_user_asks_for_is_declined_and_never_drains_the_node(
+def test_request_that_cannot_be_served_is_declined_and_never_drains_the_node(
     node: Node, capfd: pytest.CaptureFixture[str], make: Callable[[Node], str], reason: str
 ) -> None:
     node.configure(max_image_size="1M", on_error="drain")
@@ -159,7 +159,7 @@ def test_disabled_node_or_partition_does_nothing_at_all(
     assert not node.cache.root.exists()
 
 
-def test_the_file_switches_all_off_at_the_next_hook_and_says_why(node: Node) -> None:
+def test_switch_file_switches_the_next_hook_off_and_says_why(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     assert node.prolog(7, path).said == ("copied", "")
     node.places.disabled.write_text("INC-42: look \x1b[31minto it\nand more\n")
@@ -189,9 +189,7 @@ def spoil(node: Node, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["off", "broken", "off broken", "disabled", "format", "not-ours"])
-def test_a_job_that_is_not_served_reads_no_older_bytes_of_a_running_ones(
-    node: Node, how: str
-) -> None:
+def test_job_that_is_not_served_reads_no_older_bytes_of_a_running_job(node: Node, how: str) -> None:
     path = node.put("alice/image.sqsh", content(1))
     assert node.prolog(7, path).said == ("copied", "")
     node.put("alice/image.sqsh", content(2))
@@ -203,7 +201,7 @@ def test_a_job_that_is_not_served_reads_no_older_bytes_of_a_running_ones(
     assert path.read_bytes() == content(2)
 
 
-def test_what_fails_while_staging_is_switched_off_drains_no_node(
+def test_failure_while_staging_is_switched_off_drains_no_node(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An upgrade switches it off while old and new code may meet."""
@@ -218,8 +216,11 @@ def test_what_fails_while_staging_is_switched_off_drains_no_node(
 
 
 @pytest.mark.parametrize("kind", ["empty", "binary", "directory", "fifo", "link", "huge"])
-def test_whatever_the_file_is_it_switches_off_and_holds_nobody_up(node: Node, kind: str) -> None:
+def test_switch_of_any_kind_of_file_switches_off_even_with_broken_configuration(
+    node: Node, kind: str
+) -> None:
     path, file = node.put("alice/image.sqsh"), node.places.disabled
+    node.write_config("on_error: drain\nenabled: [")
     file.parent.mkdir(parents=True)
     {
         "empty": file.touch,
@@ -233,13 +234,6 @@ def test_whatever_the_file_is_it_switches_off_and_holds_nobody_up(node: Node, ki
     assert ran.ended == (0, "declined", "disabled")
     assert len(ran.outcome.detail) < 1000
     assert not node.cache.root.exists()
-
-
-def test_the_file_works_where_the_configuration_is_broken(node: Node) -> None:
-    path = node.put("alice/image.sqsh")
-    node.write_config("on_error: drain\nenabled: [")
-    node.switch_off()
-    assert node.prolog(7, path).ended == (0, "declined", "disabled")
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -277,7 +271,7 @@ def test_stage_off_still_shows_the_source_and_not_an_older_copy(node: Node) -> N
         ("stage=/\udcff stage-\udcff=1", ""),
     ],
 )
-def test_a_wrong_hint_is_reported_and_the_image_staged_all_the_same(
+def test_wrong_hint_is_reported_and_the_image_staged_all_the_same(
     node: Node, capfd: pytest.CaptureFixture[str], comment: str, problem: str
 ) -> None:
     node.configure(on_error="drain")
@@ -294,7 +288,7 @@ def test_a_wrong_hint_is_reported_and_the_image_staged_all_the_same(
     assert node.places.events.stat().st_size < 8000
 
 
-def test_a_hint_with_nothing_to_stage_gets_an_outcome(node: Node) -> None:
+def test_hint_with_nothing_to_stage_gets_an_outcome(node: Node) -> None:
     assert node.prolog(7, comment="stage-wait=soon").said == ("declined", "bad-hint")
     assert node.prolog(8, comment="the stage is set").outcomes == ()
 

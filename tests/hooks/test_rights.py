@@ -71,7 +71,7 @@ def test_rights_taken_away_beneath_a_redirect_are_gone_for_the_next_job(
     assert read_as(BOB, path) is None
 
 
-def test_a_redirect_of_an_evicted_entry_shows_nothing_to_whom_the_source_refuses(
+def test_redirect_of_an_evicted_entry_shows_nothing_to_whom_the_source_refuses(
     node: Node,
 ) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
@@ -110,7 +110,7 @@ def test_copy_of_a_group_readable_source_serves_a_member_of_that_group(node: Nod
     assert read_as(BOB, path) == content()
 
 
-def test_an_acl_is_mirrored(node: Node) -> None:
+def test_acl_is_mirrored(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o600)
     subprocess.run(
         ["setfacl", "-m", f"u:{BOB.uid}:r", node.server / "alice/image.sqsh"], check=True
@@ -136,7 +136,7 @@ def test_special_mode_bits_are_mirrored_and_harmless(node: Node) -> None:
     assert os.statvfs(path).f_flag & os.ST_NOSUID
 
 
-def test_a_job_cannot_have_another_users_file_laid_over_its_own(node: Node) -> None:
+def test_another_users_file_is_never_mounted_over_a_jobs_own(node: Node) -> None:
     secret = node.put("alice/secret.sqsh", mode=0o600)
     node.prolog(1, secret)
     mine = node.put("bob/image.sqsh", content(2), user=BOB)
@@ -153,7 +153,7 @@ def test_a_job_cannot_have_another_users_file_laid_over_its_own(node: Node) -> N
     assert set(node.binds()) == {str(secret)}
 
 
-def test_an_image_with_a_very_long_acl_is_staged_or_declined(node: Node) -> None:
+def test_image_with_a_very_long_acl_is_staged_or_declined(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     user, named, group, mask, other = 0x01, 0x02, 0x04, 0x10, 0x20
     entries = [(user, 6, 0xFFFFFFFF)]

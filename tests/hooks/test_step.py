@@ -154,7 +154,7 @@ def keys(node: Node, job: int) -> set[str]:
 
 
 @pytest.mark.parametrize("user", [ALICE, BOB])
-def test_a_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user: User) -> None:
+def test_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user: User) -> None:
     path = spank.put("images/a.sqsh", user=user, mode=0o600)
     assert ask(spank, 7, path, user=user, step=3) == used(spank, path)
     key = spank.identity(path).key
@@ -176,23 +176,22 @@ def read_events(node: Node) -> list[object]:
     return [event for event in read(node.places.events) if event.hook != "stager"]
 
 
-def test_a_step_is_redirected_for_the_node_where_the_admin_wants_that(node: Node) -> None:
+@pytest.mark.parametrize("redirected", ["bind", "none"])
+def test_step_is_redirected_for_the_node_or_only_staged_where_the_admin_wants_that(
+    node: Node, redirected: str
+) -> None:
+    node.configure(redirect=redirected)
     path = node.put("alice/image.sqsh")
-    assert ask(node, 7, path) == used(node, path)
-    assert node.shows_entry(path, node.identity(path).key)
-    assert node.epilog(7).outcome.unmounted == 1
+    key = node.identity(path).key
+    assert ask(node, 7, path) == (used(node, path) if redirected == "bind" else ["leave", "none"])
+    assert node.binds() == ({str(path): key} if redirected == "bind" else {})
+    assert keys(node, 7) == {key}
+    node.epilog(7)
     assert node.shows_source(path)
 
 
-def test_a_step_is_staged_only_where_the_admin_wants_just_that(node: Node) -> None:
-    node.configure(redirect="none")
-    path = node.put("alice/image.sqsh")
-    assert ask(node, 7, path) == ["leave", "none"]
-    assert (node.binds(), keys(node, 7)) == ({}, {node.identity(path).key})
-
-
 @pytest.mark.parametrize("redirected", ["bind", "spank"])
-def test_a_step_is_not_shown_what_another_job_was(node: Node, redirected: str) -> None:
+def test_step_reads_no_older_bytes_of_another_job(node: Node, redirected: str) -> None:
     path = node.staged(1)
     (node.server / "alice/image.sqsh").write_bytes(content(2))
     assert path.read_bytes() == content(1)
@@ -202,14 +201,14 @@ def test_a_step_is_not_shown_what_another_job_was(node: Node, redirected: str) -
 
 
 @pytest.mark.parametrize("saves", ["alice/image.sqsh", "./alice/link", "{}"])
-def test_a_step_that_saves_its_container_there_can_write_it(spank: Node, saves: str) -> None:
+def test_step_that_saves_its_container_there_can_write_it(spank: Node, saves: str) -> None:
     path = spank.put("alice/image.sqsh")
     (spank.server / "alice/link").symlink_to("image.sqsh")
     assert ask(spank, 7, path, saves=saves.format(path)) == ["leave", "saves"]
     assert ask(spank, 7, path, saves=str(path) + ".new") == used(spank, path)
 
 
-def test_a_path_that_would_end_the_line_is_left_and_not_even_copied(spank: Node) -> None:
+def test_path_that_would_end_the_line_is_left_and_not_even_copied(spank: Node) -> None:
     spank.put("alice/a\nuse\t/etc/shadow")
     (spank.server / "alice/link").symlink_to("a\nuse\t/etc/shadow")
     assert ask(spank, 7, "./alice/link") == ["leave", "bad-path"]
@@ -217,7 +216,7 @@ def test_a_path_that_would_end_the_line_is_left_and_not_even_copied(spank: Node)
     assert spank.entries() == set()
 
 
-def test_a_step_sees_no_more_than_its_user(spank: Node) -> None:
+def test_step_sees_no_more_than_its_user(spank: Node) -> None:
     path = spank.put("alice/image.sqsh", mode=0o600)
     ask(spank, 1, path)
     assert ask(spank, 2, path, user=BOB) == ["leave", "no-permission"]
@@ -227,7 +226,7 @@ def test_a_step_sees_no_more_than_its_user(spank: Node) -> None:
 # --- what its user reads
 
 
-def test_the_user_is_told_what_costs_him_time(node: Node) -> None:
+def test_user_reads_why_the_original_path_is_read(node: Node) -> None:
     node.configure(redirect="spank", max_size=SMALL)
     path = node.put("alice/im\u202eage.sqsh")
     said, last = Helper(node, environ(node, 7, path)).lines()
@@ -241,13 +240,13 @@ def test_the_user_is_told_what_costs_him_time(node: Node) -> None:
 SMALL = 1024
 
 
-def test_the_user_is_not_told_what_he_will_be_told_anyway(spank: Node) -> None:
+def test_user_reads_nothing_of_what_pyxis_says_anyway(spank: Node) -> None:
     assert ask(spank, 7, "/nowhere/image.sqsh") == ["leave", "missing"]
     assert ask(spank, 7, "docker://ubuntu") == ["leave", "registry"]
     assert ask(spank, 7, "/etc/passwd") == ["leave", "outside-sources"]
 
 
-def test_the_user_who_wants_to_hear_all_hears_of_success(node: Node) -> None:
+def test_user_messages_all_report_success(node: Node) -> None:
     node.configure(redirect="spank", user_messages="all")
     path = node.put("alice/image.sqsh")
     said, last = Helper(node, environ(node, 7, path)).lines()
@@ -258,7 +257,7 @@ def test_the_user_who_wants_to_hear_all_hears_of_success(node: Node) -> None:
 # --- the Prolog of such a job
 
 
-def test_the_prolog_starts_the_copy_and_the_step_waits_for_it(
+def test_prolog_starts_the_copy_and_the_step_waits_for_it(
     node: Node, gate: Callable[[], None]
 ) -> None:
     node.configure(redirect="spank", prolog_wait=0, on_error="drain")
@@ -279,7 +278,7 @@ def test_the_prolog_starts_the_copy_and_the_step_waits_for_it(
 
 
 @pytest.mark.parametrize("on_deadline", ["continue", "abort"])
-def test_a_copy_handed_over_is_not_stopped_by_a_prolog_that_waited_long_enough(
+def test_copy_handed_over_is_not_stopped_by_a_prolog_that_waited_long_enough(
     node: Node, gate: Callable[[], None], on_deadline: str
 ) -> None:
     node.configure(redirect="spank", prolog_wait="100ms", on_deadline=on_deadline)
@@ -291,7 +290,7 @@ def test_a_copy_handed_over_is_not_stopped_by_a_prolog_that_waited_long_enough(
     assert keys(node, 7) == keys(node, 8) == node.entries()
 
 
-def test_a_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(
+def test_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(
     node: Node, gate: Callable[[], None]
 ) -> None:
     node.configure(prolog_wait=0, on_error="drain")
@@ -326,7 +325,7 @@ def test_steps_with_an_image_each_all_get_theirs_and_its_lease(spank: Node) -> N
     assert keys(spank, 7) == {spank.identity(path).key for path in paths}
 
 
-def test_a_step_that_redirects_keeps_what_another_one_took_meanwhile(
+def test_step_that_redirects_keeps_what_another_one_took_meanwhile(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = node.put("alice/1.sqsh", content(1)), node.put("alice/2.sqsh", content(2))
@@ -351,7 +350,7 @@ def test_steps_for_the_same_image_share_one_copy(slow: Node) -> None:
     assert keys(slow, 7) == slow.entries()
 
 
-def test_a_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) -> None:
+def test_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) -> None:
     slow.configure(redirect="spank", bandwidth="1M", threads=1, step_wait="1s")
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     said, last = Helper(slow, environ(slow, 7, path)).lines()
@@ -364,7 +363,7 @@ def test_a_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node
 
 
 @pytest.mark.parametrize("on_deadline", ["continue", "abort"])
-def test_a_killed_step_leaves_the_copy_to_what_the_admin_decided(
+def test_killed_step_leaves_the_copy_to_what_the_admin_decided(
     slow: Node, on_deadline: str
 ) -> None:
     # What is to be stopped must not be over before.
@@ -383,7 +382,7 @@ def test_a_killed_step_leaves_the_copy_to_what_the_admin_decided(
     assert slow.lease(7) is None
 
 
-def test_an_epilog_stops_no_copy_that_another_job_waits_for(slow: Node) -> None:
+def test_epilog_stops_no_copy_that_another_job_waits_for(slow: Node) -> None:
     slow.configure(redirect="spank", bandwidth="1M", threads=1, on_deadline="abort")
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     helpers = [Helper(slow, environ(slow, job, path)) for job in (7, 8)]
@@ -396,7 +395,7 @@ def test_an_epilog_stops_no_copy_that_another_job_waits_for(slow: Node) -> None:
 # --- whatever happens
 
 
-def test_a_companion_that_went_away_does_not_hurt(spank: Node) -> None:
+def test_companion_that_has_gone_does_no_harm(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     helper = Helper(spank, environ(spank, 7, path))
     assert helper.process.stdout is not None
@@ -405,7 +404,7 @@ def test_a_companion_that_went_away_does_not_hurt(spank: Node) -> None:
     assert [outcome.result for outcome in spank.outcomes("step")] == ["copied"]
 
 
-def test_a_broken_configuration_leaves_the_path_and_drains_nothing(spank: Node) -> None:
+def test_broken_configuration_leaves_the_path_and_drains_nothing(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     spank.write_config("on_error: drain\nredirekt: spank\n")
     assert ask(spank, 7, path) == ["leave", "config"]
@@ -420,44 +419,39 @@ def test_our_failure_never_drains_a_node_for_a_step(spank: Node) -> None:
     assert spank.prolog(7, path).code == DRAIN
 
 
-def test_the_unexpected_is_an_answer_as_well(
-    spank: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "name", "is_served"), [(redirect, "binds", False), (Hook, "_report", True)]
+)
+def test_unexpected_is_an_answer_as_well_and_takes_none_back(
+    spank: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    module: object,
+    name: str,
+    is_served: bool,
 ) -> None:
     def broken(*_: object) -> int:
         raise RuntimeError
 
     spank.configure(redirect="spank", on_error="drain")
-    for name, value in environ(spank, 7, spank.put("alice/image.sqsh")).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("forestage.paths.Places", lambda: spank.places)
-    monkeypatch.setattr(redirect, "binds", broken)
-    assert _main("step") == 0
-    assert capfd.readouterr().out == "leave\terror\n"
-
-
-def test_an_answer_given_is_not_taken_back(
-    spank: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError
-
     path = spank.put("alice/image.sqsh")
-    for name, value in environ(spank, 7, path).items():
-        monkeypatch.setenv(name, value)
+    answer = used(spank, path) if is_served else ["leave", "error"]
+    for variable, value in environ(spank, 7, path).items():
+        monkeypatch.setenv(variable, value)
     monkeypatch.setattr("forestage.paths.Places", lambda: spank.places)
-    monkeypatch.setattr(Hook, "_report", broken)
+    monkeypatch.setattr(module, name, broken)
     assert _main("step") == 0
-    assert capfd.readouterr().out == "\t".join(used(spank, path)) + "\n"
+    assert capfd.readouterr().out == "\t".join(answer) + "\n"
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_STEP_ID"])
-def test_an_environment_that_makes_no_sense_is_answered(spank: Node, name: str) -> None:
+def test_environment_that_makes_no_sense_is_answered(spank: Node, name: str) -> None:
     given = environ(spank, 7, spank.put("alice/image.sqsh")) | {name: "7\nuse"}
     assert Helper(spank, given).answer() == ["leave", "error"]
 
 
 @pytest.mark.parametrize("image", [None, ""])
-def test_a_step_without_an_image_is_answered_at_once(spank: Node, image: str | None) -> None:
+def test_step_without_an_image_is_answered_at_once(spank: Node, image: str | None) -> None:
     given = environ(spank, 7, image or "")
     if image is None:
         del given[IMAGE_OPTION]
@@ -466,7 +460,7 @@ def test_a_step_without_an_image_is_answered_at_once(spank: Node, image: str | N
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--json"]])
-def test_typed_by_hand_it_says_whose_command_it_is(words: list[str]) -> None:
+def test_step_typed_by_hand_says_whose_command_it_is(words: list[str]) -> None:
     ran = subprocess.run(
         [*BY_HAND, *words], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=False
     )
@@ -474,7 +468,7 @@ def test_typed_by_hand_it_says_whose_command_it_is(words: list[str]) -> None:
     assert ran.stderr.startswith("forestage: `step` is what forestage's SPANK plugin runs")
 
 
-def test_a_node_that_is_switched_off_answers_at_once_and_the_next_step_is_served_again(
+def test_node_that_is_switched_off_answers_at_once_and_the_next_step_is_served_again(
     spank: Node,
 ) -> None:
     path = spank.put("alice/image.sqsh")

@@ -62,7 +62,7 @@ def mount(node: Node, tmp_path: Path) -> Iterator[Callable[..., Own]]:
         own.end()
 
 
-def test_what_the_kernel_shows_its_owner_alone_stays_as_it_is(
+def test_users_mount_for_themselves_alone_stays_as_it_is(
     node: Node, mount: Callable[..., Own]
 ) -> None:
     own = mount()
@@ -73,7 +73,7 @@ def test_what_the_kernel_shows_its_owner_alone_stays_as_it_is(
     assert (read_as(BOB, own.image), node.entries()) == (None, set())
 
 
-def test_one_that_is_for_all_and_then_hangs_and_dies_holds_up_nobody(
+def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
     node: Node, mount: Callable[..., Own]
 ) -> None:
     # Names are known for long: else, once a second is over, the Epilog has to ask for them.
