@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,7 @@ from commands import Site
 from forestage.admin import publish
 from forestage.check import sources
 from forestage.cli.exits import Exit
-from forestage.errors import Failed
-from forestage.stage import reading
+from forestage.system import run
 
 DATA = bytes(range(256)) * 300
 LUSTRE = "1 0 0:1 / / rw - ext4 /dev/sda rw\n2 1 0:2 / {} rw - lustre ost@tcp:/fs rw\n"
@@ -44,29 +44,43 @@ def left(site: Site) -> list[str]:
     return sorted(path.name for path in target(site).iterdir())
 
 
-def test_lustre_target_is_made_with_layout(site: Site, lfs: Callable[[str], Path]) -> None:
+@pytest.fixture
+def while_copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], object]], None]:
+    """Has something happen between the bytes' being written and their being read back."""
+    copyfile = shutil.copyfile
+
+    def put(then: Callable[[Path], object]) -> None:
+        def copying(source: Path, part: Path) -> None:
+            copyfile(source, part)
+            then(part)
+
+        monkeypatch.setattr(shutil, "copyfile", copying)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("options", "asked_for", "printed"),
+    [
+        ([], "-c -1 -S 1M", "all OSTs, in stripes of 1M"),
+        (["--stripes", "8", "--stripe-size", "4M"], "-c 8 -S 4M", "8 OSTs, in stripes of 4M"),
+    ],
+)
+def test_lustre_target_is_made_with_layout(
+    site: Site, lfs: Callable[[str], Path], options: list[str], asked_for: str, printed: str
+) -> None:
     asked = lfs(SETSTRIPE)
     on_lustre(site, target(site))
-    source = site.image("a.sqsh", DATA)
-    done = site.run("publish", str(source), str(target(site)))
+    done = site.run("publish", str(site.image("a.sqsh", DATA)), str(target(site)), *options)
     assert done.exit_code == Exit.OK, done.output
     words = asked.read_text().split()
-    assert words[:-1] == ["setstripe", "-E", "-1", "-c", "-1", "-S", "1M"]
+    assert " ".join(words[:-1]) == f"setstripe -E -1 {asked_for}"
     temporary = Path(words[-1])
     assert temporary.parent == target(site)
     assert temporary.name != "a.sqsh", "the name is there when the bytes are"
     assert (target(site) / "a.sqsh").read_bytes() == DATA
     assert left(site) == ["a.sqsh"]
-    assert "all OSTs, in stripes of 1M" in done.output
-
-
-def test_layout_options_reach_lfs(site: Site, lfs: Callable[[str], Path]) -> None:
-    asked = lfs(SETSTRIPE)
-    on_lustre(site, target(site))
-    words = ["--stripes", "8", "--stripe-size", "4M"]
-    printed = site.json("publish", str(site.image("a")), str(target(site)), *words)
-    assert "-c 8 -S 4M" in asked.read_text()
-    assert (printed["striped"], printed["filesystem"]) == (True, "lustre")
+    assert printed in done.output
 
 
 def test_check_advises_the_same_command() -> None:
@@ -74,48 +88,42 @@ def test_check_advises_the_same_command() -> None:
     assert tuple(words[:-1]) == sources.STRIPE
 
 
-@pytest.mark.parametrize("script", [f"{SETSTRIPE}; exit 1", ": >/dev/null"])
-def test_failing_lfs_publishes_nothing(site: Site, lfs: Callable[[str], Path], script: str) -> None:
-    lfs(script)
+@pytest.mark.parametrize("script", [f"{SETSTRIPE}; exit 1", ": >/dev/null", None])
+def test_failing_or_missing_lfs_publishes_nothing(
+    site: Site, lfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    if script:
+        lfs(script)
+    else:
+        monkeypatch.setattr(run, "PATH", "/nowhere")
     on_lustre(site, target(site))
     done = site.run("publish", str(site.image("a")), str(target(site)))
     assert done.exit_code == Exit.FAILED
     assert left(site) == []
 
 
-def test_target_without_lustre_is_a_plain_copy(site: Site, lfs: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("data", [DATA, b""])
+def test_target_without_lustre_is_a_plain_copy(
+    site: Site, lfs: Callable[[str], Path], data: bytes
+) -> None:
     asked = lfs(SETSTRIPE)
-    done = site.run("publish", str(site.image("a", DATA)), str(target(site)))
+    done = site.run("publish", str(site.image("a", data)), str(target(site)))
     assert done.exit_code == Exit.OK
     assert "not striped: ext4 is not Lustre" in done.output
-    assert (target(site) / "a").read_bytes() == DATA
+    assert (target(site) / "a").read_bytes() == data
     assert asked.read_text() == ""
 
 
-def test_copy_that_reads_back_differently_is_not_published(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, b"\1" + bytes(data)[1:]))
-    done = site.run("publish", str(site.image("a", DATA)), str(target(site)))
-    assert done.exit_code == Exit.FAILED
-    assert "not what was written" in done.output
-    assert left(site) == []
-
-
-def test_source_written_to_meanwhile_is_not_published(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", ["copy", "image"])
+def test_copy_unlike_its_image_is_not_published(
+    site: Site, while_copying: Callable[[Callable[[Path], object]], None], changed: str
 ) -> None:
     source = site.image("a", DATA)
-    write = os.write
-
-    def writing(fd: int, data: memoryview) -> int:
-        os.utime(source, ns=(1, 1))
-        return write(fd, data)
-
-    monkeypatch.setattr(os, "write", writing)
+    other = b"\1" + DATA[1:]
+    while_copying(lambda part: (part if changed == "copy" else source).write_bytes(other))
     done = site.run("publish", str(source), str(target(site)))
-    assert "was written to while" in done.output
+    assert done.exit_code == Exit.FAILED
+    assert "read back is not what the image has (was it written to meanwhile?" in done.output
     assert left(site) == []
 
 
@@ -129,53 +137,41 @@ def test_existing_file_is_replaced_only_by_force(site: Site, lfs: Callable[[str]
     assert (target(site) / "a").read_bytes() == b"of somebody"
     with (target(site) / "a").open("rb") as reader:
         assert site.run(*words, "--force").exit_code == Exit.OK
-        assert reader.read() == b"of somebody", "who reads it keeps what he has"
+        assert reader.read() == b"of somebody", "who reads it keeps what they have"
     assert (target(site) / "a").read_bytes() == DATA
 
 
-def test_file_made_meanwhile_is_not_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-
-    def writing(fd: int, data: memoryview) -> int:
-        (target(site) / "a").write_bytes(b"of somebody")
-        return write(fd, data)
-
-    monkeypatch.setattr(os, "write", writing)
+def test_file_made_meanwhile_is_not_replaced(
+    site: Site, while_copying: Callable[[Callable[[Path], object]], None]
+) -> None:
+    while_copying(lambda part: (target(site) / "a").write_bytes(b"of somebody"))
     assert site.run("publish", str(site.image("a", DATA)), str(target(site))).exit_code
     assert (target(site) / "a").read_bytes() == b"of somebody"
     assert left(site) == ["a"]
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o4755])
-def test_mode_is_kept(site: Site, mode: int) -> None:
+def test_mode_is_kept_and_nobody_else_reads_the_unfinished(
+    site: Site, while_copying: Callable[[Callable[[Path], object]], None], mode: int
+) -> None:
     source = site.image("a", DATA)
     source.chmod(mode)
+    meanwhile: list[int] = []
+    while_copying(lambda part: meanwhile.append(part.stat().st_mode & 0o7777))
     site.run("publish", str(source), str(target(site)))
     assert (target(site) / "a").stat().st_mode & 0o7777 == mode & 0o777
+    assert meanwhile == [0o600]
 
 
-@pytest.mark.parametrize("name", ["fifo", "target", "none"])
-def test_source_that_is_no_file_is_refused(site: Site, name: str) -> None:
+@pytest.mark.parametrize(
+    ("image", "folder"),
+    [("fifo", "target"), ("target", "target"), ("none", "target"), ("lustre/a", "nowhere")],
+)
+def test_image_or_directory_that_is_none_is_refused(site: Site, image: str, folder: str) -> None:
+    site.image("a")
     os.mkfifo(site.places.root / "fifo")
-    done = site.run("publish", str(site.places.root / name), str(target(site)))
-    assert done.exit_code == (Exit.FAILED if name == "none" else Exit.NOT_FOUND), done.output
+    root = site.places.root
+    done = site.run("publish", str(root / image), str(root / folder))
+    assert done.exit_code == Exit.NOT_FOUND, done.output
     assert left(site) == []
-
-
-def test_missing_directory_is_not_made(site: Site) -> None:
-    there = site.places.root / "nowhere"
-    assert site.run("publish", str(site.image("a")), str(there)).exit_code == Exit.NOT_FOUND
-    assert not there.exists()
-
-
-def test_empty_and_large_file_are_copied_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE", 4096)
-    for name, data in (("empty", b""), ("many", DATA)):
-        printed = site.json("publish", str(site.image(name, data)), str(target(site)))
-        assert ((target(site) / name).read_bytes(), printed["size"]) == (data, len(data))
-
-
-def test_missing_lfs_is_an_error(site: Site) -> None:
-    on_lustre(site, target(site))
-    with pytest.raises(Failed, match="lfs is not installed"):
-        publish._made(target(site) / "x", publish.Layout())
+    assert not (root / "nowhere").exists()
