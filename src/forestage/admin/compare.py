@@ -10,7 +10,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -31,69 +30,43 @@ class SourceFailed(Exception):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """`bad`: numbers of the bad chunks, in order; `offset`: the first bad byte, where known.
-
-    `detail` says why where a chunk of the copy could not be read at all.
-    """
+    """`bad`: numbers of the bad chunks, in order; `detail`: why one of them could not be read."""
 
     bad: tuple[int, ...] = ()
-    offset: int | None = None
     detail: str = ""
 
 
-class Expected(Protocol):
-    """What the copy should have."""
-
-    def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
-        """The digest of the `want` bytes from `start` on, None if unknown; may use `buffer`."""
-
-    def content(self, start: int, want: int) -> bytes | None:
-        """These bytes themselves; None where only digests are known."""
+Expected = Callable[[int, memoryview, int], bytes | None]
+"""The digest of so many bytes from an offset on, None where it is unknown; may use the memory."""
 
 
-class OfSource:
-    """The source's own bytes. Raises SourceFailed; `bandwidth` in bytes per second, or None."""
+def of_source(fd: int, size: int, bandwidth: int | None) -> Expected:
+    """The digests of the source's own bytes. Raises SourceFailed; `bandwidth` is per second."""
+    source, throttle, never = Source(fd, None, size), Throttle(bandwidth), threading.Event()
 
-    def __init__(self, fd: int, size: int, bandwidth: int | None) -> None:
-        self.source = Source(fd, None, size)
-        self.throttle = Throttle(bandwidth)
-        self.never = threading.Event()
-
-    def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
+    def expected(start: int, buffer: memoryview, want: int) -> bytes:
+        throttle.take(want, never)
         running = digest.Running()
-        for piece in self._read(start, buffer, want):
-            running.add(piece)
-        return running.digest()
-
-    def content(self, start: int, want: int) -> bytes | None:
-        return b"".join(map(bytes, self._read(start, reading.buffer(want), want)))
-
-    def _read(self, start: int, buffer: memoryview, want: int) -> Iterator[memoryview]:
-        self.throttle.take(want, self.never)
         try:
-            for _, piece in reading.pieces(self.source, start, want, buffer):
-                yield piece
+            for _, piece in reading.pieces(source, start, want, buffer):
+                running.add(piece)
         except Unreadable as unreadable:
             raise SourceFailed(unreadable.error.strerror) from None
-        except OSError as error:
-            raise SourceFailed(error.strerror) from None
         except Truncated:
             raise SourceFailed("it ends too early") from None
+        return running.digest()
+
+    return expected
 
 
-class Digests:
+def of_map(known: Sequence[bytes], chunk: int) -> Expected:
     """The digests that were taken while the chunks were copied, in their order."""
 
-    def __init__(self, known: Sequence[bytes], chunk: int) -> None:
-        self.known = known
-        self.chunk = chunk
-
-    def digest(self, start: int, buffer: memoryview, want: int) -> bytes | None:
-        found = self.known[start // self.chunk]
+    def expected(start: int, buffer: memoryview, want: int) -> bytes | None:
+        found = known[start // chunk]
         return None if found in (digest.UNKNOWN, digest.MISSING) else found
 
-    def content(self, start: int, want: int) -> bytes | None:
-        return None
+    return expected
 
 
 class _Copy:
@@ -174,12 +147,8 @@ class _Run:
             raise self.failed
         if len(self.over) < chunk_count(self.size, self.chunk):
             raise OSError(errno.EIO, "a thread that compares has died")
-        first = min(self.bad, default=None)
-        return Compared(
-            bad=tuple(sorted(self.bad)),
-            offset=None if first is None else self._offset(first),
-            detail="" if first is None else self.bad[first],
-        )
+        details = (self.bad[number] for number in sorted(self.bad))
+        return Compared(tuple(sorted(self.bad)), next(filter(None, details), ""))
 
     def _work(self) -> None:
         buffer = reading.buffer(self.chunk)
@@ -207,28 +176,6 @@ class _Run:
         except OSError as error:
             self.bad[number] = f"the copy cannot be read: {error.strerror}"
             return
-        expected = self.expected.digest(start, buffer, want)
+        expected = self.expected(start, buffer, want)
         if expected not in (None, running.digest()):
             self.bad[number] = ""
-
-    def _offset(self, number: int) -> int | None:
-        """The first wrong byte; where only digests are known, the beginning of its chunk."""
-        start = number * self.chunk
-        if self.bad[number]:
-            return start
-        want = min(self.chunk, self.size - start)
-        held = b"".join(map(bytes, self.copy.pieces(start, reading.buffer(self.chunk), want)))
-        right = self.expected.content(start, want)
-        return start + (first_difference(held, right) if right else 0)
-
-
-def first_difference(one: bytes, other: bytes) -> int:
-    """Pure: where two strings of one length, that are not equal, begin to differ."""
-    low, high = 0, len(one)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import compare
-from forestage.admin.compare import Compared, Digests, Expected, OfSource, SourceFailed
+from forestage.admin.compare import Compared, SourceFailed
 from forestage.admin.inventory import Item
 from forestage.cache import digest, image, redirect
 from forestage.cache.image import Access
@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One entry. `chunks`: numbers of the bad ones; `offset`: the first bad byte, if known.
+    """One entry. `chunks`: numbers of the bad ones, the first is 0.
 
     `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
     or `stays` says why not; neither in a dry run.
@@ -50,7 +50,6 @@ class Verdict(msgspec.Struct, frozen=True):
     against: Against = "nothing"
     detail: str = ""
     chunks: tuple[int, ...] = ()
-    offset: int | None = None
     jobs: tuple[int, ...] = ()
     pinned: bool = False
     evicted: bool = False
@@ -124,33 +123,55 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
 def _judged(
     node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, no_source: str
 ) -> Verdict:
+    """The verdict on the open copy, by its source or else by the checksums of its copying."""
     wrong = attribute_errors(entry, fd)
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
     chunk = entry.chunk or node.config.chunk_size
     threads = engines.tuning(node.config).threads
 
-    def against(expected: Expected) -> Compared:
+    def against(expected: compare.Expected) -> Compared:
         return compare.compare(fd, entry.identity.size, chunk, threads, expected, done)
 
-    if no_source:
-        return _by_digests(node, entry, verdict, against, no_source)
-    opened = source.unchanged(node.cache, entry, source.owner(entry.access))
+    why = no_source
+    if not why:
+        found = _by_source(node, entry, against)
+        if isinstance(found, Compared):
+            return _with(verdict, found, "source", "")
+        why = found
+    digests = _map(node, entry)
+    if entry.digest and digest.of_image(digests) != entry.digest:
+        detail = f"{why}, and its checksums are damaged"
+        return msgspec.structs.replace(verdict, result="bad", detail=detail)
+    taken = digest.split(digests)
+    if not set(taken) - {digest.UNKNOWN, digest.MISSING}:
+        detail = f"{why}, and no checksum was taken"
+        return msgspec.structs.replace(verdict, detail=detail)
+    judged = _with(verdict, against(compare.of_map(taken, chunk)), "digests", why)
+    if judged.result == "ok" and not entry.digest:
+        detail = f"{why}, and not every chunk has a checksum"
+        return msgspec.structs.replace(judged, result="unverifiable", detail=detail)
+    return judged
+
+
+def _by_source(
+    node: Node, entry: Entry, against: Callable[[compare.Expected], Compared]
+) -> Compared | str:
+    """What differs from the source; or why that cannot be said."""
+    user = source.owner(entry.access)
+    opened = source.unchanged(node.cache, entry, user)
     if isinstance(opened, source.SourceState):
-        return _by_digests(node, entry, verdict, against, _reason(opened))
+        return _reason(opened)
     try:
-        found = against(OfSource(opened.fd, entry.identity.size, node.config.bandwidth))
+        expected = compare.of_source(opened.fd, entry.identity.size, node.config.bandwidth)
+        found = against(expected)
     except SourceFailed as failed:
-        why = f"its source cannot be read ({failed})"
-        return _by_digests(node, entry, verdict, against, why)
+        return f"its source cannot be read ({failed})"
     finally:
         opened.close()
-    if found.bad:
-        now = source.of(node.cache, entry, source.owner(entry.access))
-        # What differs from a source that was changed meanwhile is not bad for that.
-        if now.state != "unchanged":
-            return _by_digests(node, entry, verdict, against, _reason(now))
-    return _with(verdict, found, "source", "")
+    # What differs from a source that was changed meanwhile is not bad for that.
+    now = source.of(node.cache, entry, user) if found.bad else None
+    return _reason(now) if now and now.state != "unchanged" else found
 
 
 def _reason(why: source.SourceState) -> str:
@@ -158,27 +179,14 @@ def _reason(why: source.SourceState) -> str:
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
 
 
-def _by_digests(
-    node: Node, entry: Entry, verdict: Verdict, against: Callable[[Expected], Compared], why: str
-) -> Verdict:
-    """The verdict by the checksums of the copying; `why` says why not by the source."""
+def _map(node: Node, entry: Entry) -> bytes:
+    """The checksums of the copying; b"" where not all of them are there."""
     try:
         digests = records.read(node.cache.entry_dir(entry.key) / "map")
     except (FileNotFoundError, records.Damaged):
-        digests = b""
-    whole = len(digests) == chunk_count(entry.identity.size, entry.chunk or 1) * digest.BYTES
-    if entry.digest and not (whole and digest.of_image(digests) == entry.digest):
-        detail = f"{why}, and its checksums are damaged"
-        return msgspec.structs.replace(verdict, result="bad", detail=detail)
-    taken = digest.split(digests) if whole else []
-    if not set(taken) - {digest.UNKNOWN, digest.MISSING}:
-        detail = f"{why}, and no checksum was taken"
-        return msgspec.structs.replace(verdict, detail=detail)
-    found = _with(verdict, against(Digests(taken, entry.chunk)), "digests", why)
-    if found.result == "ok" and not entry.digest:
-        detail = f"{why}, and not every chunk has a checksum"
-        return msgspec.structs.replace(found, result="unverifiable", detail=detail)
-    return found
+        return b""
+    length = chunk_count(entry.identity.size, entry.chunk or 1) * digest.BYTES
+    return digests if len(digests) == length else b""
 
 
 def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verdict:
@@ -188,7 +196,6 @@ def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verd
         against=against,
         detail="; ".join(filter(None, (found.detail, why))),
         chunks=found.bad,
-        offset=found.offset,
     )
 
 
@@ -279,8 +286,7 @@ def _sentences(one: Verdict, dry_run: bool) -> list[str]:
     found = []
     if one.chunks:
         numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
-        where = f", from byte {one.offset} on" if one.offset is not None else ""
-        found.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers}){where}")
+        found.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers})")
     found += [one.detail] if one.detail else []
     if one.result != "bad":
         return found
