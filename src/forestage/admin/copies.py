@@ -4,20 +4,18 @@ Read from the parts of live stagers and from the leases, without a lock. A part 
 key's lock is held; it has no `owner` file any more from the moment on at which it is published.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
 from forestage.admin import inventory
-from forestage.cache.image import Identity
 from forestage.cache.layout import Entry
-from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.peers import stats
 from forestage.system import lock, records
-from forestage.system.terminal import Bar, Column, Line, Piece, Table, age, count, moment
+from forestage.system.terminal import Column, Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
 
 EVERY = 1.0  # seconds between two snapshots of `watch`
@@ -45,10 +43,10 @@ class Copy(msgspec.Struct, frozen=True):
     size: int
     percent: float
     age: float
-    rate: float | None
-    left: float | None
-    place: int
-    waiting: tuple[int, ...]
+    rate: float | None = None
+    left: float | None = None
+    place: int = 0
+    waiting: tuple[int, ...] = ()
     from_peers: int = 0
     served: int = 0
 
@@ -60,34 +58,75 @@ class Snapshot(msgspec.Struct, frozen=True):
     copies: tuple[Copy, ...]
 
 
-class LivePart(msgspec.Struct, frozen=True):
-    """What a live part says; `owner` is None while it is being published.
-
-    `key` is that of the part's directory, `copied` in bytes.
-    """
-
-    key: str
-    identity: Identity
-    engine: str
-    copied: int
-    owner: Owner | None
-    from_peers: int = 0
-    served: int = 0
-
-
 def gather(node: Node) -> tuple[Copy, ...]:
-    """Every copy of this node. Raises PermissionError for users who may not read the cache."""
-    leases = inventory.read_leases(node.leases).leases
-    boot = boot_id()
-    served = stats.read(node.places.peer)
-    live = []
+    """Every copy of this node: those being published first, then in the order of asking.
+
+    Raises PermissionError for users who may not read the cache.
+    """
+    jobs = inventory.jobs_by_key(inventory.read_leases(node.leases).leases)
+    boot, now = boot_id(), node.clock.monotonic()
+    given = stats.read(node.places.peer)
+    found: list[tuple[float, Copy]] = []
     for directory in sorted(node.cache.parts.iterdir()):
         # Whoever copies holds the key's lock; other parts wait for somebody to resume them.
-        if not lock.is_free(node.cache.key_lock(directory.name)):
-            part = _live_part(Part(directory), boot)
-            to_others = served.of(directory.name) if served else 0
-            live += [msgspec.structs.replace(part, served=to_others)] if part else []
-    return under_way(live, leases, node.clock.monotonic())
+        if lock.is_free(node.cache.key_lock(directory.name)):
+            continue
+        part, key = Part(directory), directory.name
+        owner = part.owner()
+        if owner is None:
+            copy = _published(part)
+        elif owner.boot == boot:
+            copy = copying(key, owner, part.copied(owner), now)
+        else:  # not claimed yet
+            continue
+        # Else published meanwhile: the map was no longer where it was counted.
+        if copy and directory.exists():
+            copy = msgspec.structs.replace(
+                copy,
+                waiting=tuple(jobs.get(key, ())),
+                from_peers=part.of_peers(),
+                served=given.of(key) if given else 0,
+            )
+            found.append((owner.since if owner else 0.0, copy))
+    found.sort(key=lambda one: (one[0], one[1].key))
+    queue = [copy.key for _, copy in found if copy.phase == "queued"]
+    return tuple(
+        msgspec.structs.replace(copy, place=queue.index(copy.key) + 1)
+        if copy.phase == "queued"
+        else copy
+        for _, copy in found
+    )
+
+
+def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
+    """Pure: a copy with `copied` bytes in; `now` in monotonic seconds, as the owner's times."""
+    size, is_moving = owner.image.size, owner.phase == "copying"
+    took = max(0.0, now - (owner.began if is_moving else owner.since))
+    moved = copied - owner.resumed if is_moving else 0
+    rate = moved / took if moved > 0 and took > 0 else None
+    return Copy(
+        key=key,
+        image=owner.image.path,
+        engine=owner.engine,
+        phase=owner.phase,
+        job=owner.job,
+        copied=copied,
+        size=size,
+        percent=round(100 * copied / size, 1) if size else 100.0,
+        age=round(took, 3),
+        rate=round(rate, 1) if rate else None,
+        left=round((size - copied) / rate, 3) if rate else None,
+    )
+
+
+def _published(part: Part) -> Copy | None:
+    """A part that has its entry's record in place of its owner's."""
+    try:
+        entry = records.load(part.directory / "entry.json", Entry)
+    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        return None
+    size, path = entry.identity.size, entry.identity.path
+    return Copy(part.directory.name, path, entry.engine, "publishing", 0, size, size, 100.0, 0.0)
 
 
 def watch(node: Node, for_ever: bool) -> Iterator[Snapshot]:
@@ -98,80 +137,6 @@ def watch(node: Node, for_ever: bool) -> Iterator[Snapshot]:
         if not (copies or for_ever):
             return
         node.clock.sleep(EVERY)
-
-
-def _live_part(part: Part, boot: str) -> LivePart | None:
-    """None where the stager has not claimed the part yet, or has just published it."""
-    key = part.directory.name
-    owner = part.owner()
-    if owner is not None:
-        if owner.boot != boot:
-            return None
-        copied = part.copied(owner)
-        # Published meanwhile: the map was no longer where it was counted.
-        if not part.directory.exists():
-            return None
-        return LivePart(key, owner.image.identity, owner.engine, copied, owner, part.of_peers())
-    try:
-        entry = records.load(part.directory / "entry.json", Entry)
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
-        return None
-    return LivePart(key, entry.identity, entry.engine, entry.identity.size, None)
-
-
-def under_way(live: Iterable[LivePart], leases: Iterable[Lease], now: float) -> tuple[Copy, ...]:
-    """Pure: the copies, those being published first, then in the order of asking.
-
-    `now` is in monotonic seconds, as an owner's times.
-    """
-    waiting: dict[str, list[int]] = {}
-    for lease in leases:
-        for key in dict.fromkeys(use.key for use in lease.uses):
-            waiting.setdefault(key, []).append(lease.job)
-    ordered = sorted(live, key=lambda one: (one.owner.since if one.owner else 0.0, one.key))
-    queue = [one.key for one in ordered if one.owner and one.owner.phase == "queued"]
-    return tuple(
-        _copy(
-            one,
-            queue.index(one.key) + 1 if one.key in queue else 0,
-            tuple(sorted(waiting.get(one.key, ()))),
-            now,
-        )
-        for one in ordered
-    )
-
-
-def _copy(part: LivePart, place: int, waiting: tuple[int, ...], now: float) -> Copy:
-    owner, size = part.owner, part.identity.size
-    began = (owner.began if owner.phase == "copying" else owner.since) if owner else now
-    took = max(0.0, now - began)
-    moved = part.copied - owner.resumed if owner and owner.phase == "copying" else 0
-    rate = moved / took if moved > 0 and took > 0 else None
-    return Copy(
-        key=part.key,
-        image=part.identity.path,
-        engine=part.engine,
-        phase=owner.phase if owner else "publishing",
-        job=owner.job if owner else 0,
-        copied=part.copied,
-        size=size,
-        percent=round(100 * part.copied / size, 1) if size else 100.0,
-        age=round(took, 3),
-        rate=round(rate, 1) if rate else None,
-        left=round((size - part.copied) / rate, 3) if rate else None,
-        place=place,
-        waiting=waiting,
-        from_peers=part.from_peers,
-        served=part.served,
-    )
-
-
-def summary(copies: Iterable[Copy]) -> str:
-    """Pure: "2 copies under way, 1 of them queued"."""
-    found = list(copies)
-    queued = sum(1 for one in found if one.phase == "queued")
-    of_them = f", {queued} of them queued" if queued else ""
-    return f"{count(len(found), 'copy', 'copies')} under way{of_them}" if found else "no copy"
 
 
 def table(copies: tuple[Copy, ...]) -> list[Piece]:
@@ -187,27 +152,18 @@ def table(copies: tuple[Copy, ...]) -> list[Piece]:
         Column("image", folds=True),
     )
     rows = tuple(
-        (state(c), format_size(c.size), _rate(c) or "-", _left(c) or "-", jobs(c) or "-", c.image)
-        for c in copies
+        (state(c), format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image) for c in copies
     )
-    return [Line(f"{summary(copies)}:", heading=True), Table(columns, rows, indent=2)]
-
-
-def bars(found: Snapshot) -> list[Piece]:
-    """Pure: what `status --watch` draws on a terminal."""
-    drawn: list[Piece] = [Line(f"{moment(found.time)}  {summary(found.copies)}", heading=True)]
-    for one in found.copies:
-        drawn += [Line(""), Line(one.image), Bar(one.percent / 100, _progress(one), indent=2)]
-        drawn.append(Line(_who(one), 2))
-    return drawn
+    number = count(len(rows), "copy", "copies")
+    return [Line(f"{number} under way:", heading=True), Table(columns, rows, indent=2)]
 
 
 def lines(found: Snapshot) -> list[Piece]:
-    """Pure: what `status --watch` prints into a pipe: a line for each copy."""
+    """Pure: what `status --watch` prints: a line for each copy."""
     when = moment(found.time)
     if not found.copies:
         return [Line(f"{when}  no copy is under way")]
-    return [Line(f"{when}  {_progress(one)}  {_who(one)}  {one.image}") for one in found.copies]
+    return [Line(f"{when}  {_line(one)}") for one in found.copies]
 
 
 def state(one: Copy) -> str:
@@ -224,21 +180,18 @@ def jobs(one: Copy) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
-def _who(one: Copy) -> str:
-    return f"waiting: {jobs(one)}" if one.waiting else "no job waits"
-
-
-def _progress(one: Copy) -> str:
-    amount = f"{format_size(one.copied)} of {format_size(one.size)}"
-    left = f"{_left(one)} left" if _left(one) else ""
-    peers = f"{format_size(one.from_peers)} from other nodes" if one.from_peers else ""
-    served = f"{format_size(one.served)} to other nodes" if one.served else ""
-    return "  ".join(filter(None, (f"{state(one):>4}", amount, _rate(one), left, peers, served)))
+def _line(one: Copy) -> str:
+    words = [f"{state(one):>4}", f"{format_size(one.copied)} of {format_size(one.size)}"]
+    words += [_rate(one), f"{_left(one)} left"] if one.rate else []
+    words += [f"{format_size(one.from_peers)} from other nodes"] if one.from_peers else []
+    words += [f"{format_size(one.served)} to other nodes"] if one.served else []
+    words.append(f"waiting: {jobs(one)}" if one.waiting else "no job waits")
+    return "  ".join([*words, one.image])
 
 
 def _rate(one: Copy) -> str:
-    return format_rate(one.rate, 1.0) if one.rate else ""
+    return format_rate(one.rate, 1.0) if one.rate else "-"
 
 
 def _left(one: Copy) -> str:
-    return "" if one.left is None else age(one.left)
+    return "-" if one.left is None else age(one.left)

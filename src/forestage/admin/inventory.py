@@ -113,13 +113,19 @@ def read_leases(leases: Leases) -> Holdings:
     return Holdings((), tuple(found), tuple(problems))
 
 
-def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, ...]:
-    """Pure: the entries, most recently used first."""
-    everything = list(stored)
+def jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
+    """Pure: the jobs that hold a lease on each key, each job once."""
     jobs: dict[str, list[int]] = {}
     for lease in leases:
         for key in dict.fromkeys(use.key for use in lease.uses):
             jobs.setdefault(key, []).append(lease.job)
+    return jobs
+
+
+def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, ...]:
+    """Pure: the entries, most recently used first."""
+    everything = list(stored)
+    jobs = jobs_by_key(leases)
     old = evict.superseded(everything)
     items = [
         Item(

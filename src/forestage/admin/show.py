@@ -51,27 +51,19 @@ def _problems(holdings: Holdings) -> list[Piece]:
     return [Line(f"Problem: {problem}") for problem in holdings.problems]
 
 
-def everything(cache: Cache, item: Item, leases: Iterable[Lease], checked: SourceState) -> Shown:
-    """Pure: one entry with all that belongs to it."""
-    paths = {item.key: item.path}
-    using = tuple(holder(lease, paths) for lease in leases if lease.job in item.jobs)
-    return Shown(item, str(cache.image(item.key)), using, checked)
-
-
 def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
     """Entries with the state of their sources, which are opened as the user who asks."""
     user, held = source.invoking_user(), tuple(leases)
     damaged = SourceState("not-checked", "the entry is damaged")
     return [
-        everything(cache, item, held, source.of(cache, item.entry, user) if item.entry else damaged)
+        Shown(
+            item,
+            str(cache.image(item.key)),
+            tuple(holder(one, {item.key: item.path}) for one in held if one.job in item.jobs),
+            source.of(cache, item.entry, user) if item.entry else damaged,
+        )
         for item in items
     ]
-
-
-def pieces(shown: Iterable[Shown], now: float) -> list[Piece]:
-    """Pure: what `show` prints."""
-    separated = [piece for one in shown for piece in (Line(""), *detailed(one, now))]
-    return separated[1:]
 
 
 def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
@@ -80,8 +72,15 @@ def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
     return [Table(columns, tuple(map(tuple, rows)))]
 
 
-def detailed(found: Shown, now: float) -> list[Piece]:
-    """Pure: what `show` prints for one entry."""
+def pieces(shown: Iterable[Shown], now: float) -> list[Piece]:
+    """Pure: what `show` prints."""
+    separated: list[Piece] = []
+    for one in shown:
+        separated += [Line(""), _facts(one, now)]
+    return separated[1:]
+
+
+def _facts(found: Shown, now: float) -> Facts:
     item = found.item
     facts = [("key", item.key), ("state", state(item) or "may be evicted")]
     if item.entry is None:
@@ -98,22 +97,16 @@ def detailed(found: Shown, now: float) -> list[Piece]:
             ("copied", f"{moment(item.created)} by {item.entry.engine}"),
             ("checksum", item.entry.digest or "none"),
         ]
+    state_of_source = found.source.state.replace("-", " ")
     facts += [
         ("last use", f"{moment(item.used)} ({age(now - item.used)} ago)"),
         ("on disk", format_size(item.bytes)),
         ("local copy", found.copy),
-        ("source", _source(found.source)),
+        ("source", ": ".join(filter(None, (state_of_source, found.source.detail)))),
     ]
-    facts += [("lease", _lease(one, item.key, now)) for one in found.leases]
-    return [Facts(tuple(facts))]
-
-
-def _source(source: SourceState) -> str:
-    word = source.state.replace("-", " ")
-    return f"{word}: {source.detail}" if source.detail else word
-
-
-def _lease(one: Holder, key: str, now: float) -> str:
-    redirected = any(image.redirected for image in one.images if image.key == key)
-    word = "redirected" if redirected else "not redirected"
-    return f"job {one.job} of {one.user}, for {age(now - one.since)}, {word}"
+    for one in found.leases:
+        is_redirected = any(use.redirected for use in one.images if use.key == item.key)
+        word = "redirected" if is_redirected else "not redirected"
+        held = f"job {one.job} of {one.user}, for {age(now - one.since)}, {word}"
+        facts.append(("lease", held))
+    return Facts(tuple(facts))

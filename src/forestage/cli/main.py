@@ -68,9 +68,9 @@ def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
 
     node = ctx.obj.node()
     if watch:
-        live = screen.is_live(as_json)
+        for_ever = screen.is_live(as_json)
         with contextlib.suppress(KeyboardInterrupt):
-            screen.follow(copies.watch(node, live), copies.bars if live else copies.lines, as_json)
+            screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
     found = view.gather(node)
     screen.show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)

@@ -15,7 +15,6 @@ import msgspec
 from forestage.units import MAX_TEXT, format_duration, printable
 
 SHORT_KEY = 12  # hex digits
-BAR = 20  # columns
 
 T = TypeVar("T")
 
@@ -53,15 +52,7 @@ class Table(NamedTuple):
     indent: int = 0
 
 
-class Bar(NamedTuple):
-    """How far something is, `share` from 0 to 1, and what there is to say about it."""
-
-    share: float
-    text: str
-    indent: int = 0
-
-
-Piece: TypeAlias = Line | Facts | Table | Bar
+Piece: TypeAlias = Line | Facts | Table
 
 
 def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
@@ -171,7 +162,7 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def _plain(piece: Piece) -> Iterator[str]:
-    if isinstance(piece, (Line, Bar)):
+    if isinstance(piece, Line):
         yield harmless(piece.text)
     elif isinstance(piece, Facts):
         width = max((len(name) for name, _ in piece.facts), default=0)
@@ -193,20 +184,7 @@ def _rich(piece: Piece) -> "RenderableType":
 
     if isinstance(piece, Line):
         return Text(harmless(piece.text), style="bold" if piece.heading else "", overflow="fold")
-    return _bar(piece) if isinstance(piece, Bar) else _grid(piece)
-
-
-def _bar(bar: Bar) -> "RenderableType":
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    progress = ProgressBar(total=1.0, completed=bar.share, width=BAR)
-    grid.add_row(progress, Text(harmless(bar.text)))
-    return grid
+    return _grid(piece)
 
 
 def _grid(piece: Facts | Table) -> "RenderableType":

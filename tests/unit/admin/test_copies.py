@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -21,26 +22,15 @@ from click.testing import CliRunner
 from commands import CHUNK, NOW, Site
 from forestage import trace
 from forestage.admin import copies
-from forestage.admin.copies import (
-    Copy,
-    LivePart,
-    Snapshot,
-    bars,
-    jobs,
-    lines,
-    state,
-    table,
-    under_way,
-)
+from forestage.admin.copies import Copy, Snapshot, copying, lines, table
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Entry
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import Use
 from forestage.cache.part import ENTRY_BYTES, Owner
 from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
 from forestage.clock import Clock
 from forestage.system import lock
-from forestage.system.as_user import User
 from forestage.system.terminal import Piece, write
 from node import Node, content, until
 
@@ -59,18 +49,10 @@ def owner(path: str = PATH, **facts: object) -> Owner:
     return msgspec.structs.replace(made, **facts)
 
 
-def found(key: str = "k1", copied: int = 0, **facts: object) -> LivePart:
-    its = owner(**facts)  # type: ignore[arg-type]
-    return LivePart(key, its.image.identity, its.engine, copied, its)
-
-
-def lease(job: int, *keys: str) -> Lease:
-    return Lease(job, User("alice", 1000, 1000), NOW, "/nvme", tuple(Use(key) for key in keys))
-
-
-def copying(**changes: object) -> Copy:
-    one = under_way([found(copied=40 * MIB, phase="copying", began=20.0)], [lease(9, "k1")], 24.0)
-    return msgspec.structs.replace(one[0], **changes)
+def one(copied: int = 40 * MIB, now: float = 24.0, **facts: object) -> Copy:
+    """A copy of 100 MiB, by default since four seconds."""
+    its = owner(**{"phase": "copying", "began": 20.0, **facts})  # type: ignore[arg-type]
+    return copying("k1", its, copied, now)
 
 
 def text(pieces: list[Piece]) -> str:
@@ -79,76 +61,57 @@ def text(pieces: list[Piece]) -> str:
     return out.getvalue()
 
 
-# --- pure: from parts to copies
+def line(**changes: object) -> str:
+    """What `status --watch` prints of a copy."""
+    return text(lines(Snapshot(NOW, (msgspec.structs.replace(one(), **changes),))))
+
+
+# --- pure: how far it is
 
 
 def test_resumed_bytes_count_as_copied_but_not_for_rate() -> None:
-    one = found(copied=60 * MIB, phase="copying", began=20.0, resumed=40 * MIB)
-    (copy,) = under_way([one], [], now=24.0)
+    copy = one(copied=60 * MIB, resumed=40 * MIB)
     assert (copy.copied, copy.percent, copy.age) == (60 * MIB, 60.0, 4.0)
     assert (copy.rate, copy.left) == (5 * MIB, 8.0)
 
 
 @pytest.mark.parametrize(
-    "one",
+    "copy",
     [
-        found(copied=0, phase="copying", began=24.0),
-        found(copied=9 * MIB, phase="copying", began=24.0),
-        found(copied=9 * MIB, phase="copying", began=20.0, resumed=9 * MIB),
-        found(copied=9 * MIB, phase="copying", began=99.0),
-        found(copied=9 * MIB, phase="queued"),
+        one(copied=0, began=24.0),
+        one(copied=9 * MIB, began=24.0),
+        one(copied=9 * MIB, resumed=9 * MIB),
+        one(copied=9 * MIB, began=99.0),
+        one(copied=9 * MIB, phase="queued"),
     ],
 )
-def test_rate_is_none_before_bytes_move(one: LivePart) -> None:
-    (copy,) = under_way([one], [], now=24.0)
+def test_rate_is_none_before_bytes_move(copy: Copy) -> None:
     assert (copy.rate, copy.left) == (None, None)
     assert copy.age >= 0
-    assert "None" not in text([*table((copy,)), *bars(Snapshot(NOW, (copy,)))])
+    assert "None" not in text([*table((copy,)), *lines(Snapshot(NOW, (copy,)))])
 
 
-def test_queue_is_in_the_stagers_order() -> None:
-    parts = [
-        found("k3", since=30.0),
-        found("k1", since=20.0),
-        found("k2", since=20.0),
-        found("k0", since=10.0, phase="copying", began=11.0),
-    ]
-    ordered = under_way(parts, [], now=40.0)
-    assert [(one.key, one.place) for one in ordered] == [("k0", 0), ("k1", 1), ("k2", 2), ("k3", 3)]
-    assert [state(one) for one in ordered] == ["0%", "queued 1", "queued 2", "queued 3"]
-
-
-def test_waiting_lists_each_lease_once() -> None:
-    twice = Lease(8, User("bob", 1, 1), NOW, "/nvme", (Use("k1"), Use("k1", "/a")))
-    (copy,) = under_way([found()], [lease(12, "k1", "k2"), twice, lease(9, "k2")], 20.0)
-    assert copy.waiting == (8, 12)
-    assert "8, 12" in text(table((copy,)))
-
-
-def test_many_waiting_jobs_are_shortened_for_people_only() -> None:
-    crowd = tuple(range(100, 300))
-    assert jobs(copying(waiting=crowd)) == "100, 101, 102, 103 and 196 more"
-    (copy,) = under_way([found()], [lease(job, "k1") for job in crowd], 20.0)
-    assert copy.waiting == crowd
-
-
-def test_percent_is_100_only_when_done() -> None:
-    size = 100 * MIB
-    assert state(copying(copied=size - 1, percent=99.9)) == "99%"
-    assert state(copying(phase="publishing", percent=100.0)) == "publishing"
-
-
-def test_piped_line_has_all_facts() -> None:
-    printed = text(lines(Snapshot(NOW, (copying(),))))
-    assert re.search(r"40%  40 MiB of 100 MiB  10 MiB/s  6s left  waiting: 9  /lustre/im", printed)
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "40%  40 MiB of 100 MiB  10 MiB/s  6s left  no job waits  /lustre/im"),
+        ({"waiting": (9,)}, "6s left  waiting: 9  /lustre"),
+        (
+            {"waiting": tuple(range(100, 300))},
+            "waiting: 100, 101, 102, 103 and 196 more  ",
+        ),
+        ({"from_peers": 30 * MIB}, "30 MiB from other nodes"),
+        ({"served": 70 * MIB}, "70 MiB to other nodes"),
+        ({"percent": 99.9}, " 99%  "),
+        ({"phase": "publishing", "percent": 100.0}, "publishing"),
+        ({"image": "/\x1b]0;gotcha\x07.sqsh"}, r"/\x1b]0;gotcha\x07.sqsh"),
+    ],
+)
+def test_line_has_all_facts(changes: dict[str, object], expected: str) -> None:
+    printed = line(**changes)
+    assert expected in printed
     assert printed.count("\n") == 1
-    assert "no copy is under way" in text(lines(Snapshot(NOW, ())))
-
-
-def test_path_with_escapes_is_harmless() -> None:
-    bad = copying(image="/lustre/\x1b]0;gotcha\x07.sqsh")
-    for pieces in (table((bad,)), bars(Snapshot(NOW, (bad,))), lines(Snapshot(NOW, (bad,)))):
-        assert "\x1b" not in text(pieces)
+    assert ("other nodes" in printed) == ("other nodes" in expected)
 
 
 # --- gathered from a real cache
@@ -170,6 +133,26 @@ def test_part_without_held_lock_is_no_copy(site: Site) -> None:
     assert (copy["job"], copy["waiting"]) == (5, [5, 6])
     assert not site.node.cache.key_lock(site.look(dead).key).exists()
     assert site.json("status")["copies"] == []
+
+
+def test_queue_is_in_the_stagers_order(site: Site) -> None:
+    since = {"k3": 30.0, "k1": 20.0, "k0": 10.0}
+    facts = {"k0": {"phase": "copying", "began": 11.0}}
+    keys = {}
+    with contextlib.ExitStack() as locks:
+        for name, asked in since.items():
+            _, its = site.part(site.image(name), since=asked, **facts.get(name, {}))
+            keys[name] = its.image.key
+            locks.enter_context(lock.held(site.node.cache.key_lock(its.image.key), 0))
+        found = copies.gather(site.node)
+        printed = site.run("status").stdout
+    assert [(copy.key, copy.place) for copy in found] == [
+        (keys["k0"], 0),
+        (keys["k1"], 1),
+        (keys["k3"], 2),
+    ]
+    assert "3 copies under way" in printed
+    assert "queued 2" in printed
 
 
 def test_part_of_earlier_boot_is_no_copy_yet(site: Site) -> None:
@@ -211,7 +194,7 @@ def test_watch_in_pipe_without_copies_ends_at_once(site: Site) -> None:
 
 def test_watch_in_pipe_ends_with_last_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "EVERY", 0.01)
-    several = iter([(copying(),), (copying(),), ()])
+    several = iter([(one(),), (one(),), ()])
     monkeypatch.setattr(copies, "gather", lambda node: next(several))
     site.publish(site.image("a.sqsh"))
     lines = site.run("status", "--watch", "--json").stdout.splitlines()
@@ -303,18 +286,6 @@ def test_copy_without_waiting_job_is_shown_to_its_end(
         re.DOTALL,
     )
     assert node.prolog(8, path).outcome.result == "hit"
-
-
-def test_watch_shows_bytes_from_other_nodes() -> None:
-    one = copying(from_peers=30 * MIB)
-    (line,) = lines(Snapshot(NOW, (one,)))
-    assert "30 MiB from other nodes" in str(line)
-    assert "other nodes" not in str(lines(Snapshot(NOW, (copying(),))))
-
-
-def test_watch_shows_bytes_to_other_nodes() -> None:
-    (line,) = lines(Snapshot(NOW, (copying(served=70 * MIB),)))
-    assert "70 MiB to other nodes" in str(line)
 
 
 def test_bytes_from_peers_are_read_from_part(site: Site) -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from forestage.system.terminal import (
-    Bar,
     Column,
     Facts,
     Line,
@@ -52,15 +51,6 @@ def test_a_long_path_is_folded_and_whole(piece: Piece, width: int) -> None:
     assert max(map(len, lines)) <= width
     assert len(lines) > 1
     assert PATH in re.sub(r"\s", "", "".join(lines))
-
-
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_a_bar_is_within_the_width_and_its_words_are_whole(width: int) -> None:
-    text = "42%  1023.9 GiB of 1023.9 GiB  1023.9 MiB/s  1h56m left"
-    lines = drawn(Bar(0.42, text, indent=2), width)
-    assert max(map(len, lines)) <= width
-    assert text.replace(" ", "") in re.sub(r"[\s━╸╺]", "", "".join(lines))
-    assert written(Bar(0.42, text)) == [text]
 
 
 @pytest.mark.parametrize("width", [80, 120])
