@@ -18,8 +18,8 @@ from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node as Here
 from forestage.cache.part import Owner, boot_id
-from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
+from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.hooks.boundary import Hook

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cli.exits import Exit
 from forestage.cli.main import main
+from forestage.cli.world import Exit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "packaging/systemd"

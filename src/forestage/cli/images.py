@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.exits import Exit
+from forestage.cli.world import Exit, as_json, show
 
 if TYPE_CHECKING:
     from forestage.cli.world import World
 
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
 
@@ -99,7 +98,7 @@ def warm(
     )
     with _cancelling(), screen.busy() as progress:
         done = work.warm(order, Slurm.of(os.environ), ctx.obj.clock, secrets.token_hex(4), progress)
-    screen.show(done, work.pieces(done), as_json)
+    show(done, work.pieces(done), as_json)
     if done.failed:
         ctx.exit(Exit.NOT_FOUND)
 
@@ -134,7 +133,7 @@ def publish(
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
     with screen.busy() as progress:
         done = work.publish(source, target, layout, force, files, world.clock, progress)
-    screen.show(done, work.pieces(done), as_json)
+    show(done, work.pieces(done), as_json)
 
 
 @click.command()
@@ -153,10 +152,7 @@ def pack(world: "World", folder: Path, image: Path, force: bool, as_json: bool) 
 
     with screen.busy() as progress:
         done = work.pack(folder, image, force, world.clock, progress)
-    screen.show(done, work.pieces(done), as_json)
+    show(done, work.pieces(done), as_json)
 
 
-def add_to(main: click.Group) -> None:
-    """The commands of this file."""
-    for command in (warm, publish, pack):
-        main.add_command(command)
+COMMANDS = (warm, publish, pack)

@@ -1,22 +1,24 @@
-"""The admin's view: `forestage status`, `ls`, `show`, `explain`, `verify`, `evict`, `pin`, ...
+"""The command `forestage`: its node's commands are here, all others in the modules beside.
 
 Each command gathers facts, makes a view of them and shows it. What a command needs is imported when
 it runs, so that `forestage --help` and completion stay quick.
 """
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import check, exits, report, site, unattended
-from forestage.cli import images as cli_images
-from forestage.cli.exits import Exit
-from forestage.cli.world import Commands
+from forestage.cli import images, report, site
+from forestage.cli.world import Commands, Exit, as_json, show
 from forestage.cli.world import World as World
 
 if TYPE_CHECKING:
     from forestage.admin.inventory import Item
+
+words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
+STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
 
 
 def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -28,7 +30,7 @@ def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
 
 @click.group(
     cls=Commands,
-    epilog=f"\b\nExit status:\n{exits.table()}",  # \b keeps click from filling the lines
+    epilog=f"\b\nExit status:\n{STATUSES}",  # \b keeps click from filling the lines
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="forestage")
@@ -43,13 +45,8 @@ def main(ctx: click.Context) -> None:
         ctx.obj = World.real()
 
 
-site.add_to(main)
-check.add_to(main)
-report.add_to(main)
-cli_images.add_to(main)
-unattended.add_to(main)
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
+for command in (*site.COMMANDS, *images.COMMANDS, report.report):
+    main.add_command(command)
 
 
 @main.command()
@@ -73,7 +70,7 @@ def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
             screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
     found = view.gather(node)
-    screen.show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
+    show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
 
@@ -85,17 +82,16 @@ def ls(world: World, as_json: bool) -> None:
     """List the entries, last used first."""
     from forestage.admin import inventory
     from forestage.admin import show as view
-    from forestage.system import terminal as screen
 
     found = inventory.gather(world.node())
-    screen.show(found.items, view.listing(found, world.clock.wall()), as_json)
+    show(found.items, view.listing(found, world.clock.wall()), as_json)
 
 
-@main.command()
+@main.command("show")
 @as_json
 @click.argument("word", metavar="KEY|PATH")
 @click.pass_obj
-def show(world: World, word: str, as_json: bool) -> None:
+def show_entry(world: World, word: str, as_json: bool) -> None:
     """All about an entry, and whether its source is unchanged.
 
     A PATH may have several entries, of which the first is the newest.
@@ -103,13 +99,12 @@ def show(world: World, word: str, as_json: bool) -> None:
     from forestage.admin import inventory
     from forestage.admin import show as view
     from forestage.stage import source
-    from forestage.system import terminal as screen
 
     node = world.node()
     held = inventory.gather(node)
     picked = inventory.pick(held.items, word, source.resolved)
     found = view.found(node.cache, picked, held.leases)
-    screen.show(found, view.pieces(found, world.clock.wall()), as_json)
+    show(found, view.pieces(found, world.clock.wall()), as_json)
 
 
 @main.command()
@@ -122,10 +117,9 @@ def explain(world: World, job: int, as_json: bool) -> None:
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
     """
     from forestage.admin import explain as view
-    from forestage.system import terminal as screen
 
     found = view.gather(world.places, job)
-    screen.show(found, view.pieces(found, world.clock.wall()), as_json)
+    show(found, view.pieces(found, world.clock.wall()), as_json)
 
 
 @main.command()
@@ -145,7 +139,7 @@ def path(world: World, image: str, as_json: bool) -> None:
     held = inventory.gather(node)
     wanted = source.look(node.cache, source.wanted(image), source.invoking_user())
     copy = inventory.copy_of(node.cache, held.items, wanted)
-    screen.show(copy, [screen.Line(copy.copy, whole=True)], as_json)
+    show(copy, [screen.Line(copy.copy, whole=True)], as_json)
 
 
 @main.command()
@@ -168,7 +162,6 @@ def evict(
     Leased and pinned entries stay. Ends with status 1 if one that was named stays.
     """
     from forestage.admin import evict, inventory
-    from forestage.system import terminal as screen
 
     if bool(words) + to_watermark + everything > 1:
         raise click.UsageError("KEY|PATH, --to-watermark and --all exclude each other")
@@ -179,7 +172,7 @@ def evict(
         done = evict.exactly(node, chosen, dry_run)
     else:
         done = evict.to_watermark(node, dry_run)
-    screen.show(done, evict.pieces(done), as_json)
+    show(done, evict.pieces(done), as_json)
     if words and done.left_out:
         ctx.exit(Exit.NOT_FOUND)
 
@@ -207,7 +200,7 @@ def verify(
     items = inventory.gather(node).items
     with screen.busy() as progress:
         done = view.verify(node, items if everything else _picked(items, words), dry_run, progress)
-    screen.show(done, view.pieces(done), as_json)
+    show(done, view.pieces(done), as_json)
     if done.bad:
         ctx.exit(Exit.BAD)
 
@@ -222,15 +215,13 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     Asks Slurm about the jobs that hold a lease here; if it does not answer, no lease is released
     and the exit status is 8. Run by forestage-sweep.timer.
     """
-    import os
-
     from forestage.admin import sweep as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
 
     with screen.busy() as progress:
         done = work.sweep(ctx.obj.node(), Slurm.of(os.environ), dry_run, progress)
-    screen.show(done, work.pieces(done), as_json)
+    show(done, work.pieces(done), as_json)
     ctx.exit(work.exit_code(done))
 
 
@@ -241,12 +232,11 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
 def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
     """Keep entries from being evicted; of a PATH, its newest."""
     from forestage.admin import evict, inventory
-    from forestage.system import terminal as screen
 
     node = world.node()
     picked = _picked(inventory.gather(node).items, words, newest=True)
     done = [evict.pin(node.cache, item) for item in picked]
-    screen.show(done, evict.pin_pieces(done), as_json)
+    show(done, evict.pin_pieces(done), as_json)
 
 
 @main.command()
@@ -256,11 +246,10 @@ def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
 def unpin(world: World, words: tuple[str, ...], as_json: bool) -> None:
     """Let entries be evicted again; of a PATH, all of them."""
     from forestage.admin import evict, inventory
-    from forestage.system import terminal as screen
 
     node = world.node()
     done = [evict.unpin(node.cache, item) for item in _picked(inventory.gather(node).items, words)]
-    screen.show(done, evict.pin_pieces(done), as_json)
+    show(done, evict.pin_pieces(done), as_json)
 
 
 def _picked(
@@ -285,7 +274,56 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
     """Every setting, and which file says so."""
     from forestage.admin import show as view
     from forestage.config import load_settings
-    from forestage.system import terminal as screen
 
     rows = load_settings(world.places.etc).rows(partition)
-    screen.show([row._asdict() for row in rows], view.settings(rows), as_json)
+    show([row._asdict() for row in rows], view.settings(rows), as_json)
+
+
+@main.command()
+@as_json
+@click.pass_context
+def check(ctx: click.Context, as_json: bool) -> None:
+    """Whether this node, Slurm and pyxis are set up well, and the line to change if not.
+
+    Changes nothing. The exit status is that of a Nagios plugin: 0 all is well, 1 warning, 2
+    critical, 3 unknown.
+    """
+    from forestage import check as work
+
+    world, conf = ctx.obj, os.environ.get("SLURM_CONF", "")
+    target = work.Target(world.places, world.clock, conf, is_root=os.geteuid() == 0)
+    done = work.check(target)
+    show(done, work.pieces(done), as_json)
+    ctx.exit(done.code)
+
+
+@main.command()
+@click.option("--print", "is_shown", is_flag=True, help="Print them, too.")
+@click.pass_obj
+def metrics(world: World, is_shown: bool) -> None:
+    """Write counters and the node's state for Prometheus, through its node exporter.
+
+    Run by forestage-metrics.timer.
+    """
+    from importlib.metadata import version
+
+    from forestage.admin import metrics as work
+
+    written = work.export(world.places, world.clock, version("forestage"))
+    if is_shown:
+        click.echo(written, nl=False)
+
+
+@main.command()
+@click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
+@click.pass_obj
+def peer(world: World, node: str | None) -> None:
+    """Serve chunks to the other nodes until it is ended.
+
+    Started by forestage-peer.service where `peers.enabled` is true.
+    """
+    import socket
+
+    from forestage.peers import server
+
+    server.run(world.node(), node or socket.gethostname().partition(".")[0])

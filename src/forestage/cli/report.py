@@ -7,7 +7,6 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
@@ -15,20 +14,8 @@ LATEST = 4_102_444_800  # 2100 in epoch seconds: later times are typing errors, 
 EXPECTED = "2026-05-01, 2026-05-01T12:00 or 7d (ago)"
 
 
-class TimeOption(NamedTuple):
-    """A date in seconds since the epoch, or an age in seconds."""
-
-    seconds: float
-    is_age: bool = False
-
-    def at(self, now: float) -> float:
-        return now - self.seconds if self.is_age else self.seconds
-
-
-def _time_option(
-    ctx: click.Context, parameter: click.Parameter, value: str | None
-) -> TimeOption | None:
-    """Parses a date, in local time if it names no zone, or an age."""
+def _time_option(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """Seconds since the epoch of a date, in local time if it names no zone, or of an age."""
     from forestage.units import parse_duration
 
     if value is None:
@@ -36,13 +23,13 @@ def _time_option(
     # 20260501 is more likely a date than an age in seconds, so it is neither.
     if not value.isdigit():
         with contextlib.suppress(ValueError):
-            return TimeOption(parse_duration(value), is_age=True)
+            return float(ctx.obj.clock.wall() - parse_duration(value))
         # fromisoformat() accepts Z only since Python 3.11.
         text = f"{value[:-1]}+00:00" if value.endswith("Z") else value
         with contextlib.suppress(ValueError, OverflowError, OSError):
             seconds = datetime.fromisoformat(text).timestamp()
             if 0 <= seconds < LATEST:
-                return TimeOption(seconds)
+                return seconds
     raise click.BadParameter(f"{value!r} is not a time: expected {EXPECTED}")
 
 
@@ -58,8 +45,8 @@ def _time_option(
 def report(
     ctx: click.Context,
     logs: tuple[str, ...],
-    since: TimeOption | None,
-    until: TimeOption | None,
+    since: float | None,
+    until: float | None,
     as_json: bool,
     output: str | None,
 ) -> None:
@@ -73,10 +60,10 @@ def report(
     if not as_json and output is None and sys.stdout.isatty():
         raise click.UsageError("the page is for a browser: name a file with -o")
     now = ctx.obj.clock.wall()
-    window = reports.Window(since and since.at(now), until and until.at(now))
-    if window.since is not None and window.until is not None and window.since >= window.until:
+    if since is not None and until is not None and since >= until:
         raise click.UsageError("--since is not before --until")
     names = logs or reports.of_node(ctx.obj.places.events)
+    window = reports.Window(since, until)
     found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
     _write(reports.as_json(found) if as_json else reports.as_page(found), output)
 
@@ -98,8 +85,3 @@ def _write(rendered: bytes, output: str | None) -> None:
     else:
         # Writing through a temporary file would replace a link, or a device such as /dev/null.
         file.write_bytes(rendered)
-
-
-def add_to(main: click.Group) -> None:
-    """Adds the `report` command."""
-    main.add_command(report)

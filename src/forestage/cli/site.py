@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.exits import Exit
+from forestage.cli.world import Exit, as_json, show
 
 if TYPE_CHECKING:
     from forestage.admin.enable import Plan
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 yes = click.option("-y", "--yes", is_flag=True, help="Make or remove links; else it is a dry run.")
 slurm_conf = click.option(
     "--slurm-conf",
@@ -70,7 +69,6 @@ def _change(
 ) -> None:
     """Shows the plan, and changes links with `yes`. Ends the command where it is refused."""
     from forestage.admin import enable as work
-    from forestage.system import terminal
     from forestage.system.tree import Files
 
     files = Files(ctx.obj.places.root)
@@ -82,7 +80,7 @@ def _change(
     if done:
         work.apply(plan, files)
     shown = work.pieces(plan, done, enabling=decide is work.to_enable)
-    terminal.show(work.document(plan, done), shown, as_json)
+    show(work.document(plan, done), shown, as_json)
     if plan.refusals:
         ctx.exit(Exit.REFUSED)
 
@@ -99,19 +97,15 @@ def unredirect(ctx: click.Context, as_json: bool) -> None:
     from forestage.cache.node import Node
     from forestage.config import Config
     from forestage.errors import ConfigError
-    from forestage.system import terminal
 
     try:
         node = ctx.obj.node()
     except ConfigError:  # the leases name the caches
         node = Node.of(Config(), ctx.obj.places, ctx.obj.clock)
     done = work.unredirect(node)
-    terminal.show(done, work.pieces(done), as_json)
+    show(done, work.pieces(done), as_json)
     if done.problems:
         ctx.exit(Exit.FAILED)
 
 
-def add_to(main: click.Group) -> None:
-    """The commands of this file."""
-    for command in (enable, disable, unredirect):
-        main.add_command(command)
+COMMANDS = (enable, disable, unredirect)

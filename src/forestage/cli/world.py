@@ -1,19 +1,22 @@
-"""The context of the commands, and how a command ends when something is wrong."""
+"""What the commands share: the node they work on, their options, and how they end."""
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from forestage.cli import exits
-from forestage.cli.exits import Exit
 from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
     from forestage.cache.node import Node
     from forestage.clock import Clock
     from forestage.paths import Places
+    from forestage.system.terminal import Piece
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 class World(NamedTuple):
@@ -36,6 +39,31 @@ class World(NamedTuple):
         return node.Node.of(load_settings(self.places.etc).config, self.places, self.clock)
 
 
+class Exit(IntEnum):
+    """Exit statuses of `forestage`; `meaning` is what the help and the manual page say."""
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str = "") -> "Exit":
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    OK = 0, "It was done."
+    NOT_FOUND = 1, "What was named is not here, or is in use and stays."
+    USAGE = 2, "The command line is wrong."
+    CONFIG = 3, "The configuration cannot be used."
+    PERMISSION = 4, "This user may not see or do it: run as root."
+    CACHE = 5, "The cache is not mounted, or must not be used."
+    FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, a port in use, I/O."
+    BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
+    SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
+    REFUSED = 9, "Slurm's configuration was not changed: it was said what to do by hand."
+    INTERRUPTED = 130, "It was interrupted from the keyboard."
+    PIPE = 141, "The reader of the output went away."
+
+
 class Commands(click.Group):
     """The boundary: expected errors become a line on stderr and an exit status, no traceback."""
 
@@ -52,12 +80,41 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             ctx.exit(Exit.INTERRUPTED)
         except (ForestageError, OSError) as error:
-            _complain(ctx, error)
+            from forestage.system.terminal import harmless
+
+            for line in lines(error, os.geteuid() == 0):
+                click.echo(f"forestage: {harmless(line)}", err=True)
+            ctx.exit(status_of(error))
 
 
-def _complain(ctx: click.Context, error: Exception) -> NoReturn:
-    from forestage.system.terminal import harmless
+def status_of(error: Exception) -> Exit:
+    """Pure: the exit status for an expected error."""
+    from forestage.errors import Failed
 
-    for line in exits.lines(error, os.geteuid() == 0):
-        click.echo(f"forestage: {harmless(line)}", err=True)
-    ctx.exit(exits.of(error))
+    if isinstance(error, PermissionError):
+        return Exit.PERMISSION
+    if isinstance(error, Failed):
+        return Exit.CACHE if error.reason.startswith("cache-") else Exit.FAILED
+    if isinstance(error, ForestageError):
+        return Exit(error.exit_code)
+    return Exit.FAILED
+
+
+def lines(error: Exception, is_root: bool) -> list[str]:
+    """Pure: what to print about an expected error."""
+    from forestage.errors import ConfigError
+
+    if isinstance(error, ConfigError):
+        return [str(problem) for problem in error.problems]
+    if isinstance(error, OSError) and error.strerror:
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        hint = " (run as root)" if isinstance(error, PermissionError) and not is_root else ""
+        return [what + hint]
+    return [str(error)]
+
+
+def show(document: object, pieces: "Iterable[Piece]", as_json: bool) -> None:
+    """Prints the document as JSON, or else its pieces."""
+    from forestage.system import terminal
+
+    terminal.show(document, pieces, as_json)

@@ -27,8 +27,8 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Use
 from forestage.cache.part import ENTRY_BYTES, Owner
-from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
+from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.system import lock
 from forestage.system.terminal import Piece, write

@@ -11,8 +11,8 @@ import pytest
 from commands import Site
 from forestage.admin import enable, site
 from forestage.admin.enable import LineChange, Plan
-from forestage.cli.exits import Exit
 from forestage.cli.site import enable as command
+from forestage.cli.world import Exit
 from forestage.errors import Failed, RefusedError
 from forestage.paths import Places
 from forestage.system.run import Ran

@@ -20,7 +20,7 @@ from forestage.admin import metrics
 from forestage.admin.metrics import Facts
 from forestage.admin.tally import Tally
 from forestage.cache.layout import Cache
-from forestage.cli.exits import Exit
+from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import REASONS

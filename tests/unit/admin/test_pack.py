@@ -12,7 +12,7 @@ import pytest
 
 from commands import Site
 from forestage.admin import pack
-from forestage.cli.exits import Exit
+from forestage.cli.world import Exit
 from forestage.system import run
 
 

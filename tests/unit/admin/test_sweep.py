@@ -24,8 +24,8 @@ from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.cache.redirect import Bind, StillMounted
-from forestage.cli.exits import Exit
 from forestage.cli.main import World
+from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
 from forestage.hooks import epilog
 from forestage.slurm.queue import Slurm, Told

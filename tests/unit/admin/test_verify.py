@@ -18,8 +18,8 @@ from commands import CHUNK, Site
 from forestage.admin import compare, verify
 from forestage.cache import digest, redirect
 from forestage.cache.lease import Use
-from forestage.cli.exits import Exit
 from forestage.cli.main import World, main
+from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.stage import reading

@@ -18,7 +18,7 @@ from forestage import events
 from forestage.admin import warm, warm_node
 from forestage.admin.warm import NodeAnswer, Order
 from forestage.admin.warm_node import ImageResult, NodeReport
-from forestage.cli.exits import Exit
+from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.errors import SlurmError
 from forestage.events import Event, Outcome

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from commands import NOW, Site
 from forestage.cache.lease import Use
-from forestage.cli import exits
-from forestage.cli.exits import Exit
+from forestage.cli import world
 from forestage.cli.main import main
+from forestage.cli.world import Exit
 from forestage.errors import (
     ConfigError,
     Declined,
@@ -135,14 +135,14 @@ def test_manual_page_names_every_command_and_option() -> None:
 )
 def test_each_error_has_its_exit_status(error: Exception, expected: Exit) -> None:
     assert isinstance(error, ForestageError | OSError)
-    assert exits.of(error) is expected
+    assert world.status_of(error) is expected
 
 
 def test_only_who_is_not_root_is_told_to_be_root() -> None:
     denied = PermissionError(13, "Permission denied", "/x")
-    assert exits.lines(denied, is_root=False) == ["/x: Permission denied (run as root)"]
-    assert exits.lines(denied, is_root=True) == ["/x: Permission denied"]
-    assert exits.lines(ForestageError("what", "hint"), False) == ["what (hint)"]
+    assert world.lines(denied, is_root=False) == ["/x: Permission denied (run as root)"]
+    assert world.lines(denied, is_root=True) == ["/x: Permission denied"]
+    assert world.lines(ForestageError("what", "hint"), False) == ["what (hint)"]
 
 
 def test_a_reader_that_goes_away_is_met_quietly(site: Site, tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forestage import report as reports
-from forestage.cli.exits import Exit
 from forestage.cli.main import main
-from forestage.cli.world import World
+from forestage.cli.world import Exit, World
 from forestage.clock import Clock
 from forestage.events import Copied, Event, Handled, Hook, Outcome
 from forestage.paths import Places

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cli.exits import Exit
+from forestage.cli.world import Exit
 from forestage.errors import SlurmError
 from forestage.slurm import queue
 from forestage.slurm.queue import OVER, Slurm, Told, found, why_over
