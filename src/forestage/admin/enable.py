@@ -55,32 +55,21 @@ class Link(msgspec.Struct, frozen=True):
     target: str
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct):
     """`lines` are for the admin to change, `links` and `unlinks` for `apply`, `notes` to know.
 
     `refusals` say what would drain nodes, or is in the way; with any, `apply` does nothing.
     """
 
-    lines: tuple[LineChange, ...] = ()
-    links: tuple[Link, ...] = ()
-    unlinks: tuple[Link, ...] = ()
-    notes: tuple[str, ...] = ()
-    refusals: tuple[str, ...] = ()
+    lines: list[LineChange] = []
+    links: list[Link] = []
+    unlinks: list[Link] = []
+    notes: list[str] = []
+    refusals: list[str] = []
 
     @property
     def empty(self) -> bool:
         return not (self.lines or self.links or self.unlinks)
-
-
-class Document(msgspec.Struct, frozen=True):
-    """A plan as JSON; `done`: whether its links were made or removed."""
-
-    done: bool
-    lines: tuple[LineChange, ...]
-    linked: tuple[str, ...]
-    unlinked: tuple[str, ...]
-    notes: tuple[str, ...]
-    refusals: tuple[str, ...]
 
 
 def read_site(files: Files, conf: str) -> Site:
@@ -98,20 +87,19 @@ def read_site(files: Files, conf: str) -> Site:
 
 def to_enable(site: Site) -> Plan:
     """Pure: what makes Slurm call both hooks, and load the companion where it is installed."""
-    plans = [_enable_hook(site, hook) for hook in site.hooks]
-    plans.append(_enable_companion(site))
-    notes = _configless(site)
+    plan = Plan()
+    for hook in site.hooks:
+        _enable_hook(plan, site, hook)
+    _enable_companion(plan, site)
+    _note_configless(plan, site)
     if FLAGS - site.conf.prolog_flags:
-        notes.append(
+        plan.notes.append(
             f"{site.conf.wanted_prolog_flags} lets jobs wait for their images for longer than 15 s."
         )
-    return _sum([*plans, Plan(notes=tuple(notes))])
+    return plan
 
 
-def _enable_hook(site: Site, hook: Hook) -> Plan:
-    if not hook.usable:
-        missing = f"{hook.path} is missing or cannot be executed: install forestage again"
-        return Plan(refusals=(missing,))
+def _enable_hook(plan: Plan, site: Site, hook: Hook) -> None:
     broken = [
         f"{pattern.setting.line.where}: {script.path} is {script.state}, which drains nodes:"
         " `forestage check` says what to change"
@@ -119,94 +107,88 @@ def _enable_hook(site: Site, hook: Hook) -> Plan:
         for script in pattern.scripts
         if script.state != "fine"
     ]
-    if broken:
-        return Plan(refusals=tuple(broken))
     there = next((one.path for one in hook.scripts if one.ours), "")
-    if there:
-        return Plan(notes=(f"{hook.name}: forestage is there already ({there}).",))
-    if not hook.patterns:
-        line = LineChange(site.conf.path, "add", f"{hook.name}={hook.path}", "at the end")
-        return Plan(lines=(line,))
-    if not hook.globs:
-        return Plan(refusals=(_taken(hook),))
-    path = _free_name(hook.globs[0])
-    if not path:
-        return Plan(refusals=(_no_place(hook.globs[0]),))
-    return Plan(links=(Link(path, hook.path),))
+    if not hook.usable:
+        plan.refusals.append(
+            f"{hook.path} is missing or cannot be executed: install forestage again"
+        )
+    elif broken:
+        plan.refusals += broken
+    elif there:
+        plan.notes.append(f"{hook.name}: forestage is there already ({there}).")
+    elif not hook.patterns:
+        text = f"{hook.name}={hook.path}"
+        plan.lines.append(LineChange(site.conf.path, "add", text, "at the end"))
+    elif hook.globs:
+        _enable_by_link(plan, hook, hook.globs[0])
+    else:
+        other = hook.patterns[0].setting
+        plan.refusals.append(
+            f"{other.line.where}: {hook.name}={other.value} is there already: run {hook.path} at"
+            f" the end of that script, or make it one of a directory ({hook.name}="
+            f"{Path(other.value).parent}/{hook.name.lower()}.d/*)"
+        )
 
 
-def _free_name(pattern: Pattern) -> str:
-    """A path for our link that the glob matches and nobody has; "" where there is none."""
-    directory, names = os.path.split(pattern.setting.value)
+def _enable_by_link(plan: Plan, hook: Hook, pattern: Pattern) -> None:
+    """A link by a name that the glob matches and nobody has."""
+    where, value = pattern.setting.line.where, pattern.setting.value
+    directory, names = os.path.split(value)
+    if not pattern.directory:
+        plan.refusals.append(f"{where}: the directory of {value} is not there: make it first")
+        return
     taken = {script.path for script in pattern.scripts}
-    if not pattern.directory or glob.has_magic(directory):
-        return ""
     for name in (LINK, names.replace("*", LINK, 1)):
         path = os.path.join(directory, name)
-        fits = fnmatch.fnmatchcase(name, names) and not glob.has_magic(name)
+        fits = fnmatch.fnmatchcase(name, names) and not glob.has_magic(path)
         if fits and path not in taken:
-            return path
-    return ""
+            plan.links.append(Link(path, hook.path))
+            return
+    plan.refusals.append(f"{where}: no name fits {value}: link forestage's hook there by hand")
 
 
-def _no_place(pattern: Pattern) -> str:
-    setting = pattern.setting
-    if not pattern.directory:
-        return f"{setting.line.where}: the directory of {setting.value} is not there: make it first"
-    return (
-        f"{setting.line.where}: no name fits {setting.value}: link forestage's hook there by hand"
-    )
-
-
-def _taken(hook: Hook) -> str:
-    other = hook.patterns[0].setting
-    return (
-        f"{other.line.where}: {hook.name}={other.value} is there already: run {hook.path} at the"
-        f" end of that script, or make it one of a directory ({hook.name}="
-        f"{Path(other.value).parent}/{hook.name.lower()}.d/*)"
-    )
-
-
-def _enable_companion(site: Site) -> Plan:
+def _enable_companion(plan: Plan, site: Site) -> None:
     stack, ours, pyxis = site.stack, site.stack.companion, site.stack.pyxis
     if not site.companion_built:
-        return Plan()
+        return
     if ours is None:
         # A step's image must be redirected before pyxis opens it, and Slurm calls in this order.
         before = f", before pyxis ({pyxis.line.where})" if pyxis else ""
-        line = LineChange(stack.file, "add", f"optional {COMPANION}", f"as the first line{before}")
-        return Plan(lines=(line,), notes=(LOGIN,))
-    if pyxis is not None and stack.plugins.index(pyxis) < stack.plugins.index(ours):
-        move = f"{ours.line.where}: move this line before pyxis ({pyxis.line.where})."
-        return Plan(notes=(move,))
-    return Plan()
+        place = f"as the first line{before}"
+        plan.lines.append(LineChange(stack.file, "add", f"optional {COMPANION}", place))
+        plan.notes.append(LOGIN)
+    elif pyxis is not None and stack.plugins.index(pyxis) < stack.plugins.index(ours):
+        plan.notes.append(f"{ours.line.where}: move this line before pyxis ({pyxis.line.where}).")
 
 
 def to_disable(site: Site) -> Plan:
     """Pure: what takes out all that leads Slurm to us."""
-    plans = [_disable_script(hook, pattern) for hook in site.hooks for pattern in hook.patterns]
-    lines = [_removed(one.line) for one in site.stack.plugins if one.ours]
-    plan = _sum([*plans, Plan(lines=tuple(lines), notes=tuple(_configless(site)))])
-    shared = (SHARED,) if plan.unlinks else ()
-    return msgspec.structs.replace(plan, notes=(*plan.notes, *shared))
+    plan = Plan()
+    for hook in site.hooks:
+        for pattern in hook.patterns:
+            _disable_script(plan, hook, pattern)
+    plan.lines += [_removed(one.line) for one in site.stack.plugins if one.ours]
+    _note_configless(plan, site)
+    plan.notes += [SHARED] if plan.unlinks else []
+    return plan
 
 
-def _disable_script(hook: Hook, pattern: Pattern) -> Plan:
-    linked = [one for one in pattern.scripts if one.relation == "hook" and one.path != hook.path]
-    others = [one for one in pattern.scripts if one.relation == "names-us"]
-    notes = tuple(f"{one.path} runs forestage: take that out by hand." for one in others)
+def _disable_script(plan: Plan, hook: Hook, pattern: Pattern) -> None:
+    for one in pattern.scripts:
+        if one.relation == "names-us":
+            plan.notes.append(f"{one.path} runs forestage: take that out by hand.")
     if not pattern.is_glob:
-        ours = any(one.relation == "hook" for one in pattern.scripts)
-        return Plan(lines=(_removed(pattern.setting.line),) if ours else (), notes=notes)
-    refusals = []
+        if any(one.relation == "hook" for one in pattern.scripts):
+            plan.lines.append(_removed(pattern.setting.line))
+        return
+    linked = [one for one in pattern.scripts if one.relation == "hook" and one.path != hook.path]
     if linked and len(linked) == len(pattern.scripts):
         setting = pattern.setting
-        refusals.append(
+        plan.refusals.append(
             f"{setting.line.where}: {setting.value} would match nothing, which drains nodes: put"
             f" another script there first, or remove this line, then {RECONFIGURE}"
         )
-    unlinks = tuple(Link(one.path, hook.path) for one in linked)
-    return Plan(unlinks=unlinks, notes=notes, refusals=tuple(refusals))
+    plan.unlinks += [Link(one.path, hook.path) for one in linked]
 
 
 def _removed(line: ConfLine) -> LineChange:
@@ -214,20 +196,11 @@ def _removed(line: ConfLine) -> LineChange:
     return LineChange(line.file, "remove", line.text, place)
 
 
-def _configless(site: Site) -> list[str]:
-    if not site.conf.configless:
-        return []
-    return [f"{site.conf.path} comes from slurmctld (configless): change the file there."]
-
-
-def _sum(plans: list[Plan]) -> Plan:
-    return Plan(
-        lines=tuple(one for plan in plans for one in plan.lines),
-        links=tuple(one for plan in plans for one in plan.links),
-        unlinks=tuple(one for plan in plans for one in plan.unlinks),
-        notes=tuple(one for plan in plans for one in plan.notes),
-        refusals=tuple(one for plan in plans for one in plan.refusals),
-    )
+def _note_configless(plan: Plan, site: Site) -> None:
+    if site.conf.configless:
+        plan.notes.append(
+            f"{site.conf.path} comes from slurmctld (configless): change the file there."
+        )
 
 
 def apply(plan: Plan, files: Files) -> None:
@@ -259,58 +232,34 @@ def start_timer(files: Files) -> str:
     return f"{TIMER} is on." if ran.code == 0 else f"{TIMER} is not on: {ran.explained()}"
 
 
-# What people and tools are shown.
-
-
-def document(plan: Plan, done: bool) -> Document:
-    """Pure."""
-    return Document(
-        done=done,
-        lines=plan.lines,
-        linked=tuple(one.path for one in plan.links),
-        unlinked=tuple(one.path for one in plan.unlinks),
-        notes=plan.notes,
-        refusals=plan.refusals,
-    )
-
-
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
-    """Pure: the lines to change, the links, what there is to know, what comes next."""
+    """Pure: the lines to change, which can be copied as they stand, the links, what comes next.
+
+    slurmd looks into prolog.d at each job, into slurm.conf when it is asked to.
+    """
     shown: list[Piece] = []
-    for where in dict.fromkeys((one.file, one.action) for one in plan.lines):
-        shown += _changes(plan, *where)
+    for file, action in dict.fromkeys((one.file, one.action) for one in plan.lines):
+        lines = [one for one in plan.lines if (one.file, one.action) == (file, action)]
+        places = ", ".join(dict.fromkeys(one.place for one in lines))
+        verb = "Add to" if action == "add" else "Remove from"
+        shown.append(Line(f"{verb} {file}, {places}:", heading=True))
+        shown += [Line(one.text, 2, whole=True) for one in lines]
     shown += [Line(f"+ {one.path} -> {one.target}", whole=True) for one in plan.links]
     shown += [Line(f"- {one.path} -> {one.target}", whole=True) for one in plan.unlinks]
     shown += [Line(note) for note in plan.notes]
-    if plan.refusals:
-        shown += [Line(f"Refused: {why}") for why in plan.refusals]
-        return [*shown, Line("Nothing was done.")]
-    if plan.empty:
-        return [*shown, Line("There is nothing to change.")]
+    shown += [Line(f"Refused: {why}") for why in plan.refusals]
+    if plan.refusals or plan.empty:
+        end = "Nothing was done." if plan.refusals else "There is nothing to change."
+        return [*shown, Line(end)]
     if enabling:
         shown.append(Line(EVERYWHERE))
-    return [*shown, *(Line(text) for text in _next(plan, done))]
-
-
-def _changes(plan: Plan, file: str, action: str) -> list[Piece]:
-    """One file's lines, which can be copied as they stand."""
-    lines = [one for one in plan.lines if (one.file, one.action) == (file, action)]
-    places = ", ".join(dict.fromkeys(one.place for one in lines))
-    verb = "Add to" if action == "add" else "Remove from"
-    shown: list[Piece] = [Line(f"{verb} {file}, {places}:", heading=True)]
-    return [*shown, *(Line(one.text, 2, whole=True) for one in lines)]
-
-
-def _next(plan: Plan, done: bool) -> list[str]:
-    """What is left to do. slurmd looks into prolog.d at each job, into slurm.conf when told to."""
-    steps = []
     if plan.links or plan.unlinks:
-        steps.append("The links were changed." if done else "No link was changed yet: add --yes.")
+        changed = "The links were changed." if done else "No link was changed yet: add --yes."
+        shown.append(Line(changed))
     if plan.lines:
         # slurmd itself loads a new plugin only when it starts; steps load it at once.
         stack = any("forestage.so" in one.text for one in plan.lines)
         restart = f", and on each node {RESTART} (running jobs go on)" if stack else ""
-        steps.append(
-            f"forestage does not edit Slurm's files. Once you have: {RECONFIGURE}{restart}"
-        )
-    return steps
+        step = f"forestage does not edit Slurm's files. Once you have: {RECONFIGURE}{restart}"
+        shown.append(Line(step))
+    return shown

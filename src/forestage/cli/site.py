@@ -68,6 +68,8 @@ def _change(
     as_json: bool,
 ) -> None:
     """Shows the plan, and changes links with `yes`. Ends the command where it is refused."""
+    import msgspec
+
     from forestage.admin import enable as work
     from forestage.system.tree import Files
 
@@ -80,7 +82,7 @@ def _change(
     if done:
         work.apply(plan, files)
     shown = work.pieces(plan, done, enabling=decide is work.to_enable)
-    show(work.document(plan, done), shown, as_json)
+    show({"done": done, **msgspec.structs.asdict(plan)}, shown, as_json)
     if plan.refusals:
         ctx.exit(Exit.REFUSED)
 

@@ -92,8 +92,8 @@ def removed(file: str, text: str, place: str) -> LineChange:
 
 def test_slurm_conf_without_hooks_gets_two_lines(slurm: Slurm) -> None:
     plan = slurm.to_enable()
-    assert plan.lines == (added(CONF, f"Prolog={PROLOG}"), added(CONF, f"Epilog={EPILOG}"))
-    assert (plan.refusals, plan.notes) == ((), ())
+    assert plan.lines == [added(CONF, f"Prolog={PROLOG}"), added(CONF, f"Epilog={EPILOG}")]
+    assert (plan.refusals, plan.notes) == ([], [])
 
 
 def test_slurm_conf_is_never_edited(slurm: Slurm) -> None:
@@ -106,10 +106,10 @@ def test_slurm_conf_is_never_edited(slurm: Slurm) -> None:
 def test_lines_that_are_there_are_not_asked_for_again_and_are_removed(slurm: Slurm) -> None:
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog=\\\n{EPILOG}\n")
     assert slurm.to_enable().empty
-    assert slurm.to_disable().lines == (
+    assert slurm.to_disable().lines == [
         removed(CONF, f"Prolog={PROLOG}", "line 4"),
         removed(CONF, f"Epilog={EPILOG}", "lines 5-6"),
-    )
+    ]
 
 
 def test_line_of_an_included_file_is_removed_there(slurm: Slurm) -> None:
@@ -322,7 +322,7 @@ def test_pyxis_before_the_companion_is_to_be_moved(slurm: Slurm) -> None:
     slurm.write(STACK, f"required pyxis.so\noptional {COMPANION} timeout=60\n")
     assert any(f"{STACK}:2: move this line" in note for note in slurm.to_enable().notes)
     line = removed(STACK, f"optional {COMPANION} timeout=60", "line 2")
-    assert slurm.to_disable().lines == (line,)
+    assert slurm.to_disable().lines == [line]
 
 
 def test_relative_plugin_include_is_beside_its_file(slurm: Slurm) -> None:
