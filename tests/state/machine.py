@@ -71,11 +71,10 @@ class Machine(Promises):
 
     @rule(which=st.integers(0, 9), pinned=st.booleans())
     def pin(self, which: int, pinned: bool) -> None:
-        change = evict.pin if pinned else evict.unpin
         with self.admin():
             items = sorted(self.here().items, key=lambda one: one.key)
             if items:
-                change(self.node.cache, items[which % len(items)])
+                evict.set_pin(self.node.cache, items[which % len(items)], pinned)
 
     @rule(dry_run=st.booleans())
     def timer(self, dry_run: bool) -> None:

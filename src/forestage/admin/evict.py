@@ -30,16 +30,10 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Evictions(msgspec.Struct, frozen=True):
-    """What one command did; `room` is what it left, None where the cache does not exist yet."""
+    """What one command did."""
 
     dry_run: bool
     verdicts: tuple[Verdict, ...] = ()
-    room: evict.Room | None = None
-
-    @property
-    def freed(self) -> int:
-        """Bytes."""
-        return sum(one.bytes for one in self.verdicts if one.evicted)
 
     @property
     def left_out(self) -> int:
@@ -48,12 +42,11 @@ class Evictions(msgspec.Struct, frozen=True):
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """One entry after `pin` or `unpin`; `changed` is False where it was so before."""
+    """One entry after `pin` or `unpin`."""
 
     key: str
     path: str
     pinned: bool
-    changed: bool
 
 
 def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
@@ -64,14 +57,29 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
     if not wanted:  # nor, maybe, a cache
         return Evictions(dry_run)
     if dry_run:
-        evictable = frozenset(item.key for item in wanted if not why_not(item))
-        return Evictions(True, verdicts(wanted, evictable))
-    evicted = frozenset(evict.evict_keys(node.cache, node.leases, [item.key for item in wanted]))
-    if len(evicted) == len(wanted):
-        return Evictions(False, verdicts(wanted, evicted))
-    # Leases and pins may have come or gone since `items` was gathered.
-    now = {item.key: item for item in inventory.gather(node).items}
-    return Evictions(False, verdicts([now.get(item.key, item) for item in wanted], evicted))
+        evicted = frozenset(item.key for item in wanted if not _why_not(item))
+    else:
+        keys = [item.key for item in wanted]
+        evicted = frozenset(evict.evict_keys(node.cache, node.leases, keys))
+        if len(evicted) < len(wanted):  # leases and pins may have come since `items` was gathered
+            now = {item.key: item for item in inventory.gather(node).items}
+            wanted = tuple(now.get(item.key, item) for item in wanted)
+    return Evictions(
+        dry_run,
+        tuple(
+            Verdict(item.key, item.path, item.bytes, True)
+            if item.key in evicted
+            else Verdict(item.key, item.path, item.bytes, False, _why_not(item) or "was gone")
+            for item in wanted
+        ),
+    )
+
+
+def _why_not(item: Item) -> str:
+    if item.jobs:
+        word = "job" if len(item.jobs) == 1 else "jobs"
+        return f"leased by {word} {', '.join(map(str, item.jobs))}"
+    return "pinned" if item.pinned else ""
 
 
 def to_watermark(node: Node, dry_run: bool) -> Evictions:
@@ -80,81 +88,45 @@ def to_watermark(node: Node, dry_run: bool) -> Evictions:
         return Evictions(dry_run)
     leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
     before = {item.key: item for item in inventory.gather(node).items}
-    if not dry_run:
+    if dry_run:
+        victims = plan_at_rest(node, leased).victims
+    else:
         victims = evict.tidy(node.cache, node.leases, node.config)
-        return Evictions(False, _evicted(before, victims), measured(node))
-    planned = plan_at_rest(node, leased)
-    room = measured(node)
-    after = msgspec.structs.replace(
-        room, free=room.free + planned.freed, used=room.used - planned.freed
+    known = [(key, before.get(key)) for key in victims]
+    return Evictions(
+        dry_run,
+        tuple(
+            Verdict(key, item.path if item else "", item.bytes if item else 0, True)
+            for key, item in known
+        ),
     )
-    return Evictions(True, _evicted(before, planned.victims), after)
 
 
 def plan_at_rest(node: Node, leased: frozenset[str]) -> evict.Plan:
     """What evicting to the low watermark would evict now, with these keys leased."""
-    room = measured(node)
-    return evict.plan(node.cache.stored(), leased, room, evict.room_at_rest(room))
+    stored = node.cache.stored()
+    room = evict.measure(node.cache, stored, node.config)
+    return evict.plan(stored, leased, room, evict.room_at_rest(room))
 
 
-def measured(node: Node) -> evict.Room:
-    """The room of the cache, measured entry by entry."""
-    return evict.measure(node.cache, node.cache.stored(), node.config)
+def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:
+    """Keeps an entry from being evicted, or lets it be evicted again.
 
-
-def _evicted(before: dict[str, Item], victims: Iterable[str]) -> tuple[Verdict, ...]:
-    known = [(key, before.get(key)) for key in victims]
-    return tuple(
-        Verdict(key, item.path if item else "", item.bytes if item else 0, True)
-        for key, item in known
-    )
-
-
-def why_not(item: Item) -> str:
-    """Pure: why an entry is not evicted, or ""."""
-    if item.jobs:
-        word = "job" if len(item.jobs) == 1 else "jobs"
-        return f"leased by {word} {', '.join(map(str, item.jobs))}"
-    return "pinned" if item.pinned else ""
-
-
-def verdicts(items: Iterable[Item], evicted: frozenset[str]) -> tuple[Verdict, ...]:
-    """Pure: each entry with what became of it."""
-    return tuple(
-        Verdict(item.key, item.path, item.bytes, True)
-        if item.key in evicted
-        else Verdict(item.key, item.path, item.bytes, False, why_not(item) or "was gone already")
-        for item in items
-    )
-
-
-def pin(cache: Cache, item: Item) -> Pinned:
-    """Keeps the entry from being evicted. Raises NotFound where it is gone or damaged."""
-    if item.damaged:
+    Raises NotFound where it is gone, or damaged and to be pinned.
+    """
+    if item.damaged and pinned:
         raise NotFound(f"{item.key} is damaged and never served", "evict it")
-    return Pinned(item.key, item.path, True, _set_pin(cache, item.key, True))
-
-
-def unpin(cache: Cache, item: Item) -> Pinned:
-    """Lets the entry be evicted again. Raises NotFound where it is gone."""
-    return Pinned(item.key, item.path, False, _set_pin(cache, item.key, False))
-
-
-def _set_pin(cache: Cache, key: str, pinned: bool) -> bool:
-    """Returns whether anything changed."""
-    directory = cache.entry_dir(key)
+    directory = cache.entry_dir(item.key)
     file = directory / "pinned"
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         if not directory.exists():
-            raise NotFound(f"{key} was evicted just now")
-        if file.exists() == pinned:
-            return False
+            raise NotFound(f"{item.key} was evicted just now")
         if pinned:
             file.touch(mode=0o600)
         else:
-            file.unlink()
+            file.unlink(missing_ok=True)
         atomic.sync_directory(directory)
-    return True
+    return Pinned(item.key, item.path, pinned)
 
 
 def pieces(done: Evictions) -> list[Piece]:
@@ -176,33 +148,15 @@ def pieces(done: Evictions) -> list[Piece]:
         for one in done.verdicts
     )
     number = count(len(rows) - done.left_out, "entry", "entries")
+    freed = format_size(sum(one.bytes for one in done.verdicts if one.evicted))
     table: list[Piece] = [Table(columns, rows)] if rows else []
-    return [*table, Line(f"{number} {would}, {format_size(done.freed)}."), *_missed(done.room)]
-
-
-def _missed(room: evict.Room | None) -> list[Piece]:
-    """A sentence where the cache still takes more than it should."""
-    if room is None:
-        return []
-    if room.used > room.low:
-        problem = f"The cache still takes {format_size(room.used)}, above {format_size(room.low)}"
-    elif room.free < room.min_free:
-        problem = (
-            f"Still only {format_size(room.free)} are free, below {format_size(room.min_free)}"
-        )
-    else:
-        return []
-    return [Line(f"{problem}: the rest is leased, pinned, being copied, or not the cache's.")]
+    return [*table, Line(f"{number} {would}, {freed}.")]
 
 
 def pin_pieces(done: Iterable[Pinned]) -> list[Piece]:
     """Pure: what `pin` and `unpin` print."""
     columns = (Column("key"), Column("result"), Column("path", folds=True))
-    rows = tuple((short(one.key), _pin_result(one), one.path or "-") for one in done)
+    rows = tuple(
+        (short(one.key), "pinned" if one.pinned else "not pinned", one.path or "-") for one in done
+    )
     return [Table(columns, rows)]
-
-
-def _pin_result(one: Pinned) -> str:
-    if one.pinned:
-        return "pinned" if one.changed else "was pinned already"
-    return "unpinned" if one.changed else "was not pinned"

@@ -9,7 +9,6 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -70,9 +69,6 @@ class Conf(msgspec.Struct, frozen=True):
     def configless(self) -> bool:
         """Whether slurmd writes this file itself, from what slurmctld sends."""
         return "/run/slurm/conf/" in self.path or "/conf-cache/" in self.path
-
-    def every(self, name: str) -> tuple[Setting, ...]:
-        return tuple(one for one in self.lines if one.name == name and one.value)
 
     def flags(self, name: str) -> list[str]:
         return [flag.strip() for flag in self.settings.get(name, "").split(",") if flag.strip()]
@@ -216,23 +212,22 @@ def with_conf(files: Files, conf: Conf) -> Site:
 
 def _hook(files: Files, conf: Conf, name: HookName) -> Hook:
     path = OURS[name]
-    patterns = tuple(_pattern(files, one, path) for one in conf.every(name.lower()))
+    named = (one for one in conf.lines if one.name == name.lower() and one.value)
+    patterns = tuple(_pattern(files, one, path) for one in named)
     return Hook(name, path, _state(files, path) == "fine", patterns)
 
 
 def _pattern(files: Files, setting: Setting, hook: str) -> Pattern:
     value = setting.value
     if not glob.has_magic(value):
-        return Pattern(setting, False, True, (_script(files, value, hook),))
+        script = Script(value, _state(files, value), _relation(files, value, hook))
+        return Pattern(setting, False, True, (script,))
     # Dangling links are matches as well: glob(3), as slurmd calls it, finds them.
     found = sorted(glob.iglob(str(files.at(value))))  # noqa: PTH207 - absolute, as slurmd's
     paths = (f"/{one.removeprefix(str(files.root)).lstrip('/')}" for one in found)
     directory = stat.S_ISDIR(files.mode(str(Path(value).parent)) or 0)
-    return Pattern(setting, True, directory, tuple(_script(files, one, hook) for one in paths))
-
-
-def _script(files: Files, path: str, hook: str) -> Script:
-    return Script(path, _state(files, path), _relation(files, path, hook))
+    scripts = (Script(one, _state(files, one), _relation(files, one, hook)) for one in paths)
+    return Pattern(setting, True, directory, tuple(scripts))
 
 
 def _state(files: Files, path: str) -> State:
@@ -297,11 +292,8 @@ _CONTEXTS = frozenset(
 
 def hook_runs(files: Files) -> bool:
     """Whether slurmd runs a Prolog or an Epilog on this node now, ours or another. As root."""
-    return any(_is_hook(process) for process in _processes(files))
-
-
-def _processes(files: Files) -> Iterator[Path]:
-    return (files.at(f"/proc/{name}") for name in files.names("/proc") if name.isdigit())
+    numbers = (name for name in files.names("/proc") if name.isdigit())
+    return any(_is_hook(files.at(f"/proc/{number}")) for number in numbers)
 
 
 def _is_hook(process: Path) -> bool:

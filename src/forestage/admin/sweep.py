@@ -28,6 +28,7 @@ import msgspec
 from forestage import events
 from forestage.admin import evict, inventory, verify
 from forestage.admin.inventory import Item
+from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Progress, Verdict
 from forestage.cache import evict as eviction
 from forestage.cache import redirect
@@ -39,7 +40,6 @@ from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.slurm.queue import Slurm, why_over
-from forestage.stage import source
 from forestage.system import lock, records
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
@@ -48,7 +48,6 @@ ABANDONED_AFTER = 24 * 3600.0  # seconds without a write; then a part is only in
 PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a whole cache
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
 PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
-ROOT = User("root", 0, 0)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -254,7 +253,7 @@ class _Run:
                 return False
             owned: dict[User, list[redirect.Bind]] = {}
             for bind in stray:
-                owned.setdefault(_owner(node.cache, bind), []).append(bind)
+                owned.setdefault(owner_of(node.cache, bind), []).append(bind)
             for owner in [one for one in owned if one not in tried]:
                 binds = [bind for bind in owned[owner] if bind.mount.parent not in self.hung]
                 tried.add(owner)
@@ -329,12 +328,6 @@ class _Run:
         leases = self.node.leases
         staying = (leases.read(job) for job in leases.jobs() if job not in over)
         return [lease for lease in staying if lease is not None]
-
-
-def _owner(cache: Cache, bind: redirect.Bind) -> User:
-    """The user who can reach a redirect's path where root is squashed."""
-    entry = cache.read(bind.key) if bind.key else None
-    return source.owner(entry.access) if entry else ROOT
 
 
 def _record(node: Node, done: SweepReport, start: float) -> None:

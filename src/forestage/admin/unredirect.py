@@ -46,7 +46,7 @@ def unredirect(node: Node) -> Unredirected:
                 problems.append(str(busy))
             for bind in reversed(redirect.binds(cache)):
                 try:
-                    _unmount(cache, bind)
+                    redirect.unmount([bind], owner_of(cache, bind))
                 except (ForestageError, OSError) as error:
                     problems.append(f"{bind.path}: {error}")
                 else:
@@ -63,9 +63,10 @@ def _caches(node: Node) -> list[Cache]:
     return list(found.values())
 
 
-def _unmount(cache: Cache, bind: Bind) -> None:
+def owner_of(cache: Cache, bind: Bind) -> User:
+    """The user who can reach a redirect's path where root is squashed: its entry's owner."""
     entry = cache.read(bind.key) if bind.key else None
-    redirect.unmount([bind], source.owner(entry.access) if entry else ROOT)
+    return source.owner(entry.access) if entry else ROOT
 
 
 def pieces(done: Unredirected) -> list[Piece]:

@@ -231,12 +231,7 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
 @click.pass_obj
 def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
     """Keep entries from being evicted; of a PATH, its newest."""
-    from forestage.admin import evict, inventory
-
-    node = world.node()
-    picked = _picked(inventory.gather(node).items, words, newest=True)
-    done = [evict.pin(node.cache, item) for item in picked]
-    show(done, evict.pin_pieces(done), as_json)
+    _set_pin(world, words, True, as_json)
 
 
 @main.command()
@@ -245,10 +240,15 @@ def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
 @click.pass_obj
 def unpin(world: World, words: tuple[str, ...], as_json: bool) -> None:
     """Let entries be evicted again; of a PATH, all of them."""
+    _set_pin(world, words, False, as_json)
+
+
+def _set_pin(world: World, words: tuple[str, ...], pinned: bool, as_json: bool) -> None:
     from forestage.admin import evict, inventory
 
     node = world.node()
-    done = [evict.unpin(node.cache, item) for item in _picked(inventory.gather(node).items, words)]
+    picked = _picked(inventory.gather(node).items, words, newest=pinned)
+    done = [evict.set_pin(node.cache, item, pinned) for item in picked]
     show(done, evict.pin_pieces(done), as_json)
 
 

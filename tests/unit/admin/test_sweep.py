@@ -346,7 +346,7 @@ def test_strays_of_two_owners_take_the_lock_twice(
 ) -> None:
     """Where paths hang, each of them costs a timeout."""
     paused = watch(site)
-    monkeypatch.setattr(sweep, "_owner", lambda cache, bind: owned_by(bind))
+    monkeypatch.setattr(sweep, "owner_of", lambda cache, bind: owned_by(bind))
     bound += [bind("/lustre/a", "alice", 1), bind("/lustre/b", "bob", 2)]
     bound += [bind("/lustre/c", "alice", 3)]
     assert swept(site).redirects == ("/lustre/a", "/lustre/c", "/lustre/b")
@@ -356,7 +356,7 @@ def test_strays_of_two_owners_take_the_lock_twice(
 def test_hanging_file_system_is_tried_once(
     site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "_owner", lambda cache, bind: owned_by(bind))
+    monkeypatch.setattr(sweep, "owner_of", lambda cache, bind: owned_by(bind))
     dead, well = 5, 6
     bound += [bind("/dead/a", "alice", 1, dead), bind("/dead/b", "bob", 2, dead)]
     bound += [bind("/well/c", "carol", 3, well)]

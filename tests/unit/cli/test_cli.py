@@ -462,18 +462,8 @@ def test_evict_stops_at_the_low_watermark(site: Site, args: list[str]) -> None:
     found = site.json("evict", *args, "--dry-run")
     assert [one["key"] for one in found["verdicts"]] == [old]
     assert site.keys() == {old, new}
-    done = site.run("evict", *args)
-    assert "Still, " not in done.stdout
+    site.run("evict", *args)
     assert site.keys() == {new}
-
-
-def test_evict_says_when_leases_keep_it_above_the_watermark(site: Site) -> None:
-    key = site.publish(site.image("a", b"x" * (1 << 20)))
-    site.lease(7, Use(key))
-    site.configure("max_size: 512K\n")
-    done = site.run("evict")
-    assert done.exit_code == Exit.OK
-    assert "The cache still takes" in done.stdout
 
 
 def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
@@ -489,11 +479,11 @@ def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
 def test_a_pin_keeps_and_an_unpin_lets_go(site: Site) -> None:
     key = site.publish(site.image("a"))
     assert "pinned" in site.run("pin", key).stdout
-    assert "was pinned already" in site.run("pin", key).stdout
+    assert site.run("pin", key).exit_code == Exit.OK
     assert site.json("evict", "--all")["verdicts"][0]["why_not"] == "pinned"
     assert site.keys() == {key}
     assert site.run("unpin", str(site.lustre / "a")).exit_code == Exit.OK
-    assert "was not pinned" in site.run("unpin", key).stdout
+    assert "not pinned" in site.run("unpin", key).stdout
     site.run("evict", "--all")
     assert site.keys() == set()
 
@@ -504,11 +494,8 @@ def test_pin_of_a_path_means_its_newest_and_unpin_all(site: Site) -> None:
     new = site.publish(site.image("a", b"another version"), age=5)
     assert [one["key"] for one in site.json("pin", path)] == [new]
     site.run("pin", old)
-    found = site.json("unpin", path)
-    assert [(one["key"], one["changed"]) for one in found] == [
-        (new, True),
-        (old, True),
-    ]
+    assert [one["key"] for one in site.json("unpin", path)] == [new, old]
+    assert not any(one["pinned"] for one in site.json("ls"))
 
 
 def test_a_damaged_entry_is_not_pinned_for_ever(site: Site) -> None:
