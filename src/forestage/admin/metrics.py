@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from forestage import events, log
 from forestage.admin import status as node_status
 from forestage.admin.status import Status
-from forestage.admin.tally import RATES, WAITS, Histogram, Tally
+from forestage.admin.tally import WAITS, Histogram, Tally
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config, load_settings, switch
@@ -90,30 +90,13 @@ def count(places: Places) -> Tally:
 
 def _read(file: Path) -> Record:
     try:
-        record = records.load(file, Record)
+        return records.load(file, Record)
     except FileNotFoundError:
         return Record()
     except records.Damaged as damaged:
         # Prometheus takes counters that fall for new ones; no counters at all help nobody.
         log.say(f"metrics begin anew: {damaged}", by_slurm=False)
         return Record()
-    return Record(record.tally.repaired(), record.seen)
-
-
-def gather(places: Places, node: Node | None, version: str) -> Facts:
-    """Counts, while `alone`, and reads the node's state; `node` is None under a bad configuration.
-
-    Raises PermissionError for users who may not read the log, OSError where it cannot be read.
-    """
-    tally = count(places)
-    off = bool(switch.by_file(places)) or (node is not None and not node.config.enabled)
-    if node is None:
-        return Facts(tally, version, off)
-    status = None
-    # The cache's disk may be what is wrong; then the rest is wanted all the more.
-    with contextlib.suppress(OSError, ForestageError):
-        status = node_status.gather(node)
-    return Facts(tally, version, off, node.config, status)
 
 
 def export(places: Places, clock: Clock, version: str) -> bytes:
@@ -122,30 +105,30 @@ def export(places: Places, clock: Clock, version: str) -> bytes:
     Raises OSError and lock.Busy; ConfigError, once the file says so too; MetricsError where nobody
     would read the file.
     """
-    config, wrong = Config(), None
+    config, wrong = None, None
     try:
         config = load_settings(places.etc).config
     except ConfigError as error:
         wrong = error
-    node = None if wrong else Node.of(config, places, clock)
     with alone(places):
-        written = text(gather(places, node, version))
-        try:
-            if config.metrics.textfile is not None:
-                _write(places.root / config.metrics.textfile.lstrip("/"), written)
-        finally:
-            if wrong:
-                raise wrong
+        tally, status = count(places), None
+        if config is not None:
+            # The cache's disk may be what is wrong; then the rest is wanted all the more.
+            with contextlib.suppress(OSError, ForestageError):
+                status = node_status.gather(Node.of(config, places, clock))
+        off = bool(switch.by_file(places)) or (config is not None and not config.enabled)
+        written = text(Facts(tally, version, off, config, status))
+        textfile = (config or Config()).metrics.textfile
+        if textfile is not None:
+            file = places.root / textfile.lstrip("/")
+            try:
+                atomic.write(file, written, READABLE)
+            except FileNotFoundError:
+                hint = "install node exporter, or set metrics.textfile"
+                raise wrong or MetricsError(f"{file.parent} is not there", hint) from None
+    if wrong:
+        raise wrong
     return written
-
-
-def _write(file: Path, written: bytes) -> None:
-    try:
-        atomic.write(file, written, READABLE)
-    except FileNotFoundError:
-        raise MetricsError(
-            f"{file.parent} is not there", "install node exporter, or set metrics.textfile"
-        ) from None
 
 
 def text(facts: Facts) -> bytes:
@@ -220,7 +203,11 @@ def counters(tally: Tally) -> Iterator[Metric]:
             requests.add_metric((hook, result), number)
     yield requests
     starts = _filled(REQUESTS, tally.starts)
-    declined, errors = _known(tally.declined), _known(tally.errors)
+    declined, errors = (
+        _filled(REASONS, found)
+        | {OTHER: sum(number for reason, number in found.items() if reason not in REASONS)}
+        for found in (tally.declined, tally.errors)
+    )
     copied = _filled(("source", "peers"), tally.copied)
     spared = _filled(("hit", "joined"), tally.spared) | {"peers": copied["peers"]}
     for name, text, label, numbers in (
@@ -256,8 +243,7 @@ def histograms(tally: Tally) -> Iterator[Metric]:
     rates = HistogramMetricFamily(
         "forestage_copy_rate_bytes_per_second", "The rates of whole copies.", labels=()
     )
-    one = tally.rates if tally.rates.bounds else Histogram.of(RATES)
-    rates.add_metric((), _buckets(one), one.sum)
+    rates.add_metric((), _buckets(tally.rates), tally.rates.sum)
     yield rates
 
 
@@ -282,13 +268,6 @@ def _by(
     for value, number in numbers.items():
         made.add_metric((value,), number)
     return made
-
-
-def _known(numbers: Mapping[str, int]) -> dict[str, int]:
-    """Pure: every reason that there is, and one for all others."""
-    found = _filled(REASONS, numbers)
-    other = sum(number for reason, number in numbers.items() if reason not in REASONS)
-    return found | {OTHER: other}
 
 
 def _filled(names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:

@@ -24,7 +24,7 @@ REMEMBERED = 10_000
 class Histogram(msgspec.Struct):
     """How many values are at most each of `bounds`, and not at most the one before.
 
-    The last of `counts` are those above all.
+    The last of `counts` are those above all. One that was begun keeps its bounds.
     """
 
     bounds: tuple[float, ...]
@@ -147,16 +147,6 @@ class Tally(msgspec.Struct):
         self.given.sessions += max(0, now.sessions - before.sessions)
         self.given.refused += max(0, now.refused - before.refused)
         self.last_given = msgspec.structs.replace(now, keys={})
-
-    def repaired(self) -> "Tally":
-        """A copy in which histograms that another release wrote with other bounds start anew."""
-        kept = {hook: one for hook, one in self.waits.items() if _is_sound(one, WAITS)}
-        rates = self.rates if _is_sound(self.rates, RATES) else Histogram.of(RATES)
-        return msgspec.structs.replace(self, waits=kept, rates=rates)
-
-
-def _is_sound(histogram: Histogram, bounds: tuple[float, ...]) -> bool:
-    return histogram.bounds == bounds and len(histogram.counts) == len(bounds) + 1
 
 
 def _more(counts: dict[str, int], name: str, number: int = 1) -> None:

@@ -174,16 +174,6 @@ def test_peer_counts_survive_a_restart_of_the_service() -> None:
     assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
 
 
-def test_histogram_of_another_release_restarts_alone() -> None:
-    tally = counted(event("prolog", served("hit")))
-    tally.waits["step"] = Histogram.of((1.0, 2.0))
-    tally.rates = Histogram(RATES, [1])
-    mended = tally.repaired()
-    assert list(mended.waits) == ["prolog"]
-    assert mended.rates == Histogram.of(RATES)
-    assert mended.requests == tally.requests
-
-
 SIZE, TIME = st.integers(0, 99), st.floats(0, 1e4)
 REASON, EVICTED = st.sampled_from(("", "io", "deadline")), st.lists(st.just("k"), max_size=3)
 HANDLED = st.builds(
