@@ -8,10 +8,10 @@ A bad entry goes although it is leased or pinned (docs/decisions/0012). Its redi
 first, so that nobody opens it any more; a process that has it open keeps it.
 """
 
-import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -100,24 +100,22 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
         jobs=item.jobs,
         pinned=item.pinned,
     )
-    with contextlib.ExitStack() as undo:
-        fd = None
-        if item.entry is None:
-            detail = "its record cannot be read, or is not of this image"
-            verdict = msgspec.structs.replace(verdict, result="bad", detail=detail)
-        else:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            try:
-                fd = os.open(node.cache.image(item.key), flags)
-            except FileNotFoundError:
-                return msgspec.structs.replace(verdict, detail="it was evicted just now")
-            undo.callback(os.close, fd)
-            verdict = _judged(node, item.entry, verdict, fd, done, no_source)
+    if item.entry is None:
+        detail = "its record cannot be read, or is not of this image"
+        bad = msgspec.structs.replace(verdict, result="bad", detail=detail)
+        return bad if dry_run else _evicted(node, item, bad, None)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(node.cache.image(item.key), flags)
+    except FileNotFoundError:
+        return msgspec.structs.replace(verdict, detail="it was evicted just now")
+    try:
+        verdict = _judged(node, item.entry, verdict, fd, done, no_source)
         # `fd` is still open, so no other file can have this one's inode number.
-        if verdict.result == "bad" and not dry_run:
-            stays = _evict_bad(node, item, fd)
-            verdict = msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
-    return verdict
+        is_kept = verdict.result != "bad" or dry_run
+        return verdict if is_kept else _evicted(node, item, verdict, fd)
+    finally:
+        os.close(fd)
 
 
 def _judged(
@@ -223,26 +221,25 @@ def _acl(raw: bytes) -> str:
     return raw.hex() if len(raw) > PLAIN_ACL else "none"
 
 
-def _evict_bad(node: Node, item: Item, fd: int | None) -> str:
-    """Evicts a bad entry, leased and pinned or not; returns why that failed, or ""."""
+def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdict:
+    """Evicts a bad entry, leased and pinned or not; the verdict says so, or why it stays."""
     cache = node.cache
     user = source.owner(item.entry.access) if item.entry else source.invoking_user()
-    problem = ""
+    stays = ""
     try:
         with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-            if not _is_still_there(node, item.key, fd):
-                return ""
-            binds = [bind for bind in redirect.binds(cache) if bind.key == item.key]
-            try:
-                redirect.unmount(binds, user)
-            except (ForestageError, OSError) as error:
-                # It is evicted all the same: the next Prolog that names the path unmounts it.
-                problem = f"its redirect is still there: {error}"
-            cache.retire(item.key)
+            if _is_still_there(node, item.key, fd):
+                binds = [bind for bind in redirect.binds(cache) if bind.key == item.key]
+                try:
+                    redirect.unmount(binds, user)
+                except (ForestageError, OSError) as error:
+                    # It is evicted all the same: the next Prolog that names the path unmounts it.
+                    stays = f"its redirect is still there: {error}"
+                cache.retire(item.key)
         cache.empty_evicted()
     except (ForestageError, OSError) as error:
-        return str(error)
-    return problem
+        stays = str(error)
+    return msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
 
 
 def _is_still_there(node: Node, key: str, fd: int | None) -> bool:
@@ -266,20 +263,16 @@ def pieces(done: VerifyReport) -> list[Piece]:
         Column("result"),
         Column("path", folds=True),
     )
-    rows = tuple(
-        (short(one.key), format_size(one.size), _word(one), one.path or "-")
-        for one in done.verdicts
-    )
-    lines = [
-        Line(f"{short(one.key)}: {text}")
-        for one in done.verdicts
-        for text in _sentences(one, done.dry_run)
-    ]
-    return [Table(columns, rows), *lines, Line(_total(done))]
-
-
-def _word(one: Verdict) -> str:
-    return f"{one.result} ({one.against})" if one.against != "nothing" else one.result
+    rows: list[tuple[str, ...]] = []
+    lines: list[Piece] = []
+    for one in done.verdicts:
+        word = f"{one.result} ({one.against})" if one.against != "nothing" else one.result
+        rows.append((short(one.key), format_size(one.size), word, one.path or "-"))
+        lines += [Line(f"{short(one.key)}: {text}") for text in _sentences(one, done.dry_run)]
+    results = Counter(one.result for one in done.verdicts)
+    numbers = ", ".join(f"{results[word]} {word}" for word in get_args(Result) if results[word])
+    total = Line(f"{count(len(rows), 'entry', 'entries')}: {numbers}.")
+    return [Table(columns, tuple(rows)), *lines, total]
 
 
 def _sentences(one: Verdict, dry_run: bool) -> list[str]:
@@ -293,16 +286,8 @@ def _sentences(one: Verdict, dry_run: bool) -> list[str]:
     if one.jobs:
         jobs = f"{'job' if len(one.jobs) == 1 else 'jobs'} {', '.join(map(str, one.jobs))}"
         found.append(f"in use by {jobs}: what they have open, they keep")
+    if dry_run:
+        return [*found, "would be evicted"]
     if one.stays:
-        found.append(f"could not be evicted: {one.stays}")
-    elif one.evicted:
-        found.append("evicted; its pin is gone with it" if one.pinned else "evicted")
-    return [*found, "would be evicted"] if dry_run else found
-
-
-def _total(done: VerifyReport) -> str:
-    results = [one.result for one in done.verdicts]
-    numbers = ", ".join(
-        f"{results.count(word)} {word}" for word in ("ok", "bad", "unverifiable") if word in results
-    )
-    return f"{count(len(results), 'entry', 'entries')}: {numbers}."
+        return [*found, f"could not be evicted: {one.stays}"]
+    return [*found, "evicted; its pin is gone with it" if one.pinned else "evicted"]

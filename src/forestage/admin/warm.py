@@ -12,9 +12,8 @@ cancelled by a name that no other job has, and each srun ends with its job.
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -80,16 +79,6 @@ class WarmReport(msgspec.Struct, frozen=True):
     nodes: tuple[NodeAnswer, ...]
 
 
-class _Command(NamedTuple):
-    """What all threads of one command share; `name` is that of its jobs, and of no others."""
-
-    order: Order
-    slurm: Slurm
-    clock: Clock
-    name: str
-    kill: threading.Event
-
-
 def nodes_of(text: str) -> tuple[str, ...]:
     """The nodes of a ClusterShell node set, groups included. Raises ValueError."""
     from ClusterShell.NodeSet import NodeSet, NodeSetException
@@ -146,68 +135,51 @@ def warm(
     """
     if shutil.which("srun", path=slurm.path) is None:
         raise SlurmError("srun is not installed", "add its directory to PATH")
-    command = _Command(order, slurm, clock, f"forestage-warm-{token}", threading.Event())
+    name, kill = f"forestage-warm-{token}", threading.Event()
+
+    def ask(node: str) -> NodeAnswer:
+        began = clock.monotonic()
+        ran = _run(slurm, argv(order, node, name), kill)
+        return answer(node, ran, clock.monotonic() - began)
+
     answers: dict[str, NodeAnswer] = {}
     futures: dict[Future[NodeAnswer], str] = {}
     with ThreadPoolExecutor(min(order.at_once, len(order.nodes))) as pool:
         try:
             for node in order.nodes:
-                futures[pool.submit(_ask, command, node)] = node
-            progress(progress_line(order, answers))
-            for future in _as_they_end(futures):
-                answers[futures[future]] = future.result()
+                futures[pool.submit(ask, node)] = node
+            left = set(futures)
+            while left:
                 progress(progress_line(order, answers))
+                # In short turns: CPython may sleep through a signal that comes just before a wait,
+                # and wakes only for the next one.
+                over, left = wait(left, SIGNAL_POLL, FIRST_COMPLETED)
+                answers |= {futures[one]: one.result() for one in over}
         except BaseException:
-            _cancel(command, futures)
+            for future in futures:
+                future.cancel()
+            try:
+                _cancel(slurm, clock, name, futures)
+            finally:
+                kill.set()
             raise
-    return summed(answers[node] for node in order.nodes)
-
-
-def _as_they_end(futures: "Iterable[Future[NodeAnswer]]") -> "Iterator[Future[NodeAnswer]]":
-    """Each of them once it is over.
-
-    Waits in short turns: CPython may sleep through a signal that comes just before a wait, and
-    wakes only for the next one.
-    """
-    left = set(futures)
-    while left:
-        over, left = wait(left, SIGNAL_POLL, FIRST_COMPLETED)
-        yield from over
-
-
-def _ask(command: _Command, node: str) -> NodeAnswer:
-    """In a thread of its own: the job of one node, from its submission to its end."""
-    began = command.clock.monotonic()
-    ran = _run(command.slurm, argv(command.order, node, command.name), command.kill)
-    return answer(node, ran, command.clock.monotonic() - began)
+    nodes = tuple(answers[node] for node in order.nodes)
+    return WarmReport(sum(not one.is_warm for one in nodes), nodes)
 
 
 def _run(slurm: Slurm, words: list[str], kill: threading.Event, limit: float | None = None) -> Ran:
-    program = shutil.which(words[0], path=slurm.path)
-    if program is None:
-        raise SlurmError(f"{words[0]} is not installed", "add its directory to PATH")
+    program = shutil.which(words[0], path=slurm.path) or words[0]
     variables = {"SLURM_CONF": slurm.conf} if slurm.conf else {}
     return run.run([program, *words[1:]], stop=kill, timeout=limit, variables=variables)
 
 
-def _cancel(command: _Command, futures: "Iterable[Future[NodeAnswer]]") -> None:
-    """Cancels the jobs until no srun is left; kills those left after CANCEL_TIMEOUT."""
-    for future in futures:
-        future.cancel()
-    end = command.clock.monotonic() + CANCEL_TIMEOUT
-    try:
-        while True:  # more than once: an srun may be about to submit its job
-            _run(command.slurm, ["scancel", f"--name={command.name}"], threading.Event(), TIMEOUT)
-            if not wait(futures, CANCEL_EVERY).not_done or command.clock.monotonic() >= end:
-                return
-    finally:
-        command.kill.set()
-
-
-def summed(answers: Iterable[NodeAnswer]) -> WarmReport:
-    """Pure: the report on all nodes."""
-    nodes = tuple(answers)
-    return WarmReport(sum(not one.is_warm for one in nodes), nodes)
+def _cancel(slurm: Slurm, clock: Clock, name: str, futures: "Iterable[Future[NodeAnswer]]") -> None:
+    """Cancels the jobs until no srun is left, for CANCEL_TIMEOUT at most."""
+    end = clock.monotonic() + CANCEL_TIMEOUT
+    while True:  # more than once: an srun may be about to submit its job
+        _run(slurm, ["scancel", f"--name={name}"], threading.Event(), TIMEOUT)
+        if not wait(futures, CANCEL_EVERY).not_done or clock.monotonic() >= end:
+            return
 
 
 def progress_line(order: Order, answers: dict[str, NodeAnswer]) -> str:
@@ -215,18 +187,17 @@ def progress_line(order: Order, answers: dict[str, NodeAnswer]) -> str:
     missing = [node for node in order.nodes if node not in answers]
     named = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
     done = f"{len(answers)} of {count(len(order.nodes), 'node')} done"
-    totals = ", ".join(_totals(answers.values()))
-    return "; ".join(filter(None, (done, totals, f"waiting for {named}" if named else "")))
+    waiting = f"waiting for {named}" if named else ""
+    return "; ".join(filter(None, (done, _totals(answers.values()), waiting)))
 
 
-def _totals(answers: Iterable[NodeAnswer]) -> Iterator[str]:
-    """Pure: "3 hit", "1 no answer"."""
+def _totals(answers: Iterable[NodeAnswer]) -> str:
+    """Pure: "3 hit, 1 no answer"."""
     results: Counter[str] = Counter()
     for one in answers:
         results.update(image.result for image in one.images)
-        results.update(() if one.images else ("no answer",))
-    for result, number in results.most_common():
-        yield f"{number} {result}"
+        results.update([] if one.images else ["no answer"])
+    return ", ".join(f"{number} {result}" for result, number in results.most_common())
 
 
 def pieces(done: WarmReport) -> list[Piece]:
@@ -239,18 +210,16 @@ def pieces(done: WarmReport) -> list[Piece]:
         Column("took", right=True),
         Column("image or reason", folds=True),
     )
-    rows = tuple(row for one in done.nodes for row in _rows(one))
+    rows: list[tuple[str, ...]] = []
+    for one in done.nodes:
+        took = format_duration(one.seconds)
+        if not one.images:
+            rows.append((one.node, "no answer", "-", "-", took, one.problem))
+        for image in one.images:
+            why = ": ".join(filter(None, (image.reason, image.detail)))
+            what = f"{image.image} ({why})" if why else image.image
+            staged = "-" if image.wait is None else format_duration(image.wait)
+            rows.append((one.node, image.result, staged, str(one.job), took, what))
     warm = len(done.nodes) - done.failed
-    head = f"{warm} of {count(len(done.nodes), 'node')} warm: {', '.join(_totals(done.nodes))}"
-    return [Line(head, heading=True), Table(columns, rows)]
-
-
-def _rows(one: NodeAnswer) -> Iterator[tuple[str, ...]]:
-    took = format_duration(one.seconds)
-    if not one.images:
-        yield (one.node, "no answer", "-", "-", took, one.problem)
-    for image in one.images:
-        why = ": ".join(filter(None, (image.reason, image.detail)))
-        what = f"{image.image} ({why})" if why else image.image
-        staged = "-" if image.wait is None else format_duration(image.wait)
-        yield (one.node, image.result, staged, str(one.job), took, what)
+    head = f"{warm} of {count(len(done.nodes), 'node')} warm: {_totals(done.nodes)}"
+    return [Line(head, heading=True), Table(columns, tuple(rows))]
