@@ -145,14 +145,12 @@ def path(world: World, image: str, as_json: bool) -> None:
 @main.command()
 @as_json
 @click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
-@click.option("--to-watermark", is_flag=True, help="As far as the Epilog would; the default.")
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
 @click.pass_context
 def evict(
     ctx: click.Context,
     words: tuple[str, ...],
-    to_watermark: bool,
     everything: bool,
     dry_run: bool,
     as_json: bool,
@@ -163,8 +161,8 @@ def evict(
     """
     from forestage.admin import evict, inventory
 
-    if bool(words) + to_watermark + everything > 1:
-        raise click.UsageError("KEY|PATH, --to-watermark and --all exclude each other")
+    if words and everything:
+        raise click.UsageError("KEY|PATH and --all exclude each other")
     node = ctx.obj.node()
     held = inventory.gather(node)
     if words or everything:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import stat
 import sys
 import time
 from datetime import datetime
@@ -65,23 +64,8 @@ def report(
     names = logs or reports.of_node(ctx.obj.places.events)
     window = reports.Window(since, until)
     found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
-    _write(reports.as_json(found) if as_json else reports.as_page(found), output)
-
-
-def _write(rendered: bytes, output: str | None) -> None:
-    if output is None or output == "-":
-        sys.stdout.buffer.write(rendered)
-        return
-    from forestage.system import atomic
-
-    file = Path(output)
-    try:
-        is_plain = stat.S_ISREG(file.lstat().st_mode)
-    except FileNotFoundError:
-        is_plain = True
-    if is_plain:
-        os.umask(mask := os.umask(0o077))
-        atomic.write(file, rendered, 0o666 & ~mask)
-    else:
-        # Writing through a temporary file would replace a link, or a device such as /dev/null.
-        file.write_bytes(rendered)
+    # A file is replaced once it is whole; a link, or a device such as /dev/null, never is.
+    file = Path(output or "-")
+    is_replaced = file.is_file() or not os.path.lexists(file)
+    with click.open_file(output or "-", "wb", atomic=is_replaced and not file.is_symlink()) as out:
+        out.write(reports.as_json(found) if as_json else reports.as_page(found))

@@ -181,15 +181,11 @@ def test_a_terminal_gets_every_character_of_a_long_path(site: Site, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "args", [["show"], ["explain", "4_2"], ["explain", "0x4"], ["pin"], ["no"]]
+    "args",
+    [["show"], ["explain", "4_2"], ["explain", "0x4"], ["pin"], ["no"], ["evict", "--all", "abcd"]],
 )
 def test_a_wrong_command_line_ends_with_2(site: Site, args: list[str]) -> None:
     assert site.run(*args).exit_code == Exit.USAGE
-
-
-@pytest.mark.parametrize("args", [["--all", "abcd"], ["--all", "--to-watermark"]])
-def test_evicting_two_things_at_once_is_refused(site: Site, args: list[str]) -> None:
-    assert site.run("evict", *args).exit_code == Exit.USAGE
 
 
 # --- a node that is not as it should be
@@ -264,7 +260,7 @@ def test_a_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
     done = site.run("status")
     assert done.exit_code == Exit.OK
     assert "Problem: " in done.stdout
-    for args in (["--all"], [key], ["--to-watermark"], ["--all", "-n"], ["-n"]):
+    for args in (["--all"], [key], [], ["--all", "-n"], ["-n"]):
         assert site.run("evict", *args).exit_code == Exit.FAILED
     assert site.keys() == {key}
 
@@ -450,19 +446,18 @@ def test_evict_of_a_path_takes_all_its_versions(site: Site) -> None:
     assert site.keys() == set()
 
 
-@pytest.mark.parametrize("args", [[], ["--to-watermark"]])
-def test_evict_stops_at_the_low_watermark(site: Site, args: list[str]) -> None:
+def test_evict_stops_at_the_low_watermark(site: Site) -> None:
     old, new = (
         site.publish(site.image(name, b"x" * (1 << 20)), age)
         for name, age in (("old", 500), ("new", 5))
     )
-    assert site.run("evict", *args).exit_code == Exit.OK
+    assert site.run("evict").exit_code == Exit.OK
     assert site.keys() == {old, new}
     site.configure("max_size: 2M\nlow_watermark: 80%\n")
-    found = site.json("evict", *args, "--dry-run")
+    found = site.json("evict", "--dry-run")
     assert [one["key"] for one in found["verdicts"]] == [old]
     assert site.keys() == {old, new}
-    site.run("evict", *args)
+    site.run("evict")
     assert site.keys() == {new}
 
 
