@@ -17,11 +17,6 @@ from forestage.system import run
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
-
-
-@pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Nine inodes: what a virtual environment has, and what is easily lost."""
     folder = tmp_path / "venv"

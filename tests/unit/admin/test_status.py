@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -51,11 +50,6 @@ FULL = Status(
     ),
     served=Uploaded(since=NOW - 9, bytes=3 * G, chunks=768),
 )
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
 
 
 @pytest.mark.parametrize("width", [80, 120])

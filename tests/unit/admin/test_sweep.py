@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -84,11 +83,6 @@ def hold(site: Site, job: int, *uses: Use, node: str = "n1") -> Lease:
 
 def jobs(site: Site) -> tuple[int, ...]:
     return site.node.leases.jobs()
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
 
 
 @pytest.fixture
@@ -319,24 +313,6 @@ def test_stray_redirect_is_reached_as_entrys_owner(
     assert asked == [4242]
 
 
-def test_hanging_path_is_a_problem_and_leases_are_released(
-    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold(site, 7, Use("k", "/lustre/a"))
-    hold(site, 8, Use("k", "/lustre/a"))
-    bound.append(bind("/lustre/a"))
-
-    def hangs(taken: list[Bind], user: User) -> None:
-        if taken:
-            raise Failed("redirect", f"{taken[0].path} hangs; its redirect is still there")
-
-    monkeypatch.setattr(redirects, "unmount", hangs)
-    done = swept(site, slurm({7: None, 8: None}))
-    assert [one.job for one in done.released] == [7, 8]
-    assert jobs(site) == ()
-    assert any("hangs" in problem for problem in done.problems)
-
-
 def owned_by(bind: Bind) -> User:
     return User(bind.key, 1000, 1000)
 
@@ -423,13 +399,6 @@ def spoil(site: Site, key: str) -> None:
         file.write(b"\0")
 
 
-def test_entry_of_this_boot_is_not_verified(site: Site) -> None:
-    key = site.publish(site.image("a.sqsh", b"squashfs" * CHUNK))
-    assert (site.node.cache.entry_dir(key) / "boot").read_text() == boot_id()
-    spoil(site, key)
-    assert swept(site).verified == ()
-
-
 def test_entry_that_lost_bytes_in_crash_is_evicted_even_if_leased(site: Site) -> None:
     bad, good = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
     spoil(site, bad)
@@ -439,18 +408,16 @@ def test_entry_that_lost_bytes_in_crash_is_evicted_even_if_leased(site: Site) ->
     assert site.keys() == {good}
 
 
-def test_entry_without_boot_note_is_verified(site: Site) -> None:
-    """The crash may have taken the note as well."""
-    key = from_earlier_boot(site)
-    (site.node.cache.entry_dir(key) / "boot").unlink()
-    assert [one.result for one in swept(site).verified] == ["ok"]
-
-
-def test_healthy_entry_is_verified_once(site: Site) -> None:
-    key = from_earlier_boot(site)
-    assert [one.result for one in swept(site).verified] == ["ok"]
-    assert (site.node.cache.entry_dir(key) / "boot").read_bytes() == sweep.PROVEN
-    spoil(site, key)  # what happens from now on is for `forestage verify`
+def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -> None:
+    new = site.publish(site.image("new.sqsh", b"squashfs" * CHUNK))
+    assert (site.node.cache.entry_dir(new) / "boot").read_text() == boot_id()
+    spoil(site, new)
+    old, noteless = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
+    (site.node.cache.entry_dir(noteless) / "boot").unlink()  # the crash may have taken it
+    done = swept(site)
+    assert {one.key: one.result for one in done.verified} == {old: "ok", noteless: "ok"}
+    assert (site.node.cache.entry_dir(old) / "boot").read_bytes() == sweep.PROVEN
+    spoil(site, old)  # what happens from now on is for `forestage verify`
     assert swept(site).verified == ()
 
 
@@ -668,37 +635,26 @@ def test_command_prints_released_leases(site: Site, squeue: Callable[[str], None
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("exit 1", Exit.SLURM), ("echo '7|RUNNING|n1'", Exit.OK)]
+    ("script", "trouble", "code", "printed"),
+    [
+        ("echo '7|RUNNING|n1'", "", Exit.OK, "0 leases released, 1 kept."),
+        ("exit 1", "", Exit.SLURM, "Slurm gave no clear answer"),
+        ("exit 1", "bad entry", Exit.BAD, "evicted"),
+        (UNKNOWN, "open cache", Exit.FAILED, "Problem: "),
+    ],
 )
-def test_command_exit_status_is_slurm_if_it_did_not_answer(
-    site: Site, squeue: Callable[[str], None], script: str, code: Exit
+def test_command_exit_status_is_of_the_worst(
+    site: Site, squeue: Callable[[str], None], script: str, trouble: str, code: Exit, printed: str
 ) -> None:
     squeue(script)
     hold(site, 7)
-    assert site.run("sweep").exit_code == code
-    assert jobs(site) == (7,)
-
-
-def test_command_exit_status_is_bad_even_if_slurm_is_silent(
-    site: Site, squeue: Callable[[str], None]
-) -> None:
-    squeue("exit 1")
-    hold(site, 7)
-    spoil(site, from_earlier_boot(site))
+    if trouble == "bad entry":
+        spoil(site, from_earlier_boot(site))
+    elif trouble:
+        site.node.cache.prepare(False)
+        site.node.cache.root.chmod(0o755)
     done = site.run("sweep")
-    assert done.exit_code == Exit.BAD
-    assert "evicted" in done.stdout
-    assert "Slurm gave no clear answer" in done.stdout
-
-
-def test_command_exit_status_is_failed_for_a_problem_of_the_node(
-    site: Site, squeue: Callable[[str], None]
-) -> None:
-    squeue(UNKNOWN)
-    site.node.cache.prepare(False)
-    site.node.cache.root.chmod(0o755)
-    hold(site, 7)
-    done = site.run("sweep")
-    assert done.exit_code == Exit.FAILED
-    assert "Problem: " in done.stdout
-    assert jobs(site) == (), "a lease goes also where the cache must not be used"
+    assert done.exit_code == code
+    assert printed in done.stdout
+    # A lease goes also where the cache must not be used.
+    assert jobs(site) == (() if script == UNKNOWN else (7,))

@@ -33,11 +33,6 @@ Fake = Callable[..., Slurm]
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
-
-
-@pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Puts these scripts into PATH as Slurm's commands; their command lines are in `asked`."""
 
