@@ -185,8 +185,8 @@ def _line(one: Copy) -> str:
     words += [_rate(one), f"{_left(one)} left"] if one.rate else []
     words += [f"{format_size(one.from_peers)} from other nodes"] if one.from_peers else []
     words += [f"{format_size(one.served)} to other nodes"] if one.served else []
-    words.append(f"waiting: {jobs(one)}" if one.waiting else "no job waits")
-    return "  ".join([*words, one.image])
+    who = f"waiting: {jobs(one)}" if one.waiting else "no job waits"
+    return "  ".join([*words, one.image, who])
 
 
 def _rate(one: Copy) -> str:

@@ -89,11 +89,11 @@ def test_rate_is_none_before_bytes_move(copy: Copy) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "40%  40 MiB of 100 MiB  10 MiB/s  6s left  no job waits  /lustre/im"),
-        ({"waiting": (9,)}, "6s left  waiting: 9  /lustre"),
+        ({}, f"40%  40 MiB of 100 MiB  10 MiB/s  6s left  {PATH}  no job waits\n"),
+        ({"waiting": (9,)}, "waiting: 9\n"),
         (
             {"waiting": tuple(range(100, 300))},
-            "waiting: 100, 101, 102, 103 and 196 more  ",
+            "waiting: 100, 101, 102, 103 and 196 more\n",
         ),
         ({"from_peers": 30 * MIB}, "30 MiB from other nodes"),
         ({"served": 70 * MIB}, "70 MiB to other nodes"),
@@ -230,7 +230,7 @@ def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) 
         )
         os.close(terminal)
         shown = b""
-        while b"waiting: 41" not in shown:
+        while not re.search(rb"waiting:\s+41", shown):
             shown += read(controller)
         process.send_signal(signal.SIGINT)
         while True:
