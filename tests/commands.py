@@ -41,8 +41,8 @@ class Site:
         self.places = Places(root)
         self.world = World(self.places, Frozen())
         self.lustre = root / "lustre"
-        self.lustre.mkdir()
-        self.places.etc.mkdir(parents=True)
+        self.lustre.mkdir(exist_ok=True)
+        self.places.etc.mkdir(parents=True, exist_ok=True)
         self.file = self.places.etc / "forestage.yaml"
         self.configure(config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ class Slurm:
 
     def with_glob(self, pattern: str = "*", others: tuple[str, ...] = ("20-site",)) -> None:
         """Prolog= is a glob; the Epilog is ours already."""
-        self.at(PROLOG_D).mkdir()
+        self.at(PROLOG_D).mkdir(exist_ok=True)
         for other in others:
             self.script(f"{PROLOG_D}/{other}")
         self.write(CONF, f"{TEXT}\nProlog={PROLOG_D}/{pattern}\nEpilog={EPILOG}\n")
@@ -159,28 +160,42 @@ def test_configless_node_says_where_to_change_the_file(slurm: Slurm, folder: str
 # --- what would drain nodes
 
 
-@pytest.mark.parametrize("harm", ["gone", "not executable"])
-def test_hook_that_cannot_be_executed_is_refused(slurm: Slurm, harm: str) -> None:
-    if harm == "gone":
-        slurm.at(EPILOG).unlink()
-    else:
-        slurm.at(EPILOG).chmod(0o644)
-    plan = slurm.to_enable()
-    assert [one.text for one in plan.lines] == [f"Prolog={PROLOG}"]
-    assert [EPILOG in why for why in plan.refusals] == [True]
-
-
-def test_prolog_of_the_site_is_not_replaced(slurm: Slurm) -> None:
-    slurm.script("/site/prolog")
+def with_prolog(slurm: Slurm, text: str) -> None:
+    slurm.script("/site/prolog", f"#!/bin/sh\n{text}\n")
     slurm.write(CONF, f"{TEXT}\nProlog=/site/prolog\n")
-    with pytest.raises(RefusedError, match="Prolog=/site/prolog is there already: run"):
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (lambda slurm: slurm.at(EPILOG).unlink(), f"{EPILOG} is missing or cannot be"),
+        (lambda slurm: slurm.at(EPILOG).chmod(0o644), f"{EPILOG} is missing or cannot be"),
+        (lambda slurm: with_prolog(slurm, ""), "Prolog=/site/prolog is there already: run"),
+        (lambda slurm: with_prolog(slurm, f"ls  # not {PROLOG}"), "is there already: run"),
+        (lambda slurm: slurm.with_glob("site?"), "no name fits .*by hand"),
+        (lambda slurm: slurm.with_glob("*/run"), "not there: make it first"),
+        (
+            lambda slurm: slurm.write(CONF, f"{TEXT}\nProlog={PROLOG_D}-gone/*\n"),
+            "not there: make it first",
+        ),
+        (
+            lambda slurm: slurm.at(f"{PROLOG_D}/70-gone").symlink_to("nowhere"),
+            "is dangling, which drains nodes",
+        ),
+        (
+            lambda slurm: slurm.write(f"{PROLOG_D}/README", "read me"),
+            "is not-executable, which drains nodes",
+        ),
+    ],
+)
+def test_what_would_drain_nodes_or_replace_a_script_is_refused(
+    slurm: Slurm, harm: Callable[[Slurm], None], why: str
+) -> None:
+    slurm.with_glob()
+    harm(slurm)
+    with pytest.raises(RefusedError, match=why):
         slurm.enable()
-
-
-def test_comment_of_a_script_that_names_us_does_not_call_us(slurm: Slurm) -> None:
-    slurm.script("/site/prolog", f"#!/bin/sh\n# {PROLOG}\nmount /s  # not {PROLOG}\n")
-    slurm.write(CONF, f"{TEXT}\nProlog=/site/prolog\n")
-    assert slurm.to_enable().refusals
+    assert "50-forestage" not in slurm.names()
 
 
 def test_script_that_calls_us_is_left_as_it_is(slurm: Slurm) -> None:
@@ -206,35 +221,11 @@ def test_glob_gets_a_link_that_it_matches(slurm: Slurm, pattern: str, name: str)
     assert name not in slurm.names()
 
 
-@pytest.mark.parametrize("pattern", ["site?", "*/run"])
-def test_glob_that_no_name_of_ours_fits_is_refused(slurm: Slurm, pattern: str) -> None:
-    slurm.with_glob(pattern)
-    with pytest.raises(RefusedError, match=r"by hand|not there"):
-        slurm.enable()
-
-
-def test_glob_of_a_missing_directory_is_refused(slurm: Slurm) -> None:
-    slurm.write(CONF, f"{TEXT}\nProlog={PROLOG_D}/*\n")
-    with pytest.raises(RefusedError, match="make it first"):
-        slurm.enable()
-
-
-@pytest.mark.parametrize("state", ["dangling", "not-executable"])
-def test_glob_with_a_script_that_drains_is_refused(slurm: Slurm, state: str) -> None:
-    slurm.with_glob()
-    if state == "dangling":
-        slurm.at(f"{PROLOG_D}/70-gone").symlink_to("nowhere")
-    else:
-        slurm.write(f"{PROLOG_D}/README", "read me")
-    with pytest.raises(RefusedError, match=f"is {state}, which drains nodes"):
-        slurm.enable()
-    assert "50-forestage" not in slurm.names()
-
-
 def test_link_of_another_name_is_ours(slurm: Slurm) -> None:
     slurm.with_glob()
     slurm.link(f"{PROLOG_D}/05-images")
     assert slurm.to_enable().empty
+    assert any("not seen from here" in note for note in slurm.to_disable().notes)
     slurm.disable()
     assert slurm.names() == ["20-site"]
 
@@ -284,12 +275,6 @@ def test_process_that_only_looks_like_a_prolog_keeps_no_link(slurm: Slurm) -> No
     slurm.at("/proc/73").mkdir()  # it has ended
     slurm.disable()
     assert "50-forestage" not in slurm.names()
-
-
-def test_shared_directory_is_warned_of_before_a_link_goes(slurm: Slurm) -> None:
-    slurm.with_glob()
-    slurm.enable()
-    assert any("not seen from here" in note for note in slurm.to_disable().notes)
 
 
 # --- the companion
@@ -354,14 +339,10 @@ def test_command_prints_lines_to_copy_and_what_comes_next(slurm: Slurm, tmp_path
     assert slurm.at(CONF).read_text() == TEXT
 
 
-def test_without_yes_no_link_is_made(slurm: Slurm, tmp_path: Path) -> None:
+def test_link_is_made_with_yes_only(slurm: Slurm, tmp_path: Path) -> None:
     slurm.with_glob()
     assert "add --yes" in run(tmp_path, "enable")
     assert slurm.names() == ["20-site"]
-
-
-def test_with_yes_the_link_is_made(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.with_glob()
     told = run(tmp_path, "enable", "--yes")
     assert f"+ {PROLOG_D}/50-forestage -> {PROLOG}" in told
     assert "scontrol" not in told, "slurmd looks into the directory at each job"

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 
 from forestage.admin.inventory import Item, items_of, pick
-from forestage.cache.evict import Goal, Room, plan
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Entry, Stored
 from forestage.cache.lease import Lease, Use
@@ -23,45 +22,36 @@ def items(*found: Stored) -> tuple[Item, ...]:
     return items_of(found, [])
 
 
-def nowhere(path: str) -> str:
-    return "/nowhere"
+ONE, OTHER, LISTED = "abcd1" + "0" * 27, "abcd2" + "0" * 27, "/lustre/a"
 
 
-def test_superseded_items_are_what_evict_takes_first() -> None:
-    found = [stored("k1", created=1, used=9), stored("k2", created=2, used=1), stored("k3", "/b")]
-    assert [item.key for item in items(*found) if item.superseded] == ["k1"]
-    room = Room(free=0, used=1 << 40, max_size=1 << 40, min_free=0, low=0)
-    assert plan(found, frozenset(), room, Goal(free=1, used=1 << 40)).victims == ("k1",)
-
-
-def test_ambiguous_prefix_is_refused_with_its_keys() -> None:
-    both = items(stored("abcd1" + "0" * 27), stored("abcd2" + "0" * 27))
-    with pytest.raises(NotFound, match=r"abcd10.*abcd20"):
-        pick(both, "abcd", nowhere)
-    assert [item.key[:5] for item in pick(both, "abcd2", nowhere)] == ["abcd2"]
-
-
-def test_short_prefix_is_not_found() -> None:
-    with pytest.raises(NotFound):
-        pick(items(stored("abcd" + "0" * 28)), "abc", nowhere)
-
-
-def test_whole_key_wins_over_longer_ones() -> None:
-    both = items(stored("abcd"), stored("abcd" + "0" * 28))
-    assert [item.key for item in pick(both, "abcd", nowhere)] == ["abcd"]
-
-
-def test_listed_path_is_found_without_resolving() -> None:
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("abcd2", OTHER),
+        ("ABCD2", OTHER),
+        ("abcd2" + "0" * 26, OTHER),
+        ("abcd", "abcd"),  # a whole key wins over longer ones
+        (LISTED, ONE),
+    ],
+)
+def test_one_entry_is_meant(word: str, key: str) -> None:
     def hangs(path: str) -> str:
-        raise AssertionError("resolved")
+        raise AssertionError("a path as `ls` prints it needs no look at the file server")
 
-    assert pick(items(stored("k1", "/lustre/a")), "/lustre/a", hangs)[0].key == "k1"
+    held = items(stored(ONE, LISTED), stored(OTHER), stored("abcd"))
+    assert [item.key for item in pick(held, word, hangs)] == [key]
 
 
-def test_damaged_entry_has_no_path() -> None:
-    damaged = Stored("k1", 4096, 1.0, False, None)
-    with pytest.raises(NotFound):
-        pick(items(damaged), "/x", lambda path: "")
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [("abcd", f"{ONE}, {OTHER}"), ("abc", "no entry"), ("/x", "no entry")],
+)
+def test_no_entry_or_several_are_meant(word: str, why: str) -> None:
+    damaged = Stored("k1", 4096, 1.0, False, None)  # it has no path
+    held = items(stored(ONE, LISTED), stored(OTHER), damaged)
+    with pytest.raises(NotFound, match=why):
+        pick(held, word, lambda path: "")
 
 
 def test_job_with_two_uses_is_listed_once() -> None:

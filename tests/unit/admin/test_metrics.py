@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,22 +56,16 @@ def places(tmp_path: Path) -> Places:
 # --- every event once
 
 
-def test_counted_event_is_not_counted_again(places: Places) -> None:
-    assert hits(count(places)) == 0, "a node without a log"
-    for job in range(1, 6):
-        append(places.events, [hit(job)])
-        assert [hits(count(places)) for _ in range(2)] == [job, job]
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 def test_rotated_log_loses_and_repeats_no_event(
     places: Places, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     monkeypatch.setattr(log, "ROTATE_AT", 800)  # some eight events
+    assert hits(count(places)) == 0, "a node without a log"
     for job in range(1, 100):
         append(places.events, [hit(job)])
         if job % every == 0:
-            assert hits(count(places)) == job
+            assert [hits(count(places)) for _ in range(2)] == [job, job]
     assert places.events.with_name("events.jsonl.1").exists()
 
 
@@ -113,14 +108,19 @@ def test_new_log_with_old_inode_and_length_is_read(places: Places) -> None:
     assert hits(count(places)) == 20
 
 
-def test_truncated_log_is_read_on(places: Places) -> None:
+def test_truncated_log_is_read_on_and_damaged_lines_are_skipped(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "MAX_LINE", 1000)
     append(places.events, [hit(1), hit(2)])
     one = places.events.stat().st_size // 2
     assert hits(count(places)) == 2
     os.truncate(places.events, one)
     assert hits(count(places)) == 2
+    with places.events.open("ab") as file:
+        file.write(b"x" * 2500 + b'\n{"time":')
     append(places.events, [hit(3)])
-    assert hits(count(places)) == 3
+    assert [hits(count(places)) for _ in range(2)] == [3, 3]
 
 
 def test_unfinished_line_is_counted_once_it_is_whole(places: Places) -> None:
@@ -131,15 +131,6 @@ def test_unfinished_line_is_counted_once_it_is_whole(places: Places) -> None:
     with places.events.open("ab") as file:
         file.write(whole[-5:])
     assert hits(count(places)) == 2
-
-
-def test_damaged_lines_are_skipped(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "MAX_LINE", 1000)
-    append(places.events, [hit(1)])
-    with places.events.open("ab") as file:
-        file.write(b"x" * 2500 + b'\n{"time":')
-    append(places.events, [hit(2)])
-    assert [hits(count(places)) for _ in range(2)] == [2, 2]
 
 
 def test_run_that_cannot_write_counts_nothing(
@@ -330,34 +321,38 @@ def test_node_state_is_exported(site: Site) -> None:
     assert [name for name in found if name.startswith("forestage_info ")]
 
 
-def test_broken_configuration_is_exported_and_counters_go_on(site: Site) -> None:
-    site.run("metrics")
-    append(site.places.events, [hit(1)])
-    site.configure("nonsense: true\n")
-    assert site.run("metrics").exit_code == Exit.CONFIG
-    found = written(site)
-    assert found["forestage_config_valid"] == found["forestage_cache_usable"] == 0
-    assert found["forestage_requests_total hook=prolog result=hit"] == 1, "counters go on"
+def off_by_file(site: Site) -> None:
+    site.places.run.mkdir(parents=True)
+    site.places.disabled.touch()
 
 
-@pytest.mark.parametrize("by_file", [True, False])
-def test_switched_off_node_is_exported(site: Site, by_file: bool) -> None:
-    if by_file:
-        site.places.run.mkdir(parents=True)
-        site.places.disabled.touch()
-    else:
-        site.configure("enabled: false\n")
-    site.run("metrics")
-    assert written(site)["forestage_switched_off"] == 1
-
-
-def test_unusable_cache_leaves_counters(site: Site) -> None:
-    append(site.places.events, [hit(1)])
+def open_cache(site: Site) -> None:
     site.node.cache.prepare(False)
     site.node.cache.root.chmod(0o777)
-    assert site.run("metrics").exit_code == Exit.OK
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "gauges"),
+    [
+        (off_by_file, Exit.OK, {"switched_off": 1, "cache_usable": 1}),
+        (lambda site: site.configure("enabled: false\n"), Exit.OK, {"switched_off": 1}),
+        (
+            lambda site: site.configure("nonsense: true\n"),
+            Exit.CONFIG,
+            {"config_valid": 0, "cache_usable": 0},
+        ),
+        (open_cache, Exit.OK, {"config_valid": 1, "cache_usable": 0}),
+    ],
+)
+def test_node_in_trouble_is_exported_and_its_counters_go_on(
+    site: Site, trouble: Callable[[Site], None], code: Exit, gauges: dict[str, float]
+) -> None:
+    site.run("metrics")
+    append(site.places.events, [hit(1)])
+    trouble(site)
+    assert site.run("metrics").exit_code == code
     found = written(site)
-    assert found["forestage_cache_usable"] == 0
+    assert {name: found[f"forestage_{name}"] for name in gauges} == gauges
     assert found["forestage_requests_total hook=prolog result=hit"] == 1
 
 

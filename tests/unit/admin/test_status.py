@@ -12,9 +12,8 @@ from commands import CHUNK, NOW, Site
 from forestage.admin import status
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Leased
-from forestage.admin.status import Counts, Disk, Status, counts, pieces
+from forestage.admin.status import Counts, Disk, Status, pieces
 from forestage.cache.evict import Room
-from forestage.cache.lease import Use
 from forestage.peers.stats import Uploaded
 from forestage.system import lock
 from forestage.system.terminal import draw
@@ -77,15 +76,6 @@ def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
     assert found.room.used >= 4 * CHUNK
     assert [copy.key for copy in found.copies] == [owner.image.key]
     assert found.entries == Counts()
-
-
-def test_entry_in_two_states_counts_in_both(site: Site) -> None:
-    key = site.publish(site.image("a.sqsh"))
-    site.lease(1, Use(key))
-    site.lease(2, Use(key))
-    site.run("pin", key)
-    assert status.gather(site.node).entries == Counts(total=1, leased=1, pinned=1)
-    assert counts(()) == Counts()
 
 
 @pytest.mark.parametrize(
