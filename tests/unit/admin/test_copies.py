@@ -281,13 +281,3 @@ def test_copy_without_waiting_job_is_shown_to_its_end(
         re.DOTALL,
     )
     assert node.prolog(8, path).outcome.result == "hit"
-
-
-def test_bytes_from_peers_are_read_from_part(site: Site) -> None:
-    part = site.node.cache.part("k" * 32)
-    part.directory.mkdir(parents=True)
-    assert part.of_peers() == 0
-    part.note_peers(5 * MIB)
-    assert part.of_peers() == 5 * MIB
-    part.peers.write_text("")  # caught while it is written
-    assert part.of_peers() == 0

@@ -114,14 +114,12 @@ def test_copy_is_explained_with_its_evictions() -> None:
     )
 
 
-def test_copy_from_peers_is_explained() -> None:
-    (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G}), {})
-    assert text == "copied 23 GiB in 10s (2.3 GiB/s), 20 GiB of it from other nodes, and published"
-
-
-def test_copy_uploaded_to_peers_is_explained() -> None:
+def test_copy_from_and_to_peers_is_explained() -> None:
     (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G, "uploaded": 2 * G}), {})
-    assert "20 GiB of it from other nodes, 2 GiB of it sent to other nodes meanwhile" in text
+    assert text == (
+        "copied 23 GiB in 10s (2.3 GiB/s), 20 GiB of it from other nodes, 2 GiB of it sent to other"
+        " nodes meanwhile, and published"
+    )
 
 
 def test_failed_copy_is_explained_with_its_evictions() -> None:

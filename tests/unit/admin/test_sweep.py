@@ -127,15 +127,6 @@ def watch(site: Site) -> list[bool]:
 # --- leases
 
 
-def test_lease_of_forgotten_job_is_released_and_of_running_job_kept(site: Site) -> None:
-    hold(site, 7)
-    hold(site, 8)
-    done = swept(site, slurm({7: None, 8: Told("RUNNING", "n1")}))
-    assert [one.job for one in done.released] == [7]
-    assert (done.kept, done.doubt, done.problems) == (1, "", ())
-    assert jobs(site) == (8,)
-
-
 def test_one_doubtful_answer_keeps_every_lease(site: Site) -> None:
     """Of a slurmctld that answers only some questions, no answer counts."""
     for job in (7, 8, 9):
@@ -313,6 +304,20 @@ def test_stray_redirect_is_reached_as_entrys_owner(
     assert asked == [4242]
 
 
+def test_lease_goes_though_its_path_hangs(
+    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(taken: list[Bind], user: User) -> None:
+        if taken:
+            raise Failed("redirect", f"{taken[0].path} hangs; its redirect is still there")
+
+    hold(site, 7, Use("k", "/lustre/a"))
+    bound.append(bind("/lustre/a"))
+    monkeypatch.setattr(redirects, "unmount", hangs)
+    done = swept(site, slurm({7: None}))
+    assert (jobs(site), "hangs" in done.problems[0]) == ((), True)
+
+
 def owned_by(bind: Bind) -> User:
     return User(bind.key, 1000, 1000)
 
@@ -370,18 +375,13 @@ def test_parts_of_earlier_boot_and_abandoned_ones_are_deleted(site: Site) -> Non
     abandoned = part(site, "b", age=sweep.ABANDONED_AFTER + 60)
     resumable = part(site, "c", age=sweep.ABANDONED_AFTER - 60)
     wanted = part(site, "d", age=sweep.ABANDONED_AFTER + 60)
+    live = part(site, "e", boot=ANOTHER_BOOT, age=2 * sweep.ABANDONED_AFTER)
     hold(site, 7, Use(wanted))
-    done = swept(site, slurm({7: Told("RUNNING", "n1")}))
-    assert set(done.parts) == {old, abandoned}
-    assert {path.name for path in site.node.cache.parts.iterdir()} == {resumable, wanted}
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_part_of_live_stager_is_kept_however_old(site: Site, dry_run: bool) -> None:
-    key = part(site, "a", boot=ANOTHER_BOOT, age=2 * sweep.ABANDONED_AFTER)
-    with lock.held(site.node.cache.key_lock(key), 0):
-        assert swept(site, dry_run=dry_run).parts == ()
-    assert site.node.cache.part_dir(key).exists()
+    asked = slurm({7: Told("RUNNING", "n1")})
+    with lock.held(site.node.cache.key_lock(live), 0):
+        assert set(swept(site, asked, dry_run=True).parts) == {old, abandoned}
+        assert set(swept(site, asked).parts) == {old, abandoned}
+    assert {path.name for path in site.node.cache.parts.iterdir()} == {resumable, wanted, live}
 
 
 # --- what an earlier boot wrote

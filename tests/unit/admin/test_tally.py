@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forestage.admin import tally as module
 from forestage.admin.tally import RATES, WAITS, Histogram, Tally
@@ -172,69 +169,3 @@ def test_peer_counts_survive_a_restart_of_the_service() -> None:
         tally.add_given(now)
     given = tally.given
     assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
-
-
-SIZE, TIME = st.integers(0, 99), st.floats(0, 1e4)
-REASON, EVICTED = st.sampled_from(("", "io", "deadline")), st.lists(st.just("k"), max_size=3)
-HANDLED = st.builds(
-    Handled,
-    st.sampled_from(("hit", "joined", "copied", "started", "declined", "failed")),
-    REASON,
-    key=st.sampled_from("ab"),
-    redirect=st.sampled_from(("mounted", "kept", "spank", "none", "")),
-    size=SIZE,
-    wait=TIME,
-)
-COPIED = st.builds(
-    Copied,
-    st.sampled_from(("copied", "declined", "failed")),
-    REASON,
-    size=SIZE,
-    copying=TIME,
-    resumed=SIZE,
-    from_peers=SIZE,
-    evicted=EVICTED.map(tuple),
-)
-RELEASES = st.builds(
-    Released, st.sampled_from(("released", "failed")), REASON, evicted=EVICTED.map(tuple)
-)
-JOBS = st.integers(0, 3)
-runs = (
-    st.builds(event, st.sampled_from(("prolog", "step")), HANDLED, JOBS)
-    | st.builds(event, st.just("stager"), COPIED, JOBS)
-    | st.builds(event, st.sampled_from(("epilog", "sweep")), RELEASES, JOBS)
-)
-
-
-def numbers(value: object) -> dict[str, float]:
-    """Every number in it, by its place; the memory of jobs is none."""
-    found: dict[str, float] = {}
-
-    def walk(where: str, one: object) -> None:
-        if isinstance(one, dict):
-            for name, below in one.items():
-                if (where, name) != ("", "expected"):
-                    walk(f"{where}/{name}", below)
-        elif isinstance(one, (list, tuple)):
-            for number, below in enumerate(one):
-                walk(f"{where}/{number}", below)
-        elif isinstance(one, (int, float)):
-            found[where] = one
-
-    walk("", msgspec.to_builtins(value))
-    return found
-
-
-@given(st.lists(runs, max_size=20))
-@settings(max_examples=30)
-def test_counters_never_fall_and_count_every_request(events: list[Event]) -> None:
-    tally = Tally()
-    before = numbers(tally)
-    for one in events:
-        tally.add(one)
-        now = numbers(tally)
-        assert all(now[name] >= value for name, value in before.items())
-        before = now
-    asked = [one for one in events if one.hook in ("prolog", "step")]
-    assert sum(sum(by.values()) for by in tally.requests.values()) == len(asked)
-    assert sum(sum(one.counts) for one in tally.waits.values()) == len(asked)

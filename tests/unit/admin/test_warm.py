@@ -105,25 +105,16 @@ def test_command_options_reach_srun(site: Site, fake: Fake, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes"),
-    [("n[1-3]!n2", ("n1", "n3")), ("n2,n1,n2", ("n1", "n2")), ("n[08-10]", ("n08", "n09", "n10"))],
+    ("nodes", "images"),
+    [("", 1), ("n[", 1), ("n[3-1]", 1), ("n1!n1", 1), ("n1", warm.MAX_IMAGES + 1)],
 )
-def test_node_set_is_read_by_clustershell(text: str, nodes: tuple[str, ...]) -> None:
-    assert warm.nodes_of(text) == nodes
-
-
-@pytest.mark.parametrize("text", ["", "n[", "n[3-1]", "n1!n1"])
-def test_node_set_invalid_or_empty_starts_no_job(
-    site: Site, fake: Fake, tmp_path: Path, text: str
+def test_no_node_or_more_images_than_a_hint_holds_start_no_job(
+    site: Site, fake: Fake, tmp_path: Path, nodes: str, images: int
 ) -> None:
     fake(answers(ImageResult(IMAGE, "hit")))
-    assert site.run("warm", IMAGE, "--nodes", text).exit_code == Exit.USAGE
+    named = [f"/lustre/{number}" for number in range(images)]
+    assert site.run("warm", *named, "--nodes", nodes).exit_code == Exit.USAGE
     assert asked(tmp_path) == []
-
-
-def test_command_more_images_than_a_hint_holds_is_refused(site: Site) -> None:
-    images = [f"/lustre/{number}" for number in range(warm.MAX_IMAGES + 1)]
-    assert site.run("warm", *images, "--nodes", "n1").exit_code == Exit.USAGE
 
 
 def test_warm_without_srun_raises_slurm_error(tmp_path: Path) -> None:
@@ -141,7 +132,7 @@ def test_command_one_node_without_image_fails(
     good = ImageResult(IMAGE, "hit")
     bad = answers(good, ImageResult("/lustre/b", result, "no-room", "it is full"))
     fake(f'case "$*" in *nodelist=n2*) {bad};; *) {answers(good)};; esac')
-    done = site.run("warm", IMAGE, "/lustre/b", "--nodes", "n[1-3]")
+    done = site.run("warm", IMAGE, "/lustre/b", "--nodes", "n[1-4]!n4")
     assert done.exit_code == Exit.NOT_FOUND
     assert "2 of 3 nodes warm: 3 hit, 1 " + result in done.output
     assert "no-room: it is full" in done.output
@@ -163,10 +154,6 @@ def test_answer_of_failed_srun_has_its_first_error(site: Site, fake: Fake) -> No
 def test_answer_of_other_output_is_no_answer(out: str) -> None:
     found = warm.answer("n1", run.Ran(("srun",), 0, out, ""), 1.0)
     assert (found.is_warm, found.problem) == (False, "srun ended with 0 and no answer")
-
-
-def test_answer_without_images_is_not_warm() -> None:
-    assert not NodeAnswer("n1", 1.0, 7, ()).is_warm
 
 
 def test_progress_line_names_missing_nodes() -> None:

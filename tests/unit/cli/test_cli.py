@@ -1,7 +1,6 @@
 """The command line against a real cache: what people see, what scripts get, how it ends."""
 
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -31,29 +30,6 @@ from forestage.events import Event, Handled, append
 from forestage.system import as_user, lock, mounts
 
 MAN = Path(__file__).resolve().parents[3] / "packaging/man/forestage.1"
-COMMANDS = (
-    "status",
-    "ls",
-    "show",
-    "explain",
-    "path",
-    "evict",
-    "verify",
-    "sweep",
-    "pin",
-    "unpin",
-    "config",
-    "metrics",
-    "peer",
-    "enable",
-    "disable",
-    "unredirect",
-    "check",
-    "warm",
-    "publish",
-    "pack",
-    "report",
-)
 
 
 @pytest.fixture
@@ -109,7 +85,6 @@ def test_manual_page_and_help_have_the_one_table_of_exit_statuses() -> None:
 
 def test_manual_page_names_every_command_and_option() -> None:
     text = MAN.read_text().replace("\\-", "-")
-    assert set(main.commands) == set(COMMANDS)
     for name, command in main.commands.items():
         assert re.search(rf"^(\.B |\\fB){name}\b", text, re.MULTILINE), name
         for parameter in command.params:
@@ -138,13 +113,6 @@ def test_each_error_has_its_exit_status(error: Exception, expected: Exit) -> Non
     assert world.status_of(error) is expected
 
 
-def test_only_who_is_not_root_is_told_to_be_root() -> None:
-    denied = PermissionError(13, "Permission denied", "/x")
-    assert world.lines(denied, is_root=False) == ["/x: Permission denied (run as root)"]
-    assert world.lines(denied, is_root=True) == ["/x: Permission denied"]
-    assert world.lines(ForestageError("what", "hint"), False) == ["what (hint)"]
-
-
 def test_a_reader_that_goes_away_is_met_quietly(site: Site, tmp_path: Path) -> None:
     for number in range(3):
         site.publish(site.image(f"{number}.sqsh"))
@@ -158,26 +126,6 @@ def test_a_reader_that_goes_away_is_met_quietly(site: Site, tmp_path: Path) -> N
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (Exit.PIPE, b"")
-
-
-def test_a_terminal_gets_every_character_of_a_long_path(site: Site, tmp_path: Path) -> None:
-    name = "x" * 150 + ".sqsh"
-    site.publish(site.image(name))
-    code = (
-        "from pathlib import Path; from forestage.cli.main import *;"
-        "from forestage.paths import Places; from forestage.clock import Clock;"
-        f"main(['ls'], obj=World(Places(Path({str(tmp_path)!r})), Clock()))"
-    )
-    environ = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
-    controller, terminal = pty.openpty()
-    subprocess.run([sys.executable, "-c", code], stdout=terminal, check=True, env=environ)
-    os.close(terminal)
-    out = os.read(controller, 1 << 16).decode()
-    os.close(controller)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
-    assert max(map(len, lines)) <= 80
-    start = lines[0].index("PATH")
-    assert "".join(line[start:].strip() for line in lines[1:]).endswith(name)
 
 
 @pytest.mark.parametrize(
@@ -419,6 +367,7 @@ def test_source_is_looked_at_under_our_own_bind(site: Site) -> None:
 
 def test_evict_takes_what_was_named_but_nothing_in_use(site: Site) -> None:
     keys = {name: site.publish(site.image(name)) for name in "abcd"}
+    site.publish(site.image("c", b"another version"))
     site.lease(7, Use(keys["a"]))
     site.lease(8, Use(keys["a"]))
     site.run("pin", keys["b"])
@@ -426,7 +375,7 @@ def test_evict_takes_what_was_named_but_nothing_in_use(site: Site) -> None:
     assert done.exit_code == Exit.NOT_FOUND
     assert "stays: leased by jobs 7, 8" in done.stdout
     assert "stays: pinned" in done.stdout
-    assert "1 entry evicted, " in done.stdout
+    assert "2 entries evicted, " in done.stdout, "all versions of the path"
     assert site.keys() == {keys["a"], keys["b"], keys["d"]}
     assert site.run("evict", keys["d"]).exit_code == Exit.OK
 
@@ -437,13 +386,6 @@ def test_evict_all_leaves_what_is_in_use_and_is_content(site: Site) -> None:
     assert site.run("evict", "--all").exit_code == Exit.OK
     assert site.keys() == {keys["a"]}
     assert list(site.node.cache.evicted.iterdir()) == []
-
-
-def test_evict_of_a_path_takes_all_its_versions(site: Site) -> None:
-    site.publish(site.image("a.sqsh"))
-    site.publish(site.image("a.sqsh", b"another version"))
-    assert site.run("evict", str(site.lustre / "a.sqsh")).exit_code == Exit.OK
-    assert site.keys() == set()
 
 
 def test_evict_stops_at_the_low_watermark(site: Site) -> None:
@@ -512,13 +454,10 @@ def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
     assert site.json("explain", "7")["runs"][0]["hook"] == "prolog"
 
 
-def test_explain_of_an_unknown_job_says_what_that_may_mean(site: Site) -> None:
+def test_explain_of_a_job_without_an_event_says_what_is_known(site: Site) -> None:
     done = site.run("explain", "7")
     assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")
     assert "asked for no image, ran elsewhere, never reached this node" in done.stderr
-
-
-def test_explain_of_a_job_with_a_damaged_lease_tells_the_rest(site: Site) -> None:
     site.lease(7)
     site.node.leases.file(7).write_text("{")
     done = site.run("explain", "7")
