@@ -67,8 +67,16 @@ def parse_size(value: object) -> int:
     sold in powers of ten, but an admin who writes 500G has df -h in mind. A fraction needs
     a unit and is cut to whole bytes.
     """
-    size = _size_in_bytes(value)
-    if size is None or not 0 <= size <= MAX_SIZE:
+    size = -1
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif match := _SIZE.fullmatch(value) if isinstance(value, str) else None:
+        whole, _, decimals = match[1].partition(".")
+        if match[2] or not decimals:
+            unit = 1 << 10 * (_PREFIXES.index(match[2].upper()) + 1) if match[2] else 1
+            # Integers all the way: a float is off by bytes above 8 PiB.
+            size = int(whole) * unit + int(decimals or "0") * unit // int(10 ** len(decimals))
+    if not 0 <= size <= MAX_SIZE:
         raise _unexpected(_A_SIZE, value)
     return size
 
@@ -78,9 +86,16 @@ def parse_duration(value: object) -> float:
 
     Units go from large to small, each at most once. What is finer than a nanosecond is rounded.
     """
-    seconds = _in_seconds(value)
+    seconds = -1.0
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = value
+    elif isinstance(value, str) and _PLAIN.fullmatch(value):
+        seconds = float(value)
+    elif match := _DURATION.fullmatch(value) if value and isinstance(value, str) else None:
+        counts = zip(match.groups(), _SECONDS.values(), strict=True)
+        seconds = sum(float(count) * unit for count, unit in counts if count)
     # Written this way round, because nan compares false with everything.
-    if seconds is None or not 0 <= seconds <= MAX_DURATION:
+    if not 0 <= seconds <= MAX_DURATION:
         raise _unexpected(_A_DURATION, value)
     # 71 * 0.001 is 0.07100000000000001, which nobody wrote and no text of nine decimals means.
     return round(float(seconds), _DECIMALS)
@@ -164,38 +179,6 @@ def quote(value: object) -> str:
         return repr(value)
     # A list or mapping is never printed: YAML aliases can make it grow without end.
     return "a mapping" if isinstance(value, dict) else f"a {type(value).__name__}"
-
-
-def _size_in_bytes(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return None
-    whole, _, decimals = match[1].partition(".")
-    if decimals and not match[2]:
-        return None
-    unit = 1 << 10 * (_PREFIXES.index(match[2].upper()) + 1) if match[2] else 1
-    # Integers all the way: a float is off by bytes above 8 PiB.
-    scale: int = 10 ** len(decimals)
-    return int(whole) * unit + int(decimals or "0") * unit // scale
-
-
-def _in_seconds(value: object) -> float | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    if not isinstance(value, str) or not value:
-        return None
-    if _PLAIN.fullmatch(value):
-        return float(value)
-    match = _DURATION.fullmatch(value)
-    if match is None:
-        return None
-    return sum(
-        float(count) * unit
-        for count, unit in zip(match.groups(), _SECONDS.values(), strict=True)
-        if count
-    )
 
 
 def _unexpected(expected: str, value: object) -> ValueError:

@@ -16,7 +16,7 @@ PYXIS = f"required {INSIDE_STATE}/pyxis.so report={PYXIS_REPORT}\n"
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
-    """With the companion, as docs/operations.md has it; Slurm allows the tests' deadline of 30 s."""
+    """With the companion, as docs/operations.md has it; Slurm allows a deadline of 30 s."""
     spec = hooked(nodes=1)
     files = {**spec.files, STACK: OURS + PYXIS}
     limits = {**spec.slurm_conf, "BatchStartTimeout": "60"}

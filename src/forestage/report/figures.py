@@ -14,7 +14,6 @@ from forestage.report.logs import LogCounts
 from forestage.report.sums import (
     QUARTER,
     Distribution,
-    ImageSums,
     Slot,
     Sums,
     Window,
@@ -24,7 +23,6 @@ HOUR, DAY = 3600, 86400
 WIDTHS = (HOUR, 6 * HOUR, DAY, 7 * DAY, 28 * DAY, 364 * DAY)  # seconds of a period
 MAX_PERIODS = 72  # thinner bars cannot be told apart
 FIRST_MONDAY = 4 * DAY  # after the epoch
-OWN_RATE_COPIES = 3  # copies of an image from which on its own median rate is used
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -132,14 +130,8 @@ def _savings(sums: Sums, waited: float) -> Savings | None:
     rate = sums.rates.median()
     if not rate:
         return None
-    gross = sum(image.kept_off / _rate(image, rate) for image in sums.images.values())
+    gross = sum(image.kept_off for image in sums.images.values()) / rate
     return Savings(gross - waited, gross, rate, sums.rates.count)
-
-
-def _rate(image: ImageSums, common: float) -> float:
-    """The image's own median rate, in bytes per second, once it was copied often enough."""
-    own = image.rates.median() if image.rates.count >= OWN_RATE_COPIES else None
-    return own or common
 
 
 def _waits(distribution: Distribution) -> Waits:
@@ -153,7 +145,7 @@ def _images(sums: Sums) -> Iterator[Image]:
         sums.images.items(),
         key=lambda item: (-item[1].kept_off, -item[1].starts, item[0]),
     ):
-        saved = image.kept_off / _rate(image, rate) - image.waited if rate else None
+        saved = image.kept_off / rate - image.waited if rate else None
         yield Image(path, image.size, image.starts, image.hits, image.copies, image.kept_off, saved)
 
 

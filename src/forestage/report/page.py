@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from forestage.events.reasons import REASONS
 from forestage.report import format as fmt
-from forestage.report.figures import OWN_RATE_COPIES, Report
+from forestage.report.figures import Report
 from forestage.report.plots import HEIGHT, all_plots
 from forestage.units import format_size, printable
 
@@ -51,7 +51,6 @@ def render(report: Report) -> bytes:
         plots=all_plots(report),
         plot_height=HEIGHT,
         reason_texts=REASONS,
-        own_rate_copies=OWN_RATE_COPIES,
         css=Markup((FOLDER / "page.css").read_text()),  # noqa: S704 - a file of ours
     )
     return html.encode("utf-8", "backslashreplace")

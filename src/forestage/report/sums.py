@@ -104,7 +104,6 @@ class ImageSums:
         self.kept_off = 0
         self.waited = 0.0
         self.size = 0
-        self.rates = Distribution()
 
 
 class Sums:
@@ -172,8 +171,7 @@ class Sums:
         image.size = outcome.size
         # The stager that copied the resumed bytes was killed, so its seconds are in no event.
         if not outcome.resumed and outcome.bytes and outcome.copying > 0:
-            for rates in (image.rates, self.rates):
-                rates.add(outcome.bytes / outcome.copying)
+            self.rates.add(outcome.bytes / outcome.copying)
 
     def _add_wait(self, outcome: Handled, slot: Slot) -> None:
         slot.waited += outcome.wait

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -128,17 +126,6 @@ def test_savings_are_time_of_copies_less_all_waiting() -> None:
 def test_logs_without_whole_copy_have_no_savings(useless: Outcome | None) -> None:
     copies = [event("stager", useless)] if useless else []
     assert reported(*copies, event("prolog", hit())).savings is None
-
-
-def test_image_with_three_copies_has_its_own_rate() -> None:
-    slow = [event("stager", copy(100.0, path="/s"), n) for n in range(3)]
-    fast = [event("stager", copy(1.0, path=f"/f{n}"), n) for n in range(9)]
-    start = event("prolog", hit(path="/s"))
-    one, three = reported(*slow[:1], *fast, start), reported(*slow, *fast, start)
-    assert one.savings is not None
-    assert three.savings is not None
-    assert one.savings.gross == pytest.approx(1.0)
-    assert three.savings.gross == pytest.approx(100.0)
 
 
 def test_job_on_two_nodes_is_two_starts() -> None:
@@ -335,22 +322,3 @@ def test_output_replaces_files_and_not_links_or_devices(world: World, tmp_path: 
     finally:
         os.close(reader)
     assert pipe.is_fifo()
-
-
-JINJA = """
-import sys
-from forestage.cli import main
-from forestage import report
-found = report.from_logs([], report.Window(), 0.0, 0)
-report.as_json(found)
-print("jinja2" in sys.modules)
-report.as_page(found)
-print("jinja2" in sys.modules)
-"""
-
-
-def test_jinja_is_imported_only_for_a_page() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-BIc", JINJA], capture_output=True, text=True, check=False
-    )
-    assert (ran.stdout, ran.stderr) == ("False\nTrue\n", "")
