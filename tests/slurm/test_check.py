@@ -39,14 +39,14 @@ def checked(site: Site) -> tuple[int, list[str], str]:
     return words.returncode, [one["id"] for one in found], words.stdout
 
 
-def test_a_good_node_is_left_in_peace_before_and_after_its_first_job(site: Site) -> None:
+def test_good_node_has_no_finding_before_and_after_its_first_job(site: Site) -> None:
     assert checked(site) == (0, [], "forestage OK - nothing to change\n")
     ran = site.srun(site.image("a"))
     assert site.results(ran.job) == ["copied"]
     assert checked(site) == (0, [], "forestage OK - nothing to change\n")
 
 
-def test_what_drains_nodes_is_found_before_it_does(site: Site) -> None:
+def test_setup_that_would_drain_the_node_is_found(site: Site) -> None:
     was = site.cluster.read("/etc/slurm/slurm.conf")
     try:
         site.cluster.write("/etc/slurm/slurm.conf", f"{was}Prolog=/etc/slurm/prolog.d/*\n")

@@ -42,7 +42,7 @@ def needed(requirements: list[str], seen: set[str]) -> set[str]:
     return seen
 
 
-def test_all_that_the_package_brings_along_has_one_version() -> None:
+def test_dependency_of_the_package_has_one_version() -> None:
     """Else two builds of one commit differ, and nobody has tested the second."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert needed(project["dependencies"], set()) <= set(pins())
@@ -59,7 +59,7 @@ def test_each_script_is_run_and_is_plain_sh() -> None:
         assert script.read_text().startswith("#!/bin/sh\n")
 
 
-def test_the_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
+def test_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
     """They would go with it, and a Prolog that is missing drains its node."""
     directory = str(Places().prolog.parent)
     assert directory == "/usr/libexec/forestage"
@@ -69,7 +69,7 @@ def test_the_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
     assert not re.search(rf"rm .*{directory}", _commands("postremove") + _commands("preremove"))
 
 
-def test_what_an_upgrade_switches_off_it_switches_on_again() -> None:
+def test_upgrade_switches_on_what_it_switched_off() -> None:
     scripts = _commands("preinstall") + _commands("preremove")
     said = re.findall(r'echo "(forestage [^"]+)" >/run', scripts)
     pattern = re.search(r"grep -qxE '([^']+)'", _commands("postinstall"))
@@ -94,9 +94,7 @@ def _commands(script: str) -> str:
         ("metrics: {textfile: null}\n", ["default", "own"]),
     ],
 )
-def test_a_node_without_forestage_does_not_tell_its_last_state_for_ever(
-    tmp_path: Path, said: str, left: list[str]
-) -> None:
+def test_removed_package_leaves_no_metrics(tmp_path: Path, said: str, left: list[str]) -> None:
     """By node exporter, to which a file is as good as new: all would be well, on each node."""
     etc = tmp_path / "etc/forestage"
     files = {"default": Path(f"{tmp_path}{Config().metrics.textfile}")}
@@ -127,7 +125,7 @@ def test_users_find_the_command() -> None:
     assert link == "/usr/bin/forestage"
 
 
-def test_what_the_documents_say_is_installed_is() -> None:
+def test_file_that_the_documents_name_is_installed() -> None:
     """Units, alerts and the dashboard: who has the package has no checkout to copy from."""
     said = (REPO / "docs/operations.md").read_text()
     named = re.findall(r"/usr/share/forestage/([\w./]+)", said)

@@ -35,9 +35,10 @@ ENVIRON = {
     ("comment", "expected"),
     [
         ("", Hints()),
+        # Words that only look like a hint.
         ("my favourite job, on stage", Hints()),
+        ("stages=/a upstage=/a Stage=/a stage /a stage:/a stage- xstage-wait=1", Hints()),
         ("stage=/a", Hints(paths=("/a",))),
-        ("before stage=/a after", Hints(paths=("/a",))),
         ("x;stage=/a;y", Hints(paths=("/a",))),
         ("stage=/a,/b stage=/c\nstage=/a", Hints(paths=("/a", "/b", "/c"))),
         ("stage=,/a,,", Hints(paths=("/a",))),
@@ -48,7 +49,6 @@ ENVIRON = {
         ("stage=/off,off", Hints(paths=("/off", "off"))),
         ("stage-wait=10m", Hints(wait=600.0)),
         ("stage-wait=10m stage-wait=1m", Hints(wait=60.0)),
-        ("stage-wait=0", Hints(wait=0.0)),
     ],
 )
 def test_hints_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
@@ -56,33 +56,13 @@ def test_hints_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
 
 
 @pytest.mark.parametrize(
-    "comment",
-    [
-        "stage",
-        "stages=/a",
-        "upstage=/a",
-        "Stage=/a",
-        "stage /a",
-        "stage:/a",
-        "stage-",
-        "xstage-wait=1",
-    ],
-)
-def test_word_that_only_looks_like_a_hint_is_ignored(comment: str) -> None:
-    assert read_hints(comment) == Hints()
-
-
-@pytest.mark.parametrize(
     ("comment", "problem"),
     [
         ("stage=", "names no image"),
-        ("stage=,,", "names no image"),
         ("stage-wait=", "stage-wait: expected a duration"),
         ("stage-wait=soon", "'soon'"),
-        ("stage-wait=-1", "'-1'"),
         ("stage-wait=1e9", "'1e9'"),
         ("stage-=1", "unknown hint stage-="),
-        ("stage-off=1", "unknown hint stage-off="),
     ],
 )
 def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
