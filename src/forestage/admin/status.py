@@ -140,26 +140,23 @@ def _facts(status: Status) -> list[tuple[str, str]]:
     if status.disk and status.room:
         disk, room = status.disk, status.room
         of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"
+        numbers = msgspec.structs.asdict(status.entries)
+        entries = str(numbers.pop("total"))
+        if states := ", ".join(f"{number} {word}" for word, number in numbers.items() if number):
+            entries = f"{entries} ({states})"
         facts += [
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
             ("used", f"{format_size(room.used)} by the cache"),
             ("max_size", f"{format_size(room.max_size)}, the most it may take"),
             ("low_watermark", f"{format_size(room.low)}, where evicting at rest stops"),
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
-            ("entries", _entries(status.entries)),
+            ("entries", entries),
         ]
     facts.append(("redirects", str(len(status.redirects))))
     if status.served:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
         facts.append(("served", f"{sent} to other nodes"))
     return facts
-
-
-def _entries(found: Counts) -> str:
-    numbers = msgspec.structs.asdict(found)
-    total = numbers.pop("total")
-    states = ", ".join(f"{number} {word}" for word, number in numbers.items() if number)
-    return f"{total} ({states})" if states else str(total)
 
 
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:
@@ -172,15 +169,12 @@ def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:
         Column("redirected"),
         Column("image", folds=True),
     )
-    rows = tuple(row for one in holders for row in _images(one, now))
+    rows: list[tuple[str, ...]] = []
+    for one in holders:
+        head = (str(one.job), one.user, age(now - one.since))
+        for image in one.images:
+            rows.append((*head, "yes" if image.redirected else "no", image.path or image.key))
+        if not one.images:
+            rows.append((*head, "-", "-"))
     number = count(len(holders), "lease")
-    return [Line(f"{number}:", heading=True), Table(columns, rows, indent=2)]
-
-
-def _images(one: Holder, now: float) -> list[tuple[str, ...]]:
-    """One row for each image of the job."""
-    head = (str(one.job), one.user, age(now - one.since))
-    return [
-        (*head, "yes" if image.redirected else "no", image.path or image.key)
-        for image in one.images
-    ] or [(*head, "-", "-")]
+    return [Line(f"{number}:", heading=True), Table(columns, tuple(rows), indent=2)]

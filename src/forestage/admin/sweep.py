@@ -72,9 +72,9 @@ class Released(msgspec.Struct, frozen=True):
     """
 
     job: int
-    user: str
-    node: str
     why: str
+    user: str = ""
+    node: str = ""
     redirects: int = 0
 
 
@@ -119,9 +119,13 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         doubt = str(error)
     released = tuple(run.each(stale))
     run.tried(run.strays, stale)
-    parts = (run.tried(run.dead_parts, stale) or ()) if made else ()
-    evicted = (run.tried(run.evicted, stale) or ()) if made else ()
-    unproven = (run.tried(unproven_entries, node) or ()) if made else ()
+    parts: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
+    unproven: tuple[Item, ...] = ()
+    if made:
+        parts = run.tried(run.dead_parts, stale) or ()
+        evicted = run.tried(run.evicted, stale) or ()
+        unproven = run.tried(unproven_entries, node) or ()
     verified = () if dry_run else tuple(run.proofs(unproven, progress))
     done = SweepReport(
         dry_run=dry_run,
@@ -209,11 +213,10 @@ class _Run:
     def release(self, one: StaleLease) -> Released | None:
         """Does what the Epilog would have done. None where a hook has used the lease since."""
         node, leases = self.node, self.node.leases
-        released = Released(one.job, "", "", one.why)
-        cache, user = node.cache, ROOT
+        cache, user, released = node.cache, ROOT, Released(one.job, one.why)
         if one.lease:
             cache, user = Cache(Path(one.lease.cache)), one.lease.user
-            released = Released(one.job, user.name, one.lease.node, one.why)
+            released = Released(one.job, one.why, user.name, one.lease.node)
         if self.dry_run:
             return released
         with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
@@ -346,7 +349,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
         rest = events.Released(
             "released", unmounted=len(done.redirects), evicted=(*done.evicted, *bad)
         )
-        found.append(event(Released(0, "", "", ""), rest))
+        found.append(event(Released(0, ""), rest))
     events.append(node.places.events, found)
 
 
@@ -404,7 +407,11 @@ def _boot_of(directory: Path) -> bytes:
 def pieces(done: SweepReport) -> list[Piece]:
     """Pure: what `sweep` prints: what was done, or would be, and what could not be."""
     would = "would be " if done.dry_run else ""
-    lines = [_line(one, would) for one in done.released]
+    lines = []
+    for lease in done.released:
+        redirects = f", {count(lease.redirects, 'redirect')} unmounted" if lease.redirects else ""
+        who = f"job {lease.job}" + (f" of {lease.user}" if lease.user else "")
+        lines.append(f"{who}: lease {would}released ({lease.why}){redirects}")
     lines += [f"{path}: redirect {would}unmounted, no lease needs it" for path in done.redirects]
     lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
     lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
@@ -412,9 +419,8 @@ def pieces(done: SweepReport) -> list[Piece]:
     for one in done.verified:
         if one.result == "bad":
             end = f"stays: {one.stays}" if one.stays else "evicted"
-            lines.append(
-                f"{short(one.key)}: bad ({one.detail or 'its chunks have changed'}), {end}"
-            )
+            why = one.detail or "its chunks have changed"
+            lines.append(f"{short(one.key)}: bad ({why}), {end}")
     healthy = sum(1 for one in done.verified if one.result == "ok")
     if healthy:
         lines.append(f"{count(healthy, 'entry', 'entries')} of an earlier boot verified: healthy")
@@ -423,12 +429,6 @@ def pieces(done: SweepReport) -> list[Piece]:
     lines += [f"Problem: {problem}" for problem in done.problems]
     lines.append(f"{count(len(done.released), 'lease')} {would}released, {done.kept} kept.")
     return [Line(text) for text in lines]
-
-
-def _line(one: Released, would: str) -> str:
-    redirects = f", {count(one.redirects, 'redirect')} unmounted" if one.redirects else ""
-    who = f" of {one.user}" if one.user else ""
-    return f"job {one.job}{who}: lease {would}released ({one.why}){redirects}"
 
 
 def exit_code(done: SweepReport) -> int:

@@ -13,11 +13,10 @@ from forestage.admin.explain import history, pieces, sentences
 from forestage.admin.inventory import Holder, Leased
 from forestage.cache import image
 from forestage.cache.lease import Lease, Use
-from forestage.errors import NotFound
 from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result
 from forestage.events.reasons import REASONS
 from forestage.system.as_user import User
-from forestage.system.terminal import Line, write
+from forestage.system.terminal import write
 
 SOURCE = Path(forestage.__file__).parent
 NOW = 1_800_000_000.0
@@ -248,12 +247,3 @@ def test_lease_lost_without_epilog_is_noticed() -> None:
     assert "no Epilog is recorded" not in printed(event(declined))
     released = event(Handled("released"), time=NOW + 9, hook="epilog", total=1)
     assert "no Epilog is recorded" not in printed(event(hit()), released)
-
-
-def test_unknown_job_is_not_found() -> None:
-    with pytest.raises(NotFound, match="nothing is recorded about job 7"):
-        history(7, [event(hit(), job=8)], None)
-
-
-def test_damaged_lease_is_a_problem() -> None:
-    assert Line("Problem: damaged") in pieces(history(7, [], None, ("damaged",)), NOW)
