@@ -197,14 +197,6 @@ def test_damaged_tally_restarts_from_the_logs(
     assert "metrics begin anew" in capfd.readouterr().err
 
 
-def test_tally_remembers_few_logs(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "ROTATE_AT", 1)
-    for job in range(20):
-        append(places.events, [hit(job)])
-        count(places)
-    assert len(metrics._read(places.tally).seen) == log.MAX_SEEN
-
-
 # --- what the text says
 
 
