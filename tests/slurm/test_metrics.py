@@ -87,7 +87,7 @@ def prometheus(site: Site) -> Iterator[Prometheus]:
         for number, node in enumerate(NODES)
     ]
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "1s"},
         "scrape_configs": [{"job_name": "node", "static_configs": targets}],
     }
     cluster.write("/tmp/prometheus.yml", json.dumps(config))  # JSON is YAML
