@@ -97,16 +97,17 @@ def test_value_of_each_kind_is_read_as_its_type(
 
 
 def test_later_file_wins_key_by_key(tmp_path: Path) -> None:
-    main = write(tmp_path, "deadline: 1\non_error: drain\npartitions: {gpu: {deadline: 1}}")
-    early = write(tmp_path, "deadline: 2\nredirect: none", "conf.d/10-a.yaml")
+    common = "deadline: 1\npeers: {port: 1, uploads: 2}\npartitions: {gpu: {deadline: 1}}"
+    main = write(tmp_path, common)
+    early = write(tmp_path, "deadline: 2\npeers: {port: 80}", "conf.d/10-a.yaml")
     late = write(tmp_path, "deadline: 3\npartitions: {gpu: {enabled: false}}", "conf.d/9-late.yaml")
     found = load_settings(tmp_path)
-    assert found.config == Config(deadline=3.0, redirect="none", on_error="drain")
+    assert found.config == Config(deadline=3.0, peers=Peering(port=80, uploads=2))
     assert found.partitions == {"gpu": {"deadline": 1.0, "enabled": False}}
     assert {key: origin for key, origin in found.origins.items() if origin != DEFAULT} == {
         "deadline": str(late),
-        "redirect": str(early),
-        "on_error": str(main),
+        "peers.port": str(early),
+        "peers.uploads": str(main),
         "partitions.gpu.deadline": str(main),
         "partitions.gpu.enabled": str(late),
     }
@@ -313,17 +314,16 @@ def test_conf_d_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     assert problem == Problem(str(tmp_path / "conf.d"), "", "cannot be listed: Not a directory")
 
 
-@pytest.mark.parametrize("fault", [PermissionError(13, "Permission denied"), OSError(5, "I/O")])
 def test_unreadable_file_is_not_taken_for_a_missing_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: OSError
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
-        raise fault
+        raise PermissionError(13, "Permission denied")
 
     write(tmp_path, "")
     monkeypatch.setattr("os.open", refuse)
     (problem,) = problems(tmp_path)
-    assert problem.what == f"cannot be read: {fault.strerror}"
+    assert problem.what == "cannot be read: Permission denied"
 
 
 # --- root reads only what root has written
@@ -335,8 +335,11 @@ def test_unreadable_file_is_not_taken_for_a_missing_one(
 def test_file_that_others_may_write_is_refused_by_root(
     tmp_path: Path, name: str, mode: int
 ) -> None:
-    path = write(tmp_path, "enabled: false", name)
-    path.chmod(mode)
+    target = write(tmp_path, "enabled: false", "target")
+    target.chmod(mode)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target)  # which does not lend its owner
     (problem,) = problems(tmp_path)
     assert problem.where == str(path)
     assert problem.what == "group or others may write it, expected its owner only"
@@ -349,41 +352,12 @@ def test_file_of_another_user_is_refused_by_root(tmp_path: Path) -> None:
     assert problem.what == "belongs to uid 1000, expected root"
 
 
-@pytest.mark.usefixtures("as_root")
-def test_link_of_root_does_not_lend_its_owner_to_its_target(tmp_path: Path) -> None:
-    target = write(tmp_path, "enabled: false", "target")
-    target.chmod(0o666)
-    (tmp_path / MAIN).symlink_to(target)
-    assert "others may write" in problems(tmp_path)[0].what
-
-
 def test_any_file_may_be_looked_at_by_a_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     write(tmp_path, "enabled: false").chmod(0o666)
     assert not load_settings(tmp_path).config.enabled
-
-
-# --- keys within a key
-
-
-def test_group_of_keys_is_merged_key_by_key(tmp_path: Path) -> None:
-    write(tmp_path, "peers: {enabled: true, port: 1}")
-    write(
-        tmp_path,
-        "peers:\n  port: 80\n  addresses: {n1: 10.0.0.1, n2: '[::1]:5'}\n",
-        "conf.d/a.yaml",
-    )
-    found = load_settings(tmp_path)
-    assert found.config.peers == Peering(
-        enabled=True, port=80, addresses={"n1": "10.0.0.1", "n2": "[::1]:5"}
-    )
-    rows = {row.key: row for row in found.rows()}
-    assert rows["peers.enabled"] == ("peers.enabled", "true", str(tmp_path / MAIN))
-    assert rows["peers.port"] == ("peers.port", "80", str(tmp_path / "conf.d/a.yaml"))
-    assert rows["peers.addresses"].value == '{"n1":"10.0.0.1","n2":"[::1]:5"}'
-    assert rows["peers.uploads"].origin == DEFAULT
 
 
 # --- addresses
@@ -434,11 +408,7 @@ def test_sample_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
     assert list(found.partitions) == ["debug", "training"]
 
 
-def test_key_of_the_struct_is_described() -> None:
-    groups = {name.partition(".")[0]: None for name in KEYS}
-    assert tuple(groups) == Config.__struct_fields__
-    within = tuple(name.removeprefix("peers.") for name in KEYS if name.startswith("peers."))
-    assert within == Peering.__struct_fields__
+def test_sentence_of_each_key_is_short() -> None:
     assert all(key.sentence.endswith(".") and len(key.sentence) < 90 for key in KEYS.values())
 
 
