@@ -68,28 +68,25 @@ def findings(
         )
         return
     cache = Cache(files.at(real))
-    if why := _not_ours(cache):
+    if not _is_ours(cache.root):
         yield Finding(
             "cache-not-ours",
             "critical",
-            f"{config.cache} {why}, and must be root's with mode 0700",
+            f"{config.cache} is not a directory of root's with mode 0700",
             "Nothing is staged: others could change what jobs read",
             f"chown root: {config.cache}; chmod 0700 {config.cache} (if nobody else uses it)",
         )
     yield from _room(cache, config, images, origin)
 
 
-def _not_ours(cache: Cache) -> str:
-    """Why the root is no safe place, as Cache.prepare judges it; one to be made is none yet."""
+def _is_ours(root: Path) -> bool:
+    """Whether Cache.prepare would take the directory; one that is to be made is all right."""
     try:
-        facts = os.lstat(cache.root)
+        facts = os.lstat(root)
     except OSError:
-        return ""
-    if not stat.S_ISDIR(facts.st_mode):
-        return "is not a directory"
-    if facts.st_uid not in (0, os.geteuid()) or facts.st_mode & 0o077:
-        return f"belongs to uid {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}"
-    return ""
+        return True
+    owned = stat.S_ISDIR(facts.st_mode) and facts.st_uid in (0, os.geteuid())
+    return owned and not facts.st_mode & 0o077
 
 
 def _room(cache: Cache, config: Config, images: tuple[Used, ...], origin: str) -> Iterator[Finding]:
