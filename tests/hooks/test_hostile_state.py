@@ -29,61 +29,39 @@ from node import ALICE, BOB, Node, content, read_as
 
 CHUNK = 1 << 20
 
-Damage = Callable[[Path, Path], None]
+Damage = Callable[[Path], None]
 
 
-def _gone(path: Path, victim: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+@pytest.fixture
+def damage(kind: str, victim: Path) -> Damage:
+    """Puts something else in the place of a file or a directory of ours."""
+
+    def damaged(path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        if kind == "cut":
+            path.write_bytes(b'{"job": 1, "user": {"na')
+        elif kind == "garbage":
+            path.write_bytes(b"\xff\xfe\0" * 100)
+        elif kind == "full directory":
+            (path / "image").mkdir(parents=True)
+            (path / "owner.json").write_text("{")
+        elif kind == "link":
+            path.symlink_to(victim)
+        elif kind == "fifo":
+            os.mkfifo(path)
+
+    return damaged
 
 
-def _replaced(make: Damage) -> Damage:
-    def damage(path: Path, victim: Path) -> None:
-        _gone(path, victim)
-        make(path, victim)
-
-    damage.__name__ = make.__name__
-    return damage
-
-
-def _written(name: str, data: bytes) -> Damage:
-    def damage(path: Path, victim: Path) -> None:
-        path.write_bytes(data)
-
-    damage.__name__ = name
-    return _replaced(damage)
-
-
-@_replaced
-def _full_directory(path: Path, victim: Path) -> None:
-    (path / "image").mkdir(parents=True)
-    (path / "owner.json").write_text("{")
-
-
-@_replaced
-def _link(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-@_replaced
-def _fifo(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
-_cut = _written("_cut", b'{"job": 1, "user": {"na')
-_garbage = _written("_garbage", b"\xff\xfe\0" * 100)
-
-
-def each(*damages: Damage) -> pytest.MarkDecorator:
+def each(*kinds: str) -> pytest.MarkDecorator:
     """One damage for each path through the code: other kinds are refused where records are read.
 
     (tests/unit/test_fuzz_records.py has those.)
     """
-    return pytest.mark.parametrize(
-        "damage", [pytest.param(damage, id=damage.__name__[1:]) for damage in damages]
-    )
+    return pytest.mark.parametrize("kind", kinds)
 
 
 IN_ENTRY = ("entry.json", "image", "map", "used", "")  # the last is the entry itself
@@ -140,9 +118,9 @@ def shows(node: Node, wanted: Image) -> bool:
     return Path(wanted.path).read_bytes() == content(sum(Path(wanted.path).name.encode()))
 
 
-@each(_gone, _cut, _garbage, _full_directory, _link, _fifo)
+@each("gone", "cut", "garbage", "full directory", "link", "fifo")
 def test_damaged_cache_costs_a_miss_and_no_other_entry(
-    node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
+    node: Node, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One entry, or one part, for each of its files; all of them damaged in the same way."""
     node.configure(on_error="drain")
@@ -153,12 +131,12 @@ def test_damaged_cache_costs_a_miss_and_no_other_entry(
     for wanted in parts:
         begin(node, wanted)
     for wanted, file in zip(entries, IN_ENTRY, strict=True):
-        damage(node.cache.entry_dir(wanted.key) / file, victim)
+        damage(node.cache.entry_dir(wanted.key) / file)
     for wanted, file in zip(parts, IN_PART, strict=True):
-        damage(node.cache.part_dir(wanted.key) / file, victim)
+        damage(node.cache.part_dir(wanted.key) / file)
     for directory in (node.cache.entries, node.cache.parts, node.cache.evicted):
-        damage(directory / "stray", victim)
-        damage(directory / f"{well.key}.0", victim)
+        damage(directory / "stray")
+        damage(directory / f"{well.key}.0")
 
     asked = [well, *entries, *parts]
     ran = node.prolog(1, comment="stage=" + ",".join(wanted.path for wanted in asked))
@@ -180,12 +158,12 @@ def test_damaged_cache_costs_a_miss_and_no_other_entry(
     assert all(line.isprintable() for line in capfd.readouterr().err.splitlines())
 
 
-@each(_cut, _full_directory)
-def test_stray_file_in_the_cache_is_evicted_first(node: Node, victim: Path, damage: Damage) -> None:
+@each("cut", "full directory")
+def test_stray_file_in_the_cache_is_evicted_first(node: Node, damage: Damage) -> None:
     node.cache.prepare(require_mount=True)
     well = publish(node, "well")
-    damage(node.cache.entries / "stray", victim)
-    damage(node.cache.entry_dir(publish(node, "spoilt").key) / "entry.json", victim)
+    damage(node.cache.entries / "stray")
+    damage(node.cache.entry_dir(publish(node, "spoilt").key) / "entry.json")
     # As much as `well` takes, and what the journal of a directory may: the rest has to go.
     node.configure(max_size=well.size * 3 // 2, low_watermark="100%")
     held = node.prolog(1, well.path)
@@ -197,7 +175,7 @@ def test_stray_file_in_the_cache_is_evicted_first(node: Node, victim: Path, dama
 SPOILT = ("entry.json", "image", "map", "used", "")
 
 
-def spoil_each(node: Node, victim: Path, damage: Damage) -> dict[str, Image]:
+def spoil_each(node: Node, damage: Damage) -> dict[str, Image]:
     """An entry of an earlier boot for each of its files, which is damaged in it; a whole one."""
     node.configure(cache="/mnt/nvme/forestage")
     node.cache.prepare(require_mount=True)
@@ -205,16 +183,14 @@ def spoil_each(node: Node, victim: Path, damage: Damage) -> dict[str, Image]:
     for file, wanted in made.items():
         (node.cache.entry_dir(wanted.key) / "boot").write_text("an earlier one")
         if file != "none":
-            damage(node.cache.entry_dir(wanted.key) / file, victim)
-    damage(node.cache.entries / "stray", victim)
+            damage(node.cache.entry_dir(wanted.key) / file)
+    damage(node.cache.entries / "stray")
     return made
 
 
-@each(_gone, _cut, _fifo)
-def test_sweep_after_a_restart_ends_and_keeps_what_is_right(
-    node: Node, victim: Path, damage: Damage
-) -> None:
-    made = spoil_each(node, victim, damage)
+@each("gone", "cut", "fifo")
+def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
+    made = spoil_each(node, damage)
     here = Here.of(load_settings(node.places.etc).config, node.places, Clock())
     done = sweep.sweep(here, Slurm(""), False, lambda text: None)
     assert done.problems == ()
@@ -224,11 +200,9 @@ def test_sweep_after_a_restart_ends_and_keeps_what_is_right(
     assert (again.verified, again.problems) == ((), ())
 
 
-@each(_gone, _garbage, _fifo)
-def test_verifying_all_ends_and_keeps_what_is_right(
-    node: Node, victim: Path, damage: Damage
-) -> None:
-    made = spoil_each(node, victim, damage)
+@each("gone", "garbage", "fifo")
+def test_verifying_all_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
+    made = spoil_each(node, damage)
     (node.server / "alice/entry-map").unlink()  # so that its digests are looked at
     world = World(node.places, Clock())
     done = CliRunner().invoke(main, ["verify", "--all"], obj=world, catch_exceptions=False)
@@ -236,13 +210,13 @@ def test_verifying_all_ends_and_keeps_what_is_right(
     assert node.entries() == {made[file].key for file in ("none", "used")}
 
 
-@each(_cut, _garbage, _full_directory)
+@each("cut", "garbage", "full directory")
 def test_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
-    node: Node, victim: Path, damage: Damage
+    node: Node, damage: Damage
 ) -> None:
     held, other = put(node, "held"), put(node, "other")
     assert node.prolog(1, held.path).code == 0
-    damage(node.leases.file(1), victim)
+    damage(node.leases.file(1))
 
     assert node.prolog(2, other.path).ended == (0, "copied", "")
     assert shows(node, other)
@@ -269,26 +243,26 @@ def test_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
     assert node.binds() == {}
 
 
-@each(_cut, _fifo)
+@each("cut", "fifo")
 def test_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original(
-    node: Node, victim: Path, damage: Damage
+    node: Node, damage: Damage
 ) -> None:
     wanted = put(node, "image")
     node.prolog(1, wanted.path)
-    damage(node.leases.file(1), victim)
+    damage(node.leases.file(1))
     assert node.prolog(1, wanted.path).ended == (0, "failed", "lease-damaged")
     assert shows(node, wanted)
     assert node.epilog(1).code == 0
     assert node.prolog(1, wanted.path).said == ("hit", "")
 
 
-@each(_cut, _garbage, _fifo)
+@each("cut", "garbage", "fifo")
 def test_cache_whose_format_cannot_be_read_is_left_alone(
-    node: Node, victim: Path, damage: Damage, capfd: pytest.CaptureFixture[str]
+    node: Node, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node.cache.prepare(require_mount=True)
     well = publish(node, "well")
-    damage(node.cache.root / "format", victim)
+    damage(node.cache.root / "format")
     ran = node.prolog(1, well.path)
     assert ran.ended == (0, "failed", "cache-format")
     assert str(node.cache.root) in ran.outcome.detail
@@ -308,10 +282,8 @@ def test_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str)
     assert node.epilog(1).said == ("released", "")
 
 
-@each(_cut, _link, _fifo)
-def test_damaged_file_that_only_people_read_is_in_no_jobs_way(
-    node: Node, victim: Path, damage: Damage
-) -> None:
+@each("cut", "link", "fifo")
+def test_damaged_file_that_only_people_read_is_in_no_jobs_way(node: Node, damage: Damage) -> None:
     """Events, CACHEDIR.TAG, peer.json, and what a killed hook left where redirects are made."""
     node.cache.prepare(require_mount=True)
     node.places.redirects.mkdir(parents=True)
@@ -321,13 +293,13 @@ def test_damaged_file_that_only_people_read_is_in_no_jobs_way(
         node.places.peer,
         node.places.redirects / "leftover",
     ):
-        damage(spoilt, victim)
+        damage(spoilt)
     wanted = put(node, "image")
     assert node.prolog(1, wanted.path).said == ("copied", "")
     assert node.epilog(1).said == ("released", "")
     assert node.binds() == {}
     assert stats.read(node.places.peer) is None
-    damage(node.places.events, victim)
+    damage(node.places.events)
     # Without `Node`, which would read the events.
     prolog = Hook("prolog", node.environ(2, wanted.path), time.monotonic())
     assert prolog.run(node.places, Clock()) == 0
