@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from forestage.hooks import boundary as hooks
-from forestage.hooks.boundary import DRAIN, Hook, _main, nothing_to_do
+from forestage.hooks.boundary import DRAIN, Hook, _main
 from node import Node
-
-IMAGE = hooks.IMAGE_OPTION
 
 
 @pytest.fixture
@@ -82,26 +78,3 @@ def test_events_that_cannot_be_written_do_not_undo_what_was_staged(slurmd: Node)
     slurmd.places.events.parent.touch()
     assert _main("prolog") == 0
     assert len(slurmd.binds()) == 1
-
-
-@pytest.mark.parametrize(
-    ("environ", "nothing"),
-    [
-        ({}, True),
-        ({"SLURM_JOB_COMMENT": "hello; stag=e"}, True),
-        ({"SLURM_JOB_COMMENT": "x;stage-wait=1m"}, False),
-        ({IMAGE: ""}, False),
-        ({IMAGE: "docker://ubuntu"}, False),
-    ],
-)
-def test_prolog_without_work_is_recognised_without_an_import(
-    environ: dict[str, str], nothing: bool
-) -> None:
-    assert nothing_to_do("prolog", environ, "/nowhere") is nothing
-
-
-def test_epilog_has_work_exactly_when_there_is_a_lease(tmp_path: Path) -> None:
-    environ = {"SLURM_JOB_ID": "7", IMAGE: "/x"}
-    assert nothing_to_do("epilog", environ, str(tmp_path))
-    (tmp_path / "7.json").touch()
-    assert not nothing_to_do("epilog", environ, str(tmp_path))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import Lease, Leases
 from forestage.stage import wait
 from forestage.system import as_user
 from forestage.system.as_user import User
@@ -316,17 +316,3 @@ def _read_now(path: Path) -> bytes | None:
         check=False,
     )
     return ran.stdout if ran.returncode == 0 else None
-
-
-def test_job_cannot_fill_run_with_its_lease(node: Node) -> None:
-    """Step after step, each with another image."""
-    path = node.put("alice/a", content(1))
-    uses = tuple(Use(f"{n:032x}") for n in range(1000))
-    lease = Lease(7, ALICE, 0.0, str(node.cache.root), uses)
-    node.leases.write(lease)
-
-    ran = node.prolog(7, path)
-
-    assert (ran.code, ran.outcome.reason) == (0, "too-many")
-    assert node.leases.read(7) == lease
-    assert node.epilog(7).outcome.result == "released"

@@ -240,20 +240,6 @@ def test_user_reads_why_the_original_path_is_read(node: Node) -> None:
 SMALL = 1024
 
 
-def test_user_reads_nothing_of_what_pyxis_says_anyway(spank: Node) -> None:
-    assert ask(spank, 7, "/nowhere/image.sqsh") == ["leave", "missing"]
-    assert ask(spank, 7, "docker://ubuntu") == ["leave", "registry"]
-    assert ask(spank, 7, "/etc/passwd") == ["leave", "outside-sources"]
-
-
-def test_user_messages_all_report_success(node: Node) -> None:
-    node.configure(redirect="spank", user_messages="all")
-    path = node.put("alice/image.sqsh")
-    said, last = Helper(node, environ(node, 7, path)).lines()
-    assert said[1].startswith(f"forestage: {path} is read from this node's copy (copied in ")
-    assert last == used(node, path)
-
-
 # --- the Prolog of such a job
 
 

@@ -246,17 +246,12 @@ class Service:
         """Ends what is due; called once a second."""
         self.unproven.expire(self.now())
         self.sessions.expire(self.now())
-        self._write_counts()
+        self.counters.flush()
 
     def close(self) -> None:
         """Ends all sessions, and writes the last counts."""
         self.sessions.end()
-        self._write_counts()
-
-    def _write_counts(self) -> None:
-        # A full /run is no reason to stop the service.
-        with contextlib.suppress(OSError):
-            self.counters.flush()
+        self.counters.flush()
 
 
 class Pace:

@@ -4,6 +4,7 @@ The service writes the file about once a second; `status`, the stager and the me
 below /run, so it ends with the boot.
 """
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -69,11 +70,13 @@ class Counters:
         self._last = f"client={client} why={printable(why)!r}"
 
     def flush(self) -> None:
-        """Logs what was refused and writes the file, about once a second. Raises OSError."""
+        """Logs what was refused and writes the file, about once a second."""
         if self._unlogged:
             log.say(f"peer refused={self._unlogged} last: {self._last}", by_slurm=False)
             self._unlogged = 0
-        if self._written != self._uploaded:
+        if self._written == self._uploaded:
+            return
+        with contextlib.suppress(OSError):  # a full /run is no reason to stop the service
             self._file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             atomic.write(self._file, msgspec.json.encode(self._uploaded))
             self._written = msgspec.structs.replace(self._uploaded)

@@ -72,53 +72,28 @@ def test_missing_chunk_of_live_copy_is_pending(
     assert local_chunks.find(cache, KEY, 0) == Pending(0, 8)
 
 
-def nothing(cache: Cache) -> None:
-    """Not even a directory."""
-
-
-def chunk_of_dead_copy(cache: Cache) -> None:
-    copying(cache, bytes(48))
-
-
-def dead_copy_without_map(cache: Cache) -> None:
-    copying(cache, digests=None)
-
-
-def copy_of_other_boot(cache: Cache) -> None:
-    copying(cache, boot="another")
-
-
-def copy_by_other_engine(cache: Cache) -> None:
-    copying(cache, engine="rsync")
-
-
-def entry_without_chunks(cache: Cache) -> None:
+def entry(cache: Cache, chunk: int = CHUNK, data: bytes = DATA) -> None:
     copying(cache)
-    publish(cache, chunk=0)
+    publish(cache, chunk)
+    (cache.entry_dir(KEY) / "image").write_bytes(data)
 
 
-def damaged_entry(cache: Cache) -> None:
-    copying(cache)
-    publish(cache)
-    (cache.entry_dir(KEY) / "image").write_bytes(DATA[:-1])
+ABSENT: dict[str, Callable[[Cache], None]] = {
+    "nothing": lambda cache: None,
+    "dead copy": lambda cache: copying(cache, bytes(48)),
+    "dead copy without a map": lambda cache: copying(cache, digests=None),
+    "copy of another boot": lambda cache: copying(cache, boot="another"),
+    "copy by another engine": lambda cache: copying(cache, engine="rsync"),
+    "entry without chunks": lambda cache: entry(cache, chunk=0),
+    "damaged entry": lambda cache: entry(cache, data=DATA[:-1]),
+}
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        nothing,
-        chunk_of_dead_copy,
-        dead_copy_without_map,
-        copy_of_other_boot,
-        copy_by_other_engine,
-        entry_without_chunks,
-        damaged_entry,
-    ],
-)
+@pytest.mark.parametrize("left", ABSENT)
 def test_chunk_that_cannot_be_given_is_absent_and_leaves_no_file_open(
-    cache: Cache, left: Callable[[Cache], None]
+    cache: Cache, left: str
 ) -> None:
-    left(cache)
+    ABSENT[left](cache)
     gc.collect()  # what earlier tests left open must not be closed in between
     before = len(os.listdir("/proc/self/fd"))
     assert local_chunks.find(cache, KEY, 0) == Absent()
