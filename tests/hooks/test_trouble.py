@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forestage.cache import evict, image
+from forestage.cache import evict
 from forestage.clock import Clock, Deadline
 from forestage.hooks.boundary import DRAIN
 from forestage.stage import source
@@ -202,13 +202,13 @@ def test_hanging_source_takes_no_more_than_its_own_limit_of_a_long_deadline(
 ) -> None:
     """A file server that hangs would hold up a step for minutes, without a word to its user."""
     asked: list[float] = []
-    open_as_user = image.open_as_user
+    open_as_user = source.open_as_user
 
     def noting(path: str, user: User, *rest: Any, **named: Any) -> Any:
         asked.append(rest[2])
         return open_as_user(path, user, *rest, **named)
 
-    monkeypatch.setattr(image, "open_as_user", noting)
+    monkeypatch.setattr(source, "open_as_user", noting)
     node.configure(deadline="1h")
     assert node.prolog(7, node.put("alice/image.sqsh")).outcome.result == "copied"
     assert asked[0] == source.HOOK_TIMEOUT

@@ -19,6 +19,7 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.paths import Places
 from forestage.slurm.job import Hints, Job
+from forestage.stage import source
 from forestage.stage.source import OpenImage
 from forestage.system import run
 from forestage.system.as_user import User
@@ -79,9 +80,9 @@ def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
     """Opens an image as a hook does before it stages it."""
 
     def looking(path: Path) -> OpenImage:
-        found, source = image.open_file(str(path), me, [str(shared)], [], PATIENCE)
-        assert source is not None
-        return OpenImage(image.judge(found, None), me, source)
+        found, fd = source.open_file(str(path), me, [str(shared)], [], PATIENCE)
+        assert fd is not None
+        return OpenImage(image.judge(found, None), me, fd)
 
     return looking
 

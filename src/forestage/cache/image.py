@@ -1,29 +1,22 @@
-"""Turns the path that a user wrote into an `Image`: the bytes that are meant, and who may read
-them.
+"""An `Image`: the bytes that a path means, who may read them, and whether they may be staged.
 
-The path is opened as the user, in a child, under our own binds: what is found is what the job would
-have found on the shared file system. `judge` then decides, purely, whether it may be staged.
+The path is opened in stage/source, as the user; what is found there are `Facts`, of which `judge`
+makes an image, or says why it is none.
 """
 
 import errno
 import hashlib
 import os
-import socket
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
-from forestage import trace
 from forestage.errors import Declined
 from forestage.slurm.job import Request
-from forestage.system import as_user, mounts
-from forestage.system.as_user import User
 from forestage.units import format_size
 
 ACL = "system.posix_acl_access"
-
-OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
 
 SUPERBLOCK = 32  # bytes of a squashfs superblock that tell what it is
 _MAGIC, _VERSION = b"hsqs", (4, 0)  # linux/fs/squashfs/squashfs_fs.h, struct squashfs_super_block
@@ -113,59 +106,6 @@ def wanted_path(request: Request, work_dir: str) -> str:
     return path
 
 
-def open_file(
-    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
-) -> tuple[Facts, int | None]:
-    """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
-    found, line = open_as_user(path, user, sources, caches, timeout)
-    fds = as_user.take(line)
-    return found, fds[0] if fds else None
-
-
-def open_as_user(
-    path: str,
-    user: User,
-    sources: Iterable[str],
-    caches: Sequence[str],
-    timeout: float,
-    copied_head: Callable[[Image], bytes] | None = None,
-) -> tuple[Facts, socket.socket]:
-    """Opens `path` as the user, binds from `caches` (real paths) out of sight.
-
-    With `copied_head` the first bytes are wanted as well. It returns those of the image's copy on
-    this node, or b"" where there is none: a hit reads nothing of the source,
-    unless its copy is no squashfs, as it may be damaged.
-    The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
-    it. Raises OSError as the user would get it; as_user.TooSlow.
-    """
-
-    def work() -> as_user.Found[Facts]:
-        is_private = False
-        for _ in range(OPEN_TRIES):
-            trace.point("looking")
-            try:
-                with as_user.acting(user):
-                    found, fds = _open(path, tuple(sources), caches)
-                if copied_head is not None and found.image is not None:
-                    head = copied_head(found.image)
-                    head = head if is_squashfs(head) else _head(fds[0], user)
-                    found = msgspec.structs.replace(found, head=head)
-                return found, fds
-            except _Covered as covered:
-                # Our own redirect. Off with it, in a mount namespace of this process' own; the
-                # host's table stays. A descriptor from before is of the old namespace.
-                if covered.handle is None:
-                    continue
-                if is_private:
-                    mounts.umount(f"/proc/self/fd/{covered.handle}")
-                else:
-                    mounts.private_namespace()
-                    is_private = True
-        raise OSError(errno.EBUSY, "redirects come and go", path)
-
-    return as_user.ask(work, Facts, timeout)
-
-
 def judge(found: Facts, max_size: int | None) -> Image:
     """Pure: the image, or Declined with the reason that the user and the admin will read."""
     if not found.path:
@@ -241,79 +181,6 @@ def identify(fd: int, path: str) -> Identity:
 def identity(facts: os.stat_result, path: str) -> Identity:
     """Pure: the identity of a file of which stat(2) says this."""
     return Identity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-
-
-def resolve(path: str, user: User, timeout: float) -> str:
-    """Where a path leads for this user, also if its last part does not exist. Raises TooSlow."""
-
-    def work() -> as_user.Found[bytes]:
-        as_user.become(user)
-        # As bytes: a name need not be text, and JSON takes no other.
-        return os.fsencode(os.path.realpath(path)), []
-
-    return os.fsdecode(as_user.call(work, bytes, timeout)[0])
-
-
-def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
-    listed = mounts.current() if caches else []
-    return [bind for cache in caches for bind, _ in mounts.binds_from(listed, cache)]
-
-
-class _Covered(Exception):
-    """A redirect of ours covers the path; `handle` is open on it, None if unmounted since."""
-
-    def __init__(self, handle: int | None) -> None:
-        super().__init__()
-        self.handle = handle
-
-
-def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.Found[Facts]:
-    # O_PATH first: opening a FIFO would block and opening a device may do something.
-    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
-        raise _Covered(handle)
-    mode = os.fstat(handle).st_mode
-    resolved = os.readlink(f"/proc/self/fd/{handle}")
-    if resolved == "/" and not stat.S_ISDIR(mode):
-        # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
-        raise _Covered(None)
-    try:
-        resolved.encode()
-    except UnicodeEncodeError:
-        return Facts("", sources, mode), []
-    sources = _resolved(sources, resolved)
-    found = Facts(resolved, sources, mode)
-    if not (stat.S_ISREG(mode) and is_below(resolved, sources)):
-        return found, []
-    # Through the handle, so that it is the same file whatever the path has become.
-    source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
-    facts = os.fstat(source)
-    if facts.st_nlink == 0:
-        return found, []
-    access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), read_acl(source))
-    image = Image(identity(facts, resolved), access)
-    return Facts(resolved, sources, mode, image), [source]
-
-
-def _head(fd: int, user: User) -> bytes:
-    """The first bytes of an open source, as the user; fewer than SUPERBLOCK if it has no more.
-
-    Called once its identity is known: what is written in between makes another identity.
-    """
-    data = b""
-    with as_user.acting(user):
-        while len(data) < SUPERBLOCK:
-            piece = os.pread(fd, SUPERBLOCK - len(data), len(data))
-            if not piece:
-                break
-            data += piece
-    return data
-
-
-def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
-    """The sources without links: one above the resolved `path` has none, others may hang."""
-    named = tuple(source for source in sources if is_below(path, (source,)))
-    return named or tuple(map(as_user.real, sources))
 
 
 def read_acl(fd: int) -> bytes:

@@ -208,7 +208,7 @@ def _redirect(node: Node, job: Job, opened: OpenImage, lease: Lease, limit: Wait
         return "none"
     if job.saves:
         path = os.path.join(job.work_dir, job.saves)
-        saved = image.resolve(path, job.user, limit.end.left())
+        saved = source.resolve(path, job.user, limit.end.left())
         # --container-save meets a read-only file where a redirect lies, whoever made it.
         redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)
         if saved == opened.image.path:

@@ -256,7 +256,7 @@ def must_be_unchanged(task: Task) -> None:
     source.must_be_same(task.opened)
     caches = [node.cache.real]
     try:
-        found, line = image.open_as_user(
+        found, line = source.open_as_user(
             wanted.path, task.job.user, node.config.sources, caches, source.STAGER_TIMEOUT
         )
     except OSError:

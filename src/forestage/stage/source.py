@@ -12,24 +12,27 @@ import functools
 import os
 import pwd
 import socket
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from forestage import trace
 from forestage.cache import image, redirect
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import SUPERBLOCK, Access, Facts, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import Config
 from forestage.errors import Declined
 from forestage.slurm.job import Request
-from forestage.system import as_user
+from forestage.system import as_user, mounts
 from forestage.system.as_user import User
 from forestage.units import format_size
 
+OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
 HOOK_TIMEOUT = 15.0  # seconds; no copy takes part in it, so a file server that needs longer hangs
 STAGER_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own checks
 CLI_TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
@@ -99,6 +102,132 @@ class OpenImage(msgspec.Struct, frozen=True):
             self.line.close()
 
 
+def open_as_user(
+    path: str,
+    user: User,
+    sources: Iterable[str],
+    caches: Sequence[str],
+    timeout: float,
+    copied_head: Callable[[Image], bytes] | None = None,
+) -> tuple[Facts, socket.socket]:
+    """Opens `path` as the user, binds from `caches` (real paths) out of sight.
+
+    With `copied_head` the first bytes are wanted as well. It returns those of the image's copy on
+    this node, or b"" where there is none: a hit reads nothing of the source,
+    unless its copy is no squashfs, as it may be damaged.
+    The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
+    it. Raises OSError as the user would get it; as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[Facts]:
+        is_private = False
+        for _ in range(OPEN_TRIES):
+            trace.point("looking")
+            try:
+                with as_user.acting(user):
+                    found, fds = _open(path, tuple(sources), caches)
+                if copied_head is not None and found.image is not None:
+                    head = copied_head(found.image)
+                    head = head if image.is_squashfs(head) else _head(fds[0], user)
+                    found = msgspec.structs.replace(found, head=head)
+                return found, fds
+            except _Covered as covered:
+                # Our own redirect. Off with it, in a mount namespace of this process' own; the
+                # host's table stays. A descriptor from before is of the old namespace.
+                if covered.handle is None:
+                    continue
+                if is_private:
+                    mounts.umount(f"/proc/self/fd/{covered.handle}")
+                else:
+                    mounts.private_namespace()
+                    is_private = True
+        raise OSError(errno.EBUSY, "redirects come and go", path)
+
+    return as_user.ask(work, Facts, timeout)
+
+
+def open_file(
+    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
+) -> tuple[Facts, int | None]:
+    """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
+    found, line = open_as_user(path, user, sources, caches, timeout)
+    fds = as_user.take(line)
+    return found, fds[0] if fds else None
+
+
+def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.Found[Facts]:
+    # O_PATH first: opening a FIFO would block and opening a device may do something.
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
+        raise _Covered(handle)
+    mode = os.fstat(handle).st_mode
+    resolved = os.readlink(f"/proc/self/fd/{handle}")
+    if resolved == "/" and not stat.S_ISDIR(mode):
+        # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
+        raise _Covered(None)
+    try:
+        resolved.encode()
+    except UnicodeEncodeError:
+        return Facts("", sources, mode), []
+    sources = _resolved(sources, resolved)
+    found = Facts(resolved, sources, mode)
+    if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
+        return found, []
+    # Through the handle, so that it is the same file whatever the path has become.
+    source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    facts = os.fstat(source)
+    if facts.st_nlink == 0:
+        return found, []
+    access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))
+    found_image = Image(image.identity(facts, resolved), access)
+    return Facts(resolved, sources, mode, found_image), [source]
+
+
+class _Covered(Exception):
+    """A redirect of ours covers the path; `handle` is open on it, None if unmounted since."""
+
+    def __init__(self, handle: int | None) -> None:
+        super().__init__()
+        self.handle = handle
+
+
+def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
+    listed = mounts.current() if caches else []
+    return [bind for cache in caches for bind, _ in mounts.binds_from(listed, cache)]
+
+
+def _head(fd: int, user: User) -> bytes:
+    """The first bytes of an open source, as the user; fewer than SUPERBLOCK if it has no more.
+
+    Called once its identity is known: what is written in between makes another identity.
+    """
+    data = b""
+    with as_user.acting(user):
+        while len(data) < SUPERBLOCK:
+            piece = os.pread(fd, SUPERBLOCK - len(data), len(data))
+            if not piece:
+                break
+            data += piece
+    return data
+
+
+def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
+    """The sources without links: one above the resolved `path` has none, others may hang."""
+    named = tuple(source for source in sources if image.is_below(path, (source,)))
+    return named or tuple(map(as_user.real, sources))
+
+
+def resolve(path: str, user: User, timeout: float) -> str:
+    """Where a path leads for this user, also if its last part does not exist. Raises TooSlow."""
+
+    def work() -> as_user.Found[bytes]:
+        as_user.become(user)
+        # As bytes: a name need not be text, and JSON takes no other.
+        return os.fsencode(os.path.realpath(path)), []
+
+    return os.fsdecode(as_user.call(work, bytes, timeout)[0])
+
+
 @contextlib.contextmanager
 def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenImage]:
     """Opens the image at `path` as the job's user, under our own binds, for a hook.
@@ -112,7 +241,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None
     try:
-        found, line = image.open_as_user(path, user, node.config.sources, caches, limit, head)
+        found, line = open_as_user(path, user, node.config.sources, caches, limit, head)
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.
@@ -146,7 +275,7 @@ def _shown(user: User, path: str, node: Node, end: Deadline) -> str:
     """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
     limit = min(HOOK_TIMEOUT, end.left())
     try:
-        found, line = image.open_as_user(path, user, node.config.sources, (), limit)
+        found, line = open_as_user(path, user, node.config.sources, (), limit)
     except OSError:
         return ""
     line.close()
@@ -280,7 +409,7 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
     try:
         # Below `/`: what is in the cache may come from sources that are configured no more.
-        facts, fd = image.open_file(path, user, ("/",), [cache.real], CLI_TIMEOUT)
+        facts, fd = open_file(path, user, ("/",), [cache.real], CLI_TIMEOUT)
     except OSError as error:
         raise image.declined_by(error, path) from None
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import squashfs
-from forestage.cache import image
 from forestage.cache.image import (
     Access,
     Facts,
@@ -28,7 +25,6 @@ from forestage.cache.image import (
 )
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Request
-from forestage.system.as_user import User
 
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
 
@@ -196,28 +192,6 @@ def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "copied", "head"),
-    [
-        (b"12345", None, b""),
-        (b"12345", b"", b"12345"),
-        (HEAD, b"", HEAD[:32]),
-        (b"12345", HEAD[:32], HEAD[:32]),
-        (b"12345", bytes(32), b"12345"),
-    ],
-)
-def test_a_look_tells_the_first_bytes_of_the_copy_or_else_of_the_source(
-    shared: Path, me: User, data: bytes, copied: bytes | None, head: bytes
-) -> None:
-    (shared / "a").write_bytes(data)
-    asked = None if copied is None else lambda _: copied
-    found, line = image.open_as_user(
-        str(shared / "a"), me, [str(shared)], [], PATIENCE, copied_head=asked
-    )
-    line.close()
-    assert found.head == head
-
-
-@pytest.mark.parametrize(
     ("number", "reason"),
     [
         (errno.ENOENT, "missing"),
@@ -235,68 +209,3 @@ def test_error_of_the_users_own_look_is_never_our_failure(number: int | None, re
     error = OSError() if number is None else OSError(number, os.strerror(number))
     declined = declined_by(error, "/a")
     assert (declined.reason, isinstance(declined, Failed)) == (reason, False)
-
-
-def test_look_finds_identity_and_rights_through_a_symlink(shared: Path, me: User) -> None:
-    (shared / "a").write_bytes(b"12345")
-    (shared / "a").chmod(0o640)
-    (shared / "link").symlink_to("a")
-    found, source = image.open_file(str(shared / "link"), me, [str(shared)], [], PATIENCE)
-    assert source is not None
-    facts = (shared / "a").stat()
-    assert os.read(source, 9) == b"12345"
-    os.close(source)
-    assert found.image == Image(
-        Identity(str(shared / "a"), facts.st_ino, 5, facts.st_mtime_ns, facts.st_ctime_ns),
-        Access(facts.st_uid, facts.st_gid, 0o640),
-    )
-
-
-def test_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
-    (shared / "a").write_bytes(b"1")
-    (shared.parent / "lustre").symlink_to(shared)
-    found, source = image.open_file(
-        f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], [], PATIENCE
-    )
-    assert source is not None
-    os.close(source)
-    assert judge(found, None).path == str(shared / "a")
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _outside(path: Path) -> None:
-    (path.parent.parent / "secret").write_bytes(b"1")
-    path.symlink_to("../secret")
-
-
-@pytest.mark.parametrize("make", [_fifo, _outside, Path.mkdir])
-def test_file_that_may_not_be_staged_is_not_opened(
-    shared: Path, me: User, make: Callable[[Path], None]
-) -> None:
-    """Opening a FIFO would block, opening a device or a file outside could do something."""
-    make(shared / "a")
-    found, source = image.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
-    assert source is None
-    assert found.image is None
-
-
-def test_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
-    (shared / "\udcff").write_bytes(b"1")
-    (shared / "a").symlink_to("\udcff")
-    found, source = image.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
-    assert (found.path, source) == ("", None)
-
-
-@pytest.mark.parametrize(
-    ("path", "error"),
-    [("nothing", FileNotFoundError), ("a/b", NotADirectoryError), ("x" * 256, OSError)],
-)
-def test_look_raises_what_the_user_would_get(
-    shared: Path, me: User, path: str, error: type[OSError]
-) -> None:
-    (shared / "a").write_bytes(b"1")
-    with pytest.raises(error):
-        image.open_file(str(shared / path), me, [str(shared)], [], PATIENCE)

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache import image as cache_image
 from forestage.cache import redirect
 from forestage.cache.image import Image
 from forestage.cache.layout import Entry
@@ -193,13 +192,13 @@ def test_job_that_holds_too_many_images_gets_no_more(
 def looks(monkeypatch: Patch) -> list[str]:
     """The paths that were opened as the user."""
     opened: list[str] = []
-    real = cache_image.open_as_user
+    real = source.open_as_user
 
     def noting(path: str, *rest: object) -> object:
         opened.append(path)
         return real(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cache_image, "open_as_user", noting)
+    monkeypatch.setattr(source, "open_as_user", noting)
     return opened
 
 
