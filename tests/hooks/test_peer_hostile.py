@@ -233,16 +233,13 @@ def test_odd_response_is_refused(fake: MakeFake, client_of: ClientOf, odd: str) 
     assert len(server.requests) < 9, "it is not asked for ever"
 
 
-def test_absent_response_reports_what_the_peer_has(fake: MakeFake, client_of: ClientOf) -> None:
-    server = fake(lambda line, reply: line.sendall(reply.head(404, has="a", told="", length=0)))
+@pytest.mark.parametrize(("status", "has", "reported"), [(404, "a", [10, 10]), (503, "", [])])
+def test_absent_response_reports_what_the_peer_has_if_any(
+    fake: MakeFake, client_of: ClientOf, status: int, has: str, reported: list[int]
+) -> None:
+    server = fake(lambda line, reply: line.sendall(reply.head(status, has, told="", length=0)))
     client = client_of(server.port)
-    assert (why(client), client.has) == ("absent", [10])
-
-
-def test_absence_of_whole_image_reports_nothing(fake: MakeFake, client_of: ClientOf) -> None:
-    server = fake(lambda line, reply: line.sendall(reply.head(503, has="", told="", length=0)))
-    client = client_of(server.port)
-    assert (why(client), why(client), client.has) == ("absent", "absent", [])
+    assert (why(client), why(client), client.has) == ("absent", "absent", reported)
     assert len(server.requests) == 3, "the connection and the session are kept"
 
 
@@ -462,15 +459,3 @@ def test_wrong_bytes_on_disk_of_peer_are_wrong(tmp_path: Path) -> None:
         client = Client(node, key)
         assert client.why(1) == "wrong"
         assert client.fetch(0) == DATA
-
-
-def test_least_recent_connections_are_closed(
-    fake: MakeFake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forestage.peers.client.KEPT", 2)
-    server = fake()
-    node = Node(tmp_path / "n2", {f"n{n}": f"127.0.0.1:{server.port}" for n in (1, 3, 4)}, "n2")
-    client = Client(node, KEY, "n[1-4]")
-    for peer in ("n1", "n3", "n4", "n1"):
-        assert client.fetch(0, peer=peer) == DATA
-    assert list(client.peers._own.lines) == ["n4", "n1"]

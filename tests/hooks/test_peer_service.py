@@ -27,7 +27,6 @@ from peering import (
     Client,
     Node,
     Stranger,
-    free_port,
     image,
     of_chunk,
     stager,
@@ -540,16 +539,3 @@ def test_service_that_cannot_serve_ends_with_exit_code_and_reason(own: Node) -> 
     assert (code, "is not root's with mode 0600" in said) == (6, True)
     own.configure(enabled=False)
     assert own.start_in_vain() == (3, "forestage: peers.enabled: is false: set it on every node\n")
-
-
-@pytest.mark.parametrize(("listen", "hosts"), [("", ["[::1]", "127.0.0.1"]), ("lo", ["127.0.0.1"])])
-def test_all_addresses_that_listen_names_are_served(
-    tmp_path: Path, listen: str, hosts: list[str]
-) -> None:
-    port = free_port()
-    own = Node(tmp_path / "n1", {f"n{2 * n + 1}": f"{host}:{port}" for n, host in enumerate(hosts)})
-    own.configure(listen=listen)
-    with own.serving():
-        client = Client(own, own.publish(), "n[1-3]")
-        for peer in own.addresses:
-            assert client.fetch(0, peer) == of_chunk(0)

@@ -40,12 +40,6 @@ def test_changed_offer_is_refused(field: str) -> None:
             OURS.read(msgspec.json.encode(said | {field: changed}).decode())
 
 
-@given(st.text())
-def test_arbitrary_text_as_credential_is_refused(text: str) -> None:
-    with pytest.raises(Refused):
-        OURS.read(text)
-
-
 @pytest.mark.parametrize(
     ("content", "mode", "reader"),
     [

@@ -136,23 +136,6 @@ def test_publishing_cut_by_crash_is_absent(cache: Cache) -> None:
         assert local_chunks.find(cache, KEY, 1) == Absent()
 
 
-def test_found_chunk_survives_eviction(cache: Cache) -> None:
-    copying(cache)
-    publish(cache)
-    found = local_chunks.find(cache, KEY, 1)
-    cache.retire(KEY)
-    cache.empty_evicted()
-    assert read(found) == b"bbbbbbbb"
-
-
-def test_chunk_without_digest_has_empty_digest(cache: Cache) -> None:
-    copying(cache, digest.UNKNOWN * 3)
-    found = local_chunks.find(cache, KEY, 2)
-    assert isinstance(found, Present)
-    assert (found.digest_hex, local_chunks.take_digest(found)) == ("", digest.of_chunk(b"cc").hex())
-    found.file.close()
-
-
 @given(st.lists(st.booleans(), max_size=70))
 def test_set_of_chunks_has_a_bit_for_each_that_is_in(each: list[bool]) -> None:
     digests = b"".join(digest.UNKNOWN if one else digest.MISSING for one in each)

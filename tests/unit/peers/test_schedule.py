@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forestage.peers.ring import SOURCE
-from forestage.peers.schedule import Ask, Policy, Schedule, Why
+from forestage.peers.schedule import Ask, Schedule, Why
 
 MB = 1_000_000
 NODES = [f"n{number}" for number in range(4)]
@@ -74,12 +74,6 @@ def test_silent_peers_delay_reading_by_the_probe_only() -> None:
     all_of(one.next_fetch, 0.0)
     assert one.next_read(0.0) is None
     assert one.next_read(one.policy.probe) == Ask(0, SOURCE)
-
-
-def test_node_alone_reads_all_at_once() -> None:
-    one = Schedule("key", ["n"], "n", range(3), MB, Policy(at_once=3))
-    assert [ask.number for ask in all_of(one.next_read, 0.0)] == [0, 1, 2]
-    assert one.next_fetch(0.0) is None
 
 
 @pytest.mark.parametrize(("why", "times"), [("wrong", [1.0]), ("silent", [1.0, 30.0])])
@@ -174,7 +168,8 @@ def test_offered_chunk_of_dead_node_is_not_read() -> None:
         now += 0.5
 
 
-def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
+def asked_of_second_peer() -> tuple[Schedule, Ask, Ask]:
+    """A chunk that takes long is on its way from one peer and then from another one as well."""
     one = schedule(2, nodes=["a", "b", "c"], place=2)
     for peer in others(one):
         one.peer_has(peer, 0b11, 0.0)
@@ -189,6 +184,11 @@ def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
     assert one.twice(again)
     assert one.twice(second)
     assert one.next_fetch(1.0) is None, "not a third time"
+    return one, second, again
+
+
+def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
+    one, second, again = asked_of_second_peer()
     one.got(again, 1.1)
     assert one.obsolete(second)
     one.failed(second, "slow", 1.1)
@@ -196,13 +196,7 @@ def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
 
 
 def test_chunk_asked_twice_and_failed_once_is_not_asked_again() -> None:
-    one = schedule(2, nodes=["a", "b", "c"], place=2)
-    for peer in others(one):
-        one.peer_has(peer, 0b11, 0.0)
-    first, second = all_of(one.next_fetch, 0.0)
-    one.got(first, 0.1)
-    again = one.next_fetch(1.0)
-    assert again is not None
+    one, second, again = asked_of_second_peer()
     one.failed(second, "silent", 1.0)
     assert one.next_fetch(1.0) is None
     one.failed(again, "silent", 1.0)

@@ -285,8 +285,3 @@ def test_bytes_from_peers_are_noted_meanwhile(pair: Pair, patient: None) -> None
     assert seen[0] == 0
     assert any(0 < count < SIZE for count in seen)
     assert pair.part.of_peers() == 0
-
-
-@pytest.mark.parametrize(("nodes", "at_once"), [(1, 4), (4, 4), (8, 2), (16, 1), (9999, 1)])
-def test_reads_at_once_get_fewer_with_more_nodes(nodes: int, at_once: int) -> None:
-    assert with_peers.policy(4, 8, nodes).at_once == at_once
