@@ -31,8 +31,8 @@ def test_no_redirect_is_mounted_without_the_lock(
     path = node.staged(1)
     node.epilog(1)
     with contextlib.ExitStack() as undo:
-        locked = lambda: undo.enter_context(lock.held(node.cache.space_lock, 0))  # noqa: E731
-        after(wait, "obtain", locked)
+        held = lock.held(node.cache.space_lock, 0)
+        after(wait, "obtain", lambda: undo.enter_context(held))
         assert node.prolog(2, path).ended == (0, "failed", "busy")
         assert node.binds() == {}
 

@@ -159,8 +159,8 @@ def test_redirect_moved_while_it_is_unmounted_is_followed(
 def test_copy_that_this_user_cannot_read_is_not_mounted(node: Node, after: Arrange) -> None:
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
-    copy = lambda: node.cache.image(node.identity(path).key)  # noqa: E731
-    after(wait, "obtain", lambda: copy().chmod(0o600))
+    copy = node.cache.image(node.identity(path).key)
+    after(wait, "obtain", lambda: copy.chmod(0o600))
     assert node.prolog(1, path, user=BOB).said == ("declined", "access")
     assert node.binds() == {}
     assert read_as(BOB, path) == content()

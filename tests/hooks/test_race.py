@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -15,7 +16,7 @@ from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.stage import source, wait
 from forestage.system import mounts
-from node import ALICE, BOB, HANGS, Arrange, Node, Ran, content
+from node import BOB, HANGS, Arrange, Node, Ran, content
 
 fork = multiprocessing.get_context("fork")
 
@@ -49,22 +50,13 @@ def together(*runs: Callable[[], Ran]) -> list[Ran]:
     return [ran for _, ran in sorted((answers.get() for _ in runs), key=lambda item: item[0])]
 
 
-def last(node: Node, job: int, path: Path, user: object = ALICE) -> Ran:
-    """A Prolog whose events are told from those of one that runs beside it."""
-    ran = node.prolog(job, path, user=user)  # type: ignore[arg-type]
-    return Ran(ran.code, tuple(o for o in ran.outcomes if o.image == str(path)))
-
-
 def test_two_prologs_for_one_image_make_one_copy_and_both_get_it(node: Node) -> None:
     path = node.put("alice/image.sqsh")
-    together(lambda: last(node, 1, path), lambda: last(node, 2, path, BOB))
-
-    from forestage import events
-
-    seen = {event.job: event.outcome for event in events.read(node.places.events)}
-    assert sorted(o.result for o in seen.values()) == ["copied", "joined"]
-    assert sorted(o.redirect for o in seen.values()) == ["kept", "mounted"]
-    assert sum(o.bytes for o in seen.values()) == len(content())
+    rans = together(lambda: node.prolog(1, path), lambda: node.prolog(2, path, BOB))
+    outcomes = [ran.outcome for ran in rans]
+    assert sorted(one.result for one in outcomes) == ["copied", "joined"]
+    assert sorted(one.redirect for one in outcomes) == ["kept", "mounted"]
+    assert sum(one.bytes for one in outcomes) == len(content())
     (key,) = node.entries()
     assert node.shows_entry(path, key)
     assert {bind.path for bind in redirect.binds(node.cache)} == {str(path)}
@@ -77,7 +69,7 @@ def test_two_prologs_for_one_image_make_one_copy_and_both_get_it(node: Node) -> 
 
 def test_prologs_for_different_images_do_not_wait_for_each_other(node: Node) -> None:
     paths = [node.put(f"alice/{n}.sqsh", content(n)) for n in (1, 2)]
-    rans = together(lambda: last(node, 1, paths[0]), lambda: last(node, 2, paths[1]))
+    rans = together(lambda: node.prolog(1, paths[0]), lambda: node.prolog(2, paths[1]))
     assert [ran.outcome.result for ran in rans] == ["copied", "copied"]
     assert [path.read_bytes() for path in paths] == [content(1), content(2)]
 
@@ -92,8 +84,8 @@ def test_entry_is_not_evicted_between_stage_and_redirect(
         node.prolog(1, path)
         node.epilog(1)
     evicted: list[tuple[str, ...]] = []
-    press = lambda: evicted.append(evict.evict_keys(node.cache, node.leases, [key]))  # noqa: E731
-    after(wait, "obtain", press)
+    pressed = functools.partial(evict.evict_keys, node.cache, node.leases, [key])
+    after(wait, "obtain", lambda: evicted.append(pressed()))
     assert node.prolog(2, path).outcome.result == ("hit" if warm else "copied")
     assert evicted == [()]
     assert node.shows_entry(path, key)
@@ -104,11 +96,7 @@ def test_entry_is_not_evicted_between_stage_and_redirect(
     [(1, ("copied", ""), True), (9, ("declined", "changed"), False)],
 )
 def test_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given_up(
-    node: Node,
-    after: Arrange,
-    times: int,
-    said: tuple[str, str],
-    shown: bool,
+    node: Node, after: Arrange, times: int, said: tuple[str, str], shown: bool
 ) -> None:
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
