@@ -49,8 +49,6 @@ class Found(NamedTuple):
     read: float
     median: float
     late: float  # the 99.9th percentile
-    last: float
-    asks: int
 
 
 class Source:
@@ -118,7 +116,6 @@ class World:
         self.numbers = iter(range(1 << 62))
         self.read = 0
         self.all = (1 << case.chunks) - 1
-        self.asks = 0
         self.names = [f"n{number}" for number in range(case.nodes)]
         self.policy = with_peers.policy(case.threads, case.downloads, case.nodes)
         flows = min(self.policy.at_once, case.threads)
@@ -158,8 +155,6 @@ class World:
             read=self.read / (self.case.chunks * self.case.chunk),
             median=took[len(took) // 2],
             late=took[min(len(took) - 1, int(len(took) * 0.999))],
-            last=took[-1],
-            asks=self.asks,
         )
 
     def _die(self, node: Node) -> None:
@@ -184,7 +179,6 @@ class World:
             return
         while node.askers and (ask := schedule.next_fetch(self.now)):
             node.askers -= 1
-            self.asks += 1
             self._ask(node, self.nodes[ask.peer], ask)
         while node.readers and (ask := schedule.next_read(self.now)):
             node.readers -= 1
