@@ -16,11 +16,10 @@ PYXIS = f"required {INSIDE_STATE}/pyxis.so report={PYXIS_REPORT}\n"
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
-    """With the companion, as docs/operations.md has it; Slurm allows a deadline of 30 s."""
+    """With the companion, as docs/operations.md has it."""
     spec = hooked(nodes=1)
     files = {**spec.files, STACK: OURS + PYXIS}
-    limits = {**spec.slurm_conf, "BatchStartTimeout": "60"}
-    return dataclasses.replace(spec, files=files, companion="", slurm_conf=limits)
+    return dataclasses.replace(spec, files=files, companion="")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import msgspec
 from forestage.report.logs import LogCounts
 from forestage.report.sums import (
     QUARTER,
-    Distribution,
     Slot,
     Sums,
     Window,
@@ -26,11 +25,10 @@ FIRST_MONDAY = 4 * DAY  # after the epoch
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """How long jobs waited; the median and the 95th percentile are at most 2 % too high."""
+    """How long jobs waited; the median is at most 2 % too high."""
 
     count: int
     median: float | None
-    p95: float | None
 
 
 class Savings(msgspec.Struct, frozen=True):
@@ -111,8 +109,8 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
         hit_ratio=total.hit_ratio,
         kept_off=sums.kept_off,
         savings=_savings(sums, total.waited),
-        warm=_waits(sums.warm),
-        cold=_waits(sums.cold),
+        warm=Waits(sums.warm.count, sums.warm.median()),
+        cold=Waits(sums.cold.count, sums.cold.median()),
         evicted=dict(sorted(sums.evicted.items())),
         reasons=dict(sorted(sums.reasons.items(), key=lambda item: (-item[1], item[0]))),
         images=tuple(_images(sums)),
@@ -132,10 +130,6 @@ def _savings(sums: Sums, waited: float) -> Savings | None:
         return None
     gross = sum(image.kept_off for image in sums.images.values()) / rate
     return Savings(gross - waited, gross, rate, sums.rates.count)
-
-
-def _waits(distribution: Distribution) -> Waits:
-    return Waits(distribution.count, distribution.median(), distribution.quantile(0.95))
 
 
 def _images(sums: Sums) -> Iterator[Image]:

@@ -21,7 +21,7 @@ BIN_RATIO = 1.02
 
 
 class Distribution:
-    """A histogram with bins that are 2 % wide, for medians and percentiles."""
+    """A histogram with bins that are 2 % wide, for medians."""
 
     def __init__(self) -> None:
         self.bins: dict[int, int] = {}
@@ -36,13 +36,10 @@ class Distribution:
 
     def median(self) -> float | None:
         """Returns at least the true median and at most 2 % more; None without values."""
-        return self.quantile(0.5)
-
-    def quantile(self, share: float) -> float | None:
         below = 0
         for number in sorted(self.bins):
             below += self.bins[number]
-            if below >= share * self.count:
+            if 2 * below >= self.count:
                 return min(BIN_RATIO ** (number + 1), self.largest)
         return None
 
