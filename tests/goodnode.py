@@ -126,13 +126,6 @@ class GoodNode:
     def slurm(self, old: str, new: str) -> None:
         self.change("/etc/slurm/slurm.conf", old, new)
 
-    def mount(self, point: str, rest: str) -> None:
-        """Puts a file system there: `device - kind source`, in place of what is mounted there."""
-        device, _, tail = rest.partition(" - ")
-        kept = [line for line in MOUNTS if line.split()[4] != point]
-        line = f"99 21 {device} / {point} rw - {tail} rw"
-        self.write("/proc/self/mountinfo", "\n".join([*kept, line]) + "\n")
-
     def unmount(self, point: str) -> None:
         kept = [line for line in MOUNTS if line.split()[4] != point]
         self.write("/proc/self/mountinfo", "\n".join(kept) + "\n")

@@ -70,10 +70,6 @@ def settings(text: str) -> Callable[[GoodNode], object]:
     return lambda node: node.config(text)
 
 
-def mounted(point: str, rest: str) -> Callable[[GoodNode], object]:
-    return lambda node: node.mount(point, rest)
-
-
 def flags(text: str) -> Callable[[GoodNode], object]:
     return slurm("PrologFlags=Alloc,DeferBatch", f"PrologFlags={text}")
 
@@ -92,6 +88,9 @@ def removed(*paths: str) -> Callable[[GoodNode], object]:
 
 def changed(path: str, old: str, new: str) -> Callable[[GoodNode], object]:
     return lambda node: node.change(path, old, new)
+
+
+mount_of_cache = functools.partial(changed, "/proc/self/mountinfo")
 
 
 def peers(text: str = "") -> Callable[[GoodNode], object]:
@@ -279,18 +278,11 @@ PLUGINS = [
 
 DISK = [
     critical("cache-not-mounted", lambda node: node.unmount("/mnt/nvme")),
-    critical("cache-on-network", mounted("/mnt/nvme", "0:60 - nfs4 server:/x")),
-    critical("cache-on-network", mounted("/mnt/nvme", "0:60 - fuse.sshfs server:/x")),
-    critical(
-        "cache-read-only",
-        changed("/proc/self/mountinfo", "/mnt/nvme rw,noatime", "/mnt/nvme ro,noatime"),
-    ),
-    *(
-        critical(
-            "cache-read-only", changed("/proc/self/mountinfo", "/dev/md0 rw", f"/dev/md0 {options}")
-        )
-        for options in ("ro,errors=remount-ro", "rw,emergency_ro")
-    ),
+    critical("cache-on-network", mount_of_cache("xfs /dev/md0", "nfs4 server:/x")),
+    critical("cache-on-network", mount_of_cache("xfs /dev/md0", "fuse.sshfs server:/x")),
+    critical("cache-read-only", mount_of_cache("/mnt/nvme rw,noatime", "/mnt/nvme ro,noatime")),
+    critical("cache-read-only", mount_of_cache("/dev/md0 rw", "/dev/md0 ro,errors=remount-ro")),
+    critical("cache-read-only", mount_of_cache("/dev/md0 rw", "/dev/md0 rw,emergency_ro")),
     critical(
         "cache-hidden",
         both(

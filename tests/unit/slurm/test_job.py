@@ -96,23 +96,6 @@ def test_problems_are_few_short_and_printable(comment: str, number: int) -> None
         assert len(problem.encode()) <= MAX_TEXT + len("…".encode())
 
 
-TOKEN = st.sampled_from(
-    ["stage=", "stage-wait=", "stage-x=", "stage=off", "/a", ",", "%2C", "%", "%ff", ";", " ", "1m"]
-)
-
-
-@given(st.lists(st.one_of(TOKEN, st.text(max_size=5))).map("".join))
-def test_any_comment_is_read_and_asks_for_a_limited_number(comment: str) -> None:
-    hints = read_hints(comment)
-    assert len(hints.paths) <= MAX_HINTED
-    assert len(set(hints.paths)) == len(hints.paths)
-    assert hints.wait is None or hints.wait >= 0
-    assert all(hints.paths)
-    assert all(hints.problems)
-    assert len(hints.problems) <= MAX_PROBLEMS
-    assert all(problem.isprintable() for problem in hints.problems)
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
 def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
     encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
