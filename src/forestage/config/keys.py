@@ -6,7 +6,7 @@ and printing are made from it, and by packaging/man/configuration the sample fil
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_origin
 
 import msgspec
 
@@ -27,12 +27,12 @@ Limit: TypeAlias = int | None  # bytes
 class Key(msgspec.Struct, frozen=True):
     """What is known of a key besides its type and its default.
 
-    `none` is the word for None in the file: `null`, or `auto` for what is decided where the facts
-    for it are.
+    `notation` of a Literal are its words, whatever is said here. `none` is the word for None in the
+    file: `null`, or `auto` for what is decided where the facts for it are.
     """
 
     sentence: str
-    notation: Notation
+    notation: Notation = values.FLAG
     none: Literal["", "null", "auto"] = ""
     per_partition: bool = False
 
@@ -62,9 +62,7 @@ class JobKey(Key, frozen=True):
 class Peering(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
-    enabled: Annotated[
-        bool, Key("Get chunks from the job's other nodes, and serve them.", values.FLAG)
-    ] = False
+    enabled: Annotated[bool, Key("Get chunks from the job's other nodes, and serve them.")] = False
     port: Annotated[int, Key("Of the peer service, on every node.", values.whole(1, 65535))] = 7717
     listen: Annotated[
         str, Key('An address, a name or an interface; "" is all addresses.', values.LISTEN)
@@ -109,7 +107,7 @@ class Metering(msgspec.Struct, frozen=True, kw_only=True):
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The settings one job is served with. Sizes are bytes, durations seconds."""
 
-    enabled: Annotated[bool, JobKey("If false, the hooks do nothing.", values.FLAG)] = True
+    enabled: Annotated[bool, JobKey("If false, the hooks do nothing.")] = True
     sources: Annotated[
         tuple[str, ...],
         JobKey("Absolute directories; only regular files below them are staged.", values.PATHS),
@@ -118,7 +116,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         str, Key("Where the cache lies on the node; not below /tmp or /dev/shm.", values.CACHE)
     ] = "/mnt/nvme/forestage"
     require_mount: Annotated[
-        bool, Key("Do not stage while the cache lies on the root file system.", values.FLAG)
+        bool, Key("Do not stage while the cache lies on the root file system.")
     ] = True
     max_image_size: Annotated[
         Limit,
@@ -134,15 +132,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Amount, Key("The Epilog and the timer evict down to this share of max_size.", values.SHARE)
     ] = Amount(share=0.8)
     redirect: Annotated[
-        Redirect,
-        JobKey(
-            "How the path shows the copy: bind (whole node), spank (one step), none.",
-            values.one_of(Redirect),
-        ),
+        Redirect, JobKey("How the path shows the copy: bind (whole node), spank (one step), none.")
     ] = "bind"
     engine: Annotated[
-        Engine,
-        Key("chunks copies with several threads, rsync runs that program.", values.one_of(Engine)),
+        Engine, Key("chunks copies with several threads, rsync runs that program.")
     ] = "chunks"
     threads: Annotated[
         int | None,
@@ -153,15 +146,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Key("The unit of copying and resuming; each thread takes 4 MiB of memory.", values.CHUNK),
     ] = 16 * 1024 * 1024
     direct: Annotated[
-        Direct,
-        Key(
-            "Copy past the page cache: auto where both sides are local disks.",
-            values.one_of(Direct),
-        ),
+        Direct, Key("Copy past the page cache: auto where both sides are local disks.")
     ] = "auto"
-    digest: Annotated[
-        bool, Key("Keep a digest of each chunk, so that a copy can be verified.", values.FLAG)
-    ] = True
+    digest: Annotated[bool, Key("Keep a digest of each chunk, so that a copy can be verified.")] = (
+        True
+    )
     bandwidth: Annotated[
         Limit,
         Key("The most one copy may read in a second; null is no limit.", values.LIMIT, "null"),
@@ -190,23 +179,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 480.0
     on_deadline: Annotated[
         OnDeadline,
-        JobKey(
-            "What a copy does when its job has started without it: continue, or abort.",
-            values.one_of(OnDeadline),
-        ),
+        JobKey("What a copy does when its job has started without it: continue, or abort."),
     ] = "continue"
     max_stage_wait: Annotated[
         float, JobKey("The most that a user's stage-wait= may ask for.", values.DURATION)
     ] = 600.0
     on_error: Annotated[
-        OnError,
-        JobKey(
-            "What our own failure does to the node: continue, or drain it.", values.one_of(OnError)
-        ),
+        OnError, JobKey("What our own failure does to the node: continue, or drain it.")
     ] = "continue"
     user_messages: Annotated[
-        UserMessages,
-        JobKey("What a step's user reads: none, problems, or all.", values.one_of(UserMessages)),
+        UserMessages, JobKey("What a step's user reads: none, problems, or all.")
     ] = "problems"
     peers: Peering = Peering()
     metrics: Metering = Metering()
@@ -216,7 +198,10 @@ def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
     # Not get_type_hints(), which evaluates them all again: each hook would pay for it.
     for name, hint in struct.__annotations__.items():
         if hasattr(hint, "__metadata__"):
-            yield above + name, hint.__metadata__[0]
+            key = hint.__metadata__[0]
+            if get_origin(hint.__origin__) is Literal:
+                key = msgspec.structs.replace(key, notation=values.one_of(hint.__origin__))
+            yield above + name, key
         else:
             yield from _keys(hint, f"{name}.")
 
