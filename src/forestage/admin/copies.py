@@ -15,7 +15,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.peers import stats
 from forestage.system import lock, records
-from forestage.system.terminal import Column, Line, Piece, Table, age, count, moment
+from forestage.system.terminal import Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
 
 EVERY = 1.0  # seconds between two snapshots of `watch`
@@ -143,14 +143,7 @@ def table(copies: tuple[Copy, ...]) -> list[Piece]:
     """Pure: what `status` prints of them."""
     if not copies:
         return [Line("No copy is under way.")]
-    columns = (
-        Column("state"),
-        Column("size", right=True),
-        Column("rate", right=True),
-        Column("left", right=True),
-        Column("jobs", folds=True),
-        Column("image", folds=True),
-    )
+    columns = ("state", "size", "rate", "left", "jobs", "image")
     rows = tuple(
         (state(c), format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image) for c in copies
     )

@@ -15,7 +15,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.errors import NotFound
 from forestage.system import atomic, lock
-from forestage.system.terminal import Column, Line, Piece, Table, count, short
+from forestage.system.terminal import Line, Piece, Table, count, short
 from forestage.units import format_size
 
 
@@ -132,12 +132,7 @@ def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:
 def pieces(done: Evictions) -> list[Piece]:
     """Pure: what `evict` prints."""
     would = "would be evicted" if done.dry_run else "evicted"
-    columns = (
-        Column("key"),
-        Column("size", right=True),
-        Column("result", folds=True),
-        Column("path", folds=True),
-    )
+    columns = ("key", "size", "result", "path")
     rows = tuple(
         (
             short(one.key),
@@ -155,7 +150,7 @@ def pieces(done: Evictions) -> list[Piece]:
 
 def pin_pieces(done: Iterable[Pinned]) -> list[Piece]:
     """Pure: what `pin` and `unpin` print."""
-    columns = (Column("key"), Column("result"), Column("path", folds=True))
+    columns = ("key", "result", "path")
     rows = tuple(
         (short(one.key), "pinned" if one.pinned else "not pinned", one.path or "-") for one in done
     )

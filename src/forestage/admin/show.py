@@ -9,7 +9,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease
 from forestage.stage import source
 from forestage.stage.source import SourceState
-from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count, moment, short
+from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
 from forestage.units import format_size
 
 
@@ -33,13 +33,7 @@ def listing(holdings: Holdings, now: float) -> list[Piece]:
     """Pure: what `ls` prints."""
     if not holdings.items:
         return [Line("The cache holds no entry."), *_problems(holdings)]
-    columns = (
-        Column("key"),
-        Column("size", right=True),
-        Column("used", right=True),
-        Column("state", folds=True),
-        Column("path", folds=True),
-    )
+    columns = ("key", "size", "used", "state", "path")
     rows = tuple(
         (short(i.key), format_size(i.bytes), age(now - i.used), state(i) or "-", i.path or "-")
         for i in holdings.items
@@ -68,7 +62,7 @@ def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[
 
 def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
     """Pure: what `config` prints of keys, values and origins."""
-    columns = (Column("key"), Column("value", folds=True), Column("origin", folds=True))
+    columns = ("key", "value", "origin")
     return [Table(columns, tuple(map(tuple, rows)))]
 
 

@@ -19,7 +19,7 @@ from forestage.errors import Failed
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
 from forestage.system import mounts
-from forestage.system.terminal import Column, Facts, Line, Piece, Table, age, count
+from forestage.system.terminal import Facts, Line, Piece, Table, age, count
 from forestage.units import format_size
 
 
@@ -162,13 +162,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:
     if not holders:
         return [Line("No job holds a lease.")]
-    columns = (
-        Column("job", right=True),
-        Column("user"),
-        Column("age", right=True),
-        Column("redirected"),
-        Column("image", folds=True),
-    )
+    columns = ("job", "user", "age", "redirected", "image")
     rows: list[tuple[str, ...]] = []
     for one in holders:
         head = (str(one.job), one.user, age(now - one.since))
@@ -177,4 +171,4 @@ def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:
         if not one.images:
             rows.append((*head, "-", "-"))
     number = count(len(holders), "lease")
-    return [Line(f"{number}:", heading=True), Table(columns, tuple(rows), indent=2)]
+    return [Line(f"{number}:", heading=True), Table(columns, rows, indent=2)]

@@ -26,7 +26,7 @@ from forestage.cache.part import chunk_count
 from forestage.errors import ForestageError
 from forestage.stage import engines, source
 from forestage.system import lock, records
-from forestage.system.terminal import Column, Line, Piece, Table, count, short
+from forestage.system.terminal import Line, Piece, Table, count, short
 from forestage.units import format_size
 
 PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
@@ -257,12 +257,7 @@ def pieces(done: VerifyReport) -> list[Piece]:
     """Pure: what `verify` prints."""
     if not done.verdicts:
         return [Line("The cache holds no entry.")]
-    columns = (
-        Column("key"),
-        Column("size", right=True),
-        Column("result"),
-        Column("path", folds=True),
-    )
+    columns = ("key", "size", "result", "path")
     rows: list[tuple[str, ...]] = []
     lines: list[Piece] = []
     for one in done.verdicts:
@@ -272,7 +267,7 @@ def pieces(done: VerifyReport) -> list[Piece]:
     results = Counter(one.result for one in done.verdicts)
     numbers = ", ".join(f"{results[word]} {word}" for word in get_args(Result) if results[word])
     total = Line(f"{count(len(rows), 'entry', 'entries')}: {numbers}.")
-    return [Table(columns, tuple(rows)), *lines, total]
+    return [Table(columns, rows), *lines, total]
 
 
 def _sentences(one: Verdict, dry_run: bool) -> list[str]:

@@ -25,7 +25,7 @@ from forestage.slurm.job import MAX_HINTED
 from forestage.slurm.queue import TIMEOUT, Slurm
 from forestage.system import run
 from forestage.system.run import Ran
-from forestage.system.terminal import Column, Line, Piece, Table, count
+from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import format_duration
 
 # Where the packages put the interpreter on every node; the hooks start the same one.
@@ -202,14 +202,7 @@ def _totals(answers: Iterable[NodeAnswer]) -> str:
 
 def pieces(done: WarmReport) -> list[Piece]:
     """Pure: what `warm` prints."""
-    columns = (
-        Column("node"),
-        Column("result"),
-        Column("staged", right=True),
-        Column("job", right=True),
-        Column("took", right=True),
-        Column("image or reason", folds=True),
-    )
+    columns = ("node", "result", "staged", "job", "took", "image or reason")
     rows: list[tuple[str, ...]] = []
     for one in done.nodes:
         took = format_duration(one.seconds)
@@ -222,4 +215,4 @@ def pieces(done: WarmReport) -> list[Piece]:
             rows.append((one.node, image.result, staged, str(one.job), took, what))
     warm = len(done.nodes) - done.failed
     head = f"{warm} of {count(len(done.nodes), 'node')} warm: {_totals(done.nodes)}"
-    return [Line(head, heading=True), Table(columns, tuple(rows))]
+    return [Line(head, heading=True), Table(columns, rows)]

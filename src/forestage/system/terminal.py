@@ -7,7 +7,7 @@ for a terminal; `rich` gets it as text, never as markup.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -15,6 +15,11 @@ import msgspec
 from forestage.units import MAX_TEXT, format_duration, printable
 
 SHORT_KEY = 12  # hex digits
+RIGHT = frozenset(("age", "job", "left", "rate", "size", "staged", "took", "used"))
+# Long values, which go on in the next line where the terminal is too narrow.
+FOLDED = frozenset(
+    ("image", "image or reason", "jobs", "origin", "path", "result", "state", "value")
+)
 
 T = TypeVar("T")
 
@@ -38,17 +43,11 @@ class Facts(NamedTuple):
     indent: int = 0
 
 
-class Column(NamedTuple):
-    """`folds`: its long values go on in the next line, where the terminal is too narrow."""
-
-    name: str
-    right: bool = False
-    folds: bool = False
-
-
 class Table(NamedTuple):
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[str, ...], ...]
+    """Rows below the names of their columns; a column of one name looks the same everywhere."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
     indent: int = 0
 
 
@@ -169,12 +168,12 @@ def _plain(piece: Piece) -> Iterator[str]:
         for name, value in piece.facts:
             yield f"{harmless(name):<{width}}  {harmless(value)}"
     else:
-        names = tuple(column.name.upper() for column in piece.columns)
+        names = tuple(column.upper() for column in piece.columns)
         rows = [names, *(tuple(map(harmless, row)) for row in piece.rows)]
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         for row in rows:
             yield "  ".join(
-                f"{cell:>{width}}" if column.right else f"{cell:<{width}}"
+                f"{cell:>{width}}" if column in RIGHT else f"{cell:<{width}}"
                 for cell, width, column in zip(row, widths, piece.columns, strict=True)
             )
 
@@ -201,10 +200,10 @@ def _grid(piece: Facts | Table) -> "RenderableType":
         return grid
     for column in piece.columns:
         grid.add_column(
-            column.name.upper(),
-            justify="right" if column.right else "left",
+            column.upper(),
+            justify="right" if column in RIGHT else "left",
             overflow="fold",
-            no_wrap=not column.folds,
+            no_wrap=column not in FOLDED,
         )
     for row in piece.rows:
         grid.add_row(*(Text(harmless(cell)) for cell in row))

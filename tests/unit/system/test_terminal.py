@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from forestage.system.terminal import (
-    Column,
     Facts,
     Line,
     Piece,
@@ -38,7 +37,7 @@ def written(piece: Piece) -> list[str]:
 
 
 def a_table(path: str) -> Table:
-    columns = (Column("key"), Column("size", right=True), Column("path", folds=True))
+    columns = ("key", "size", "path")
     return Table(columns, ((KEY, "23 GiB", path),))
 
 
