@@ -13,7 +13,6 @@ import pytest
 from commands import Site
 from forestage.admin import pack
 from forestage.cli.world import Exit
-from forestage.system import run
 
 
 @pytest.fixture
@@ -29,24 +28,6 @@ def tree(tmp_path: Path) -> Path:
     (folder / "loop").symlink_to(folder)
     os.mkfifo(folder / "fifo")
     return folder
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """A program on PATH that is this script; what it was asked is in the file that comes back."""
-
-    def faking(name: str, script: str) -> Path:
-        folder, asked = tmp_path / "bin", tmp_path / "asked"
-        folder.mkdir(exist_ok=True)
-        program = folder / name
-        program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\n{script}\n')
-        program.chmod(0o755)
-        path = f"{folder}:{run.PATH}"
-        monkeypatch.setattr(run, "PATH", path)
-        monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
-        return asked
-
-    return faking
 
 
 def listed(image: Path) -> list[str]:
@@ -75,13 +56,10 @@ def test_relative_paths_are_of_the_current_directory(
 
 
 def test_tools_that_know_gzip_only_use_it(
-    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
-    fake(
-        "mksquashfs",
-        'case "$*" in *zstd*) echo "mksquashfs: Compressor \\"zstd\\" is not supported!" >&2;'
-        ' exit 1;; esac; exec /usr/bin/mksquashfs "$@"',
-    )
+    says = 'echo "mksquashfs: Compressor \\"zstd\\" is not supported!" >&2; exit 1'
+    programs(mksquashfs=f'case "$*" in *zstd*) {says};; esac; exec /usr/bin/mksquashfs "$@"')
     printed = site.json("pack", str(tree), "-o", str(tmp_path / "x"))
     assert (printed["compression"], printed["inodes"]) == ("gzip", 9)
 
@@ -97,9 +75,9 @@ def test_tools_that_know_gzip_only_use_it(
     ],
 )
 def test_image_that_lost_something_is_not_published(
-    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path], script: str
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path], script: str
 ) -> None:
-    fake("mksquashfs", script)
+    programs(mksquashfs=script)
     done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
     assert done.exit_code == Exit.FAILED, done.output
     assert "nothing was packed" in done.output.lower()
@@ -123,10 +101,10 @@ def test_what_cannot_be_read_is_known_from_mksquashfs_output(as_root: None, secr
 
 
 def test_existing_file_is_replaced_only_by_force(
-    site: Site, tree: Path, tmp_path: Path, fake: Callable[..., Path]
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
     image = tmp_path / "x"
-    asked = fake("mksquashfs", f'echo of somebody >{image}; exec /usr/bin/mksquashfs "$@"')
+    asked = programs(mksquashfs=f'echo of somebody >{image}; exec /usr/bin/mksquashfs "$@"')
     words = ["pack", str(tree), "-o", str(image)]
     assert site.run(*words).exit_code == Exit.NOT_FOUND
     assert image.read_text() == "of somebody\n", "the name was taken while it was packed"

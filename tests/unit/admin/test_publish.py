@@ -67,14 +67,14 @@ def while_copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path],
     ],
 )
 def test_lustre_target_is_made_with_layout(
-    site: Site, lfs: Callable[[str], Path], options: list[str], asked_for: str, printed: str
+    site: Site, programs: Callable[..., Path], options: list[str], asked_for: str, printed: str
 ) -> None:
-    asked = lfs(SETSTRIPE)
+    asked = programs(lfs=SETSTRIPE)
     on_lustre(site, target(site))
     done = site.run("publish", str(site.image("a.sqsh", DATA)), str(target(site)), *options)
     assert done.exit_code == Exit.OK, done.output
     words = asked.read_text().split()
-    assert " ".join(words[:-1]) == f"setstripe -E -1 {asked_for}"
+    assert " ".join(words[:-1]) == f"lfs setstripe -E -1 {asked_for}"
     temporary = Path(words[-1])
     assert temporary.parent == target(site)
     assert temporary.name != "a.sqsh", "the name is there when the bytes are"
@@ -90,10 +90,10 @@ def test_check_advises_the_same_command() -> None:
 
 @pytest.mark.parametrize("script", [f"{SETSTRIPE}; exit 1", ": >/dev/null", None])
 def test_failing_or_missing_lfs_publishes_nothing(
-    site: Site, lfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, script: str | None
+    site: Site, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, script: str | None
 ) -> None:
     if script:
-        lfs(script)
+        programs(lfs=script)
     else:
         monkeypatch.setattr(run, "PATH", "/nowhere")
     on_lustre(site, target(site))
@@ -104,9 +104,9 @@ def test_failing_or_missing_lfs_publishes_nothing(
 
 @pytest.mark.parametrize("data", [DATA, b""])
 def test_target_without_lustre_is_a_plain_copy(
-    site: Site, lfs: Callable[[str], Path], data: bytes
+    site: Site, programs: Callable[..., Path], data: bytes
 ) -> None:
-    asked = lfs(SETSTRIPE)
+    asked = programs(lfs=SETSTRIPE)
     done = site.run("publish", str(site.image("a", data)), str(target(site)))
     assert done.exit_code == Exit.OK
     assert "not striped: ext4 is not Lustre" in done.output
@@ -127,8 +127,8 @@ def test_copy_unlike_its_image_is_not_published(
     assert left(site) == []
 
 
-def test_existing_file_is_replaced_only_by_force(site: Site, lfs: Callable[[str], Path]) -> None:
-    asked = lfs(SETSTRIPE)
+def test_existing_file_is_replaced_only_by_force(site: Site, programs: Callable[..., Path]) -> None:
+    asked = programs(lfs=SETSTRIPE)
     on_lustre(site, target(site))
     (target(site) / "a").write_bytes(b"of somebody")
     words = ["publish", str(site.image("a", DATA)), str(target(site))]

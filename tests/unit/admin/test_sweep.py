@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -603,17 +604,12 @@ def test_strays_and_evictions_are_an_event_of_job_0(site: Site, bound: list[Bind
 
 
 @pytest.fixture
-def squeue(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a squeue and a scontrol before all others; the first does what is said."""
-    folder = site.places.root / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+def squeue(programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A squeue that does what is said."""
     monkeypatch.setattr(Slurm, "at_work", lambda self: frozenset())
 
     def put(script: str) -> None:
-        for name, text in (("squeue", script), ("scontrol", "echo 'NodeName=n1 '")):
-            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-            (folder / name).chmod(0o755)
+        programs(squeue=script, scontrol="echo 'NodeName=n1 '")
 
     return put
 

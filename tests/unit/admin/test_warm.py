@@ -33,17 +33,12 @@ Fake = Callable[..., Slurm]
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Puts these scripts into PATH as Slurm's commands; their command lines are in `asked`."""
+def fake(programs: Callable[..., Path]) -> Fake:
+    """Slurm's commands as scripts."""
 
     def faking(srun: str, scancel: str = "exit 0") -> Slurm:
-        for name, script in (("srun", srun), ("scancel", scancel)):
-            program = tmp_path / name
-            program.write_text(f'#!/bin/sh\necho "{name} $*" >>{tmp_path}/asked\n{script}\n')
-            program.chmod(0o755)
-        path = f"{tmp_path}:{run.PATH}"
-        monkeypatch.setenv("PATH", path)
-        return Slurm(path)
+        programs(srun=srun, scancel=scancel)
+        return Slurm(run.PATH)
 
     return faking
 
