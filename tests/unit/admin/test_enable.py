@@ -328,14 +328,14 @@ def run(tmp_path: Path, *words: str, code: int = Exit.OK) -> str:
 
 def test_command_prints_lines_to_copy_and_what_comes_next(slurm: Slurm, tmp_path: Path) -> None:
     slurm.write(COMPANION, "")
-    told = run(tmp_path, "enable").splitlines()
-    at = told.index(f"Add to {CONF}, at the end:")
-    assert told[at + 1 : at + 3] == [f"  Prolog={PROLOG}", f"  Epilog={EPILOG}"]
-    assert told[at + 3 : at + 5] == [
+    printed = run(tmp_path, "enable").splitlines()
+    at = printed.index(f"Add to {CONF}, at the end:")
+    assert printed[at + 1 : at + 3] == [f"  Prolog={PROLOG}", f"  Epilog={EPILOG}"]
+    assert printed[at + 3 : at + 5] == [
         f"Add to {STACK}, as the first line:",
         f"  optional {COMPANION}",
     ]
-    assert "scontrol reconfigure, and on each node systemctl restart slurmd" in told[-1]
+    assert "scontrol reconfigure, and on each node systemctl restart slurmd" in printed[-1]
     assert slurm.at(CONF).read_text() == TEXT
 
 
@@ -343,9 +343,9 @@ def test_link_is_made_with_yes_only(slurm: Slurm, tmp_path: Path) -> None:
     slurm.with_glob()
     assert "add --yes" in run(tmp_path, "enable")
     assert slurm.names() == ["20-site"]
-    told = run(tmp_path, "enable", "--yes")
-    assert f"+ {PROLOG_D}/50-forestage -> {PROLOG}" in told
-    assert "scontrol" not in told, "slurmd looks into the directory at each job"
+    printed = run(tmp_path, "enable", "--yes")
+    assert f"+ {PROLOG_D}/50-forestage -> {PROLOG}" in printed
+    assert "scontrol" not in printed, "slurmd looks into the directory at each job"
     assert slurm.names() == ["20-site", "50-forestage"]
 
 
@@ -364,16 +364,16 @@ def test_sweep_timer_is_started_with_yes_where_systemd_runs(
     node = Site(tmp_path)
     assert node.run("enable", SLURM_CONF).exit_code == Exit.OK
     assert asked == []
-    told = node.run("enable", "--yes", SLURM_CONF).stdout
+    printed = node.run("enable", "--yes", SLURM_CONF).stdout
     assert asked == [["enable", "--now", "forestage-sweep.timer"]]
-    assert ("is not on" in told) == bool(ends)
+    assert ("is not on" in printed) == bool(ends)
 
 
 def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:
     slurm.script("/site/prolog")
     slurm.write(CONF, "Prolog=/site/prolog\n")
-    told = run(tmp_path, "enable", "--yes", "--json", code=Exit.REFUSED)
-    document = json.loads(told)
+    printed = run(tmp_path, "enable", "--yes", "--json", code=Exit.REFUSED)
+    document = json.loads(printed)
     assert document["done"] is False
     assert "Prolog=/site/prolog" in document["refusals"][0]
     line = {"file": CONF, "action": "add", "text": f"Epilog={EPILOG}", "place": "at the end"}

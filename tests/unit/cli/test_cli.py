@@ -63,7 +63,7 @@ def no_rights(site: Site) -> Iterator[None]:
 # --- the command line itself
 
 
-def test_help_does_not_pay_for_what_it_does_not_need() -> None:
+def test_help_imports_only_what_it_needs() -> None:
     code = """
 import sys
 from click.testing import CliRunner
@@ -75,7 +75,7 @@ print([name for name in ("rich", "yaml", "filelock", "msgspec", "xxhash") if nam
     assert done.stdout.strip() == "[]"
 
 
-def test_manual_page_and_help_have_the_one_table_of_exit_statuses() -> None:
+def test_manual_page_and_help_have_every_exit_status() -> None:
     section = MAN.read_text().split(".SH EXIT STATUS")[1].split(".SH")[0]
     listed = re.findall(r"\.TP\n\.B (\d+)\n(.+)\n", section)
     assert listed == [(str(member.value), member.meaning) for member in Exit]
@@ -113,7 +113,7 @@ def test_each_error_has_its_exit_status(error: Exception, expected: Exit) -> Non
     assert world.status_of(error) is expected
 
 
-def test_a_reader_that_goes_away_is_met_quietly(site: Site, tmp_path: Path) -> None:
+def test_reader_that_goes_away_gets_no_traceback(site: Site, tmp_path: Path) -> None:
     for number in range(3):
         site.publish(site.image(f"{number}.sqsh"))
     code = (
@@ -132,7 +132,7 @@ def test_a_reader_that_goes_away_is_met_quietly(site: Site, tmp_path: Path) -> N
     "args",
     [["show"], ["explain", "4_2"], ["explain", "0x4"], ["pin"], ["no"], ["evict", "--all", "abcd"]],
 )
-def test_a_wrong_command_line_ends_with_2(site: Site, args: list[str]) -> None:
+def test_wrong_command_line_ends_with_2(site: Site, args: list[str]) -> None:
     assert site.run(*args).exit_code == Exit.USAGE
 
 
@@ -142,7 +142,7 @@ LOOKING = [["status"], ["ls"], ["show", "abcd"], ["path", "/x"], ["evict"], ["pi
 
 
 @pytest.mark.parametrize("args", [*LOOKING, ["config"]])
-def test_a_broken_configuration_is_told_in_full(site: Site, args: list[str]) -> None:
+def test_broken_configuration_is_shown_in_full(site: Site, args: list[str]) -> None:
     site.configure("deadline: soon\nengine: magic\n")
     done = site.run(*args)
     assert (done.exit_code, done.stdout) == (Exit.CONFIG, "")
@@ -154,22 +154,22 @@ def test_a_broken_configuration_is_told_in_full(site: Site, args: list[str]) -> 
 
 
 @pytest.mark.parametrize("args", LOOKING)
-def test_who_may_not_look_is_told_to_be_root(site: Site, no_rights: None, args: list[str]) -> None:
+def test_user_without_rights_is_asked_to_be_root(
+    site: Site, no_rights: None, args: list[str]
+) -> None:
     done = site.run(*args)
     assert (done.exit_code, done.stdout) == (Exit.PERMISSION, "")
     assert re.fullmatch(r"forestage: /.*: Permission denied \(run as root\)\n", done.stderr)
 
 
 @pytest.mark.parametrize("args", [["status"], ["ls"], ["evict"], ["evict", "--all"]])
-def test_a_cache_that_is_not_made_yet_is_empty_and_stays_unmade(
-    site: Site, args: list[str]
-) -> None:
+def test_cache_that_is_not_made_yet_is_empty_and_stays_unmade(site: Site, args: list[str]) -> None:
     assert site.run(*args).exit_code == Exit.OK
     assert not site.node.cache.root.exists()
 
 
 @pytest.mark.parametrize("args", [["ls"], ["evict"], ["path", "/x"]])
-def test_a_disk_that_is_not_mounted_ends_with_its_own_status(
+def test_disk_that_is_not_mounted_ends_with_its_own_status(
     site: Site, monkeypatch: pytest.MonkeyPatch, args: list[str]
 ) -> None:
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
@@ -179,7 +179,7 @@ def test_a_disk_that_is_not_mounted_ends_with_its_own_status(
     assert "its disk is not mounted" in done.stderr
 
 
-def test_status_tells_of_leases_though_the_disk_is_not_mounted(
+def test_status_of_an_unmounted_disk_shows_leases(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.lease(7, Use("k" * 32, "/lustre/a.sqsh"))
@@ -193,7 +193,7 @@ def test_status_tells_of_leases_though_the_disk_is_not_mounted(
     assert (found["room"], found["leases"][0]["job"]) == (None, 7)
 
 
-def test_a_cache_of_another_format_is_left_alone(site: Site) -> None:
+def test_cache_of_another_format_is_left_alone(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     (site.node.cache.root / "format").write_text("99\n")
     assert site.run("evict", key).exit_code == Exit.CACHE
@@ -201,7 +201,7 @@ def test_a_cache_of_another_format_is_left_alone(site: Site) -> None:
     assert site.keys() == {key}
 
 
-def test_a_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
+def test_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     site.lease(7, Use(key))
     site.node.leases.file(8).write_text("{")
@@ -231,8 +231,8 @@ def test_status_counts_what_is_there(site: Site) -> None:
     assert found["disk"]["total"] >= found["disk"]["free"] > 0
     images = {image["path"]: image["redirected"] for image in found["leases"][0]["images"]}
     assert images == {str(site.lustre / "b.sqsh"): True, str(site.lustre / "a.sqsh"): False}
-    told = site.run("status").stdout
-    assert "4 (2 leased, 1 pinned, 1 superseded, 1 damaged)" in told
+    printed = site.run("status").stdout
+    assert "4 (2 leased, 1 pinned, 1 superseded, 1 damaged)" in printed
 
 
 def test_ls_has_the_last_used_first(site: Site) -> None:
@@ -243,12 +243,12 @@ def test_ls_has_the_last_used_first(site: Site) -> None:
     assert [line.split()[3] for line in lines[1:]] == ["5s", "50s", "8m20s"]
 
 
-def test_what_users_write_cannot_command_the_terminal(site: Site) -> None:
+def test_text_of_users_cannot_command_the_terminal(site: Site) -> None:
     name = "\x1b]0;gotcha\x07[red]\n\u202ename"
     site.publish(site.image(name))
-    told = site.run("ls").stdout
-    assert r"\x1b]0;gotcha\x07[red]\n\u202ename" in told
-    assert len(told.splitlines()) == 2
+    printed = site.run("ls").stdout
+    assert r"\x1b]0;gotcha\x07[red]\n\u202ename" in printed
+    assert len(printed.splitlines()) == 2
     for args in (["ls", "--json"], ["show", f"{site.lustre}/{name}"], ["show", f"/no/{name}"]):
         assert "\x1b" not in site.run(*args).output
 
@@ -275,7 +275,7 @@ def test_show_of_a_path_has_its_newest_version_first(site: Site) -> None:
 
 
 @pytest.mark.parametrize("word", ["abcd", "/nowhere", "0" * 32, "", "a" * 5000, "."])
-def test_what_is_not_here_ends_with_1(site: Site, word: str) -> None:
+def test_entry_that_is_not_here_ends_with_1(site: Site, word: str) -> None:
     site.publish(site.image("a.sqsh"))
     for command in ("show", "evict", "pin", "unpin"):
         done = site.run(command, word)
@@ -304,7 +304,7 @@ def test_one_wrong_word_among_several_does_nothing_at_all(site: Site) -> None:
         (lambda path: (path.unlink(), path.mkdir()), "changed: .* is a directory"),
     ],
 )
-def test_show_tells_what_became_of_the_source(
+def test_show_of_a_changed_source_says_what_changed(
     site: Site, change: Callable[[Path], None], expected: str
 ) -> None:
     path = site.image("a.sqsh")
@@ -413,7 +413,7 @@ def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
     assert site.keys() == {keys[0]}
 
 
-def test_a_pin_keeps_and_an_unpin_lets_go(site: Site) -> None:
+def test_pinned_entry_stays_until_it_is_unpinned(site: Site) -> None:
     key = site.publish(site.image("a"))
     assert "pinned" in site.run("pin", key).stdout
     assert site.run("pin", key).exit_code == Exit.OK
@@ -435,7 +435,7 @@ def test_pin_of_a_path_means_its_newest_and_unpin_all(site: Site) -> None:
     assert not any(one["pinned"] for one in site.json("ls"))
 
 
-def test_a_damaged_entry_is_not_pinned_for_ever(site: Site) -> None:
+def test_damaged_entry_is_not_pinned(site: Site) -> None:
     key = site.publish(site.image("a"))
     (site.node.cache.entry_dir(key) / "entry.json").unlink()
     assert site.run("pin", key).exit_code == Exit.NOT_FOUND
@@ -446,8 +446,8 @@ def test_a_damaged_entry_is_not_pinned_for_ever(site: Site) -> None:
 
 def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
     site.configure("nonsense: true\n")
-    told = Handled("declined", "missing", "/x.sqsh is missing", "/x.sqsh", "option")
-    append(site.places.events, [Event(NOW, "prolog", 7, told, "alice", 1000, "n1", "gpu", 0.1)])
+    printed = Handled("declined", "missing", "/x.sqsh is missing", "/x.sqsh", "option")
+    append(site.places.events, [Event(NOW, "prolog", 7, printed, "alice", 1000, "n1", "gpu", 0.1)])
     done = site.run("explain", "7")
     assert done.exit_code == Exit.OK
     assert "declined (missing)" in done.stdout
@@ -465,10 +465,10 @@ def test_explain_of_a_job_without_an_event_says_what_is_known(site: Site) -> Non
     assert "Problem: " in done.stdout
 
 
-def test_config_tells_values_and_origins(site: Site) -> None:
+def test_config_has_values_and_origins(site: Site) -> None:
     site.configure("partitions:\n  gpu:\n    deadline: 2m\n")
     rows = {row["key"]: row for row in site.json("config")}
     assert rows["cache"] == {"key": "cache", "value": "/nvme/forestage", "origin": str(site.file)}
     assert (rows["deadline"]["value"], rows["deadline"]["origin"]) == ("auto", "default")
-    told = site.run("config", "--partition", "gpu").stdout
-    assert re.search(rf"^deadline +2m +{site.file}$", told, re.MULTILINE)
+    printed = site.run("config", "--partition", "gpu").stdout
+    assert re.search(rf"^deadline +2m +{site.file}$", printed, re.MULTILINE)

@@ -45,7 +45,7 @@ def a_table(path: str) -> Table:
 @pytest.mark.parametrize(
     "piece", [a_table(PATH), Facts((("path", PATH),)), Line(PATH), Line(PATH, indent=2)]
 )
-def test_a_long_path_is_folded_and_whole(piece: Piece, width: int) -> None:
+def test_long_path_is_folded_and_whole(piece: Piece, width: int) -> None:
     lines = drawn(piece, width)
     assert max(map(len, lines)) <= width
     assert len(lines) > 1
@@ -57,15 +57,15 @@ def test_keys_and_sizes_are_never_folded(width: int) -> None:
     assert drawn(a_table(PATH), width)[1].startswith(f"{KEY}  23 GiB  /lustre")
 
 
-def test_what_is_to_be_copied_stays_on_one_line() -> None:
+def test_whole_line_is_never_folded() -> None:
     assert drawn(Line(PATH, whole=True), 80) == [PATH]
 
 
-def test_an_empty_line_is_a_line() -> None:
+def test_empty_line_is_a_line() -> None:
     assert (drawn(Line(""), 80), written(Line(""))) == ([""], [""])
 
 
-def test_a_pipe_gets_one_line_for_a_row() -> None:
+def test_row_in_a_pipe_is_one_line() -> None:
     assert written(a_table(PATH)) == ["KEY             SIZE  PATH", f"{KEY}  23 GiB  {PATH}"]
 
 
