@@ -44,7 +44,7 @@ def run(session: pytest.Session, taken: Path) -> None:
     items = _falling_here(in_order(session.items, CLUSTERS_FIRST in os.environ), taken)
     item = next(items, None)
     while item is not None:
-        # An item is told what follows, so that what both need is kept.
+        # An item is given what follows, so that what both need is kept.
         following = next(items, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.shouldfail:
@@ -171,7 +171,7 @@ def _start(arguments: Sequence[str], folder: Path, number: int) -> Lane:
 
 
 def _end(lane: Lane, until: float) -> int:
-    """Its exit code, as a shell has it. After `until` it is ended, and told so on stderr."""
+    """Its exit code, as a shell has it. After `until` it is ended, which stderr shows."""
     for stop in (lane.process.terminate, lane.process.kill):
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = lane.process.wait(max(0.0, until - time.monotonic()))

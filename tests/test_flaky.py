@@ -1,4 +1,4 @@
-"""What fails in CI is run once more, alone, and both results are told."""
+"""What fails in CI is run once more, alone, and both results are shown."""
 
 from __future__ import annotations
 

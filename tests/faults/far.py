@@ -20,7 +20,7 @@ OPTIONS = "allow_other,default_permissions"
 class Far:
     """Lies in the node's `sources` beside the healthy one. In a private mount namespace only.
 
-    A user other than root mounts it as anybody may who has a program of his own.
+    A user other than root mounts it with a program of their own.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Far:
         os.kill(self._process.pid, signal.SIGCONT)
 
     def die(self) -> None:
-        """Whoever waits gets an error, and so does everybody after him."""
+        """Whoever waits gets an error, and so does whoever comes later."""
         os.kill(self._process.pid, signal.SIGKILL)  # not by Popen: stagers call this as well
 
     def end(self) -> None:

@@ -55,7 +55,7 @@ def shut_down(point: Path) -> None:
 class Points:
     """Listens at the trace points of all stagers; the n-th passing of one can make things happen.
 
-    Stagers are forked from the test's process, so they inherit it; their file tells the test.
+    Stagers are forked from the test's process, so they inherit it; the test reads their file.
     """
 
     def __init__(self, file: Path) -> None:

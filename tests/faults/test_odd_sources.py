@@ -36,9 +36,9 @@ def put(far: Far, data: bytes | None = None) -> Path:
 def is_alices(path: Path, data: bytes) -> bool:
     """Whether she has the bytes and the rights that she gave it, and nobody else anything."""
     argv = ["stat", "--format=%u %g %a", str(path)]
-    told = subprocess.run(argv, user=ALICE.uid, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(argv, user=ALICE.uid, capture_output=True, text=True, check=True).stdout
     return (
-        told.split() == [str(ALICE.uid), str(ALICE.gid), "640"]
+        shown.split() == [str(ALICE.uid), str(ALICE.gid), "640"]
         and read_as(ALICE, path) == data
         and read_as(BOB, path) is None
     )
@@ -88,7 +88,7 @@ def test_odd_source_is_copied_to_the_last_byte_with_its_rights(
 
 
 @pytest.mark.parametrize(
-    ("words", "keys", "reason", "told"),
+    ("words", "keys", "reason", "detail"),
     [
         ({"inodes": 1}, {"redirect": "none"}, "changed", "only its inode number is another"),
         ({"longer": 5000}, {}, "changed", "ends before its size says so"),
@@ -101,7 +101,7 @@ def test_odd_source_is_copied_to_the_last_byte_with_its_rights(
     ids=str,
 )
 def test_source_that_cannot_be_copied_is_left_alone_and_it_is_said_why(
-    node: Node, far: Far, words: dict[str, int], keys: dict[str, object], reason: str, told: str
+    node: Node, far: Far, words: dict[str, int], keys: dict[str, object], reason: str, detail: str
 ) -> None:
     node.configure(on_error="drain", **keys)
     path = put(far)
@@ -109,7 +109,7 @@ def test_source_that_cannot_be_copied_is_left_alone_and_it_is_said_why(
     clock = Until(lambda: reason == "deadline" and far.calls()["read"])
     ran = beside(lambda: node.prolog(1, path, clock=clock))
     assert (ran.code, *ran.said) == (0, "declined", reason)
-    assert told in ran.outcome.detail
+    assert detail in ran.outcome.detail
     assert "inodes" not in words or far.calls()["read"] == 0, "read in vain"
     assert node.lease(1) is None
     assert beside(lambda: node.epilog(1)).code == 0

@@ -33,7 +33,7 @@ def test_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far
 def test_first_bytes_that_do_not_come_leave_the_original_path(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metadata are answered; what tells an image from another file is not."""
+    """Metadata are answered; the first bytes, which make it an image, are not."""
     monkeypatch.setattr(source, "HOOK_TIMEOUT", 0.3)
     node.configure(deadline="1h", on_error="drain")
     path = far.put("image.sqsh", image())
@@ -54,7 +54,7 @@ def test_hit_needs_no_byte_of_the_source(node: Node, far: Far) -> None:
 
 
 class Strike:
-    """Makes a source hang at a trace point, and tells when it does."""
+    """Makes a source hang at a trace point, and shows when it does."""
 
     def __init__(self, far: Far, hang: Callable[[Far], None], file: Path) -> None:
         self._far = far

@@ -34,7 +34,7 @@ INSIDE = Path(__file__).with_name("inside.py")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 UP_SECONDS = 120.0
-COMMAND_SECONDS = 240.0  # what hangs is told before pytest ends the test
+COMMAND_SECONDS = 240.0  # what hangs is reported before pytest ends the test
 # A node that gave no answer once is asked again after a third of SlurmdTimeout, 100 s.
 IDLE_SECONDS = 150.0
 UMASK = 0o022  # whatever that of the caller is
@@ -193,7 +193,7 @@ class Cluster:
     def node_reboot(self, node: str) -> None:
         """Kills all of a node's processes and starts it anew. Its disk and node_dirs stay.
 
-        Slurm is told that the node is down instead of finding out by itself after 300 s.
+        The node is set down in Slurm, which would notice by itself after 300 s.
         """
         self.node_kill(node)
         self._wait_for_loops([self._disk(node)])
@@ -244,10 +244,10 @@ class Cluster:
                 raise ClusterError(f"{', '.join(dead)} ended\n{self.logs()}")
             # In one: it is asked often, while others want the processors.
             ask = "squeue -h && sinfo -h -N -o 'node %N %T'"
-            told = self.run(["sh", "-c", ask], user="root", check=False)
+            asked = self.run(["sh", "-c", ask], user="root", check=False)
             # A node in two partitions is listed twice. Jobs have lines of their own.
-            states = {" ".join(line.split()) for line in told.stdout.splitlines()}
-            return not told.returncode and states == {f"node {n} idle" for n in self.nodes}
+            states = {" ".join(line.split()) for line in asked.stdout.splitlines()}
+            return not asked.returncode and states == {f"node {n} idle" for n in self.nodes}
 
         wait_until(idle, timeout, lambda: f"not idle\n{self.overview()}\n{self.logs()}")
 

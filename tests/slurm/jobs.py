@@ -30,26 +30,26 @@ RELEASE = ("cat", "/etc/os-release")
 # The hooks as they are; what they say would else be lost, as no syslog listens.
 HOOK_LOG = "/var/spool/slurmd/hooks.log"
 HOOK = "#!/bin/sh\nexec {hook} >>{log} 2>&1\n"
+PARTITIONS = (
+    "all Default=YES Nodes=ALL OverSubscribe=YES State=UP\n"
+    "PartitionName=plain Nodes=ALL OverSubscribe=YES State=UP"
+)
 
 
-def hooked(nodes: int = 4, nvme_mib: int = 1024, **conf: str) -> ClusterSpec:
+def hooked(nodes: int = 4, nvme_mib: int = 1024, hook: str = HOOK, **conf: str) -> ClusterSpec:
     """A cluster with the repository's hooks, whose words can be read, and a partition `plain`.
 
     For the jobs of `plain` forestage is switched off: they see what all others would see without.
     `conf` are further lines of slurm.conf.
     """
     hooks = {name: REPO / name / "forestage" for name in ("prolog", "epilog")}
-    partition = "Nodes=ALL OverSubscribe=YES State=UP"
     return ClusterSpec(
         nodes=nodes,
         nvme_mib=nvme_mib,
         prolog="/etc/prolog",
         epilog="/etc/epilog",
-        files={f"/etc/{name}": HOOK.format(hook=h, log=HOOK_LOG) for name, h in hooks.items()},
-        slurm_conf={
-            "PartitionName": f"all Default=YES {partition}\nPartitionName=plain {partition}",
-            **conf,
-        },
+        files={f"/etc/{name}": hook.format(hook=h, log=HOOK_LOG) for name, h in hooks.items()},
+        slurm_conf={"PartitionName": PARTITIONS, **conf},
     )
 
 
@@ -194,18 +194,13 @@ class Site:
         self.wait_over(job)
         return Ran(job, done.returncode, done.stdout, done.stderr)
 
-    def sbatch(
-        self,
-        image: str | None,
-        script: str,
-        *,
-        node: str = "n1",
-        comment: str | None = None,
-    ) -> Ran:
-        options = [*self._options(image, comment), f"--nodelist={node}", "--output=out"]
-        job = self.cluster.submit(f"#!/bin/sh\n{script}\n", *options)
+    def sbatch(self, script: str, *options: str, node: str = "n1", user: str = "alice") -> Ran:
+        """A batch job to its very end; of several at once each has its own output."""
+        name = f"job{next(self._names)}"
+        where = [f"--nodelist={node}", f"--nodes={node.count(',') + 1}", f"--output={name}"]
+        job = self.cluster.submit(f"#!/bin/sh\n{script}\n", *where, *options, user=user)
         self.wait_over(job)
-        return Ran(job, 0, self.cluster.read("/shared/alice/out"), "")
+        return Ran(job, 0, self.cluster.read(f"/shared/{user}/{name}"), "")
 
     @contextlib.contextmanager
     def holding(
@@ -357,6 +352,6 @@ class Site:
 
 
 def device_and_inode(path: Path) -> tuple[str, int]:
-    """As the stand-in for pyxis tells them."""
+    """As the stand-in for pyxis reports them."""
     facts = path.stat()
     return f"{os.major(facts.st_dev)}:{os.minor(facts.st_dev)}", facts.st_ino

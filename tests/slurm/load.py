@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from images import MIB
-from jobs import HOOK_LOG, Site, hooked
-from spec import ALICE, BOB, PYXIS_REPORT, REPO, ClusterSpec, User
+from jobs import PARTITIONS, Site, hooked
+from spec import ALICE, BOB, PYXIS_REPORT, ClusterSpec, User
 
 import squashfs
 
@@ -64,19 +64,17 @@ WAYS: Sequence[Way] = ("option", "option", "inner", "hint", "off")
 
 def strained(nodes: int = 3) -> ClusterSpec:
     """Nodes that are given more than they can take; Slurm's own patience is not what is tried."""
-    spec = hooked(nodes, nvme_mib=256)
-    extra = "PartitionName=steps Nodes=ALL OverSubscribe=YES State=UP"
-    hooks = {name: REPO / name / "forestage" for name in ("prolog", "epilog")}
-    conf = {
-        "AuthInfo": f"cred_expire={CRED_EXPIRE}",
-        "PartitionName": f"{spec.slurm_conf['PartitionName']}\n{extra}",
-        "MessageTimeout": "60",
-        "MinJobAge": "7200",  # what became of each is asked at the end
-    }
+    spec = hooked(
+        nodes,
+        nvme_mib=256,
+        hook=HOOK,
+        AuthInfo=f"cred_expire={CRED_EXPIRE}",
+        PartitionName=f"{PARTITIONS}\nPartitionName=steps Nodes=ALL OverSubscribe=YES State=UP",
+        MessageTimeout="60",
+        MinJobAge="7200",  # what became of each is asked at the end
+    )
     return dataclasses.replace(
         spec,
-        slurm_conf=conf,
-        files={f"/etc/{name}": HOOK.format(hook=h, log=HOOK_LOG) for name, h in hooks.items()},
         companion="",
         # What is looked at is which bytes a task is given; to run them would add nothing.
         plugstack=(f"required {{state}}/pyxis.so report={PYXIS_REPORT} container=no",),
@@ -98,7 +96,7 @@ class Picture:
         return f"/shared/{self.owner.name}/{self.name}.sqsh"
 
     def trouble(self, user: User) -> str | None:
-        """What a task of this user is told in place of the image's bytes."""
+        """The error that this user's task gets in place of the image's bytes."""
         if not self.exists:
             return "No such file or directory"
         return "Permission denied" if user != self.owner and not self.mode & 0o004 else None
@@ -155,7 +153,7 @@ class Plan:
         return "\n".join(["#!/bin/sh", begin, "code=0", *steps, "exit $code", ""])
 
     def begun(self, job: int | str) -> str:
-        """The file that tells that the script is at work."""
+        """The file that is there once the script is at work."""
         return f"/shared/{self.user.name}/begun-{job}"
 
     @property

@@ -127,7 +127,7 @@ def come_late(seconds: float) -> Act:
 
 def fail_reads(scene: Scene) -> None:
     """Of all nodes but one."""
-    # With `bind` a node that reads nothing of a file cannot tell that it is an image.
+    # With `bind` a node that reads nothing of a file cannot see that it is an image.
     scene.fleet.configure(redirect="none")
     for node in scene.nodes[1:]:
         scene.fleet.remount(node, "failing")
@@ -175,7 +175,7 @@ MISHAPS: Mapping[str, Mishap] = {
 def meet(fleet: Fleet, name: str, nodes: Sequence[str], mib: int, number: int = 0) -> Result:
     """A job over these nodes that has this bad luck, to its end. All is mended then.
 
-    `number` tells apart the files of those that have the same; events know them by their names.
+    `number` keeps apart the files of those with the same mishap; events have their names.
     """
     mishap = MISHAPS[name]
     scene = Scene(fleet, fleet.data(f"image-{name}-{number}", mib), mib, nodes)

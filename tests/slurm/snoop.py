@@ -18,7 +18,7 @@ def names() -> Iterator[str]:
     for place in PLACES:
         for directory, _, files in os.walk(place):
             yield from (f"{directory}/{file}" for file in files)
-    # The kernel tells everybody which file of which disk lies over which path.
+    # The kernel shows everybody which file of which disk lies over which path.
     with open("/proc/self/mountinfo") as table:
         for line in table:
             root, point = line.split()[3:5]

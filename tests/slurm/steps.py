@@ -20,8 +20,6 @@ SHOW = " ".join(RELEASE)
 AT_ONCE = 5  # jobs of one test; this machine may have two cores
 TASKS = 16
 
-_names = itertools.count(1)
-
 
 def accompanied(nodes: int = 4, companion: str = "", **conf: str) -> ClusterSpec:
     """A cluster whose steps have the companion. `conf` are lines of slurm.conf."""
@@ -36,7 +34,7 @@ class Tables:
         self._open = {node: os.open(table, os.O_RDONLY) for node, table in tables.items()}
 
     def changed(self) -> list[str]:
-        """The nodes whose table has. The kernel tells of every change: proc(5), mountinfo."""
+        """The nodes whose table has. The kernel reports every change: proc(5), mountinfo."""
         poll = select.poll()
         nodes = {fd: node for node, fd in self._open.items()}
         for fd in nodes:
@@ -51,18 +49,6 @@ class Tables:
             os.close(fd)
 
 
-def batch(
-    site: Site, script: str, *options: str, node: str = "n1", user: str = "alice", code: int = 0
-) -> Ran:
-    """A batch job to its very end; of several at once each has its own output."""
-    name = f"batch{next(_names)}"
-    where = [f"--nodelist={node}", f"--nodes={node.count(',') + 1}", f"--output={name}"]
-    text = f"#!/bin/sh\n{script}\n"
-    job = site.cluster.submit(text, *where, *options, user=user)
-    site.wait_over(job)
-    return Ran(job, code, site.cluster.read(f"/shared/{user}/{name}"), "")
-
-
 # How a user may ask. Each way gets an image that no other has asked for, and a node.
 
 Way = Callable[[Site, str, str], Ran]
@@ -73,15 +59,15 @@ def _by_script(script: str) -> Way:
 
     def ask(site: Site, image: str, node: str) -> Ran:
         file = image.rpartition("/")[2]
-        return batch(site, script.format(image=image, file=file, show=SHOW), node=node)
+        return site.sbatch(script.format(image=image, file=file, show=SHOW), node=node)
 
     return ask
 
 
 WAYS: Mapping[str, Way] = {
     "srun": lambda site, image, node: site.srun(image, node=node),
-    "sbatch-option": lambda site, image, node: batch(
-        site, f"srun {SHOW}", f"--container-image={image}", node=node
+    "sbatch-option": lambda site, image, node: site.sbatch(
+        f"srun {SHOW}", f"--container-image={image}", node=node
     ),
     "inner": _by_script("srun --container-image={image} {show}"),
     "salloc": lambda site, image, node: site.run(

@@ -23,9 +23,9 @@ def cluster_spec() -> ClusterSpec:
 
 
 def age(site: Site, job: int) -> int:
-    """Seconds since Slurm started the job, its Prolog included; as squeue's M:SS tells."""
-    told = site.cluster.run(["squeue", "--noheader", f"--jobs={job}", "--format=%M"], user="root")
-    minutes, _, seconds = told.stdout.strip().rpartition(":")
+    """Seconds since Slurm started the job, its Prolog included; as squeue's M:SS has it."""
+    shown = site.cluster.run(["squeue", "--noheader", f"--jobs={job}", "--format=%M"], user="root")
+    minutes, _, seconds = shown.stdout.strip().rpartition(":")
     return int(minutes or 0) * 60 + int(seconds or 0)
 
 
@@ -34,8 +34,8 @@ def registrations(site: Site) -> int:
 
 
 def state(site: Site, job: int) -> str:
-    told = site.cluster.run(["scontrol", "--oneliner", "show", "job", str(job)], user="root")
-    return dict(word.partition("=")[::2] for word in told.stdout.split())["JobState"]
+    shown = site.cluster.run(["scontrol", "--oneliner", "show", "job", str(job)], user="root")
+    return dict(word.partition("=")[::2] for word in shown.stdout.split())["JobState"]
 
 
 def test_reconfigure_during_a_slow_copy_costs_no_job(site: Site) -> None:

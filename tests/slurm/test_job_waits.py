@@ -46,7 +46,7 @@ def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(site: Site, f
     site.configure(deadline="auto", bandwidth="2MiB")
     steps = f"srun -l {' '.join(RELEASE)}; echo end"
     with ThreadPoolExecutor() as pool:
-        batching = pool.submit(site.sbatch, half, steps, node="n1,n2")
+        batching = pool.submit(site.sbatch, steps, f"--container-image={half}", node="n1,n2")
         first = site.srun(slow)
         batch = batching.result()
     assert first.code == 0, first

@@ -87,12 +87,12 @@ def change_lines(site: Site, packages: Packages, command: str) -> None:
 
 
 def enable(site: Site, packages: Packages) -> str:
-    """As the page says: the configuration, the lines, the links, then Slurm is told."""
+    """As the page says: the configuration, the lines, the links, then a reconfigure."""
     site.configure()
     change_lines(site, packages, "enable")
-    told = packages.root("forestage", "enable", "--yes")
+    said = packages.root("forestage", "enable", "--yes")
     reconfigure(site.cluster)
-    return told
+    return said
 
 
 def disable(site: Site, packages: Packages) -> None:
@@ -208,8 +208,8 @@ def test_directory_of_prologs_gets_a_link_that_never_dangles(
     pattern = "Prolog=/etc/slurm/prolog.d/*\nEpilog=/etc/slurm/epilog.d/*\n"
     site.cluster.write(CONF, site.cluster.read(CONF) + pattern)
     packages.install()
-    told = enable(site, packages)
-    assert "/etc/slurm/prolog.d/50-forestage" in told
+    said = enable(site, packages)
+    assert "/etc/slurm/prolog.d/50-forestage" in said
     image = site.image("linked")
     assert site.results(site.srun(image).job) == ["copied"]
     packages.remove()
@@ -235,11 +235,11 @@ def test_no_link_goes_while_a_prolog_of_the_site_runs(site: Site, packages: Pack
     try:
         site.cluster.submit("#!/bin/sh\ntrue\n")
         wait_until(site.cluster.host_path(runs, NODE).exists, 30, site.cluster.logs)
-        told = packages.root("forestage", "disable", "--yes", check=False)
+        said = packages.root("forestage", "disable", "--yes", check=False)
     finally:
         site.cluster.host_path(slow).unlink()
         site.cluster.host_path(runs, NODE).unlink(missing_ok=True)
-    assert "may have listed the directory" in told
+    assert "may have listed the directory" in said
     site.cluster.wait_idle(30)
     packages.root("forestage", "disable", "--yes")
     assert packages.root("ls", "/etc/slurm/prolog.d").split() == ["20-site"]
@@ -256,10 +256,10 @@ def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
     site.configure(redirect="spank", prolog_wait="0s")
     image = site.image("spank")
     step = f"srun --container-image={image} cat /etc/os-release"
-    job = site.sbatch(None, step)
+    job = site.sbatch(step)
     assert [one.result for one in site.outcomes(job.job, hook="step")] == ["copied"]
     packages.remove("forestage-spank", "forestage")
-    job = site.sbatch(None, step)
+    job = site.sbatch(step)
     assert "ID=spank" in job.stdout, job
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jobs import Site
 from spec import ClusterSpec
-from steps import SHOW, accompanied, batch, served, wrong
+from steps import SHOW, accompanied, served, wrong
 from test_job_stages import in_place
 
 
@@ -17,7 +17,7 @@ def cluster_spec() -> ClusterSpec:
 def test_inner_step_is_staged_and_redirected_on_the_node(site: Site) -> None:
     image = site.image("inner", mib=2)
     step = f"srun --container-image={image} {SHOW}"
-    job = batch(site, f"{step}\n{step}\ngrep -c entries /proc/self/mountinfo")
+    job = site.sbatch(f"{step}\n{step}\ngrep -c entries /proc/self/mountinfo")
     assert job.stdout.splitlines()[-1] == "1", "not on the node: the batch script sees no bind"
     first, second = served(site, job.job, "n1")
     assert (first.result, first.redirect) == ("copied", "mounted")
@@ -30,7 +30,7 @@ def test_step_whose_image_no_prolog_saw_sees_the_change(site: Site) -> None:
     image = site.image("changing", mib=2)
     with site.holding(image) as old:
         in_place(site, image)
-        job = batch(site, f"srun --container-image={image} {SHOW}")
+        job = site.sbatch(f"srun --container-image={image} {SHOW}")
         seen = site.saw(job.job)
         assert seen.sha256 == site.sha256(image) != site.saw(old.job).sha256
         assert not site.shows_source(seen)

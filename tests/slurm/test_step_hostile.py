@@ -1,4 +1,4 @@
-"""A user who means harm: no effect but the original path, and root runs nothing that he chose."""
+"""Users who mean harm: no effect but the original path, and root runs nothing of theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import Site, device_and_inode
 from spec import BOB, ClusterSpec
-from steps import SHOW, accompanied, batch, seen_at, served, wrong
+from steps import SHOW, accompanied, seen_at, served, wrong
 
 MARK = "/shared/alice/root-was-here"
 PRELOAD = """
@@ -63,7 +63,7 @@ def test_link_that_is_swapped_all_the_time_covers_nothing_else(spank: Site) -> N
     results: list[str] = []
     with swapping(spank, link, [own, secret, other, passwd]):
         for _ in range(10):  # half of the targets may be had
-            ran = batch(spank, steps)
+            ran = spank.sbatch(steps)
             # Whatever lay there when it was bound: a task's two images are what they were.
             assert set(ran.stdout.splitlines()) <= {f"{d}  {path}" for d, path in digests.items()}
             results += [one.result for one in served(spank, ran.job, "n1")]
@@ -93,7 +93,7 @@ def test_root_runs_nothing_of_the_users_environment(spank: Site) -> None:
     evil = f"LD_PRELOAD={library} PYTHONPATH={place} PYTHONHOME={place} BASH_ENV={place}/shell"
     paths = f"ENV={place}/shell PATH={place}:$PATH LD_LIBRARY_PATH={place} TMPDIR={place}"
     # env: only the step is to have them. srun must not crash over its own Python or shell.
-    job = batch(spank, f"env {evil} {paths} srun --container-image={image} {SHOW}")
+    job = spank.sbatch(f"env {evil} {paths} srun --container-image={image} {SHOW}")
     assert wrong(spank, image, spank.seen(job.job)) == []
     assert not spank.source(MARK).exists()
     spank.cluster.run(["sh", "-c", f"LD_PRELOAD={library} id"], user="root")
@@ -105,7 +105,7 @@ def test_steps_with_closed_descriptors_are_served(spank: Site) -> None:
     image = spank.image("closed")
     closed = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
     steps = [f"srun --container-image={image} {SHOW} {one}; echo $?" for one in closed]
-    job = batch(spank, "\n".join(steps))
+    job = spank.sbatch("\n".join(steps))
     assert [line for line in job.stdout.splitlines() if line.isdigit()] == ["0"] * len(closed)
     assert wrong(spank, image, spank.seen(job.job)) == []
 
@@ -117,7 +117,7 @@ def test_step_in_a_directory_that_is_gone_is_served_by_an_absolute_path_only(spa
         f"srun --chdir=/shared/alice/d --container-image={one} {SHOW}"
         for one in (image, "../gone.sqsh")
     ]
-    job = batch(spank, "\n".join(["mkdir d; rmdir d", *steps, "true"]))
+    job = spank.sbatch("\n".join(["mkdir d; rmdir d", *steps, "true"]))
     absolute, relative = spank.seen(job.job)
     assert wrong(spank, image, [absolute]) == []
     assert relative.error == "No such file or directory"
@@ -129,7 +129,7 @@ def test_task_may_not_make_the_copy_its_own(spank: Site) -> None:
     tricks = [f"echo x >>{image}", f"chmod 777 {image}", f"umount {image}", f"mv {image} {image}.x"]
     # Outside of the container the task sees the bind itself.
     script = "; ".join(f"{trick} 2>/dev/null && echo done {trick}" for trick in tricks)
-    job = batch(spank, f"srun --container-image={image} sh -c '{script}; true'")
+    job = spank.sbatch(f"srun --container-image={image} sh -c '{script}; true'")
     assert "done echo" not in job.stdout
     assert "done umount" not in job.stdout
     (key,) = spank.entries()

@@ -22,7 +22,6 @@ from steps import (
     Tables,
     accompanied,
     all_ways,
-    batch,
     seen_at,
     served,
     wrong,
@@ -118,7 +117,7 @@ def test_node_sees_nothing_of_a_step_that_runs(spank: Site) -> None:
 def test_two_steps_on_all_nodes_make_one_copy_on_each(spank: Site) -> None:
     image, nodes = spank.image("wide", mib=4), spank.cluster.nodes
     step = f"srun --container-image={image} {SHOW}"
-    job = batch(spank, f"{step}\n{step}", node=",".join(nodes))
+    job = spank.sbatch(f"{step}\n{step}", node=",".join(nodes))
     seen = spank.seen(job.job)
     assert tuple(one.node for one in seen[::2]) == nodes
     assert wrong(spank, image, seen) == []
@@ -131,7 +130,7 @@ def test_two_steps_at_once_have_an_image_each(spank: Site) -> None:
     wait = "touch $0; until test -e $1; do sleep 0.05; done; cat /etc/os-release"
     step = "srun --overlap -n1 --container-image={} sh -c '{}' /shared/alice/{} /shared/alice/{} &"
     steps = [step.format(one, wait, "a", "b"), step.format(two, wait, "b", "a"), "wait"]
-    job = batch(spank, "rm -f a b\n" + "\n".join(steps), "--ntasks=2")
+    job = spank.sbatch("rm -f a b\n" + "\n".join(steps), "--ntasks=2")
     assert {"ID=one", "ID=two"} <= set(job.stdout.splitlines()), job
     seen = {each.path: each for each in spank.seen(job.job)}
     assert wrong(spank, one, [seen[one]]) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jobs import Site
 from spec import ClusterSpec
-from steps import SHOW, accompanied, batch, served, wrong
+from steps import SHOW, accompanied, served, wrong
 from suite import SUITES, on_suite
 
 
@@ -28,7 +28,7 @@ def test_step_at_job_level(spank: Site) -> None:
 def test_inner_step_on_two_nodes(spank: Site) -> None:
     image = spank.image("inner", mib=2)
     step = f"srun --container-image={image} {SHOW}"
-    job = batch(spank, f"{step}\n{step}", node="n1,n2")
+    job = spank.sbatch(f"{step}\n{step}", node="n1,n2")
     assert job.stdout.count("ID=inner") == 4, job
     for node in ("n1", "n2"):
         assert [one.result for one in served(spank, job.job, node)] == ["copied", "hit"]

@@ -60,13 +60,13 @@ class Step:
     def entry(self, key: str = KEY) -> Path:
         return self.folder / "cache/entries" / key / "image"
 
-    def use(self, path: str | None = None, tell: int = 1, **differs: int) -> str:
+    def use(self, path: str | None = None, user_sees: int = 1, **differs: int) -> str:
         """The helper's answer for the image as it is now; `differs` replaces numbers."""
         st = self.image.stat()
         known = {"ino": st.st_ino, "size": st.st_size, "m": st.st_mtime_ns, "c": st.st_ctime_ns}
         numbers = {**known, **differs}.values()
         return "\t".join(
-            ["use", str(self.entry()), path or str(self.image), *map(str, numbers), str(tell)]
+            ["use", str(self.entry()), path or str(self.image), *map(str, numbers), str(user_sees)]
         )
 
     def answers(self, *lines: str, first: str = "", then: str = "") -> None:
@@ -97,7 +97,7 @@ class Step:
             },
             capture_output=True,
             text=True,
-            timeout=240,  # a hang, told before pytest ends the test
+            timeout=240,  # a hang, reported before pytest ends the test
             check=False,
         )
         found = "".join(path.read_text() for path in self.folder.glob("sanitizer*"))

@@ -29,14 +29,14 @@ def test_argument_that_is_not_understood_is_named(step: Step, argument: str) -> 
     assert step.asked() == 0
 
 
-@pytest.mark.parametrize(("given", "told"), [([], "540"), (["arg=timeout=570"], "570")])
+@pytest.mark.parametrize(("given", "passed"), [([], "540"), (["arg=timeout=570"], "570")])
 def test_helper_ends_before_srun_would_kill_the_step(
-    step: Step, given: list[str], told: str
+    step: Step, given: list[str], passed: str
 ) -> None:
     out = step.folder / "timeout"
     step.answers("leave\tnone", first=f"printenv FORESTAGE_TIMEOUT > {out}")
     step.run(*given)
-    assert out.read_text() == f"{told}\n"
+    assert out.read_text() == f"{passed}\n"
 
 
 def test_slurmd_names_it_at_its_start(step: Step) -> None:

@@ -59,7 +59,7 @@ def test_another_file_than_the_staged_one_stays(step: Step, number: str) -> None
 
 
 def test_quiet_answer_tells_the_user_nothing(step: Step) -> None:
-    step.answers(step.use(size=5, tell=0))
+    step.answers(step.use(size=5, user_sees=0))
     assert step.run().said == []
 
 

@@ -190,7 +190,7 @@ class Stagers:
 
     def _quiet(self) -> bool:
         self._collect()
-        # Locks tell of the stagers of a hook that is stopped; others may not have theirs yet.
+        # Locks show the stagers of a hook that is stopped; others may not have theirs yet.
         return self._at_work() <= len(self.stopped) and self._children() <= self.stopped
 
     def _children(self) -> set[int]:

@@ -45,6 +45,7 @@ class Lab:
     @contextlib.contextmanager
     def opened(cls, node: Node, tmp_path: Path, **config: object) -> Iterator[Lab]:
         """A lab for one test; the next one is in this machine's own boot again."""
+        config = {"low_watermark": "60%", "user_messages": "none", **config}
         with Boot.told_by(tmp_path / "boot_id") as boot:
             yield cls(node, boot, **config)
 
@@ -140,7 +141,7 @@ class Lab:
             target.chmod(to.mode)
             times = target.stat()
             if before is not None and in_place and before.st_size == times.st_size:
-                times = before  # as `touch -r` leaves it: nothing but the ctime tells
+                times = before  # as `touch -r` leaves it: only the ctime differs
             os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
             # A coarse clock may not have ticked since the last change, which nobody could notice:
             # against that a stager waits, and these machines have no time for waiting.

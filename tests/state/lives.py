@@ -6,13 +6,13 @@ import os
 import time
 
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
-from lab import Lab
+from hypothesis.stateful import run_state_machine_as_test
+from promises import Promises
 
 MINUTES = "FORESTAGE_STATE_MINUTES"  # how long a long run takes
 ONE = 2  # examples: the first is always the simplest of all, in which next to nothing happens
 
-Machine = type[RuleBasedStateMachine]
+Machine = type[Promises]
 
 
 def few(machine: Machine, examples: int, steps: int) -> None:
@@ -30,12 +30,13 @@ def few_of_processes(machine: Machine, examples: int, steps: int) -> None:
         _run(seed(number)(machine), ONE, steps, derandomize=False)
 
 
-def many(machine: Machine, lab: Lab, steps: int, minutes: float, batch: int = ONE) -> None:
+def many(machine: Machine, steps: int, minutes: float, batch: int = ONE) -> None:
     """New ones each time; prints what was done."""
     end = time.monotonic() + 60 * float(os.environ.get(MINUTES, minutes))
     while time.monotonic() < end:
         _run(machine, batch, steps, derandomize=False)
-    print(f"\n{lab.tally.total()} events:", dict(lab.tally.most_common()))
+    tally = machine.lab.tally
+    print(f"\n{tally.total()} events:", dict(tally.most_common()))
 
 
 def _run(machine: Machine, examples: int, steps: int, derandomize: bool) -> None:

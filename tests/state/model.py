@@ -84,7 +84,7 @@ def allowed(stay: Stay, user: User, shown: Seen) -> bool:
     after = stay.source.versions[stay.since :]
     if shown in after:
         return True
-    # What he may not read is none of his: its bytes make no difference to him.
+    # Bytes that a user may not read make no difference to them.
     denied = shown is not None and not shown.readable(user)
     return denied and any(v is not None and not v.readable(user) for v in after)
 

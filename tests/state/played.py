@@ -41,14 +41,14 @@ class Watched(Hook):
     """A hook whose outcomes and answer can be seen without its event file, which may be full."""
 
     outcomes: tuple[Outcome, ...] = ()
-    told: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
 
     def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
         self.outcomes = tuple(outcomes)
         super()._report(job, outcomes, places, clock)
 
     def answer(self, *fields: str) -> None:
-        self.told = self.told or fields
+        self.given = self.given or fields
 
     def say(self, text: str) -> None:
         """Not to the machine's log."""
@@ -62,8 +62,8 @@ def play(name: Name, environ: Mapping[str, str], places: Places, clock: Clock) -
     try:
         code = hook.run(places, clock)
     except Exception as error:
-        return Ended(0, hook.outcomes, hook.told, repr(error))
-    return Ended(code, hook.outcomes, hook.told)
+        return Ended(0, hook.outcomes, hook.given, repr(error))
+    return Ended(code, hook.outcomes, hook.given)
 
 
 class Slurm(NamedTuple):
@@ -84,7 +84,7 @@ class Slurm(NamedTuple):
 def swept(node: Node, jobs: frozenset[int], dry_run: bool) -> Ended:
     """`forestage sweep`, while Slurm knows these jobs; what it could not do is the error."""
     try:
-        done = sweep.sweep(node, cast(RealSlurm, Slurm(jobs)), dry_run, lambda told: None)
+        done = sweep.sweep(node, cast(RealSlurm, Slurm(jobs)), dry_run, lambda _: None)
     except Exception as error:
         return Ended(error=repr(error))
     bad = tuple(one.key for one in done.verified if one.result == "bad")

@@ -173,7 +173,7 @@ class Promises(RuleBasedStateMachine):
             self.untidy = True
             return
         job = self.jobs.setdefault(number, Job(number))
-        # A look that was never answered tells nothing of what lies there.
+        # A look that was never answered has seen nothing of what lies there.
         unseen = [o.reason in ("source-hangs", "busy", "helper") for o in ended.outcomes]
         if ended.error:
             self.untidy = True

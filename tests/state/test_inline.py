@@ -146,31 +146,26 @@ class Inline(Machine):
 
 
 @pytest.fixture
-def lab(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def machine(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Inline]]:
     without_processes(monkeypatch)
-    config = {"low_watermark": "60%", "threads": 1, "user_messages": "none"}
-    with Lab.opened(node, tmp_path, **config) as lab:
-        yield lab
+    with Lab.opened(node, tmp_path, threads=1) as lab:
+        yield type("OnThisNode", (Inline,), {"lab": lab})
 
 
-def machine(lab: Lab) -> type[Inline]:
-    return type("OnThisNode", (Inline,), {"lab": lab})
+def test_no_order_of_events_breaks_a_promise(machine: type[Inline]) -> None:
+    few(machine, examples=34, steps=30)
 
 
-def test_no_order_of_events_breaks_a_promise(lab: Lab) -> None:
-    few(machine(lab), examples=34, steps=30)
-
-
-def test_lease_whose_epilog_ran_meanwhile_does_not_come_back(lab: Lab) -> None:
-    life = machine(lab)()
+def test_lease_whose_epilog_ran_meanwhile_does_not_come_back(machine: type[Inline]) -> None:
+    life = machine()
     life.prolog(4, ["one"])
     life.mishap = Mishap("copied", 1, lambda: life.epilog(4))
     life.prolog(4, ["two"])
     lease = life.node.lease(4)
     assert lease is not None
-    assert {use.path for use in lease.uses} == {str(lab.sources["two"].path)}
+    assert {use.path for use in lease.uses} == {str(life.lab.sources["two"].path)}
 
 
 @pytest.mark.long
-def test_no_order_of_events_whatever_breaks_a_promise(lab: Lab) -> None:
-    many(machine(lab), lab, steps=60, minutes=3, batch=25)
+def test_no_order_of_events_whatever_breaks_a_promise(machine: type[Inline]) -> None:
+    many(machine, steps=60, minutes=3, batch=25)

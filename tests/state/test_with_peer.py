@@ -10,7 +10,7 @@ from doomed import Beside, Doom, kill
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from lab import Lab
-from lives import few_of_processes, many
+from lives import Machine, few_of_processes, many
 from machine import names, numbers, seeds
 from neighbour import NODELIST, Neighbour
 from processes import MIB, Processes, nths
@@ -63,35 +63,21 @@ class WithPeer(Processes):
 
 
 @pytest.fixture
-def neighbour(node: Node) -> Iterator[Neighbour]:
-    made = Neighbour(node, node.places.root.parent)
-    made.serves()
-    yield made
-    made.dies()
+def machine(node: Node, tmp_path: Path) -> Iterator[Machine]:
+    neighbour = Neighbour(node, node.places.root.parent)
+    neighbour.serves()
+    with Lab.opened(node, tmp_path, threads=2, peers=neighbour.peers()) as lab:
+        facts = {"lab": lab, "folder": tmp_path, "neighbour": neighbour}
+        yield type("OnThisNode", (WithPeer,), facts)
+    neighbour.dies()
 
 
-@pytest.fixture
-def lab(node: Node, tmp_path: Path, neighbour: Neighbour) -> Iterator[Lab]:
-    config = {"low_watermark": "60%", "threads": 2, "user_messages": "none"}
-    with Lab.opened(node, tmp_path, **config, peers=neighbour.peers()) as lab:
-        yield lab
-
-
-def machine(lab: Lab, tmp_path: Path, neighbour: Neighbour) -> type[WithPeer]:
-    facts = {"lab": lab, "folder": tmp_path, "neighbour": neighbour}
-    return type("OnThisNode", (WithPeer,), facts)
-
-
-def test_no_order_of_events_breaks_a_promise(
-    lab: Lab, tmp_path: Path, neighbour: Neighbour
-) -> None:
-    few_of_processes(machine(lab, tmp_path, neighbour), examples=4, steps=10)
+def test_no_order_of_events_breaks_a_promise(machine: Machine) -> None:
+    few_of_processes(machine, examples=4, steps=10)
 
 
 @pytest.mark.long
-def test_no_order_of_events_whatever_breaks_a_promise(
-    lab: Lab, tmp_path: Path, neighbour: Neighbour
-) -> None:
-    many(machine(lab, tmp_path, neighbour), lab, steps=30, minutes=3)
-    assert lab.tally["from_peers"] > 0
-    assert lab.tally["rotten"] > 0
+def test_no_order_of_events_whatever_breaks_a_promise(machine: Machine) -> None:
+    many(machine, steps=30, minutes=3)
+    assert machine.lab.tally["from_peers"] > 0
+    assert machine.lab.tally["rotten"] > 0
