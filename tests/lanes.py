@@ -26,7 +26,7 @@ TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the lanes have in common
 CLUSTERS_FIRST = "FORESTAGE_TEST_CLUSTERS_FIRST"  # set: this lane begins with those
 # These take longest; what begins last should be over soon.
 LONGEST = ["peers", "job_waits", "load", "step_waits", "suites", "benches", "step_sees", "sweep"]
-LONGEST += ["inline", "processes", "with_peer", "linters", "source_hangs", "stager_killed"]
+LONGEST += ["inline", "processes", "linters", "source_hangs", "stager_killed"]
 # A test that hangs fails after its own time (pyproject.toml); this is for a lane that hangs.
 LIMIT, LONG_LIMIT = 40 * 60, 8 * 3600  # seconds
 PATIENCE = 60  # seconds for a lane to take its clusters down

@@ -29,7 +29,6 @@ class Promises(RuleBasedStateMachine):
     """`lab` is the node; how a hook is run, and what may befall it, is the subclasses' part."""
 
     lab: Lab
-    nodelist = ""  # of the jobs, if they have other nodes as well
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +67,7 @@ class Promises(RuleBasedStateMachine):
             "prolog",
             number,
             sources,
-            self.node.environ(number, first.path, owner_of(number), comment.strip() or None)
-            | {"SLURM_JOB_NODELIST": self.nodelist},
+            self.node.environ(number, first.path, owner_of(number), comment.strip() or None),
         )
 
     def step(self, number: int, name: str) -> None:
