@@ -114,14 +114,14 @@ def by_entries(count: int) -> tuple[float, float, float]:
 
 
 def measured(node: Node) -> tuple[float, float, float]:
-    some = node.cache.stored()[0].entry
+    some = node.cache.stored_entries()[0].entry
     assert some is not None
     opened = OpenImage(Image(some.identity, some.access), NOBODY, -1)
     job = Job(1, NOBODY, "", "", "/", (), None, Hints())
     end = Deadline.after(60, node.clock)
     hit = per_call(lambda: wait.obtain(node, job, opened, end), 200)
     read = per_call(node.cache.stored, 5)
-    stored = node.cache.stored()
+    stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
     goal = evict.Goal(free=0, used=room.used // 2)
     plan = per_call(lambda: evict.plan(stored, frozenset(), room, goal), 5)

@@ -111,8 +111,8 @@ def test_what_a_power_cut_brings_back_of_the_evicted_is_whole(power: Power) -> N
     path = node.put("alice/image.sqsh", image())
     key = node.prolog(1, path).outcome.key
     node.epilog(1)
-    node.cache.retire(key)
-    node.cache.empty_evicted()
+    node.cache.evict(key)
+    node.cache.delete_evicted()
     power.cut()
     power.back()
     assert all(node.cache.image(key).read_bytes() == image() for key in node.entries())

@@ -298,7 +298,7 @@ def test_paths_that_are_swapped_all_the_time_show_nobody_anything_new(
         assert (now.st_uid, now.st_gid, now.st_mode) == (was.st_uid, was.st_gid, was.st_mode)
     assert passwd.read_bytes() == content(3)
     inodes = {secret.stat().st_ino, passwd.stat().st_ino, node.identity(secret).inode}
-    for stored in node.cache.stored():
+    for stored in node.cache.stored_entries():
         assert stored.entry is not None
         hers = stored.entry.identity.path.startswith(f"{node.shared}/alice/")
         assert hers == (stored.entry.identity.inode not in inodes)

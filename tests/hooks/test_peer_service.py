@@ -156,8 +156,8 @@ def test_entry_evicted_during_upload_is_sent_to_its_end(node: Node) -> None:
 
     def write(at: int, piece: memoryview) -> None:
         if not pieces:
-            node.cache.retire(key)
-            node.cache.empty_evicted()
+            node.cache.evict(key)
+            node.cache.delete_evicted()
         pieces.append(bytes(piece))
 
     client.fetch_to(write, number=1)

@@ -101,7 +101,7 @@ def test_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given_u
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
     calls = iter(range(10))
-    after(wait, "obtain", lambda: next(calls) < times and node.cache.retire(key))
+    after(wait, "obtain", lambda: next(calls) < times and node.cache.evict(key))
     assert node.prolog(1, path).ended == (0, *said)
     assert node.shows_entry(path, key) if shown else node.shows_source(path)
     assert (node.lease(1) is not None) is shown

@@ -18,7 +18,7 @@ from host import wait_until
 from spec import ALICE, REPO, ClusterSpec, User
 
 from forestage import events
-from forestage.cache.layout import Cache, Stored
+from forestage.cache.layout import Cache, StoredEntry
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.part import PROCESS_NAME
 from forestage.events import Outcome
@@ -297,10 +297,10 @@ class Site:
     def cache(self, node: str = "n1") -> Cache:
         return Cache(self.cluster.host_path(CACHE, node))
 
-    def entries(self, node: str = "n1") -> Mapping[str, Stored]:
+    def entries(self, node: str = "n1") -> Mapping[str, StoredEntry]:
         """By key."""
         cache = self.cache(node)
-        return {one.key: one for one in cache.stored()} if cache.entries.exists() else {}
+        return {one.key: one for one in cache.stored_entries()} if cache.entries.exists() else {}
 
     def cached_paths(self, node: str = "n1") -> list[str]:
         """The image of each entry, sorted; one with two versions appears twice."""

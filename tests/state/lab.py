@@ -218,7 +218,7 @@ class Lab:
     def used(self) -> int:
         """Bytes that entries and parts take, as forestage counts them."""
         cache = self.node.cache
-        return evict.measure(cache, cache.stored(), self.config).used
+        return evict.measure(cache, cache.stored_entries(), self.config).used
 
     def walked(self) -> int:
         """The same, walked here."""

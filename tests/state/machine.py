@@ -231,7 +231,7 @@ class Machine(Promises):
     def check_entries(self) -> None:
         """Each holds what its key stands for."""
         self.lab.disk.check()
-        for one in self.stored():
+        for one in self.stored_entries():
             assert one.entry is not None, f"{one.key} is damaged"
             if one.key not in self.known and one.entry.identity.path in self.halfway:
                 continue

@@ -10,7 +10,7 @@ from lab import Lab
 from model import Job, Source, Stay, Version, allowed, owner_of, refusal
 from played import Ended, Name, play, swept
 
-from forestage.cache.layout import Stored, tree_bytes
+from forestage.cache.layout import StoredEntry, tree_bytes
 from forestage.cache.space import SPARE
 from forestage.events import Outcome
 from forestage.hooks.boundary import IMAGE_OPTION
@@ -243,7 +243,7 @@ class Promises(RuleBasedStateMachine):
     def is_tight(self, source: Source) -> bool:
         """Whether what must stay leaves no room for this image."""
         assert source.now is not None
-        stay = sum(one.bytes for one in self.stored() if self.must_stay(one))
+        stay = sum(one.bytes for one in self.stored_entries() if self.must_stay(one))
         # Another copy under way, in whose middle this hook ran.
         parts = [part.directory for part in self.node.parts()]
         stay += sum(tree_bytes(one) for one in parts if not self.node.is_idle(one.name))
@@ -256,14 +256,16 @@ class Promises(RuleBasedStateMachine):
         config = self.lab.config
         low = config.low_watermark.of(config.max_size.of(0))
         if self.lab.used() > low:
-            assert all(map(self.must_stay, self.stored())), "an Epilog left the cache too full"
+            assert all(map(self.must_stay, self.stored_entries())), (
+                "an Epilog left the cache too full"
+            )
 
-    def must_stay(self, one: Stored) -> bool:
+    def must_stay(self, one: StoredEntry) -> bool:
         held = self.node.leases.keys()
         return one.pinned or one.key in held
 
-    def stored(self) -> list[Stored]:
-        return self.node.cache.stored() if self.node.cache.entries.exists() else []
+    def stored_entries(self) -> list[StoredEntry]:
+        return self.node.cache.stored_entries() if self.node.cache.entries.exists() else []
 
     @invariant()
     def nobody_sees_what_he_must_not(self) -> None:

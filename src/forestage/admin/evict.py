@@ -14,7 +14,7 @@ from forestage.cache import evict
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.errors import NotFound
-from forestage.system import atomic, lock
+from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, short
 from forestage.units import format_size
 
@@ -104,7 +104,7 @@ def to_watermark(node: Node, dry_run: bool) -> Evictions:
 
 def plan_at_rest(node: Node, leased: frozenset[str]) -> evict.Plan:
     """What evicting to the low watermark would evict now, with these keys leased."""
-    stored = node.cache.stored()
+    stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
     return evict.plan(stored, leased, room, evict.room_at_rest(room))
 
@@ -125,7 +125,7 @@ def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:
             file.touch(mode=0o600)
         else:
             file.unlink(missing_ok=True)
-        atomic.sync_directory(directory)
+        records.sync_directory(directory)
     return Pinned(item.key, item.path, pinned)
 
 

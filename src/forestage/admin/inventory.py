@@ -13,7 +13,7 @@ import msgspec
 
 from forestage.cache import evict
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache, Entry, Stored
+from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.errors import Failed, NotFound
@@ -94,7 +94,7 @@ def gather(node: Node) -> Holdings:
     held = read_leases(node.leases)
     if not is_made(node):
         return held
-    return msgspec.structs.replace(held, items=items_of(node.cache.stored(), held.leases))
+    return msgspec.structs.replace(held, items=items_of(node.cache.stored_entries(), held.leases))
 
 
 def read_leases(leases: Leases) -> Holdings:
@@ -122,7 +122,7 @@ def jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
     return jobs
 
 
-def items_of(stored: Iterable[Stored], leases: Iterable[Lease]) -> tuple[Item, ...]:
+def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[Item, ...]:
     """Pure: the entries, most recently used first."""
     everything = list(stored)
     jobs = jobs_by_key(leases)

@@ -32,7 +32,7 @@ from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.peers import stats as peer_counts
-from forestage.system import atomic, lock, records
+from forestage.system import lock, records
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end
 READABLE = 0o644  # node exporter is a user of its own
@@ -84,7 +84,7 @@ def count(places: Places) -> Tally:
     for event in events.unread(places.events, record.seen):
         record.tally.add(event)
     record.tally.add_given(peer_counts.read(places.peer))
-    atomic.write(places.tally, msgspec.json.encode(record))
+    records.write(places.tally, msgspec.json.encode(record))
     return record.tally
 
 
@@ -122,7 +122,7 @@ def export(places: Places, clock: Clock, version: str) -> bytes:
         if textfile is not None:
             file = places.root / textfile.lstrip("/")
             try:
-                atomic.write(file, written, READABLE)
+                records.write(file, written, READABLE)
             except FileNotFoundError:
                 hint = "install node exporter, or set metrics.textfile"
                 raise wrong or MetricsError(f"{file.parent} is not there", hint) from None

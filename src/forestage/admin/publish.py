@@ -16,7 +16,7 @@ import msgspec
 
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
-from forestage.system import atomic, run, tree
+from forestage.system import records, run, tree
 from forestage.system.terminal import Facts, Line, Piece
 from forestage.system.tree import Files
 from forestage.units import format_duration, format_rate, format_size
@@ -104,10 +104,10 @@ def replacing(target: Path, force: bool) -> Iterator[Path]:
     part = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part")
     try:
         yield part
-        atomic.sync(part)
+        records.sync(part)
         _refuse_replacing(target, force)
         part.replace(target)
-        atomic.sync_directory(target.parent)
+        records.sync_directory(target.parent)
     finally:
         part.unlink(missing_ok=True)
 

@@ -85,7 +85,7 @@ def gather(node: Node) -> Status:
     return msgspec.structs.replace(
         found,
         disk=_disk(node.cache),
-        room=evict.measure(node.cache, node.cache.stored(), node.config),
+        room=evict.measure(node.cache, node.cache.stored_entries(), node.config),
         entries=counts(holdings.items),
         copies=copies.gather(node),
     )

@@ -235,8 +235,8 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdic
                 except (ForestageError, OSError) as error:
                     # It is evicted all the same: the next Prolog that names the path unmounts it.
                     stays = f"its redirect is still there: {error}"
-                cache.retire(item.key)
-        cache.empty_evicted()
+                cache.evict(item.key)
+        cache.delete_evicted()
     except (ForestageError, OSError) as error:
         stays = str(error)
     return msgspec.structs.replace(verdict, evicted=not stays, stays=stays)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache.layout import Cache, Stored, tree_bytes
+from forestage.cache.layout import Cache, StoredEntry, tree_bytes
 from forestage.cache.lease import Leases
 from forestage.cache.part import Part, boot_id
 from forestage.config import Config
@@ -57,7 +57,7 @@ def room_at_rest(room: Room) -> Goal:
 
 
 def plan(
-    stored: Iterable[Stored],
+    stored: Iterable[StoredEntry],
     leased: frozenset[str],
     room: Room,
     goal: Goal,
@@ -88,7 +88,7 @@ def _met(room: Room, goal: Goal, freed: int) -> bool:
     return room.free + freed >= goal.free and room.used - freed <= goal.used
 
 
-def superseded(stored: Iterable[Stored], path: str = "") -> frozenset[str]:
+def superseded(stored: Iterable[StoredEntry], path: str = "") -> frozenset[str]:
     """Pure: the keys whose path has a newer entry, and all those of `path`."""
     stored = list(stored)
     newest: dict[str, tuple[float, str]] = {}
@@ -104,7 +104,7 @@ def superseded(stored: Iterable[Stored], path: str = "") -> frozenset[str]:
     )
 
 
-def measure(cache: Cache, stored: Iterable[Stored], config: Config) -> Room:
+def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> Room:
     """The cache's room now. Parts under way count as used: their space is reserved."""
     parts = sum(_bytes_if_there(part) for part in cache.parts.iterdir())
     return _room(cache, config, sum(one.bytes for one in stored) + parts)
@@ -144,7 +144,7 @@ def make_room(
         room = at_least(cache, config)
         if _met(room, room_for_copy(room, size), 0):
             return ()
-        stored = cache.stored()
+        stored = cache.stored_entries()
         room = measure(cache, stored, config)
         goal = room_for_copy(room, size)
         if not _met(room, goal, 0):
@@ -161,8 +161,8 @@ def make_room(
                 f" {format_size(room.min_free)} stay so, and {format_size(made.freed)} can be"
                 f" evicted (the cache may take {format_size(room.max_size)})",
             )
-        _retire(cache, made)
-    cache.empty_evicted()
+        _evict(cache, made)
+    cache.delete_evicted()
     return made.victims
 
 
@@ -179,12 +179,12 @@ def tidy(
         room = at_least(cache, config)
         victims: tuple[str, ...] = ()
         if not _met(room, room_at_rest(room), 0):
-            stored = cache.stored()
+            stored = cache.stored_entries()
             room = measure(cache, stored, config)
             made = plan(stored, leases.keys(), room, room_at_rest(room))
-            _retire(cache, made)
+            _evict(cache, made)
             victims = made.victims
-    cache.empty_evicted()
+    cache.delete_evicted()
     return victims
 
 
@@ -192,19 +192,19 @@ def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, 
     """Evicts these keys, except leased and pinned ones; returns those that were evicted."""
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         leased = leases.keys()
-        free = [s for s in cache.stored() if s.key not in leased and not s.pinned]
+        free = [s for s in cache.stored_entries() if s.key not in leased and not s.pinned]
         wanted = frozenset(keys)
         victims = tuple(s.key for s in free if s.key in wanted)
         for key in victims:
-            cache.retire(key)
-    cache.empty_evicted()
+            cache.evict(key)
+    cache.delete_evicted()
     return victims
 
 
-def _retire(cache: Cache, made: Plan) -> None:
+def _evict(cache: Cache, made: Plan) -> None:
     # Renamed under the lock, deleted after it: unlinking tens of gigabytes takes seconds.
     for key in made.victims:
-        cache.retire(key)
+        cache.evict(key)
 
 
 def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:

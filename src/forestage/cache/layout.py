@@ -21,7 +21,7 @@ import msgspec
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.part import Part, boot_id
 from forestage.errors import Failed
-from forestage.system import atomic, mounts, records
+from forestage.system import mounts, records
 
 FORMAT = "1\n"
 
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True):
     digest: str = ""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredEntry(msgspec.Struct, frozen=True):
     """A directory below entries/: `bytes` on disk, `used` in seconds since the epoch.
 
     `entry` is None where entry.json cannot be read; such a one is never served, only evicted.
@@ -113,9 +113,9 @@ class Cache:
             directory.mkdir(mode=0o700, exist_ok=True)
         if found:
             return
-        atomic.write(self.root / "CACHEDIR.TAG", _CACHEDIR_TAG.encode())
+        records.write(self.root / "CACHEDIR.TAG", _CACHEDIR_TAG.encode())
         # Last: whoever reads it finds the directories above.
-        atomic.write(self.root / "format", FORMAT.encode())
+        records.write(self.root / "format", FORMAT.encode())
 
     def _format(self) -> bool:
         """Whether the cache is made. Raises Failed where it is not one of this release's."""
@@ -152,21 +152,21 @@ class Cache:
         whole = stat.S_ISREG(facts.st_mode) and facts.st_size == entry.identity.size
         return entry if whole and entry.key == key else None
 
-    def stored(self) -> list[Stored]:
+    def stored_entries(self) -> list[StoredEntry]:
         """Everything below entries/, damaged ones too, in no order."""
         found = []
         for directory in self.entries.iterdir():
             try:
                 found.append(self._stored(directory))
-            except FileNotFoundError:  # retired meanwhile
+            except FileNotFoundError:  # evicted meanwhile
                 continue
         return found
 
-    def _stored(self, directory: Path) -> Stored:
+    def _stored(self, directory: Path) -> StoredEntry:
         facts = os.lstat(directory)
         if not stat.S_ISDIR(facts.st_mode):
-            return Stored(directory.name, facts.st_blocks * 512, 0.0, pinned=False, entry=None)
-        return Stored(
+            return StoredEntry(directory.name, facts.st_blocks * 512, 0.0, pinned=False, entry=None)
+        return StoredEntry(
             key=directory.name,
             bytes=tree_bytes(directory),
             used=_mtime(directory / "used", directory),
@@ -182,45 +182,45 @@ class Cache:
         part = self.part_dir(entry.key)
         (part / "spare").unlink(missing_ok=True)  # what is written next may need its room
         self.part(entry.key).forget_peers()
-        atomic.write(part / "entry.json", msgspec.json.encode(entry))
-        atomic.write(part / "used", b"")
+        records.write(part / "entry.json", msgspec.json.encode(entry))
+        records.write(part / "used", b"")
         (part / "owner.json").unlink(missing_ok=True)
         (part / "boot").write_text(boot_id())
-        atomic.sync(part / "image")
+        records.sync(part / "image")
         with contextlib.suppress(FileNotFoundError):
-            atomic.sync(part / "map")
-        atomic.sync_directory(part)
+            records.sync(part / "map")
+        records.sync_directory(part)
         # A damaged entry of the same key would be in the way of the rename.
-        self.retire(entry.key)
+        self.evict(entry.key)
         part.rename(self.entry_dir(entry.key))
-        atomic.sync_directory(self.entries)
+        records.sync_directory(self.entries)
 
     def touch(self, key: str, now: float) -> None:
         """Notes a use at `now` (seconds since the epoch)."""
         os.utime(self.entry_dir(key) / "used", (now, now), follow_symlinks=False)
 
-    def retire(self, key: str) -> None:
-        """Takes an entry out of sight by one rename; `empty_evicted` deletes it later.
+    def evict(self, key: str) -> None:
+        """Moves an entry away by one rename; `delete_evicted` deletes it later.
 
         Who has it open, or bound over a path, keeps reading it: unlinked files stay until closed.
         """
-        self._out_of_sight(self.entry_dir(key))
+        self._move_aside(self.entry_dir(key))
 
-    def empty_evicted(self) -> None:
-        """Deletes what was retired, also what a crash left. Two at once do no harm."""
-        for retired in self.evicted.iterdir():
-            _delete(retired)
+    def delete_evicted(self) -> None:
+        """Deletes what was evicted, also what a crash left. Two at once do no harm."""
+        for evicted in self.evicted.iterdir():
+            _delete(evicted)
 
     def drop_part(self, key: str) -> None:
         """Deletes a part. The caller holds the key's lock.
 
         By one rename first: a part that is half gone would pass for one that can be resumed.
         """
-        gone = self._out_of_sight(self.part_dir(key))
+        gone = self._move_aside(self.part_dir(key))
         if gone is not None:
             _delete(gone)
 
-    def _out_of_sight(self, directory: Path) -> Path | None:
+    def _move_aside(self, directory: Path) -> Path | None:
         """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
         for number in range(1000):
             target = self.evicted / f"{directory.name}.{number}"
@@ -277,13 +277,13 @@ def tree_bytes(directory: Path) -> int:
     return total * 512
 
 
-def _delete(retired: Path) -> None:
+def _delete(evicted: Path) -> None:
     """Deletes what it can; the next hook tries again."""
-    if retired.is_dir() and not retired.is_symlink():
-        shutil.rmtree(retired, ignore_errors=True)
+    if evicted.is_dir() and not evicted.is_symlink():
+        shutil.rmtree(evicted, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
-            retired.unlink()
+            evicted.unlink()
 
 
 def _mtime(path: Path, otherwise: Path) -> float:

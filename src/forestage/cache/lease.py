@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.errors import Failed
-from forestage.system import atomic, records
+from forestage.system import records
 from forestage.system.as_user import User
 
 
@@ -103,7 +103,7 @@ class Leases:
     def write(self, lease: Lease) -> None:
         """Takes or extends a job's lease. Under the space lock."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        atomic.write(self.file(lease.job), msgspec.json.encode(lease))
+        records.write(self.file(lease.job), msgspec.json.encode(lease))
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
@@ -142,7 +142,7 @@ class Leases:
 
     def drop_unfinished(self) -> None:
         """Deletes what hooks left that were killed while they wrote. Under the space lock."""
-        for file in self.directory.glob(".*.json.*"):  # as atomic.py names them
+        for file in self.directory.glob(".*.json.*"):  # as records.py names them
             file.unlink(missing_ok=True)
 
     def drop(self, job: int) -> None:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from forestage.cache.image import Image
-from forestage.system import atomic, records
+from forestage.system import records
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
@@ -82,7 +82,7 @@ class Part:
     def write_owner(self, owner: Owner) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         self.forget_peers()  # what one that was killed noted of them
-        atomic.write(self.record, msgspec.json.encode(owner))
+        records.write(self.record, msgspec.json.encode(owner))
 
     def digests(self) -> bytes:
         """The whole map; empty where there is none yet, or something else has its name."""

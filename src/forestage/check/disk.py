@@ -101,7 +101,7 @@ def _room(cache: Cache, config: Config, images: tuple[Used, ...], origin: str) -
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     used = 0
     with contextlib.suppress(OSError, Failed):
-        used = evict.measure(cache, cache.stored(), config).used
+        used = evict.measure(cache, cache.stored_entries(), config).used
     room = min(config.max_size.of(total), used + free - config.min_free.of(total))
     largest = max(images, key=lambda image: image.size, default=Used(""))
     if room <= 0:

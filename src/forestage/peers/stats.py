@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.system import atomic, records
+from forestage.system import records
 from forestage.units import printable
 
 KEYS = 64  # with a count of their own: those uploaded last
@@ -78,5 +78,5 @@ class Counters:
             return
         with contextlib.suppress(OSError):  # a full /run is no reason to stop the service
             self._file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            atomic.write(self._file, msgspec.json.encode(self._uploaded))
+            records.write(self._file, msgspec.json.encode(self._uploaded))
             self._written = msgspec.structs.replace(self._uploaded)

@@ -93,7 +93,7 @@ class OpenImage(msgspec.Struct, frozen=True):
         """Returns the same with the source as a descriptor of this process."""
         if self.line is None:
             return self
-        return OpenImage(self.image, self.user, as_user.take(self.line)[0])
+        return OpenImage(self.image, self.user, as_user.receive_fds(self.line)[0])
 
     def close(self) -> None:
         if self.line is None:
@@ -151,7 +151,7 @@ def open_file(
 ) -> tuple[Facts, int | None]:
     """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
     found, line = open_as_user(path, user, sources, caches, timeout)
-    fds = as_user.take(line)
+    fds = as_user.receive_fds(line)
     return found, fds[0] if fds else None
 
 

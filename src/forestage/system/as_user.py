@@ -111,8 +111,8 @@ def ask(
 ) -> tuple[T, socket.socket]:
     """Runs `work` in a child; returns its value, decoded as `answer`, and a socket.
 
-    The descriptors that `work` opened stay queued in the socket until `take`. Never take one just
-    to close it: close(2) blocks on a hung file server, discarding the socket does not.
+    The descriptors that `work` opened stay queued in the socket until `receive_fds`. Never take one
+    just to close it: close(2) blocks on a hung file server, discarding the socket does not.
     `work` decides by `become` when it stops being root; of the descriptors open here it has only
     `keep`. OSErrors of `work` are raised again here.
     Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
@@ -137,7 +137,7 @@ def ask(
         return value, ours
 
 
-def take(line: socket.socket) -> list[int]:
+def receive_fds(line: socket.socket) -> list[int]:
     """The descriptors that wait in a line of `ask`; this process' end of it is closed.
 
     They stay in it for other holders of the line: a second stager, when the first was killed.
@@ -156,9 +156,9 @@ def take(line: socket.socket) -> list[int]:
 def call(
     work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
 ) -> Found[T]:
-    """`ask` and `take` in one, for descriptors that are safe to close."""
+    """`ask` and `receive_fds` in one, for descriptors that are safe to close."""
     value, line = ask(work, answer, timeout, keep)
-    return value, take(line)
+    return value, receive_fds(line)
 
 
 def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int, ...]) -> NoReturn:

@@ -1,20 +1,21 @@
-"""Reads our own small files, and distinguishes a damaged one from an absent one.
+"""Our own small files: written whole or not at all, read without trust.
 
 A crash, a bad disk or a careless hand may have left anything under a record's name: half of it,
-gigabytes, a directory, a FIFO. To read it must not hang, fill the memory or raise the unexpected.
+a directory, a link, a FIFO. To read it must not hang or raise the unexpected, and a damaged record
+is distinguished from an absent one. What is written is there after a power cut, or what
+was there before.
 """
 
+import contextlib
 import errno
 import os
-import stat
+import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 T = TypeVar("T")
-
-LONGEST = 256 << 20  # bytes; no map, and no lease of however many steps, is longer
 
 # What open(2) and read(2) say of a name that is a directory, a link, a socket or a bad block. All
 # else is about the node: who may not look, or has too many files open, has found no damage.
@@ -32,16 +33,8 @@ def read(path: Path) -> bytes:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            facts = os.fstat(fd)
-            if not stat.S_ISREG(facts.st_mode):
-                raise Damaged(f"{path}: not a regular file")
-            if facts.st_size > LONGEST:
-                raise Damaged(f"{path}: more than {LONGEST} bytes")
-            with open(fd, "rb", closefd=False) as file:
-                return file.read()
-        finally:
-            os.close(fd)
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
     except OSError as error:
         if error.errno in _SPOILT:
             raise Damaged(f"{path}: {error.strerror}") from None
@@ -58,9 +51,35 @@ def load(path: Path, of: type[T]) -> T:
         raise Damaged(f"{path}: {error}") from None
 
 
-def is_plain(path: Path) -> bool:
-    """Whether a regular file is there, no link to one."""
+def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
+    """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory.
+
+    `owner` is (uid, gid), which only root can set; without it the file is the caller's.
+    """
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with contextlib.ExitStack() as undo:
+        undo.callback(Path(name).unlink, missing_ok=True)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            if owner is not None:
+                os.fchown(fd, *owner)
+            os.fchmod(fd, mode)
+            os.fsync(fd)
+        os.replace(name, path)
+        undo.pop_all()
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames and new names inside `path` durable."""
+    sync(path, os.O_DIRECTORY)
+
+
+def sync(path: Path, flags: int = 0) -> None:
+    """Makes a file's bytes durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -6,19 +6,19 @@ import pytest
 
 from forestage.admin.inventory import Item, items_of, pick
 from forestage.cache.image import Access, Identity, Image
-from forestage.cache.layout import Entry, Stored
+from forestage.cache.layout import Entry, StoredEntry
 from forestage.cache.lease import Lease, Use
 from forestage.errors import NotFound
 from forestage.stage.source import compared
 from forestage.system.as_user import User
 
 
-def stored(key: str, path: str = "/a", created: float = 1.0, used: float = 1.0) -> Stored:
+def stored(key: str, path: str = "/a", created: float = 1.0, used: float = 1.0) -> StoredEntry:
     entry = Entry(key, Identity(path, 1, 2, 3, 4), Access(0, 0, 0o644), created, "rsync")
-    return Stored(key, 4096, used, False, entry)
+    return StoredEntry(key, 4096, used, False, entry)
 
 
-def items(*found: Stored) -> tuple[Item, ...]:
+def items(*found: StoredEntry) -> tuple[Item, ...]:
     return items_of(found, [])
 
 
@@ -48,7 +48,7 @@ def test_one_entry_is_meant(word: str, key: str) -> None:
     [("abcd", f"{ONE}, {OTHER}"), ("abc", "no entry"), ("/x", "no entry")],
 )
 def test_no_entry_or_several_are_meant(word: str, why: str) -> None:
-    damaged = Stored("k1", 4096, 1.0, False, None)  # it has no path
+    damaged = StoredEntry("k1", 4096, 1.0, False, None)  # it has no path
     held = items(stored(ONE, LISTED), stored(OTHER), damaged)
     with pytest.raises(NotFound, match=why):
         pick(held, word, lambda path: "")

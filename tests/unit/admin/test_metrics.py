@@ -26,7 +26,7 @@ from forestage.clock import Clock
 from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
-from forestage.system import atomic, lock
+from forestage.system import lock, records
 
 HERE = Path(__file__).parent
 PACKAGING = HERE.parents[2] / "packaging"
@@ -142,7 +142,7 @@ def test_run_that_cannot_write_counts_nothing(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(atomic, "write", full)
+        patch.setattr(records, "write", full)
         with pytest.raises(OSError, match="No space"):
             count(places)
     assert hits(count(places)) == 1
@@ -171,7 +171,7 @@ def test_parallel_runs_exclude_each_other_until_the_file_is_written(
     """Each step of a run, up to the file that is read, is closed to others."""
     append(site.places.events, [hit(1)])
     monkeypatch.setattr(metrics, "PATIENCE", 0.0)
-    write, tried = atomic.write, []
+    write, tried = records.write, []
     me = threading.get_ident()
 
     def beside(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -181,7 +181,7 @@ def test_parallel_runs_exclude_each_other_until_the_file_is_written(
             tried.append(path.name)
         write(path, data, mode)
 
-    monkeypatch.setattr(atomic, "write", beside)
+    monkeypatch.setattr(records, "write", beside)
     metrics.export(site.places, Clock(), "1")
     assert tried == ["tally.json", "forestage.prom"]
 
@@ -354,7 +354,7 @@ def test_disk_errors_leave_counters(site: Site, monkeypatch: pytest.MonkeyPatch)
     def broken(_: Cache) -> list[object]:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Cache, "stored", broken)
+    monkeypatch.setattr(Cache, "stored_entries", broken)
     assert site.run("metrics").exit_code == Exit.OK
     assert written(site)["forestage_cache_usable"] == 0
 

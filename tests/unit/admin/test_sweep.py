@@ -502,7 +502,7 @@ def test_entry_evicted_before_its_turn_is_no_problem(
 
     def the_other_goes(key: str) -> None:
         (other,) = keys - {key}
-        site.node.cache.retire(other)
+        site.node.cache.evict(other)
 
     after_each(the_other_goes)
     done = swept(site)

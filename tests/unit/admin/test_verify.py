@@ -322,8 +322,8 @@ def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
 
     def meanwhile(*args: Any) -> verify.Verdict:
         found = judged(*args)
-        site.node.cache.retire(key)
-        site.node.cache.empty_evicted()
+        site.node.cache.evict(key)
+        site.node.cache.delete_evicted()
         assert site.publish(source) == key
         return found
 
@@ -339,7 +339,7 @@ def test_entry_evicted_meanwhile_is_no_fault(
     gather = verify._counting
 
     def meanwhile(*args: Any) -> compare.Done:
-        site.node.cache.retire(key)
+        site.node.cache.evict(key)
         return gather(*args)
 
     monkeypatch.setattr(verify, "_counting", meanwhile)

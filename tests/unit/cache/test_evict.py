@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forestage.cache import evict
 from forestage.cache.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
 from forestage.cache.image import Access, Identity, Image
-from forestage.cache.layout import Cache, Entry, Stored
+from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.part import Owner, boot_id
 from forestage.config import Config
@@ -39,10 +39,10 @@ def stored(
     size: int = 10,
     pinned: bool = False,
     damaged: bool = False,
-) -> Stored:
+) -> StoredEntry:
     identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0)
     entry = None if damaged else Entry(key, identity, Access(0, 0, 0o644), created, "rsync")
-    return Stored(key, size, used, pinned, entry)
+    return StoredEntry(key, size, used, pinned, entry)
 
 
 def room(free: int = 0, used: int = 100) -> Room:
@@ -122,7 +122,9 @@ def want(free: int) -> Goal:
         ),
     ],
 )
-def test_plans(things: list[Stored], leased: str, goal: Goal, path: str, expected: Plan) -> None:
+def test_plans(
+    things: list[StoredEntry], leased: str, goal: Goal, path: str, expected: Plan
+) -> None:
     assert plan(things, frozenset(leased.split()), room(), goal, path) == expected
 
 
@@ -147,7 +149,7 @@ GOALS = st.builds(Goal, free=st.integers(0, 800), used=st.integers(-100, 1000))
 
 @given(THINGS, KEYS, ROOMS, GOALS, st.sampled_from(["", "/x"]))
 def test_every_plan_keeps_the_rules(
-    things: list[Stored], leased: frozenset[str], at: Room, goal: Goal, path: str
+    things: list[StoredEntry], leased: frozenset[str], at: Room, goal: Goal, path: str
 ) -> None:
     made = plan(things, leased, at, goal, path)
     by_key = {one.key: one for one in things}
@@ -241,7 +243,7 @@ def test_unfinished_part_goes_before_a_whole_entry(
     half(cache, "mine", boot_id())
     half(cache, "left", boot_id())
     (cache.part("left").directory / "big").write_bytes(bytes(1 << 20))
-    used = evict.measure(cache, cache.stored(), ALL_MAY_STAY).used
+    used = evict.measure(cache, cache.stored_entries(), ALL_MAY_STAY).used
     tight = Config(max_size=Amount(size=used), min_free=Amount(size=0))
     with lock.held(cache.key_lock("mine"), 0):
         assert evict.make_room(cache, leases, tight, "/lustre/b", 0) == ()

@@ -52,7 +52,7 @@ def test_prepare_interrupted_anywhere_is_finished_by_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.atomic, "write", crash)
+        patch.setattr(module.records, "write", crash)
         with pytest.raises(KeyboardInterrupt):
             made.prepare(require_mount=False)
     assert not (made.root / "format").exists()
@@ -190,7 +190,7 @@ def test_damaged_entry_is_never_found_but_listed_and_replaced(
     publish(wanted)
     damage(cache.entry_dir(wanted.key))
     assert cache.find(wanted) is None
-    (one,) = cache.stored()
+    (one,) = cache.stored_entries()
     assert (one.key, one.entry) == (wanted.key, None)
     entry = publish(wanted)
     assert cache.find(wanted) == entry
@@ -201,7 +201,7 @@ def test_stray_file_among_the_entries_stops_nothing(
 ) -> None:
     publish(make_image())
     (cache.entries / "empty").mkdir()
-    assert {one.key for one in cache.stored()} == {make_image().key, "empty"}
+    assert {one.key for one in cache.stored_entries()} == {make_image().key, "empty"}
 
 
 def test_crash_before_the_last_rename_leaves_nothing_that_is_served(
@@ -211,11 +211,11 @@ def test_crash_before_the_last_rename_leaves_nothing_that_is_served(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Cache, "retire", crash)
+        patch.setattr(Cache, "evict", crash)
         with pytest.raises(KeyboardInterrupt):
             publish(make_image())
     assert cache.find(make_image()) is None
-    assert cache.stored() == []
+    assert cache.stored_entries() == []
     cache.drop_part(make_image().key)
     publish(make_image())
 
@@ -247,41 +247,41 @@ def test_use_is_noted_and_a_missing_note_is_no_damage(
     wanted = make_image()
     publish(wanted)
     cache.touch(wanted.key, 1234.0)
-    assert cache.stored()[0].used == 1234.0
+    assert cache.stored_entries()[0].used == 1234.0
     (cache.entry_dir(wanted.key) / "used").unlink()
-    assert cache.stored()[0].entry is not None
+    assert cache.stored_entries()[0].entry is not None
 
 
 def test_pin_is_a_file_that_anybody_can_see(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
-    assert not cache.stored()[0].pinned
+    assert not cache.stored_entries()[0].pinned
     (cache.entry_dir(make_image().key) / "pinned").touch()
-    assert cache.stored()[0].pinned
+    assert cache.stored_entries()[0].pinned
 
 
-def test_retired_entry_is_gone_at_once_and_readable_to_its_readers(
+def test_evicted_entry_is_gone_at_once_and_readable_to_its_readers(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     key = make_image().key
     publish(make_image())
     with cache.image(key).open("rb") as late:
-        cache.retire(key)
+        cache.evict(key)
         assert cache.read(key) is None
-        cache.empty_evicted()
+        cache.delete_evicted()
         assert list(cache.evicted.iterdir()) == []
         assert late.read() == b"xxxxx"
 
 
-def test_same_key_can_be_retired_while_an_earlier_one_is_still_being_deleted(
+def test_same_key_can_be_evicted_while_an_earlier_one_is_still_being_deleted(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     key = make_image().key
     for _ in range(3):
         publish(make_image())
-        cache.retire(key)
-    cache.retire(key)
+        cache.evict(key)
+    cache.evict(key)
     assert sorted(path.name for path in cache.evicted.iterdir()) == [f"{key}.{n}" for n in range(3)]
 
 
@@ -295,7 +295,7 @@ def test_evicted_folder_that_cannot_be_emptied_is_an_error_and_no_endless_loop(
 
     monkeypatch.setattr(Path, "rename", full)
     with pytest.raises(Failed) as caught:
-        cache.retire(make_image().key)
+        cache.evict(make_image().key)
     assert caught.value.reason == "evicted-stays"
 
 

@@ -65,7 +65,7 @@ def test_end_of_a_job_is_a_use(
     holding(staging_node, asking, key)
     before = staging_node.clock.wall()
     ended(staging_node, asking, None)
-    (stored,) = staging_node.cache.stored()
+    (stored,) = staging_node.cache.stored_entries()
     assert stored.used == pytest.approx(before, abs=3600)
 
 

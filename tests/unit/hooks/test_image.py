@@ -103,7 +103,7 @@ def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
             5,
         )
     assert held(node) == (Use(key),)
-    assert abs(node.cache.stored()[0].used - node.clock.wall()) < 3600
+    assert abs(node.cache.stored_entries()[0].used - node.clock.wall()) < 3600
 
 
 @pytest.mark.parametrize(

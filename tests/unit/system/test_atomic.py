@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from forestage.system import atomic
+from forestage.system import records
 
 
 def test_file_is_written_replaced_and_private(tmp_path: Path) -> None:
     file = tmp_path / "a"
     for data in (b"one", b"two, longer", b""):
-        atomic.write(file, data)
+        records.write(file, data)
         assert file.read_bytes() == data
     assert file.stat().st_mode & 0o777 == 0o600
-    atomic.write(file, b"", mode=0o644)
+    records.write(file, b"", mode=0o644)
     assert file.stat().st_mode & 0o777 == 0o644
     assert os.listdir(tmp_path) == ["a"]
 
@@ -30,7 +30,7 @@ def test_new_owner_is_given_before_the_mode_and_the_name(
     monkeypatch.setattr(os, "fchown", lambda fd, uid, gid: steps.append((uid, gid)))
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: (steps.append(mode), fchmod(fd, mode)))
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("rename"), replace(a, b)))
-    atomic.write(tmp_path / "a", b"new", 0o640, (1, 2))
+    records.write(tmp_path / "a", b"new", 0o640, (1, 2))
     assert steps == [(1, 2), 0o640, "rename"]
 
 
@@ -39,7 +39,7 @@ def test_new_owner_is_given_before_the_mode_and_the_name(
 def test_failure_on_the_way_leaves_the_old_file_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
-    atomic.write(tmp_path / "a", b"old")
+    records.write(tmp_path / "a", b"old")
 
     def fail(*_: object) -> None:
         raise error
@@ -47,7 +47,7 @@ def test_failure_on_the_way_leaves_the_old_file_and_no_other(
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)
         with pytest.raises(type(error)):
-            atomic.write(tmp_path / "a", b"new")
+            records.write(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
 
@@ -68,13 +68,13 @@ def test_data_is_durable_before_the_name_and_the_name_before_we_go_on(
 
     monkeypatch.setattr(os, "fsync", noting_sync)
     monkeypatch.setattr(os, "replace", noting_replace)
-    atomic.write(tmp_path / "a", b"new")
+    records.write(tmp_path / "a", b"new")
     assert steps == ["file", "rename", "directory"]
 
 
 def test_symlink_in_the_way_is_replaced_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"keep")
     (tmp_path / "a").symlink_to("victim")
-    atomic.write(tmp_path / "a", b"new")
+    records.write(tmp_path / "a", b"new")
     assert (tmp_path / "victim").read_bytes() == b"keep"
     assert not (tmp_path / "a").is_symlink()
