@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from forestage.admin import sources
 from forestage.admin.inventory import Holder, Holdings, Item, holder
+from forestage.admin.sources import SourceState
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease
-from forestage.stage import source
-from forestage.stage.source import SourceState
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
 from forestage.units import format_size
 
@@ -47,14 +47,14 @@ def _problems(holdings: Holdings) -> list[Piece]:
 
 def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
     """Entries with the state of their sources, which are opened as the user who asks."""
-    user, held = source.invoking_user(), tuple(leases)
+    user, held = sources.invoking_user(), tuple(leases)
     damaged = SourceState("not-checked", "the entry is damaged")
     return [
         Shown(
             item,
             str(cache.image(item.key)),
             tuple(holder(one, {item.key: item.path}) for one in held if one.job in item.jobs),
-            source.of(cache, item.entry, user) if item.entry else damaged,
+            sources.state_of(cache, item.entry, user) if item.entry else damaged,
         )
         for item in items
     ]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.admin import sources
 from forestage.cache import redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.cache.redirect import Bind
 from forestage.errors import ForestageError
-from forestage.stage import source
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count
@@ -66,7 +66,7 @@ def _caches(node: Node) -> list[Cache]:
 def owner_of(cache: Cache, bind: Bind) -> User:
     """The user who can reach a redirect's path where root is squashed: its entry's owner."""
     entry = cache.read(bind.key) if bind.key else None
-    return source.owner(entry.access) if entry else ROOT
+    return sources.owner(entry.access) if entry else ROOT
 
 
 def pieces(done: Unredirected) -> list[Piece]:

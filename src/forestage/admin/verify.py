@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from forestage.admin import compare
+from forestage.admin import compare, sources
 from forestage.admin.compare import Compared, SourceFailed
 from forestage.admin.inventory import Item
 from forestage.cache import digest, image, redirect
@@ -24,7 +24,7 @@ from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import chunk_count
 from forestage.errors import ForestageError
-from forestage.stage import engines, source
+from forestage.stage import engines
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, short
 from forestage.units import format_size
@@ -156,9 +156,9 @@ def _by_source(
     node: Node, entry: Entry, against: Callable[[compare.Expected], Compared]
 ) -> Compared | str:
     """What differs from the source; or why that cannot be said."""
-    user = source.owner(entry.access)
-    opened = source.unchanged(node.cache, entry, user)
-    if isinstance(opened, source.SourceState):
+    user = sources.owner(entry.access)
+    opened = sources.open_unchanged(node.cache, entry, user)
+    if isinstance(opened, sources.SourceState):
         return _reason(opened)
     try:
         expected = compare.of_source(opened.fd, entry.identity.size, node.config.bandwidth)
@@ -168,11 +168,11 @@ def _by_source(
     finally:
         opened.close()
     # What differs from a source that was changed meanwhile is not bad for that.
-    now = source.of(node.cache, entry, user) if found.bad else None
+    now = sources.state_of(node.cache, entry, user) if found.bad else None
     return _reason(now) if now and now.state != "unchanged" else found
 
 
-def _reason(why: source.SourceState) -> str:
+def _reason(why: sources.SourceState) -> str:
     word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
 
@@ -224,7 +224,7 @@ def _acl(raw: bytes) -> str:
 def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdict:
     """Evicts a bad entry, leased and pinned or not; the verdict says so, or why it stays."""
     cache = node.cache
-    user = source.owner(item.entry.access) if item.entry else source.invoking_user()
+    user = sources.owner(item.entry.access) if item.entry else sources.invoking_user()
     stays = ""
     try:
         with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):

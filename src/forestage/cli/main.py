@@ -96,13 +96,12 @@ def show_entry(world: World, word: str, as_json: bool) -> None:
 
     A PATH may have several entries, of which the first is the newest.
     """
-    from forestage.admin import inventory
+    from forestage.admin import inventory, sources
     from forestage.admin import show as view
-    from forestage.stage import source
 
     node = world.node()
     held = inventory.gather(node)
-    picked = inventory.pick(held.items, word, source.resolved)
+    picked = inventory.pick(held.items, word, sources.resolve)
     found = view.found(node.cache, picked, held.leases)
     show(found, view.pieces(found, world.clock.wall()), as_json)
 
@@ -131,13 +130,12 @@ def path(world: World, image: str, as_json: bool) -> None:
 
     Only if the copy is exactly what IMAGE is now; else it says why not and ends with status 1.
     """
-    from forestage.admin import inventory
-    from forestage.stage import source
+    from forestage.admin import inventory, sources
     from forestage.system import terminal as screen
 
     node = world.node()
     held = inventory.gather(node)
-    wanted = source.look(node.cache, source.wanted(image), source.invoking_user())
+    wanted = sources.find(node.cache, sources.absolute_path(image), sources.invoking_user())
     copy = inventory.copy_of(node.cache, held.items, wanted)
     show(copy, [screen.Line(copy.copy, whole=True)], as_json)
 
@@ -254,12 +252,11 @@ def _picked(
     items: "tuple[Item, ...]", words: tuple[str, ...], newest: bool = False
 ) -> "list[Item]":
     """The entries that all the words mean, each once. Raises NotFound before anything is done."""
-    from forestage.admin import inventory
-    from forestage.stage import source
+    from forestage.admin import inventory, sources
 
     found: dict[str, Item] = {}
     for word in words:
-        picked = inventory.pick(items, word, source.resolved)
+        picked = inventory.pick(items, word, sources.resolve)
         found |= {item.key: item for item in (picked[:1] if newest else picked)}
     return list(found.values())
 

@@ -2,7 +2,7 @@
 
 Whatever asks the file server is asked with that user's ids, in a child: root may be squashed there,
 and a dead file server must hang the child only. Root reads nothing but bytes, from a descriptor
-that the user opened. Hooks, the stager and the command line come through here; hooks must not pay
+that the user opened. Hooks, the stager and the commands come through here; hooks must not pay
 for what only a copy needs, so nothing here imports the engines.
 """
 
@@ -10,32 +10,26 @@ import contextlib
 import errno
 import functools
 import os
-import pwd
 import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from forestage import trace
 from forestage.cache import image, redirect
 from forestage.cache.image import SUPERBLOCK, Access, Facts, Identity, Image
-from forestage.cache.layout import Cache, Entry
+from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import Config
 from forestage.errors import Declined
-from forestage.slurm.job import Request
 from forestage.system import as_user, mounts
 from forestage.system.as_user import User
-from forestage.units import format_size
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
 HOOK_TIMEOUT = 15.0  # seconds; no copy takes part in it, so a file server that needs longer hangs
 STAGER_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own checks
-CLI_TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
 
 # A file server's clock may tick in seconds: a change within the same tick leaves the identity as it
 # is. So a copy starts only when the source's last change is a full tick old.
@@ -44,9 +38,6 @@ FINE_TICK_NS = 20_000_000
 # Its clock and ours may differ. By no more than this: what munge makes is good for five minutes,
 # so a node whose clock is further off runs no jobs (munged(8), --max-ttl).
 SKEW_NS = 300_000_000_000
-
-
-State = Literal["unchanged", "changed", "gone", "not-checked"]
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -360,111 +351,3 @@ def difference(was: Identity, now: Identity) -> str:
     if msgspec.structs.replace(now, inode=was.inode) == was:
         return "only its inode number is another, as if its file system gave a new one at each look"
     return ""
-
-
-class SourceState(msgspec.Struct, frozen=True):
-    """Whether the source is what was copied; `detail` is what differs, or why there was no look."""
-
-    state: State
-    detail: str = ""
-
-
-def invoking_user() -> User:
-    """Who runs this program."""
-    uid = os.getuid()
-    try:
-        return User(pwd.getpwuid(uid).pw_name, uid, os.getgid())
-    except KeyError:
-        return User("", uid, os.getgid())
-
-
-def owner(access: Access) -> User:
-    """Whom the file belongs to, with that user's own groups where the node knows them."""
-    try:
-        known = pwd.getpwuid(access.uid)
-    except KeyError:
-        return User("", access.uid, access.gid)
-    return User(known.pw_name, access.uid, known.pw_gid)
-
-
-def wanted(path: str) -> str:
-    """The absolute path of what a user calls an image. Raises Declined for what is no path."""
-    return image.wanted_path(Request(path, "option"), str(Path.cwd()))
-
-
-def resolved(path: str) -> str:
-    """The path without symbolic links. Raises as_user.TooSlow."""
-    found, _ = as_user.call(lambda: (os.path.realpath(path), []), str, CLI_TIMEOUT)
-    return found
-
-
-def look(cache: Cache, path: str, user: User) -> Image:
-    """The image that `path` leads to now. Raises Declined, as_user.TooSlow."""
-    opened = open_image(cache, path, user)
-    opened.close()
-    return opened.image
-
-
-def open_image(cache: Cache, path: str, user: User) -> OpenImage:
-    """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
-    try:
-        # Below `/`: what is in the cache may come from sources that are configured no more.
-        facts, fd = open_file(path, user, ("/",), [cache.real], CLI_TIMEOUT)
-    except OSError as error:
-        raise image.declined_by(error, path) from None
-    try:
-        found = image.judge(facts, None)
-    except Declined:
-        if fd is not None:
-            os.close(fd)
-        raise
-    if fd is None:
-        raise Declined("missing", f"{path} could not be opened")
-    return OpenImage(found, user, fd)
-
-
-def of(cache: Cache, entry: Entry, user: User) -> SourceState:
-    """Whether the entry's source has these bytes and access rights still."""
-    opened = unchanged(cache, entry, user)
-    if isinstance(opened, SourceState):
-        return opened
-    opened.close()
-    return SourceState("unchanged")
-
-
-def unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | SourceState:
-    """The entry's source, open, if it is still what was copied; else what became of it."""
-    try:
-        opened = open_image(cache, entry.identity.path, user)
-    except as_user.TooSlow:
-        return SourceState("not-checked", f"no answer within {CLI_TIMEOUT:.0f} s")
-    except Declined as declined:
-        return without_look(declined)
-    found = compared(entry, opened.image)
-    if found.state == "unchanged":
-        return opened
-    opened.close()
-    return found
-
-
-def without_look(declined: Declined) -> SourceState:
-    """Pure: what is known where the look did not find an image."""
-    states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}
-    return SourceState(states.get(declined.reason, "not-checked"), str(declined))
-
-
-def compared(entry: Entry, now: Image) -> SourceState:
-    """Pure: the entry against the image that lies at its path now."""
-    if now.identity == entry.identity and now.access == entry.access:
-        return SourceState("unchanged")
-    was = entry.identity
-    differences = [
-        (now.path != was.path, f"the path leads to {now.path}"),
-        (now.identity.inode != was.inode, "it is another file"),
-        (now.size != was.size, f"its size is {format_size(now.size)}"),
-        (now.identity.mtime_ns != was.mtime_ns, "it was written to"),
-        (now.access != entry.access, "its owner, mode or ACL is another"),
-    ]
-    # A new ctime alone: renamed, linked, or its rights changed and changed back.
-    found = [text for differs, text in differences if differs] or ["its change time is another"]
-    return SourceState("changed", ", ".join(found))

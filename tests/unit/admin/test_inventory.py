@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from forestage.admin.inventory import Item, items_of, pick
+from forestage.admin.sources import compare
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Entry, StoredEntry
 from forestage.cache.lease import Lease, Use
 from forestage.errors import NotFound
-from forestage.stage.source import compared
 from forestage.system.as_user import User
 
 
@@ -82,10 +82,10 @@ def identity(**changes: object) -> Callable[[], Image]:
     ],
 )
 def test_every_difference_is_a_changed_source(now: Callable[[], Image], expected: str) -> None:
-    found = compared(ENTRY, now())
+    found = compare(ENTRY, now())
     assert found.state == "changed"
     assert expected in found.detail
 
 
 def test_same_image_is_unchanged() -> None:
-    assert compared(ENTRY, IMAGE).state == "unchanged"
+    assert compare(ENTRY, IMAGE).state == "unchanged"

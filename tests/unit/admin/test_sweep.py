@@ -15,7 +15,7 @@ import pytest
 
 from commands import CHUNK, NOW, Frozen, Site
 from forestage import events
-from forestage.admin import sweep, verify
+from forestage.admin import sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
 from forestage.cache import redirect as redirects
@@ -29,7 +29,6 @@ from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
 from forestage.hooks import epilog
 from forestage.slurm.queue import Slurm, Told
-from forestage.stage import source
 from forestage.system import lock
 from forestage.system.as_user import User
 
@@ -427,7 +426,7 @@ def test_entry_of_earlier_boot_is_verified_without_its_source(
 ) -> None:
     """A thousand nodes may have restarted at once."""
     key = from_earlier_boot(site)
-    monkeypatch.setattr(source, "unchanged", pytest.fail)
+    monkeypatch.setattr(sources, "open_unchanged", pytest.fail)
     monkeypatch.setattr(source, "of", pytest.fail)
     spoil(site, key)
     (verdict,) = swept(site).verified

@@ -1,0 +1,134 @@
+"""The source of an entry, as a command sees it: whether it is still what was copied.
+
+It is opened as the user who asks, or as the file's owner, beneath our own binds; see stage/source.
+"""
+
+import os
+import pwd
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage.cache import image
+from forestage.cache.image import Access, Image
+from forestage.cache.layout import Cache, Entry
+from forestage.errors import Declined
+from forestage.slurm.job import Request
+from forestage.stage import source
+from forestage.stage.source import OpenImage
+from forestage.system import as_user
+from forestage.system.as_user import User
+from forestage.units import format_size
+
+TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
+
+State = Literal["unchanged", "changed", "gone", "not-checked"]
+
+
+class SourceState(msgspec.Struct, frozen=True):
+    """Whether the source is what was copied; `detail` is what differs, or why there was no look."""
+
+    state: State
+    detail: str = ""
+
+
+def invoking_user() -> User:
+    """Who runs this program."""
+    uid = os.getuid()
+    try:
+        return User(pwd.getpwuid(uid).pw_name, uid, os.getgid())
+    except KeyError:
+        return User("", uid, os.getgid())
+
+
+def owner(access: Access) -> User:
+    """Whom the file belongs to, with that user's own groups where the node knows them."""
+    try:
+        known = pwd.getpwuid(access.uid)
+    except KeyError:
+        return User("", access.uid, access.gid)
+    return User(known.pw_name, access.uid, known.pw_gid)
+
+
+def absolute_path(path: str) -> str:
+    """The absolute path of what a user calls an image. Raises Declined for what is no path."""
+    return image.wanted_path(Request(path, "option"), str(Path.cwd()))
+
+
+def resolve(path: str) -> str:
+    """The path without symbolic links. Raises as_user.TooSlow."""
+    found, _ = as_user.call(lambda: (os.path.realpath(path), []), str, TIMEOUT)
+    return found
+
+
+def find(cache: Cache, path: str, user: User) -> Image:
+    """The image that `path` leads to now. Raises Declined, as_user.TooSlow."""
+    opened = open_image(cache, path, user)
+    opened.close()
+    return opened.image
+
+
+def open_image(cache: Cache, path: str, user: User) -> OpenImage:
+    """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
+    try:
+        # Below `/`: what is in the cache may come from sources that are configured no more.
+        facts, fd = source.open_file(path, user, ("/",), [cache.real], TIMEOUT)
+    except OSError as error:
+        raise image.declined_by(error, path) from None
+    try:
+        found = image.judge(facts, None)
+    except Declined:
+        if fd is not None:
+            os.close(fd)
+        raise
+    if fd is None:
+        raise Declined("missing", f"{path} could not be opened")
+    return OpenImage(found, user, fd)
+
+
+def state_of(cache: Cache, entry: Entry, user: User) -> SourceState:
+    """Whether the entry's source has these bytes and access rights still."""
+    opened = open_unchanged(cache, entry, user)
+    if isinstance(opened, SourceState):
+        return opened
+    opened.close()
+    return SourceState("unchanged")
+
+
+def open_unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | SourceState:
+    """The entry's source, open, if it is still what was copied; else what became of it."""
+    try:
+        opened = open_image(cache, entry.identity.path, user)
+    except as_user.TooSlow:
+        return SourceState("not-checked", f"no answer within {TIMEOUT:.0f} s")
+    except Declined as declined:
+        return unopened(declined)
+    found = compare(entry, opened.image)
+    if found.state == "unchanged":
+        return opened
+    opened.close()
+    return found
+
+
+def unopened(declined: Declined) -> SourceState:
+    """Pure: what is known where the look did not find an image."""
+    states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}
+    return SourceState(states.get(declined.reason, "not-checked"), str(declined))
+
+
+def compare(entry: Entry, now: Image) -> SourceState:
+    """Pure: the entry against the image that lies at its path now."""
+    if now.identity == entry.identity and now.access == entry.access:
+        return SourceState("unchanged")
+    was = entry.identity
+    differences = [
+        (now.path != was.path, f"the path leads to {now.path}"),
+        (now.identity.inode != was.inode, "it is another file"),
+        (now.size != was.size, f"its size is {format_size(now.size)}"),
+        (now.identity.mtime_ns != was.mtime_ns, "it was written to"),
+        (now.access != entry.access, "its owner, mode or ACL is another"),
+    ]
+    # A new ctime alone: renamed, linked, or its rights changed and changed back.
+    found = [text for differs, text in differences if differs] or ["its change time is another"]
+    return SourceState("changed", ", ".join(found))
