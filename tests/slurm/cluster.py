@@ -21,14 +21,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import net
 from host import ClusterError, Leader, file_identity, loop_files, wait_until
 from spec import INSIDE_STATE, PYXIS_REPORT, REPO, ClusterSpec
 
-__all__ = ["UMASK", "Cluster", "ClusterError", "ClusterSpec", "CommandFailed", "state_path"]
+__all__ = ["UMASK", "Cluster", "ClusterError", "ClusterSpec", "state_path"]
 
 INSIDE = Path(__file__).with_name("inside.py")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -40,14 +39,6 @@ IDLE_SECONDS = 150.0
 UMASK = 0o022  # whatever that of the caller is
 # No journal, few inodes, nothing reserved: a 1 GiB disk holds 1007 MiB of images.
 MKFS = "mkfs.ext4 -q -m 0 -O ^has_journal,^resize_inode -i 1048576 -E lazy_itable_init=0"
-
-
-class CommandFailed(ClusterError):
-    """A command inside the cluster ended with another code than 0, or not in time."""
-
-    def __init__(self, argv: Sequence[str], why: str, stdout: str, stderr: str) -> None:
-        super().__init__(f"{' '.join(argv)}: {why}\n{stdout}{stderr}".rstrip())
-        self.stdout, self.stderr = stdout, stderr
 
 
 class Cluster:
@@ -114,12 +105,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     def _start(self, detach: bool) -> None:
@@ -276,7 +262,7 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the login or on a node, as if the user had just logged in there.
 
-        Raises CommandFailed when it takes longer than `timeout` seconds (it is killed then,
+        Raises ClusterError when it takes longer than `timeout` seconds (it is killed then,
         with its process group), and, unless `check` is False, when its exit code is not 0.
         """
         stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
@@ -289,10 +275,12 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
             stdout, stderr = process.communicate()
             if isinstance(error, subprocess.TimeoutExpired):
-                raise CommandFailed(argv, f"not done in {timeout} s", stdout, stderr) from None
+                why = f"not done in {timeout} s"
+                raise ClusterError(f"{' '.join(argv)}: {why}\n{stdout}{stderr}") from None
             raise
         if check and process.returncode:
-            raise CommandFailed(argv, f"exit code {process.returncode}", stdout, stderr)
+            why = f"exit code {process.returncode}"
+            raise ClusterError(f"{' '.join(argv)}: {why}\n{stdout}{stderr}")
         return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
 
     def submit(self, script: str, *options: str, user: str = "alice") -> int:

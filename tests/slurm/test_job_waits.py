@@ -13,20 +13,17 @@ from jobs import RELEASE, Site, hooked
 from spec import ClusterSpec
 
 TIMEOUT = 8  # seconds of PrologEpilogTimeout; `deadline: auto` then is 5 s
+SETTINGS = {
+    "impatient": {"PrologFlags": "Alloc,DeferBatch", "PrologEpilogTimeout": str(TIMEOUT)},
+    "undeferred": {"PrologFlags": "Alloc"},
+}
 # MiB that, at 2 MiB/s, take longer than what would be lost: the node at 8 s, an srun at 20 s.
 LONGER = {"Alloc,DeferBatch": 24, "Alloc": 48}
-FLAGS = {"impatient": "Alloc,DeferBatch", "undeferred": "Alloc"}
 
 
-@pytest.fixture(scope="module", params=list(FLAGS))
+@pytest.fixture(scope="module", params=SETTINGS)
 def cluster_spec(request: pytest.FixtureRequest) -> ClusterSpec:
-    limits = {"PrologEpilogTimeout": str(TIMEOUT)} if request.param == "impatient" else {}
-    return hooked(nodes=2, PrologFlags=FLAGS[request.param], **limits)
-
-
-@pytest.fixture
-def flags(cluster_spec: ClusterSpec) -> str:
-    return cluster_spec.slurm_conf["PrologFlags"] or ""
+    return hooked(nodes=2, **SETTINGS[request.param])
 
 
 def published(site: Site, image: str, node: str = "n1") -> None:
@@ -35,13 +32,15 @@ def published(site: Site, image: str, node: str = "n1") -> None:
     wait_until(lambda: not any(parts.iterdir()), 90, lambda: f"{image} is still being copied")
 
 
-def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(site: Site, flags: str) -> None:
+def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(
+    site: Site, cluster_spec: ClusterSpec
+) -> None:
     """Whatever limit slurm.conf sets, `deadline: auto` comes first, and the copy goes on.
 
     Without DeferBatch a batch script starts while its second node is still in its Prolog.
     """
-    slow = site.image("slow", mib=LONGER[flags])
-    half = site.image("half", mib=LONGER[flags], seed=1)
+    mib = LONGER[cluster_spec.slurm_conf["PrologFlags"] or ""]
+    slow, half = site.image("slow", mib=mib), site.image("half", mib=mib, seed=1)
     site.srun(half, node="n1")  # cold on n2
     site.configure(deadline="auto", bandwidth="2MiB")
     steps = f"srun -l {' '.join(RELEASE)}; echo end"
@@ -52,7 +51,7 @@ def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(site: Site, f
     assert first.code == 0, first
     assert site.outcome(first.job).reason == "deadline"
     assert site.shows_source(site.saw(first.job))
-    assert {"0: ID=half", "1: ID=half", "end"} <= set(batch.stdout.splitlines()), (flags, batch)
+    assert {"0: ID=half", "1: ID=half", "end"} <= set(batch.stdout.splitlines()), batch
     assert site.outcome(batch.job, "n1").result == "hit"
     assert site.outcome(batch.job, "n2").reason == "deadline"
     assert set(site.cluster.node_states().values()) == {"idle"}
@@ -64,7 +63,7 @@ def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(site: Site, f
     assert not site.shows_source(site.saw(second.job))
 
 
-def test_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site, flags: str) -> None:
+def test_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site) -> None:
     image = site.image("hinted", mib=24, seed=2)
     # Longer than the deadline, and by far shorter than what TIMEOUT leaves.
     site.configure(deadline="1s", bandwidth="16MiB", chunk_size="1MiB")
