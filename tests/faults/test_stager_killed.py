@@ -22,7 +22,8 @@ from node import Node, until
 
 SOURCES = Path(stager.__file__).parent
 POINT = re.compile(r'trace\.point\("(\w+)"\)')
-NAMES = sorted({name for file in SOURCES.glob("*.py") for name in POINT.findall(file.read_text())})
+FOUND = {name for file in SOURCES.glob("*.py") for name in POINT.findall(file.read_text())}
+NAMES = sorted(FOUND - {"looking"})  # hooks alone pass that one
 CASES = [("chunks", name) for name in NAMES] + [
     ("rsync", name) for name in NAMES if name != "chunk"
 ]
