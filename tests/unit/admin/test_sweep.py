@@ -427,7 +427,7 @@ def test_entry_of_earlier_boot_is_verified_without_its_source(
     """A thousand nodes may have restarted at once."""
     key = from_earlier_boot(site)
     monkeypatch.setattr(sources, "open_unchanged", pytest.fail)
-    monkeypatch.setattr(source, "of", pytest.fail)
+    monkeypatch.setattr(sources, "open_unchanged", pytest.fail)
     spoil(site, key)
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.against) == ("bad", "digests")
