@@ -16,7 +16,7 @@ from forestage.cache.lease import Use
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.slurm.queue import Slurm, Told
+from forestage.slurm.queue import JobState, Slurm
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from node import ALICE, BOB, HANGS, Node, content, until
@@ -36,8 +36,8 @@ class Running(Slurm):
     def knows_node(self, node: str) -> bool:
         return node == "n1"
 
-    def job(self, job: int) -> Told | None:
-        return Told("RUNNING", "n1") if (self.proc / str(job)).exists() else None
+    def job(self, job: int) -> JobState | None:
+        return JobState("RUNNING", "n1") if (self.proc / str(job)).exists() else None
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
     node.prolog(7, path)
 
     class Slow(Running):
-        def job(self, job: int) -> Told | None:
+        def job(self, job: int) -> JobState | None:
             answer = super().job(job)
             before = node.leases.mark(7)
             # The kernel's clock ticks in milliseconds, and a real Slurm takes some.

@@ -150,5 +150,5 @@ def test_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
     old = json.dumps({"protocol": "forestage-0", "key": key, "secret": "00" * 32})
     root = fleet.cluster.run(["munge"], user="root", node="n2", input=old).stdout
     assert asks(root) == [403, *nothing]
-    # Told once a second, not for each.
+    # JobState once a second, not for each.
     wait_until(lambda: "refused=" in fleet.service_said("n1"), 60, lambda: "no word of it")

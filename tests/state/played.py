@@ -14,8 +14,8 @@ from forestage.events import Outcome
 from forestage.hooks.boundary import Hook, nothing_to_do
 from forestage.paths import Places
 from forestage.slurm.job import Job
+from forestage.slurm.queue import JobState
 from forestage.slurm.queue import Slurm as RealSlurm
-from forestage.slurm.queue import Told
 
 Name = Literal["prolog", "step", "epilog"]
 
@@ -71,8 +71,8 @@ class Slurm(NamedTuple):
 
     jobs: frozenset[int]
 
-    def job(self, job: int) -> Told | None:
-        return Told("RUNNING", "n1") if job in self.jobs else None
+    def job(self, job: int) -> JobState | None:
+        return JobState("RUNNING", "n1") if job in self.jobs else None
 
     def knows_node(self, node: str) -> bool:
         return node == "n1"

@@ -47,7 +47,7 @@ class Run(msgspec.Struct, frozen=True):
     user: str
     total: float
     problems: tuple[str, ...]
-    explained: tuple[Explained, ...] = msgspec.field(name="told")  # as scripts read it
+    explained: tuple[Explained, ...]
     step: int | None = None
 
 

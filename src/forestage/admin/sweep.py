@@ -65,7 +65,7 @@ class StaleLease(msgspec.Struct, frozen=True):
     why: str
 
 
-class Released(msgspec.Struct, frozen=True):
+class ReleasedLease(msgspec.Struct, frozen=True):
     """A lease that was released, or would be, and how many redirects were unmounted with it.
 
     `user` and `node` are "" where the lease is damaged.
@@ -86,7 +86,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     """
 
     dry_run: bool
-    released: tuple[Released, ...] = ()
+    released: tuple[ReleasedLease, ...] = ()
     kept: int = 0
     redirects: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ def stale_leases(leases: Leases, slurm: Slurm) -> tuple[StaleLease, ...]:
 
 
 def _raise_if_not_root(error: Exception) -> None:
-    """A user who may not read the cache is told so; for root it is a problem like any other."""
+    """Raises PermissionError for a user who may not read the cache; root has a problem to report."""
     if isinstance(error, PermissionError) and os.geteuid() != 0:
         raise error
 
@@ -197,7 +197,7 @@ class _Run:
             self.problems.append(str(error))
             return None
 
-    def each(self, stale: tuple[StaleLease, ...]) -> Iterator[Released]:
+    def each(self, stale: tuple[StaleLease, ...]) -> Iterator[ReleasedLease]:
         """Releases them one by one; a hook that waits gets the lock in between."""
         for one in stale:
             released = self.tried(self.release, one)
@@ -210,13 +210,13 @@ class _Run:
         """Leaves the lock free for long enough that a hook that polls for it sees that."""
         self.node.clock.sleep(PAUSE)
 
-    def release(self, one: StaleLease) -> Released | None:
+    def release(self, one: StaleLease) -> ReleasedLease | None:
         """Does what the Epilog would have done. None where a hook has used the lease since."""
         node, leases = self.node, self.node.leases
-        cache, user, released = node.cache, ROOT, Released(one.job, one.why)
+        cache, user, released = node.cache, ROOT, ReleasedLease(one.job, one.why)
         if one.lease:
             cache, user = Cache(Path(one.lease.cache)), one.lease.user
-            released = Released(one.job, one.why, user.name, one.lease.node)
+            released = ReleasedLease(one.job, one.why, user.name, one.lease.node)
         if self.dry_run:
             return released
         with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
@@ -337,7 +337,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
     """One event for each lease, and one, of job 0, for what belonged to no job."""
     now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
 
-    def event(one: Released, outcome: events.Released) -> Event:
+    def event(one: ReleasedLease, outcome: events.Released) -> Event:
         return Event(now, "sweep", one.job, outcome, one.user, node=one.node, total=total)
 
     found = [
@@ -349,7 +349,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
         rest = events.Released(
             "released", unmounted=len(done.redirects), evicted=(*done.evicted, *bad)
         )
-        found.append(event(Released(0, ""), rest))
+        found.append(event(ReleasedLease(0, ""), rest))
     events.append(node.places.events, found)
 
 

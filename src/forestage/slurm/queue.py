@@ -35,7 +35,7 @@ _LINE = re.compile(r"([0-9]+)\|([A-Z_]+)\|(\S*)", re.ASCII)
 _MANAGER = re.compile(rb"slurmstepd: \[([0-9]{1,10})[.+]")
 
 
-class Told(msgspec.Struct, frozen=True):
+class JobState(msgspec.Struct, frozen=True):
     """What Slurm says of a job: its state in capitals, and its nodes as a list in brackets."""
 
     state: str
@@ -55,7 +55,7 @@ class Slurm(NamedTuple):
         path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
         return cls(path, environ.get("SLURM_CONF", ""))
 
-    def job(self, job: int) -> Told | None:
+    def job(self, job: int) -> JobState | None:
         """What becomes of a job; None: Slurm does not know it any more.
 
         Raises SlurmError where there is no answer, or one that may mean anything.
@@ -105,31 +105,31 @@ class Slurm(NamedTuple):
         return ran
 
 
-def found(listing: str, job: int) -> Told | None:
+def found(listing: str, job: int) -> JobState | None:
     """Pure: the job's own line among those of its array or its other parts.
 
     Raises SlurmError where any line is of another form, or there is none at all.
     """
     lines = [_LINE.fullmatch(line.rstrip()) for line in listing.splitlines()]
-    told = [line for line in lines if line is not None]
-    own = [Told(line[2], line[3]) for line in told if int(line[1]) == job]
-    if not lines or len(told) < len(lines) or len(own) > 1:
+    parsed = [line for line in lines if line is not None]
+    own = [JobState(line[2], line[3]) for line in parsed if int(line[1]) == job]
+    if not lines or len(parsed) < len(lines) or len(own) > 1:
         raise SlurmError(f"squeue's answer about job {job} cannot be understood: {listing[:200]!r}")
     return own[0] if own else None
 
 
-def why_over(told: Told | None, node: str) -> str:
+def why_over(state: JobState | None, node: str) -> str:
     """Pure: why a job is over on the node of that name, for people; "" where it may not be.
 
     `node` is "" where nobody knows it. A job without nodes waits, and may come (back) to this one.
     """
-    if told is None:
+    if state is None:
         return "Slurm does not know the job any more"
-    if told.state in OVER:
-        return f"the job is {told.state}"
-    if not (told.nodes and node):
+    if state.state in OVER:
+        return f"the job is {state.state}"
+    if not (state.nodes and node):
         return ""
     from forestage.slurm.nodelist import expand  # few jobs need it
 
-    nodes = expand(told.nodes)
-    return f"the job is {told.state} on other nodes" if nodes and node not in nodes else ""
+    nodes = expand(state.nodes)
+    return f"the job is {state.state} on other nodes" if nodes and node not in nodes else ""

@@ -28,7 +28,7 @@ from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
 from forestage.hooks import epilog
-from forestage.slurm.queue import Slurm, Told
+from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock
 from forestage.system.as_user import User
 
@@ -39,13 +39,13 @@ ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 class Answers(Slurm):
     """A Slurm that knows these jobs, and what happens while it thinks."""
 
-    jobs: dict[int, Told | None]
+    jobs: dict[int, JobState | None]
     working: frozenset[int]
     nodes: tuple[str, ...]
     questions: list[int]
     meanwhile: Callable[[], None]
 
-    def job(self, job: int) -> Told | None:
+    def job(self, job: int) -> JobState | None:
         self.questions.append(job)
         self.meanwhile()
         if job not in self.jobs:
@@ -60,7 +60,7 @@ class Answers(Slurm):
 
 
 def slurm(
-    jobs: dict[int, Told | None] | None = None,
+    jobs: dict[int, JobState | None] | None = None,
     working: Iterable[int] = (),
     nodes: tuple[str, ...] = ("n1",),
     meanwhile: Callable[[], None] = lambda: None,
@@ -148,7 +148,7 @@ def test_slurm_of_another_cluster_releases_nothing(site: Site) -> None:
 def test_job_with_step_on_this_node_is_not_asked_about(site: Site) -> None:
     """slurmctld may have given the node up, and the job's processes run on."""
     hold(site, 7)
-    asked = slurm({7: Told("NODE_FAIL", "n1")}, working=[7])
+    asked = slurm({7: JobState("NODE_FAIL", "n1")}, working=[7])
     assert swept(site, asked).released == ()
     assert asked.questions == []
     assert jobs(site) == (7,)
@@ -185,7 +185,7 @@ def test_lease_taken_while_slurm_answers_is_kept(site: Site, touch: str) -> None
 def test_job_requeued_to_other_nodes_loses_its_lease_here(site: Site) -> None:
     hold(site, 7, node="n1")
     hold(site, 8, node="")
-    elsewhere = Told("RUNNING", "n[2-3]")
+    elsewhere = JobState("RUNNING", "n[2-3]")
     done = swept(site, slurm({7: elsewhere, 8: elsewhere}))
     assert [one.job for one in done.released] == [7]
 
@@ -196,7 +196,7 @@ def test_damaged_lease_is_released_only_once_its_job_is_over(site: Site, damage:
         hold(site, job)
         site.node.leases.file(job).write_bytes(damage)
     site.node.cache.prepare(False)
-    done = swept(site, slurm({7: None, 8: Told("RUNNING", "n1")}))
+    done = swept(site, slurm({7: None, 8: JobState("RUNNING", "n1")}))
     assert [one.job for one in done.released] == [7]
     assert jobs(site) == (8,)
     assert done.problems, "it protects everything, and nobody can tell what it was"
@@ -216,7 +216,7 @@ def test_unfinished_lease_file_is_deleted(site: Site) -> None:
     site.node.cache.prepare(False)
     directory = site.node.leases.directory
     (directory / ".8.json.x7z").write_bytes(b"{")
-    swept(site, slurm({7: Told("RUNNING", "n1")}))
+    swept(site, slurm({7: JobState("RUNNING", "n1")}))
     assert [file.name for file in directory.iterdir()] == ["7.json"]
 
 
@@ -377,7 +377,7 @@ def test_parts_of_earlier_boot_and_abandoned_ones_are_deleted(site: Site) -> Non
     wanted = part(site, "d", age=sweep.ABANDONED_AFTER + 60)
     live = part(site, "e", boot=ANOTHER_BOOT, age=2 * sweep.ABANDONED_AFTER)
     hold(site, 7, Use(wanted))
-    asked = slurm({7: Told("RUNNING", "n1")})
+    asked = slurm({7: JobState("RUNNING", "n1")})
     with lock.held(site.node.cache.key_lock(live), 0):
         assert set(swept(site, asked, dry_run=True).parts) == {old, abandoned}
         assert set(swept(site, asked).parts) == {old, abandoned}
@@ -403,7 +403,7 @@ def test_entry_that_lost_bytes_in_crash_is_evicted_even_if_leased(site: Site) ->
     bad, good = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
     spoil(site, bad)
     hold(site, 7, Use(bad))
-    done = swept(site, slurm({7: Told("RUNNING", "n1")}))
+    done = swept(site, slurm({7: JobState("RUNNING", "n1")}))
     assert {one.key: one.result for one in done.verified} == {bad: "bad", good: "ok"}
     assert site.keys() == {good}
 
@@ -427,7 +427,7 @@ def test_entry_of_earlier_boot_is_verified_without_its_source(
     """A thousand nodes may have restarted at once."""
     key = from_earlier_boot(site)
     monkeypatch.setattr(sources, "open_unchanged", pytest.fail)
-    monkeypatch.setattr(sources, "open_unchanged", pytest.fail)
+    monkeypatch.setattr(sources, "state_of", pytest.fail)
     spoil(site, key)
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.against) == ("bad", "digests")
@@ -541,7 +541,7 @@ def test_sweep_evicts_unleased_entries_down_to_watermark(site: Site) -> None:
     hold(site, 7, Use(key))
     hold(site, 8, Use(other))
     site.configure("low_watermark: 0%\n")
-    asked = slurm({7: None, 8: Told("RUNNING", "n1")})
+    asked = slurm({7: None, 8: JobState("RUNNING", "n1")})
     assert swept(site, asked, dry_run=True).evicted == (key,)
     assert swept(site, asked).evicted == (key,)
     assert site.keys() == {other}
@@ -568,7 +568,7 @@ def test_dry_run_reports_everything_and_changes_nothing(site: Site, bound: list[
     (site.node.leases.directory / ".9.json.x").write_bytes(b"")
     bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
     before = everything(site)
-    done = swept(site, slurm({7: None, 8: Told("PENDING", "")}), dry_run=True)
+    done = swept(site, slurm({7: None, 8: JobState("PENDING", "")}), dry_run=True)
     assert [one.job for one in done.released] == [7]
     assert (done.kept, set(done.redirects)) == (1, {"/lustre/a", "/lustre/b"})
     assert (done.parts, done.unproven) == ((old,), (key,))
@@ -581,7 +581,7 @@ def test_dry_run_reports_everything_and_changes_nothing(site: Site, bound: list[
 
 def test_released_lease_is_an_event_that_explain_prints(site: Site) -> None:
     hold(site, 7)
-    swept(site, slurm({7: Told("NODE_FAIL", "n1")}))
+    swept(site, slurm({7: JobState("NODE_FAIL", "n1")}))
     (event,) = events.read(site.places.events)
     assert (event.hook, event.job, event.user, event.node) == ("sweep", 7, "alice", "n1")
     assert event.outcome.result == "released"

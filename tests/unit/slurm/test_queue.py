@@ -11,7 +11,7 @@ import pytest
 from forestage.cli.world import Exit
 from forestage.errors import SlurmError
 from forestage.slurm import queue
-from forestage.slurm.queue import OVER, Slurm, Told, found, why_over
+from forestage.slurm.queue import OVER, JobState, Slurm, found, why_over
 from forestage.system import run
 
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
@@ -46,13 +46,13 @@ NOT_OVER = (
 @pytest.mark.parametrize("state", NOT_OVER)
 @pytest.mark.parametrize("nodes", ["", "n1", "n[1-3]", "n[3,1]"])
 def test_job_that_may_still_be_here_is_not_over(state: str, nodes: str) -> None:
-    assert why_over(Told(state, nodes), "n1") == ""
+    assert why_over(JobState(state, nodes), "n1") == ""
 
 
 @pytest.mark.parametrize("state", sorted(OVER))
 @pytest.mark.parametrize("node", ["n1", ""])
 def test_ended_job_is_over_wherever_it_ran(state: str, node: str) -> None:
-    assert state in why_over(Told(state, "n1"), node)
+    assert state in why_over(JobState(state, "n1"), node)
 
 
 @pytest.mark.parametrize(
@@ -66,21 +66,21 @@ def test_ended_job_is_over_wherever_it_ran(state: str, node: str) -> None:
     ],
 )
 def test_job_on_other_nodes_is_over_here(nodes: str, node: str, over: bool) -> None:
-    assert bool(why_over(Told("RUNNING", nodes), node)) == over
+    assert bool(why_over(JobState("RUNNING", nodes), node)) == over
     assert why_over(None, node), "Slurm has forgotten it"
 
 
 @pytest.mark.parametrize(
     ("listing", "expected"),
     [
-        ("7|RUNNING|n1\n", Told("RUNNING", "n1")),
-        ("7|PENDING|\n", Told("PENDING", "")),
+        ("7|RUNNING|n1\n", JobState("RUNNING", "n1")),
+        ("7|PENDING|\n", JobState("PENDING", "")),
         # The tasks of an array, asked for by the number of one of them.
-        ("8|RUNNING|n1\n9|RUNNING|n2\n7|COMPLETED|n1\n", Told("COMPLETED", "n1")),
+        ("8|RUNNING|n1\n9|RUNNING|n2\n7|COMPLETED|n1\n", JobState("COMPLETED", "n1")),
         ("8|RUNNING|n1\n9|RUNNING|n2\n", None),  # of which this one has been forgotten
     ],
 )
-def test_line_of_the_job_itself_counts(listing: str, expected: Told | None) -> None:
+def test_line_of_the_job_itself_counts(listing: str, expected: JobState | None) -> None:
     assert found(listing, 7) == expected
 
 
@@ -99,7 +99,7 @@ def test_listing_that_cannot_be_understood_is_no_answer(listing: str) -> None:
 
 
 def test_job_is_asked_for_by_its_number(fake: Fake, tmp_path: Path) -> None:
-    assert fake("echo '7|RUNNING|n1'").job(7) == Told("RUNNING", "n1")
+    assert fake("echo '7|RUNNING|n1'").job(7) == JobState("RUNNING", "n1")
     (line,) = (tmp_path / "asked").read_text().splitlines()
     assert line.split()[-1] == "--jobs=7", "all jobs of a cluster would be too many"
     assert {"--local", "--states=all", "--noheader"} < set(line.split())
@@ -174,7 +174,7 @@ def test_commands_come_from_path_and_read_the_named_configuration(
         "SQUEUE_FORMAT": "%i",
         "SLURM_CLUSTERS": "other",
     }
-    assert Slurm.of(environ).job(7) == Told("RUNNING", "n1")
+    assert Slurm.of(environ).job(7) == JobState("RUNNING", "n1")
     seen = (tmp_path / "env").read_text().splitlines()
     assert "SLURM_CONF=/opt/slurm.conf" in seen
     assert not [line for line in seen if line.startswith(("SQUEUE", "SLURM_CLUSTERS"))]
