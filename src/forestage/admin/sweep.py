@@ -169,7 +169,7 @@ def stale_leases(leases: Leases, slurm: Slurm) -> tuple[StaleLease, ...]:
 
 
 def _raise_if_not_root(error: Exception) -> None:
-    """Raises PermissionError for a user who may not read the cache; root has a problem to report."""
+    """Raises PermissionError for a user who may not read the cache; root reports a problem."""
     if isinstance(error, PermissionError) and os.geteuid() != 0:
         raise error
 
