@@ -120,7 +120,7 @@ def measured(node: Node) -> tuple[float, float, float]:
     job = Job(1, NOBODY, "", "", "/", (), None, Hints())
     end = Deadline.after(60, node.clock)
     hit = per_call(lambda: wait.obtain(node, job, opened, end), 200)
-    read = per_call(node.cache.stored, 5)
+    read = per_call(node.cache.stored_entries, 5)
     stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
     goal = evict.Goal(free=0, used=room.used // 2)
