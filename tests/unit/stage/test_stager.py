@@ -22,7 +22,7 @@ from forestage.stage import pipeline, stager
 from forestage.stage.pipeline import Task
 from forestage.stage.source import OpenImage, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
-from forestage.system import as_user, lock
+from forestage.system import as_user, child, lock
 
 Said = Callable[[], list[str]]
 
@@ -203,24 +203,33 @@ def test_message_to_a_hook_that_is_gone_is_no_error() -> None:
 def test_stager_leaves_the_hooks_session_output_and_locks(
     tmp_path: Path, task: Task, monkeypatch: Patch
 ) -> None:
-    def look_around(*_: object) -> None:
+    """Before its first word: the hook goes on then, and Slurm may kill the hook's session."""
+    left: list[str] = []
+    send = Channel.send
+
+    def look_around_and_send(channel: Channel, message: Message) -> None:
         files = []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):
                 files.append(os.readlink(f"/proc/self/fd/{name}"))
         facts = {
             "session": os.getsid(0) == os.getpid() == os.getpgid(0),
+            "left": left,
             "name": Path("/proc/self/comm").read_text().strip(),
             "folder": str(Path.cwd()),
             "files": sorted(name for name in files if not name.startswith("socket:")),
         }
-        (tmp_path / "facts").write_bytes(msgspec.json.encode(facts))
+        (tmp_path / message.state).write_bytes(msgspec.json.encode(facts))
+        send(channel, message)
 
-    monkeypatch.setattr(pipeline, "run", look_around)
+    monkeypatch.setattr(Channel, "send", look_around_and_send)
+    monkeypatch.setattr(child, "leave_job", lambda: left.append("job"))
+    monkeypatch.setattr(pipeline, "run", lambda *_: None)
     with lock.held(task.node.cache.space_lock, 0):
         assert messages(task) == [Message("started"), Message("published")]
-    assert msgspec.json.decode((tmp_path / "facts").read_bytes()) == {
+    assert msgspec.json.decode((tmp_path / "started").read_bytes()) == {
         "session": True,
+        "left": ["job"],
         "name": PROCESS_NAME,
         "folder": "/",
         "files": sorted(
