@@ -138,6 +138,7 @@ def test_source_that_changes_all_the_time_is_left_alone(node: Node, points: Poin
     points.at("copied", lambda: os.utime(_source(node)), nth=None)
     ran = node.prolog(1, path)
     assert (ran.code, *ran.said) == (0, "declined", "changed")
+    assert [o.reason for o in node.outcomes("stager")] == ["changed", "changed"]
     assert untouched(node, path, 1)
     assert node.entries() == set()
     assert node.parts() == []
