@@ -144,7 +144,12 @@ def _link(path: Path) -> None:
     path.symlink_to("target")
 
 
-@pytest.mark.parametrize("make", [_link, Path.mkdir, os.mkfifo])
+def _fifo_with_writer(path: Path) -> None:
+    os.mkfifo(path)
+    os.open(path, os.O_RDWR)
+
+
+@pytest.mark.parametrize("make", [_link, Path.mkdir, os.mkfifo, _fifo_with_writer])
 def test_record_that_is_no_regular_file_is_damage_and_no_wait(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:

@@ -33,8 +33,11 @@ def read(path: Path) -> bytes:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            return file.read()
+        try:
+            with open(fd, "rb", closefd=False) as file:
+                return file.read() or b""  # None: of a FIFO that somebody holds open for writing
+        finally:
+            os.close(fd)
     except OSError as error:
         if error.errno in _SPOILT:
             raise Damaged(f"{path}: {error.strerror}") from None
