@@ -78,3 +78,17 @@ def test_safety_rule_names_a_test_that_exists() -> None:
     assert len(rows) > 100
     for file, name in rows:
         assert f"def {name}(" in (REPO / "tests" / file).read_text(), (file, name)
+
+
+def test_safety_rule_names_code_that_exists() -> None:
+    rows = (REPO / "docs/safety-rules.md").read_text().split("\n")
+    places = [
+        place for row in rows for place in re.findall(r"^\| [^|]* \| `([a-z_/]+\.?[^`]*)`", row)
+    ]
+    assert len(places) > 100
+    for place in places:
+        module, _, names = place.partition(".")
+        file = REPO / "src/forestage" / f"{module}.py"
+        text = file.read_text() if file.exists() else (REPO / module).read_text()
+        for name in re.findall(r"(\w+)(?:,|$)", names):
+            assert re.search(rf"(def|class) {name}\b", text), place
