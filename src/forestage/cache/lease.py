@@ -3,11 +3,11 @@
 Reading is free. Taking and dropping happen under the cache's space lock, the one that evict plans
 under, so that no entry is evicted between being found and being leased.
 
-    state            reached by                          left by
-    absent           boot, Epilog, sweep                 Prolog, step: taken
-    taken            before the entry is copied or used  the path is noted, or an error gives it
-    back with a path      before the bind mount is made       Epilog drops it, then unmounts the
-    path off              the job said stage=off              Epilog drops it
+    state         reached by                          left by
+    absent        boot, Epilog, sweep                 Prolog, step: taken
+    taken         before the entry is copied or used  the path is noted, or an error drops it
+    with a path   before the bind mount is made       Epilog drops it, then unmounts the path
+    off           the job said stage=off              Epilog drops it
 """
 
 import contextlib

@@ -8,7 +8,7 @@ a root hook, root reads only those that are its own and that nobody else may wri
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +19,7 @@ from forestage.errors import ConfigError, Problem
 from forestage.units import exact_size, quote
 
 MAX_FILE_SIZE = 1 << 20  # bytes; a configuration is not a data file
+MAX_DEPTH = 4  # the file, its partitions, one partition, a list of sources
 DEFAULT = "default"  # the origin of a value that no file sets
 
 Overrides: TypeAlias = Mapping[str, object]  # key -> value of the key's type in Config
@@ -143,6 +144,7 @@ def _parse(text: str) -> object:
     import yaml  # here, since a node without a configuration file need not pay for it
 
     try:
+        _refuse_depth_and_aliases(yaml.parse(text, yaml.CSafeLoader))
         loader: Any = yaml.CSafeLoader(text)
         node = loader.get_single_node()
         repeated = "; ".join(_repeated(node)) if node else ""
@@ -152,12 +154,33 @@ def _parse(text: str) -> object:
         line = f"line {mark.line + 1}: " if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", "")
         raise ValueError(f"is not YAML: {line}{reason}") from error
+    except _BeyondPlain as error:
+        raise ValueError(str(error)) from None
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         # It looks like a date or a number and is none, or has a tag (!) that it does not fit.
         raise ValueError(f"holds a value that YAML cannot read: {error}") from error
     if repeated:
         raise ValueError(repeated)
     return document
+
+
+class _BeyondPlain(ValueError):
+    """A part of YAML that a configuration can do without."""
+
+
+def _refuse_depth_and_aliases(events: Iterable[Any]) -> None:
+    """Refuses, before anything is built, what would end or hang the process.
+
+    The composer in C recurses: 40,000 brackets are a SIGSEGV. Aliases of aliases never end.
+    """
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind in ("MappingStartEvent", "SequenceStartEvent")
+        depth -= kind in ("MappingEndEvent", "SequenceEndEvent")
+        if depth > MAX_DEPTH or kind == "AliasEvent":
+            what = "an alias (*) cannot be used here" if depth <= MAX_DEPTH else "nested too deeply"
+            raise _BeyondPlain(f"line {event.start_mark.line + 1}: {what}")
 
 
 def _repeated(node: Any) -> Iterator[str]:

@@ -97,6 +97,10 @@ class Hook:
         from forestage.slurm.job import Job
 
         job = Job.from_environ(self.environ)
+        if self.name == "step":
+            from forestage.hooks import step
+
+            job = step.named(job)
         work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
         outcomes = work(job, places, clock)
         self._report(job, outcomes, places, clock)
@@ -113,7 +117,7 @@ class Hook:
         outcomes: Sequence[Outcome] = ()
         nodes, refusal = self._nodes(job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
-        limit = prolog.waiting(nodes[0], job, limits)
+        limit = prolog.waiting(nodes[0], job, limits, refusal)
         for node in nodes:
             outcomes = prolog.prolog(node, job, limit, refusal)
         return outcomes
@@ -122,14 +126,15 @@ class Hook:
         from forestage.hooks import step
         from forestage.system import child
 
-        job = step.named(job)
         # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
         child.leave_job()
         timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
+        # Once, as in the Prolog.
+        limit = step.waiting(nodes[0], timeout, _speak, refusal)
         for node in nodes:
-            done = step.step(node, job, timeout, _speak, refusal)
+            done = step.step(node, job, limit, _speak, refusal)
         # At once: the log can wait, the step does not.
         self.answer(*done.answer)
         return done.outcomes

@@ -10,6 +10,7 @@ from forestage.hooks.image import Wait
 from forestage.slurm import timeouts
 from forestage.slurm.job import Job, Request
 from forestage.slurm.timeouts import Limits
+from forestage.stage import source
 from forestage.system import lock
 from forestage.units import printable
 
@@ -38,11 +39,17 @@ def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[
     return outcomes
 
 
-def waiting(node: Node, job: Job, limits: Limits) -> Wait:
-    """Returns how long this job's Prolog may go on, and wait for a copy."""
+def waiting(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> Wait:
+    """Returns how long this job's Prolog may go on, and wait for a copy.
+
+    Where all is refused no copy is waited for: then neither the admin's nor the user's word for
+    that shortens or lengthens the search for stale redirects.
+    """
     config = node.config
-    hint = job.hints.wait
-    seconds = timeouts.patience(limits, config.deadline, hint, config.max_stage_wait)
+    wished, hint = config.deadline, job.hints.wait
+    if refusal:
+        wished, hint = source.HOOK_TIMEOUT, None
+    seconds = timeouts.patience(limits, wished, hint, config.max_stage_wait)
     end = copy = Deadline.after(seconds, node.clock)
     if config.prolog_wait is not None:
         copy = Deadline.after(min(config.prolog_wait, seconds), node.clock)

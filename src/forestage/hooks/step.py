@@ -39,19 +39,28 @@ class Done(msgspec.Struct, frozen=True):
     answer: tuple[str, ...]
 
 
-def step(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | None) -> Done:
-    """Stages the step's image. `timeout` is the companion's own limit, `say` tells the user.
+def waiting(node: Node, timeout: str, say: Say, refusal: Declined | None) -> Wait:
+    """Returns how long a step may go on, and wait for a copy.
+
+    `timeout` is the companion's own limit in seconds, as text. Where all is refused there is only
+    the search for stale redirects.
+    """
+    config, clock = node.config, node.clock
+    copy = 0.0 if refusal else config.step_wait
+    seconds = timeouts.step_patience(max(copy, source.HOOK_TIMEOUT), timeout)
+    watch = Watch(clock, say) if config.user_messages != "none" else None
+    waits = Deadline.after(timeouts.step_patience(copy, timeout), clock)
+    return Wait(Deadline.after(seconds, clock), waits, "keep", watch)
+
+
+def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) -> Done:
+    """Stages the step's image; `say` writes a line for the user.
 
     `refusal` is why nothing may be staged on this node now.
     """
     if not job.requests:
         return Done([], ("leave", "no-image"))
-    config, clock = node.config, node.clock
     request = job.requests[0]  # pyxis' option has one; a step sees no comment
-    copy = Deadline.after(timeouts.step_patience(config.step_wait, timeout), clock)
-    seconds = timeouts.step_patience(max(config.step_wait, source.HOOK_TIMEOUT), timeout)
-    watch = Watch(clock, say) if config.user_messages != "none" else None
-    limit = Wait(Deadline.after(seconds, clock), copy, "keep", watch)
     try:
         job = _as_noted(node, job)
     except Failed as damaged:
@@ -59,7 +68,7 @@ def step(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | None)
     except OSError as error:
         refusal = refusal or Failed("io", str(error))
     answer = image.handle(node, job, request, limit, refusal)
-    line = message(answer.outcome, config.user_messages)
+    line = message(answer.outcome, node.config.user_messages)
     if line:
         say(line)
     return Done([answer.outcome], fields(node, answer))

@@ -52,10 +52,16 @@ def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> N
         run.close()
 
 
-def digests(image: Path, size: int, tuning: Tuning, numbers: Sequence[int] | None = None) -> bytes:
+def digests(
+    image: Path,
+    size: int,
+    tuning: Tuning,
+    numbers: Sequence[int] | None = None,
+    path: str = "",
+) -> bytes:
     """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
     fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
-    source = Source(fd, None, size, os.fspath(image))
+    source = Source(fd, None, size, path or os.fspath(image))
     wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
     own = threading.local()
 

@@ -98,7 +98,7 @@ class Rsync:
 
     def _write_map(self, source: Source, part: Part) -> None:
         """rsync keeps its own sums to itself, so the digests are taken from the copy."""
-        found = chunks.digests(part.image, source.size, self.tuning)
+        found = chunks.digests(part.image, source.size, self.tuning, path=source.path)
         with space.opened(part.map) as fd:  # not truncated: its space stays its own
             os.pwrite(fd, found, 0)
 

@@ -138,6 +138,15 @@ def test_broken_configuration_with_several_caches_takes_the_time_of_one(
     assert {refusal.reason for _, _, refusal in given if refusal} == {"config"}
 
 
+def test_event_of_a_step_names_its_user(tmp_path: Path) -> None:
+    """The companion sends no name: `named` finds it."""
+    places = Places(tmp_path)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0", IMAGE_OPTION: "/a"}
+    assert Hook("step", environ, 0.0).run(places, Clock()) == 0
+    (event,) = events.read(places.events)
+    assert (event.user, event.uid) == ("root", 0)
+
+
 HIT = """
 import sys, time
 from forestage.hooks.boundary import Hook

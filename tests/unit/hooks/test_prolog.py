@@ -23,7 +23,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture
 def limit(staging_node: Node, job: Job) -> Wait:
-    return prolog.waiting(staging_node, job, LIMITS)
+    return prolog.waiting(staging_node, job, LIMITS, None)
 
 
 @pytest.fixture
@@ -71,10 +71,20 @@ def test_prolog_waits_as_long_as_slurm_and_the_admin_allow(
     node = msgspec.structs.replace(
         staging_node, config=msgspec.structs.replace(staging_node.config, **config)
     )
-    found = prolog.waiting(node, job, LIMITS)
+    found = prolog.waiting(node, job, LIMITS, None)
     assert found.end.left() == pytest.approx(15.0, abs=5)
     assert found.end.left() - found.copy.left() == pytest.approx(15.0 - copy, abs=0.1)
     assert found.in_vain == in_vain
+
+
+@pytest.mark.parametrize("hint", [0.0, 600.0])
+def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
+    staging_node: Node, job: Job, hint: float
+) -> None:
+    """Else `stage-wait=0` would show the job an older copy, and a long one hold it up."""
+    job = msgspec.structs.replace(job, hints=Hints(wait=hint))
+    found = prolog.waiting(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
+    assert found.end.left() == pytest.approx(15.0, abs=5)
 
 
 @pytest.mark.parametrize("requests", [0, 2])

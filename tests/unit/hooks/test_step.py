@@ -98,7 +98,9 @@ def test_field_with_a_control_character_is_not_answered(
 
 
 def test_step_without_an_image_has_no_event(configured: Configured, asking: Job) -> None:
-    done = step.step(configured(), asking, "60", pytest.fail, None)
+    done = step.step(
+        configured(), asking, step.waiting(configured(), "60", pytest.fail, None), pytest.fail, None
+    )
     assert (done.outcomes, done.answer) == ([], ("leave", "no-image"))
 
 
@@ -193,7 +195,7 @@ def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companio
     end: float,
 ) -> None:
     node = msgspec.structs.replace(configured(step_wait=wait), clock=ManualClock())
-    step.step(node, image_asked, timeout, pytest.fail, None)
+    step.step(node, image_asked, step.waiting(node, timeout, pytest.fail, None), pytest.fail, None)
     (given,) = [one.limit for one in handled]
     assert (given.copy.end - 1000, given.end.end - 1000) == (copy, end)
     assert given.in_vain == "keep", "another step of the job may wait for the same copy"
@@ -203,7 +205,13 @@ def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companio
 def test_user_messages_none_is_silent_during_a_wait(
     configured: Configured, image_asked: Job, handled: list[Call], messages: str, watched: bool
 ) -> None:
-    step.step(configured(user_messages=messages), image_asked, "60", pytest.fail, None)
+    step.step(
+        configured(user_messages=messages),
+        image_asked,
+        step.waiting(configured(user_messages=messages), "60", pytest.fail, None),
+        pytest.fail,
+        None,
+    )
     assert (handled[0].limit.watch is not None) is watched
 
 
@@ -213,7 +221,7 @@ def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
 ) -> None:
     node, job = configured(), image_asked
     node.leases.write(Lease(job.id, job.user, 0.0, "/cache", off=off))
-    step.step(node, job, "60", pytest.fail, None)
+    step.step(node, job, step.waiting(node, "60", pytest.fail, None), pytest.fail, None)
     assert handled[0].job.hints.off is off
 
 
@@ -230,7 +238,9 @@ def test_damaged_lease_is_why_nothing_is_staged(
     node = configured()
     node.leases.directory.mkdir(parents=True)
     node.leases.file(image_asked.id).write_bytes(b"{")
-    step.step(node, image_asked, "60", pytest.fail, refusal)
+    step.step(
+        node, image_asked, step.waiting(node, "60", pytest.fail, refusal), pytest.fail, refusal
+    )
     assert handled[0].refusal is not None
     assert handled[0].refusal.reason == reason
 
@@ -243,7 +253,9 @@ def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
 
     node, heard = configured(), list[str]()
     monkeypatch.setattr(Leases, "read", fail)
-    done = step.step(node, image_asked, "60", heard.append, None)
+    done = step.step(
+        node, image_asked, step.waiting(node, "60", heard.append, None), heard.append, None
+    )
     assert (done.answer, done.outcomes[0].result) == (("leave", "io"), "failed")
     assert len(heard) == 1
 
@@ -256,3 +268,9 @@ def test_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own(
     assert named(job).user == User(pwd.getpwuid(me).pw_name, me, 7)
     stranger = msgspec.structs.replace(image_asked, user=User("", 4_000_000_000, 7))
     assert named(stranger).user == User("", 4_000_000_000, 7)
+
+
+def test_refused_step_waits_for_no_copy(configured: Configured) -> None:
+    found = step.waiting(configured(step_wait=480.0), "", pytest.fail, Declined("config", "broken"))
+    assert found.copy.left() == 0.0
+    assert found.end.left() == pytest.approx(HOOK_TIMEOUT, abs=5)
