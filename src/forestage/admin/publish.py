@@ -73,23 +73,24 @@ def publish(
     under = tree.under(files.filesystems(), os.path.realpath(folder))
     kind = under.kind if under else "unknown"
     target = folder / source.name
-    with replacing(target, force) as part:
-        if kind == "lustre":
-            ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
-            if ran.code != 0:
-                raise Failed("program", ran.explained(), "nothing was published")
-        else:
-            part.touch()
-        part.chmod(0o600)  # others may read it once it has the source's mode
+    with replacing(target, force) as part, _made(part, layout if kind == "lustre" else None) as fd:
+        # By the descriptor: who owns the folder may put a link in the name's place meanwhile.
+        copy = Path(f"/proc/self/fd/{fd}")
+        before = source.stat()
         progress(f"copying {source}")
-        shutil.copyfile(source, part)
+        shutil.copyfile(source, copy)
         progress(f"comparing {part} with {source}")
-        _forget(part)
-        if not filecmp.cmp(source, part, shallow=False):
+        # What is on the servers is read next, not what this node still has in memory of it.
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        same = filecmp.cmp(source, copy, shallow=False)
+        if not same or source.stat().st_mtime_ns != before.st_mtime_ns:
             what = "what is read back is not what the image has"
             raise Failed("io", what, "was it written to meanwhile? Nothing was published")
-        part.chmod(source.stat().st_mode & 0o777)
-        size = part.stat().st_size
+        os.fchmod(fd, before.st_mode & 0o777)
+        if not os.path.samestat(part.lstat(), os.fstat(fd)):
+            raise ImageError(f"somebody put another file in the place of {part}")
+        size = os.fstat(fd).st_size
     took = round(clock.monotonic() - began, 3)
     return Published(str(target), size, took, kind, kind == "lustre", layout)
 
@@ -119,11 +120,22 @@ def _refuse_replacing(target: Path, force: bool) -> None:
         raise ImageError(f"{target} is there already", "--force replaces it at once")
 
 
-def _forget(file: Path) -> None:
-    """Has what is on the servers read next, not what this node still has in memory of it."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+@contextlib.contextmanager
+def _made(part: Path, layout: Layout | None) -> Iterator[int]:
+    """Makes the empty file, with the layout if any, for its owner only; yields it open."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    if layout is None:
+        flags |= os.O_CREAT | os.O_EXCL
+    else:
+        ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
+        if ran.code != 0:
+            raise Failed("program", ran.explained(), "nothing was published")
+    fd = os.open(part, flags, 0o600)
+    try:
+        os.fchmod(fd, 0o600)  # others may read it once it has the source's mode
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def pieces(done: Published) -> list[Piece]:

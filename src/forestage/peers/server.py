@@ -25,7 +25,7 @@ from forestage import log
 from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import ConfigError, ForestageError, PeerError, Problem
-from forestage.peers import auth, local_chunks
+from forestage.peers import auth, local_chunks, sessions
 from forestage.peers.auth import MAX_TEXT, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
 from forestage.peers.sessions import Session, Sessions, Unproven
@@ -120,8 +120,10 @@ class Service:
         if length is None or not 0 < length <= MAX_TEXT:
             raise _Refused(413)
         try:
-            text = (await request.content.readexactly(length)).decode(errors="replace")
-        except asyncio.IncompleteReadError:
+            # What a proven connection sends slowly, aiohttp would wait for without end.
+            read = request.content.readexactly(length)
+            text = (await asyncio.wait_for(read, sessions.UNPROVEN)).decode(errors="replace")
+        except (asyncio.IncompleteReadError, TimeoutError):
             raise _Refused(400) from None
         async with self.decoders:
             # A client that has gone meanwhile is worth no unmunge, and aiohttp does not tell us.
@@ -144,7 +146,7 @@ class Service:
         """The request, if its MAC is right and it did not come before. Raises _Refused."""
         headers = request.headers
         counter, span = headers.get("Forestage-Counter", ""), headers.get("Range", "")
-        session = self.sessions.find(headers.get("Forestage-Session", ""), self.now())
+        session = self.sessions.find(headers.get("Forestage-Session", ""))
         if session is None or not _COUNTER.fullmatch(counter):
             raise _Refused(401)
         right = auth.of_request(
@@ -152,6 +154,7 @@ class Service:
         )
         if not auth.same(right, headers.get("Forestage-Mac", "")):
             raise _Refused(403, "a wrong MAC on a request")
+        self.sessions.touch(session, self.now())
         if not session.is_new(int(counter)):
             raise _Refused(403, "a request a second time")
         if session.key != key:

@@ -72,12 +72,14 @@ class Sessions:
         self._by_id[session.id] = session
         self._end_while(lambda oldest: len(self._by_id) > MAX_SESSIONS)
 
-    def find(self, name: str, now: float) -> Session | None:
-        session = self._by_id.get(name)
-        if session is not None:
-            session.used = now
-            self._by_id.move_to_end(name)
-        return session
+    def find(self, name: str) -> Session | None:
+        return self._by_id.get(name)
+
+    def touch(self, session: Session, now: float) -> None:
+        """Notes a request whose MAC was right: only such a one keeps a session."""
+        session.used = now
+        if session.id in self._by_id:
+            self._by_id.move_to_end(session.id)
 
     def expire(self, now: float) -> None:
         """Ends those that were not used for SESSION_IDLE."""

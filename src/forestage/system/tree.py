@@ -51,13 +51,15 @@ class Files(msgspec.Struct, frozen=True):
             fd = os.open(self.at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return None
-        with os.fdopen(fd, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
-            try:
+            with open(fd, "rb", closefd=False) as file:
                 return file.read(most)
-            except OSError:
-                return None
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
 
     def text(self, path: str, most: int = LONGEST) -> str | None:
         """Returns up to `most` bytes of a file as text; None where it cannot be read."""

@@ -127,6 +127,26 @@ def test_copy_unlike_its_image_is_not_published(
     assert left(site) == []
 
 
+def test_link_in_the_place_of_the_unfinished_copy_is_not_followed(
+    site: Site, while_copying: Callable[[Callable[[Path], object]], None]
+) -> None:
+    """The folder's owner may put one there while root compares."""
+    secret = site.places.root / "secret"
+    secret.write_bytes(DATA)
+    secret.chmod(0o600)
+
+    def swap(_: Path) -> None:
+        (part,) = target(site).iterdir()
+        part.unlink()
+        part.symlink_to(secret)
+
+    while_copying(swap)
+    done = site.run("publish", str(site.image("a", DATA)), str(target(site)))
+    assert done.exit_code != Exit.OK
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert left(site) == []
+
+
 def test_existing_file_is_replaced_only_by_force(site: Site, programs: Callable[..., Path]) -> None:
     asked = programs(lfs=SETSTRIPE)
     on_lustre(site, target(site))

@@ -44,10 +44,11 @@ def test_idle_session_ends_and_used_one_stays(capfd: pytest.CaptureFixture[str])
     for one in (idle, used):
         held.add(one)
     idle.chunks, idle.bytes, idle.used = 2, 30, 3.5
-    assert held.find(used.id, SESSION_IDLE) is used
+    held.touch(used, SESSION_IDLE)
+    assert held.find(idle.id) is idle  # who only names it does not keep it
     held.expire(SESSION_IDLE + 4)
-    assert held.find(idle.id, SESSION_IDLE + 4) is None
-    assert held.find(used.id, SESSION_IDLE + 4) is used
+    assert held.find(idle.id) is None
+    assert held.find(used.id) is used
     assert capfd.readouterr().err == (
         "forestage: peer client=10.0.0.1 key=k chunks=2 bytes=30 seconds=3.5\n"
     )
@@ -69,7 +70,7 @@ def test_too_many_sessions_end_the_least_recently_used(monkeypatch: pytest.Monke
     three = [session(float(n)) for n in range(3)]
     for one in three:
         held.add(one)
-    assert [held.find(one.id, 3.0) for one in three] == [None, *three[1:]]
+    assert [held.find(one.id) for one in three] == [None, *three[1:]]
 
 
 class Line:
