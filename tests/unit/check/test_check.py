@@ -529,6 +529,13 @@ def test_broken_configuration_hides_nothing_of_slurm(node: GoodNode) -> None:
     assert node.ids() == ["config", "config", "prolog-serial"]
 
 
+def test_directory_among_hooks_is_told_as_not_executable(node: GoodNode) -> None:
+    """`Prolog=/etc/slurm/prolog.d/*` matches it, too, and slurmd would try to run it."""
+    node.write("/etc/slurm/prolog.d/40-old/prolog", "#!/bin/sh\n", 0o755)
+    node.remove("/etc/slurm/prolog.d/50-forestage")
+    assert node.ids() == ["hook-not-executable", "prolog-absent"]
+
+
 def test_name_that_is_no_text_is_shown_escaped(node: GoodNode) -> None:
     odd = os.fsencode(node.at("/etc/slurm/prolog.d/")) + b"/caf\xe9\x1b[2J"
     os.symlink("nowhere", odd)
