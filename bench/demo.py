@@ -30,7 +30,7 @@ SHARED, NVME = "/lustre", "/mnt/nvme"
 TREE = "/shared/images"  # what becomes SHARED
 IMAGES = ("pytorch", "jax", "nemo", "vllm")
 IMAGE_MIB = 220  # four of them do not fit into what the cache may take of 1 GiB, three do
-CONFIG = f"sources: [{SHARED}]\ndeadline: 2m\n"
+CONFIG = f"sources: [{SHARED}]\ncold: wait\n"
 EVENTS = "/var/log/forestage/events.jsonl"
 SECTOR = 512  # bytes; the unit of /sys/dev/block/*/stat whatever the disk's own is
 

@@ -66,7 +66,7 @@ def fresh(root: Path) -> Places:
         (root / name).mkdir(parents=True)
     for name in TMPFS:
         subprocess.run(["mount", "-t", "tmpfs", "none", root / name], check=True)
-    config = f"sources: [{root / 'shared'}]\ndeadline: 2m\n"
+    config = f"sources: [{root / 'shared'}]\ncold: wait\n"
     (root / "etc/forestage/forestage.yaml").write_text(config)
     return Places(root)
 
@@ -119,7 +119,12 @@ def measured(node: Node) -> tuple[float, float, float]:
     opened = OpenImage(Image(some.identity, some.access), NOBODY, -1)
     job = Job(1, NOBODY, "", "", "/", (), None, Hints())
     end = Deadline.after(60, node.clock)
-    hit = per_call(lambda: wait.obtain(node, job, opened, end), 200)
+
+    def look() -> None:
+        with wait.begun(node, job, opened) as copying:
+            wait.obtain(node, job, opened, copying, end)
+
+    hit = per_call(look, 200)
     read = per_call(node.cache.stored_entries, 5)
     stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)

@@ -5,6 +5,9 @@ the start of srun to its end, for a task that does nothing. In each round every 
 nodes, in turn; a ratio is the median of the rounds' ratios. After half of the rounds the nodes
 change places. The stand-in for pyxis only opens the image: the real one takes longer, with and
 without the companion, so that a real site's ratios are smaller.
+
+A helper looks at the image in the first step that asks for it, each round by another name of the
+same file; the further steps go by the record of that.
 """
 
 from __future__ import annotations
@@ -26,14 +29,16 @@ from images import make_image  # noqa: E402
 
 ROUNDS = 40
 WARM_UP = 2
-IMAGE = "/shared/alice/image.sqsh"
+IMAGE = "/shared/alice{slashes}image.sqsh"
 PLUGSTACK = "/etc/slurm/plugstack.conf"
 PYXIS = "required {state}/pyxis.so container=no"
 EVENTS = "/var/log/forestage/events.jsonl"
+OF_IMAGE = f"--container-image={IMAGE}"
 STEPS = {
     "noimage": ("no image", ["--ntasks=1"]),
-    "hit1": ("hit, 1 task", ["--ntasks=1", f"--container-image={IMAGE}"]),
-    "hit16": ("hit, 16 tasks", ["--ntasks=16", "--overcommit", f"--container-image={IMAGE}"]),
+    "first": ("first, 1 task", ["--ntasks=1", OF_IMAGE]),
+    "further": ("further, 1 task", ["--ntasks=1", OF_IMAGE]),
+    "many": ("further, 16 tasks", ["--ntasks=16", "--overcommit", OF_IMAGE]),
 }
 
 Times = dict[str, list[tuple[float, float]]]  # seconds with and without the companion
@@ -58,9 +63,11 @@ def on_a_cluster(rounds: int) -> tuple[Times, list[float]]:
     spec = ClusterSpec(nodes=2, plugstack=(PYXIS,), companion="")
     times: Times = {name: [] for name in STEPS}
     with Cluster.up(spec) as cluster:
-        cluster.write("/etc/forestage/forestage.yaml", "sources: [/shared]\nredirect: spank\n")
+        cluster.write(
+            "/etc/forestage/forestage.yaml", "sources: [/shared]\nredirect: spank\ncold: wait\n"
+        )
         cluster.write("/etc/slurm/plain.conf", PYXIS.format(state="/var/lib/cluster") + "\n")
-        make_image(cluster, IMAGE)
+        make_image(cluster, IMAGE.format(slashes="/"))
         compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
         cluster.run(compiled, user="root", node="n1")
         for with_it, without in (("n1", "n2"), ("n2", "n1")):
@@ -70,7 +77,7 @@ def on_a_cluster(rounds: int) -> tuple[Times, list[float]]:
                 times[name] += pairs
             cluster.run(["umount", PLUGSTACK], user="root", node=without)
         helped = [seconds for node in cluster.nodes for seconds in helper_times(cluster, node)]
-    expected = 2 * (rounds // 2 + WARM_UP) * 2
+    expected = 2 * (rounds // 2 + WARM_UP)
     if len(helped) != expected:
         raise SystemExit(f"the companion asked {len(helped)} times instead of {expected}")
     return times, helped
@@ -85,9 +92,10 @@ def one_half(cluster: Cluster, with_it: str, without: str, rounds: int) -> Times
 
 
 def helper_times(cluster: Cluster, node: str) -> list[float]:
-    """Of all the steps that were hits, and of those that were not."""
-    lines = cluster.read(EVENTS, node).splitlines()
-    return [event["total"] for event in map(json.loads, lines) if event["hook"] == "step"]
+    """Of the steps for which there was a helper: no other has waited."""
+    events = map(json.loads, cluster.read(EVENTS, node).splitlines())
+    steps = [event for event in events if event["hook"] == "step"]
+    return [step["total"] for step in steps if "wait" in step["outcome"]]
 
 
 def measure(with_it: str, without: str, rounds: int) -> Times:
@@ -96,7 +104,8 @@ def measure(with_it: str, without: str, rounds: int) -> Times:
     for number in range(rounds + WARM_UP):
         for name, (_, options) in STEPS.items():
             order = (with_it, without) if number % 2 else (without, with_it)
-            took = {node: timed(node, options) for node in order}
+            named = [option.format(slashes="/" * (number + 1)) for option in options]
+            took = {node: timed(node, named) for node in order}
             if number >= WARM_UP:
                 times[name].append((took[with_it], took[without]))
     return times
@@ -110,20 +119,23 @@ def timed(node: str, options: list[str]) -> float:
 
 
 def show(times: Times, helped: list[float]) -> None:
-    rounds = len(times["hit1"])
+    rounds = len(times["first"])
     print(f"{rounds} rounds; milliseconds from the start of srun to its end, medians:\n")
-    print(f"  {'':16}{'with':>8}{'without':>9}{'added':>8}{'ratio':>8}")
-    ratios, adds = {}, {}
+    print(f"  {'':18}{'with':>8}{'without':>9}{'added':>8}{'ratio':>8}")
+    adds = {}
     for name, pairs in times.items():
-        ratios[name] = statistics.median(a / b for a, b in pairs)
+        ratio = statistics.median(a / b for a, b in pairs)
         adds[name] = added = statistics.median(a - b for a, b in pairs)
         with_it, without = (statistics.median(column) for column in zip(*pairs, strict=True))
         numbers = f"{with_it * 1000:8.1f}{without * 1000:9.1f}{added * 1000:8.1f}"
-        print(f"  {STEPS[name][0]:16}{numbers}{ratios[name]:8.2f}")
-    further = (adds["hit16"] - adds["hit1"]) / 15
-    print(f"\nof a hit, {statistics.median(helped) * 1000:.1f} ms are the helper's own work;")
-    print(f"each further task of the step adds {further * 1e6:.0f} microseconds")
-    print(" ".join(f"{name}={ratio:.2f}" for name, ratio in ratios.items()))
+        print(f"  {STEPS[name][0]:18}{numbers}{ratio:8.2f}")
+    task = (adds["many"] - adds["further"]) / 15
+    print(
+        f"\nof a first step, {statistics.median(helped) * 1000:.1f} ms are the helper's own work;"
+    )
+    print(f"each further task of a step adds {task * 1e6:.0f} microseconds")
+    print("milliseconds added to a step's start, 1 task:")
+    print(" ".join(f"{name}={adds[name] * 1000:.1f}" for name in ("noimage", "first", "further")))
 
 
 if __name__ == "__main__":

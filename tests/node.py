@@ -30,6 +30,7 @@ from forestage.paths import Places
 from forestage.slurm.job import SAVE_OPTION
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
+from forestage.through.keeper import PROCESS_NAME, SERVER_NAME
 
 T = TypeVar("T")
 Arrange = Callable[[object, str, Callable[[], object]], None]
@@ -93,6 +94,26 @@ def children_left(besides: int = 0) -> set[int]:
     return {pid for pid in listed if pid != besides and os.waitpid(pid, os.WNOHANG)[0] == 0}
 
 
+def comm(pid: int) -> str:
+    """A process' name; "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def end_keepers() -> None:
+    """Ends the keepers of read-through files and, once these are the test's own, their servers."""
+
+    def over() -> bool:
+        left = [pid for pid in children_left() if comm(pid) in (PROCESS_NAME, SERVER_NAME)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return not left
+
+    until(over, "keepers and servers to end")
+
+
 class Later(Clock):
     """The real clock, `seconds` ahead of everybody else's."""
 
@@ -129,7 +150,7 @@ class Node:
         return node
 
     def shut_down(self) -> None:
-        """Ends the hooks and stagers that still live, and collects all that have ended."""
+        """Ends the hooks, stagers and keepers that still live, and collects all that have ended."""
         for hook in multiprocessing.active_children():
             hook.kill()
             hook.join()
@@ -139,6 +160,7 @@ class Node:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(owner.pid, signal.SIGKILL)
                 until(lambda key=part.directory.name: self.is_idle(key), "a killed stager's end")
+        end_keepers()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -149,6 +171,7 @@ class Node:
             "sources": [str(self.shared)],
             "low_watermark": "100%",
             "min_free": 0,
+            "cold": "wait",
             "chunk_size": "1M",  # the smallest, so that small images have several
             **keys,
         }

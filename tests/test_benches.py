@@ -24,7 +24,11 @@ SMALL = {
         ["100", "20"],
         rf"hit_100_over_10={RATIO} plan_100_ms=\d+ copies_1=1 copies_20=20 work_20_over_1={RATIO}",
     ),
-    "step": (["2"], f"noimage={RATIO} hit1={RATIO} hit16={RATIO}"),
+    "start": (
+        ["8", "--rounds", "1"],
+        f"squashfuse_cold={RATIO} unpack_cold={RATIO} squashfuse_warm={RATIO} unpack_warm={RATIO}",
+    ),
+    "step": (["2"], f"noimage={RATIO} first={RATIO} further={RATIO}"),
 }
 
 

@@ -20,8 +20,8 @@ MODULES = sorted(
 )
 GROUND = ("errors", "units", "trace", "log", "clock", "paths")
 FOLDERS = (
-    *("system", "config", "slurm", "events", "cache", "peers", "stage", "registry"),
-    *("hooks", "admin", "check", "report", "cli"),
+    *("system", "config", "slurm", "events", "cache", "peers", "stage"),
+    *("registry", "through", "hooks", "admin", "check", "report", "cli"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 

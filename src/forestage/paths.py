@@ -50,6 +50,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "redirects"
 
     @property
+    def through(self) -> Path:
+        """A directory for each image that read-through servers show, see cache/readers.py."""
+        return self.run / "through"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

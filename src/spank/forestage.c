@@ -3,8 +3,8 @@
  *
  * Once per step and node, before pyxis looks at the image, the helper `forestage step` is asked
  * which file of the cache may stand in for it (helper.c). Each task then gets that file bound over
- * the path in a mount namespace of its own (redirect.c). Whatever fails: the path stays as it is,
- * the step goes on.
+ * the path in a mount namespace of its own (redirect.c), or the file that the copy's keeper serves
+ * while the copy is under way (through.c). Whatever fails: the path stays as it is, the step goes on.
  *
  * Plugstack arguments, listed before pyxis:
  *   helper=PATH       the program to ask; default /usr/lib/forestage/bin/forestage
@@ -34,7 +34,7 @@ static long timeout = 540; /* seconds; below MOST_SECONDS, so that other plugins
 static bool refused;
 
 /* Completed in user_init; the tasks are forked later and inherit it. */
-static struct step step;
+static struct step step = {.keeper = -1};
 
 static bool understand_argument(const char *argument)
 {

@@ -1,9 +1,12 @@
-/* What the three parts of the companion know of a step, and ask of each other. */
+/* What the parts of the companion know of a step, and ask of each other. */
 #ifndef FORESTAGE_H
 #define FORESTAGE_H
 
 #include <limits.h>
 #include <stdbool.h>
+#include <stdint.h>
+#include <sys/stat.h>
+#include <sys/types.h>
 
 /* Slurm finds by name what spank.h declares. All else is hidden (Makefile). */
 #pragma GCC visibility push(default)
@@ -17,10 +20,30 @@ struct step {
 
 	/* The helper's answer. */
 	bool use;              /* else the path stays as it is */
-	char entry[PATH_MAX];  /* the file of the cache; only root gets there */
+	bool through;          /* the copy is under way: its keeper serves the file */
+	char entry[PATH_MAX];  /* the file of the cache, or its keeper's socket; root's alone */
 	char path[PATH_MAX];   /* the image, resolved: where the entry is to show */
 	unsigned long long identity[4]; /* of the image: inode, size, mtime and ctime in ns */
 	bool tell;             /* whether the user wants to hear that it did not work */
+
+	int keeper;            /* connected to it; -1 where that was not possible */
+};
+
+/* What is to show at the path, opened; -1 where it is not. */
+struct copy {
+	int folder;     /* the entry's; -1 for a file that is served */
+	int image;
+	bool own_mount; /* of a file that is served, made by this task */
+};
+
+/* Who asks: the job's user, with the groups that the step manager has taken on. */
+struct asker {
+	uint32_t job;
+	uint32_t number; /* the step's */
+	uid_t uid;
+	gid_t gid;
+	int count;
+	gid_t groups[NGROUPS_MAX];
 };
 
 /* helper.c. In the step manager itself, before SPANK may call us beside it. */
@@ -28,6 +51,36 @@ void remember_manager(void);
 
 /* helper.c. Completes the step, or leaves it as it is; takes `timeout` seconds at most. */
 void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step);
+
+/* helper.c. Takes a helper's last line apart. NULL, or what is wrong with it. */
+const char *understand(const char *line, struct step *step);
+
+/* shown.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
+void recall(const struct asker *who, struct step *step);
+
+/* through.c. By the path of its socket, as root; -1, and errno. For the step manager too. */
+int connect_keeper(const char *path);
+
+/* through.c. Gets a mount of the file that is served. NULL, or why not, and errno. */
+const char *open_through(const struct step *step, struct copy *copy);
+
+/* through.c. Has it show at the open file `target`; false, and errno. */
+bool show_through(const struct copy *copy, int target);
+
+/* through.c. Leaves nothing of it but what shows. */
+void close_through(struct copy *copy);
+
+/* redirect.c. Opens the folder and the image of the entry. NULL, or why not, and errno. */
+const char *open_entry(const struct step *step, struct copy *copy);
+
+/* redirect.c. O_PATH, of the path as the user wrote it; -1, and errno. */
+int open_path(const struct step *step);
+
+/* redirect.c. Inode, size, mtime and ctime in ns. */
+void identify(const struct stat *st, unsigned long long identity[4]);
+
+/* redirect.c. Real and saved ids stay root's: the user can neither signal nor trace the process. */
+bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups);
 
 /* redirect.c. The path shows the entry to this task alone. NULL, or why not, and errno. */
 const char *redirect(spank_t sp, const struct step *step);

@@ -21,7 +21,7 @@
 
 #include "forestage.h"
 
-#define VARIABLES 16         /* more than the environment has */
+#define VARIABLES 24         /* more than the environment has */
 #define VALUE_BYTES 65536    /* the longest value taken from the step's own environment */
 #define LINE_BYTES 16384     /* the longest line a helper may write */
 #define LINES_SAID 100       /* more than so many lines are not for a user */
@@ -29,6 +29,7 @@
 #define LOOKS_SIGNALLED 3    /* so many looks in a row must find a request that waits */
 #define DESCRIPTORS 1024     /* looked at for such requests; a step manager has a few dozen */
 #define CONTAINED_SECONDS 50 /* where such requests are not seen: below UnkillableStepTimeout */
+#define RECALL_SECONDS 2     /* for a look at the record and the image; then a helper is asked */
 #define EXIT_MS 5000         /* for the helper's exit once it has answered */
 #define KILLED_MS 2000       /* for the end of a killed helper; one stuck in the kernel is left */
 
@@ -69,28 +70,25 @@ static void add_from_step(char **env, spank_t sp, const char *name)
  * can change their step's environment, and so are image and save, as written. No SLURM_JOB_USER:
  * the helper looks the name up by uid.
  */
-static void describe_step(char **env, spank_t sp, const struct step *step, uid_t uid, long timeout)
+static void describe_step(char **env, spank_t sp, const struct step *step,
+			  const struct asker *who, long timeout)
 {
 	const char *option = "SPANK__SLURM_SPANK_OPTION_pyxis_container";
 	/* The step manager's own: the step's may be that of the node where srun was called. */
 	const char *node = getenv("SLURMD_NODENAME");
-	uint32_t job = 0, number = 0;
-	gid_t gid = (gid_t)-1;
 
-	spank_get_item(sp, S_JOB_ID, &job);
-	spank_get_item(sp, S_JOB_STEPID, &number);
-	spank_get_item(sp, S_JOB_GID, &gid);
 	add(env, "PATH=/usr/sbin:/usr/bin:/sbin:/bin");
 	add(env, "LANG=C.UTF-8");
 	add(env, "SLURM_SCRIPT_CONTEXT=spank_step");
-	add(env, "SLURM_JOB_ID=%u", job);
-	add(env, "SLURM_JOB_UID=%u", uid);
-	add(env, "SLURM_JOB_GID=%u", gid);
-	add(env, "SLURM_STEP_ID=%u", number);
+	add(env, "SLURM_JOB_ID=%u", who->job);
+	add(env, "SLURM_JOB_UID=%u", who->uid);
+	add(env, "SLURM_JOB_GID=%u", who->gid);
+	add(env, "SLURM_STEP_ID=%u", who->number);
 	if (step->folder[0])
 		add(env, "SLURM_JOB_WORK_DIR=%s", step->folder);
 	add_from_step(env, sp, "SLURM_JOB_PARTITION");
 	add_from_step(env, sp, "SLURM_JOB_NODELIST");
+	add_from_step(env, sp, "SLURM_STEP_NODELIST");
 	if (node)
 		add(env, "SLURMD_NODENAME=%s", node);
 	add(env, "%s_image=%s", option, step->image);
@@ -109,8 +107,16 @@ static void close_from(unsigned int first)
 		close((int)fd);
 }
 
-/* In the fork: the step manager has threads, so only calls that are safe in a signal handler. */
-static _Noreturn void become_helper(int out, pid_t parent, char **argv, char **env)
+/* What the child is for: a helper's arguments and environment, or a look at the job's record. */
+struct errand {
+	char **argv; /* NULL for a look at the record */
+	char **env;
+	const struct asker *who;
+	struct step *step;
+};
+
+/* In the fork: the step manager has threads, so no call that one of their locks could hold up. */
+static void become_child(int out, pid_t parent, const struct errand *errand)
 {
 	struct sigaction plain = {.sa_handler = SIG_DFL};
 	sigset_t none;
@@ -134,20 +140,23 @@ static _Noreturn void become_helper(int out, pid_t parent, char **argv, char **e
 	if (dup2(null, 0) < 0 || dup2(out, 1) < 0 || dup2(null, 2) < 0)
 		_exit(126);
 	close_from(3);
-	execve(argv[0], argv, env);
-	_exit(127);
+	if (errand->argv)
+		execve(errand->argv[0], errand->argv, errand->env);
+	else
+		recall(errand->who, errand->step);
 }
 
-static pid_t start_helper(const char *helper, char **env, int *out)
+static pid_t start_child(const struct errand *errand, int *out)
 {
-	char *argv[] = {(char *)helper, "step", NULL};
 	int ends[2];
 
 	if (pipe2(ends, O_CLOEXEC) < 0)
 		return -1;
 	pid_t parent = getpid(), pid = fork();
-	if (pid == 0)
-		become_helper(ends[1], parent, argv, env);
+	if (pid == 0) {
+		become_child(ends[1], parent, errand);
+		_exit(127);
+	}
 	close(ends[1]);
 	if (pid < 0)
 		close(ends[0]);
@@ -190,10 +199,10 @@ static bool request_waits(uid_t uid)
 	return false;
 }
 
-/* Takes the helper's last line apart. NULL, or what is wrong with it. */
-static const char *understand(const char *line, struct step *step)
+const char *understand(const char *line, struct step *step)
 {
 	unsigned long long *id = step->identity; /* a time before 1970 wraps, in redirect.c too */
+	char what[8];
 	int tell, end = 0;
 
 	if (strncmp(line, "leave\t", 6) == 0) {
@@ -201,9 +210,12 @@ static const char *understand(const char *line, struct step *step)
 		return NULL;
 	}
 	_Static_assert(PATH_MAX == 4096, "the widths below");
-	if (sscanf(line, "use\t%4095[^\t]\t%4095[^\t]\t%llu\t%llu\t%llu\t%llu\t%d%n", step->entry,
-		   step->path, &id[0], &id[1], &id[2], &id[3], &tell, &end) != 7 ||
+	if (sscanf(line, "%7[a-z]\t%4095[^\t]\t%4095[^\t]\t%llu\t%llu\t%llu\t%llu\t%d%n", what,
+		   step->entry, step->path, &id[0], &id[1], &id[2], &id[3], &tell, &end) != 8 ||
 	    line[end] || step->entry[0] != '/' || step->path[0] != '/')
+		return "its answer cannot be understood";
+	step->through = strcmp(what, "through") == 0;
+	if (!step->through && strcmp(what, "use") != 0)
 		return "its answer cannot be understood";
 	step->tell = tell != 0;
 	step->use = true;
@@ -265,34 +277,74 @@ static bool ends_within(pid_t pid, int ms)
 	}
 }
 
+/* NULL, or why there is no answer. */
+static const char *ask(const struct errand *errand, long timeout)
+{
+	int out;
+	pid_t pid = start_child(errand, &out);
+
+	if (pid < 0)
+		return strerror(errno);
+	const char *wrong = listen_to(out, errand->who->uid, timeout, errand->step);
+	close(out);
+	ends_within(pid, wrong ? 0 : EXIT_MS);
+	kill(-pid, SIGKILL); /* and all that it may have left in its group */
+	if (!ends_within(pid, KILLED_MS) || waitpid(pid, NULL, WNOHANG) < 0)
+		slurm_info("forestage: the child %d does not end", (int)pid);
+	return wrong;
+}
+
+static bool identify_asker(spank_t sp, struct asker *who)
+{
+	spank_get_item(sp, S_JOB_ID, &who->job);
+	spank_get_item(sp, S_JOB_STEPID, &who->number);
+	who->gid = (gid_t)-1;
+	spank_get_item(sp, S_JOB_GID, &who->gid);
+	who->count = getgroups(NGROUPS_MAX, who->groups);
+	return spank_get_item(sp, S_JOB_UID, &who->uid) == ESPANK_SUCCESS;
+}
+
+/*
+ * Whether the tasks will have what the answer says: a keeper stays for as long as we are connected.
+ * Here, since a task may be where the socket cannot be seen.
+ */
+static bool hold_keeper(struct step *step)
+{
+	if (step->through)
+		step->keeper = connect_keeper(step->entry);
+	return !step->through || step->keeper >= 0;
+}
+
 void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 {
-	char *env[VARIABLES] = {NULL};
-	uid_t uid;
-	int out;
+	static struct asker who;
+	char *env[VARIABLES] = {NULL}, *argv[] = {(char *)helper, "step", NULL};
+	struct errand errand = {.who = &who, .step = step};
 
-	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
+	if (!identify_asker(sp, &who))
 		return;
 	/*
 	 * SlurmdParameters=contain_spank has us in a process beside the step manager, within the
 	 * job's namespaces. They share memory, but not the connections made from now on.
 	 */
-	if (getpid() != manager && timeout > CONTAINED_SECONDS)
-		timeout = CONTAINED_SECONDS;
-	describe_step(env, sp, step, uid, timeout);
-	pid_t pid = start_helper(helper, env, &out);
-	for (char **each = env; *each; each++)
-		free(*each);
-	if (pid < 0) {
-		slurm_info("forestage: cannot start %s: %s", helper, strerror(errno));
+	bool contained = getpid() != manager;
+	/* What a step saves to is a helper's matter: a redirect may lie there. */
+	if (!contained && !step->save[0] && who.count >= 0 && !ask(&errand, RECALL_SECONDS) &&
+	    hold_keeper(step)) {
+		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
 		return;
 	}
-	const char *wrong = listen_to(out, uid, timeout, step);
-	close(out);
+	if (contained && timeout > CONTAINED_SECONDS)
+		timeout = CONTAINED_SECONDS;
+	step->use = step->through = false;
+	describe_step(env, sp, step, &who, timeout);
+	errand.argv = argv;
+	errand.env = env;
+	const char *wrong = ask(&errand, timeout);
+	for (char **each = env; *each; each++)
+		free(*each);
 	if (wrong)
 		slurm_info("forestage: %s stays as it is: %s: %s", step->image, helper, wrong);
-	ends_within(pid, wrong ? 0 : EXIT_MS);
-	kill(-pid, SIGKILL); /* and all that it may have left in its group */
-	if (!ends_within(pid, KILLED_MS) || waitpid(pid, NULL, WNOHANG) < 0)
-		slurm_info("forestage: %s (pid %d) does not end", helper, (int)pid);
+	if (!contained) /* a process beside the step manager would keep the connection for itself */
+		hold_keeper(step);
 }

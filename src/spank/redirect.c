@@ -1,4 +1,4 @@
-/* How does the path show the entry in this task? By a bind in a mount namespace of its own. */
+/* How does the path show the copy in this task? By a mount in a mount namespace of its own. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "forestage.h"
@@ -18,16 +19,12 @@
 /* In mountinfo. An entry is renamed before it is deleted: _move_aside() in cache/layout.py. */
 #define ENTRY_ROOT "/(entries/[0-9a-f]{32}|evicted/[0-9a-f]{32}\\.[0-9]+)/image(//deleted)?$"
 
-enum sight { IS_SOURCE, IS_ENTRY, IS_STALE, IS_OTHER };
-
-/* The entry, opened; -1 where it is not. */
-struct copy {
-	int folder;
-	int image;
-};
+enum sight { IS_SOURCE, IS_SHOWN, IS_STALE, IS_OTHER };
+enum mounted { BY_OTHERS, AN_ENTRY, A_THROUGH };
 
 static void close_copy(struct copy *copy)
 {
+	close_through(copy);
 	if (copy->image >= 0)
 		close(copy->image);
 	if (copy->folder >= 0)
@@ -39,16 +36,14 @@ static void close_copy(struct copy *copy)
  * With job_container/tmpfs, the cache may be below a directory that is the job's own, and what
  * lies there the user's work. So the folder has to be as the product makes it, for root alone
  * (part.py). Nobody but root can then change what `image` in it is, whatever becomes of the path.
- * NULL, or why not, and errno.
  */
-static const char *open_copy(const struct step *step, struct copy *copy)
+const char *open_entry(const struct step *step, struct copy *copy)
 {
 	const char *name = strrchr(step->entry, '/');
 	char folder[PATH_MAX];
 	struct stat st;
 
 	snprintf(folder, sizeof(folder), "%.*s", (int)(name - step->entry), step->entry);
-	copy->image = -1;
 	copy->folder = open(folder, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
 	if (copy->folder < 0 || fstat(copy->folder, &st) < 0)
 		return "its copy is gone";
@@ -60,41 +55,49 @@ static const char *open_copy(const struct step *step, struct copy *copy)
 	return copy->image < 0 ? "its copy is gone" : NULL;
 }
 
-/* Real and saved ids stay root's: the user can neither signal nor trace this process. */
-static bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups)
+_Static_assert(sizeof(long) == 8, "elsewhere these system calls know 16 bits of an id");
+
+/* By system calls, for this thread alone: glibc's would want all threads of a process to follow. */
+bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups)
 {
-	return seteuid(0) == 0 && setgroups((size_t)count, groups) == 0 && setegid(gid) == 0 &&
-	       seteuid(uid) == 0;
+	return syscall(SYS_setresuid, -1, 0, -1) == 0 &&
+	       syscall(SYS_setgroups, (size_t)count, groups) == 0 &&
+	       syscall(SYS_setresgid, -1, gid, -1) == 0 && syscall(SYS_setresuid, -1, uid, -1) == 0;
 }
 
-/* The image's path, or -1, also if this user cannot open the entry. */
-static int open_image(const struct step *step, int entry)
+int open_path(const struct step *step)
 {
-	char copy_path[32];
 	int at = -1;
 
-	snprintf(copy_path, sizeof(copy_path), "/proc/self/fd/%d", entry);
 	if (step->image[0] != '/')
 		at = open(step->folder, O_PATH | O_DIRECTORY | O_CLOEXEC);
 	int fd = openat(at, step->image, O_PATH | O_CLOEXEC); /* an absolute one needs no `at` */
 	int error = errno;
 	if (at >= 0)
 		close(at);
-	/* A server may grant what mode and ACL do not show: they have to open the copy as well. */
-	int copy = fd < 0 ? -1 : open(copy_path, O_RDONLY | O_CLOEXEC);
-	if (copy >= 0) {
-		close(copy);
-	} else if (fd >= 0) {
-		error = errno;
-		close(fd);
-		fd = -1;
-	}
 	errno = error;
 	return fd;
 }
 
+/* The image's path, or -1, also if this user cannot open the copy (if there is one yet: not -1). */
+static int open_image(const struct step *step, int copied)
+{
+	char copy_path[32];
+	int fd = open_path(step);
+
+	if (fd < 0 || copied < 0)
+		return fd;
+	snprintf(copy_path, sizeof(copy_path), "/proc/self/fd/%d", copied);
+	/* A server may grant what mode and ACL do not show: they have to open the copy as well. */
+	int copy = open(copy_path, O_RDONLY | O_CLOEXEC);
+	int error = errno;
+	close(copy >= 0 ? copy : fd);
+	errno = error;
+	return copy >= 0 ? fd : -1;
+}
+
 /* With the job's groups, which a task does not have yet. */
-static int open_as_user(spank_t sp, const struct step *step, int entry)
+static int open_as_user(spank_t sp, const struct step *step, int copied)
 {
 	gid_t *groups = NULL, gid = 0, own_gid = getegid(), own[NGROUPS_MAX];
 	int count = 0, own_count = getgroups(NGROUPS_MAX, own), fd = -1;
@@ -105,7 +108,7 @@ static int open_as_user(spank_t sp, const struct step *step, int entry)
 	    spank_get_item(sp, S_JOB_SUPPLEMENTARY_GIDS, &groups, &count) != ESPANK_SUCCESS)
 		return -1;
 	if (act_as(uid, gid, count, groups))
-		fd = open_image(step, entry);
+		fd = open_image(step, copied);
 	int error = errno;
 	if (!act_as(0, own_gid, own_count, own))
 		slurm_error("forestage: cannot become root again: %s", strerror(errno));
@@ -113,13 +116,13 @@ static int open_as_user(spank_t sp, const struct step *step, int entry)
 	return fd;
 }
 
-/* Whether the open file is a bind of a cache entry, known by its mount's root (redirect.py). */
-static bool is_redirect(int fd)
+/* Whose mount the open file is on: a bind of an entry is known by its root (redirect.py). */
+static enum mounted mounted(int fd)
 {
 	char name[32], root[2 * PATH_MAX], *text = NULL;
+	enum mounted found = BY_OTHERS;
 	int wanted = -1, id;
 	size_t size = 0;
-	bool found = false;
 	regex_t entry;
 
 	snprintf(name, sizeof(name), "/proc/self/fdinfo/%d", fd);
@@ -127,9 +130,15 @@ static bool is_redirect(int fd)
 	if (regcomp(&entry, ENTRY_ROOT, REG_EXTENDED | REG_NOSUB) == 0) {
 		while (info && getline(&text, &size, info) > 0)
 			sscanf(text, "mnt_id: %d", &wanted);
-		while (mounts && !found && getline(&text, &size, mounts) > 0)
-			found = sscanf(text, "%d %*d %*s %8191s", &id, root) == 2 && id == wanted &&
-				regexec(&entry, root, 0, NULL, 0) == 0;
+		while (mounts && getline(&text, &size, mounts) > 0) {
+			if (sscanf(text, "%d %*d %*s %8191s", &id, root) != 2 || id != wanted)
+				continue;
+			if (regexec(&entry, root, 0, NULL, 0) == 0)
+				found = AN_ENTRY;
+			else if (strstr(text, " - fuse.forestage "))
+				found = A_THROUGH;
+			break;
+		}
 		regfree(&entry);
 	}
 	free(text);
@@ -145,31 +154,44 @@ static unsigned long long in_ns(struct timespec time)
 	return (unsigned long long)(time.tv_sec * 1000000000LL + time.tv_nsec);
 }
 
+void identify(const struct stat *st, unsigned long long identity[4])
+{
+	identity[0] = st->st_ino;
+	identity[1] = (unsigned long long)st->st_size;
+	identity[2] = in_ns(st->st_mtim);
+	identity[3] = in_ns(st->st_ctim);
+}
+
 /* What lies at the user's path. `target`, closed first if it was open, is then open, or -1. */
-static enum sight look(spank_t sp, const struct step *step, int entry, int *target)
+static enum sight look(spank_t sp, const struct step *step, int copied, int *target)
 {
 	char link[32], path[PATH_MAX];
-	struct stat st, copy;
+	struct stat st, copy = {0};
 
 	if (*target >= 0)
 		close(*target);
-	*target = open_as_user(sp, step, entry);
+	*target = open_as_user(sp, step, copied);
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", *target);
 	ssize_t length = *target < 0 ? -1 : readlink(link, path, sizeof(path) - 1);
-	if (length < 0 || fstat(*target, &st) < 0 || fstat(entry, &copy) < 0)
+	if (length < 0 || fstat(*target, &st) < 0 || (copied >= 0 && fstat(copied, &copy) < 0))
 		return IS_OTHER;
 	path[length] = '\0';
-	if (st.st_dev == copy.st_dev && st.st_ino == copy.st_ino)
-		return IS_ENTRY;
+	if (copied >= 0 && st.st_dev == copy.st_dev && st.st_ino == copy.st_ino)
+		return IS_SHOWN;
 	char *gone = st.st_nlink == 0 ? strrchr(path, ' ') : NULL;
 	if (gone && strcmp(gone, " (deleted)") == 0)
 		*gone = '\0'; /* how the kernel shows a bind whose entry was evicted */
 	if (strcmp(path, step->path) != 0)
 		return IS_OTHER;
-	if (st.st_dev == copy.st_dev && is_redirect(*target))
+	unsigned long long found[4];
+	identify(&st, found);
+	enum mounted kind = mounted(*target);
+	/* It has the inode, size and mtime of what it is read from. */
+	if (kind == A_THROUGH)
+		return memcmp(found, step->identity, 3 * sizeof(found[0])) == 0 ? IS_SHOWN
+										: IS_STALE;
+	if (kind == AN_ENTRY && (step->through || st.st_dev == copy.st_dev))
 		return IS_STALE;
-	unsigned long long found[4] = {st.st_ino, (unsigned long long)st.st_size,
-				       in_ns(st.st_mtim), in_ns(st.st_ctim)};
 	return memcmp(found, step->identity, sizeof(found)) == 0 ? IS_SOURCE : IS_OTHER;
 }
 
@@ -207,15 +229,18 @@ static bool bind_entry(int folder, int target)
 static const char *lay(spank_t sp, const struct step *step, struct copy *copy, int *target)
 {
 	/* Looked at from outside first: what is to stay as it is needs no namespace. */
-	enum sight seen = look(sp, step, copy->image, target);
-	const char *wrong;
+	const char *wrong = step->through ? NULL : open_entry(step, copy);
+	enum sight seen = wrong ? IS_OTHER : look(sp, step, copy->image, target);
 
+	if (wrong)
+		return wrong;
 	if (seen == IS_SOURCE || seen == IS_STALE) {
 		if (unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) < 0)
 			return "no mount namespace";
 		/* In the new namespace, a file opened in the old one cannot be bound, or bound over. */
 		close_copy(copy);
-		if ((wrong = open_copy(step, copy)))
+		wrong = step->through ? open_through(step, copy) : open_entry(step, copy);
+		if (wrong)
 			return wrong;
 		seen = look(sp, step, copy->image, target);
 	}
@@ -224,24 +249,26 @@ static const char *lay(spank_t sp, const struct step *step, struct copy *copy, i
 			return "an older copy lies over it";
 		seen = look(sp, step, copy->image, target);
 	}
+	if (seen == IS_SOURCE && step->through)
+		return show_through(copy, *target) ? NULL : "it cannot be mounted over";
 	if (seen == IS_SOURCE)
 		return bind_entry(copy->folder, *target) ? NULL : "it cannot be bound";
-	return seen == IS_ENTRY ? NULL : "it is another file by now";
+	return seen == IS_SHOWN ? NULL : "it is another file by now";
 }
 
 const char *redirect(spank_t sp, const struct step *step)
 {
-	struct copy copy;
+	struct copy copy = {.folder = -1, .image = -1};
 	int target = -1;
 
 	errno = 0;
-	const char *wrong = open_copy(step, &copy);
-	if (!wrong)
-		wrong = lay(sp, step, &copy, &target);
+	const char *wrong = lay(sp, step, &copy, &target);
 	int error = errno;
 	if (target >= 0)
 		close(target);
 	close_copy(&copy);
+	if (step->keeper >= 0)
+		close(step->keeper);
 	errno = error;
 	return wrong;
 }

@@ -14,10 +14,12 @@ sys.path.insert(0, str(FOLDER))
 
 # These lie beside this file, not in a package.
 from far import Far  # noqa: E402
-from fault import Gate, Points  # noqa: E402
+from fault import Gate, Points, image  # noqa: E402
 
 from forestage import trace  # noqa: E402
+from forestage.through import keeper  # noqa: E402
 from node import Node  # noqa: E402
+from through import SIZE, Shown, Through  # noqa: E402
 
 
 @pytest.fixture
@@ -67,3 +69,20 @@ def disk(node: Node, tmp_path: Path) -> Callable[..., Path]:
         return file
 
     return format_disk
+
+
+@pytest.fixture
+def shown(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
+    """Has images read through; the file lies over the image's own path, or over a place `at`."""
+    monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
+    made: list[Through] = []
+
+    def show(path: Path | None = None, at: Path | None = None, lay: bool = True) -> Through:
+        made.append(Through(node, path or node.put("alice/image.sqsh", image(7, SIZE)), at))
+        if lay:
+            made[-1].lay()
+        return made[-1]
+
+    yield show
+    for one in made:
+        one.close()

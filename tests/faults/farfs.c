@@ -24,6 +24,7 @@ static const char *control;
 
 /* What CONTROL says of a word; 0 where it says nothing.
  *     reads N    each read waits N ms; -1 waits until it says otherwise
+ *     hold N     reads behind the first N MiB, but for the last 4, wait until it says otherwise
  *     delay N    each call waits N ms
  *     stalls N   the first of each 8 reads waits N ms
  *     short N    a read gives N bytes at most
@@ -89,8 +90,10 @@ static int far_getattr(const char *path, struct stat *facts, struct fuse_file_in
     begin("getattr");
     /* Of a file that somebody has opened, as over NFS: no folder is in the way. */
     int error = info && told("squash") == 1 ? 0 : squashed(path, 0);
-    if (error || fstatat(folder, below(path), facts, AT_SYMLINK_NOFOLLOW))
-        return error ? error : -errno;
+    if (error)
+        return error;
+    if (info ? fstat(info->fh, facts) : fstatat(folder, below(path), facts, AT_SYMLINK_NOFOLLOW))
+        return -errno;
     if (told("seconds"))
         facts->st_mtim.tv_nsec = facts->st_ctim.tv_nsec = 0;
     if (told("inodes"))
@@ -123,6 +126,8 @@ static int far_open(const char *path, struct fuse_file_info *info)
         return error;
     int fd = openat(folder, below(path), O_RDONLY);
     info->fh = fd;
+    /* Else each open waits for all reads of others that are under way. */
+    info->keep_cache = told("hold") != 0;
     /* Else the kernel takes what is short for the end, or makes it longer by zeros. */
     info->direct_io = told("short") || told("eintr") || told("longer");
     return fd < 0 ? -errno : 0;
@@ -140,6 +145,14 @@ static void wait_as_told(void)
     }
 }
 
+/* Where an image has what is not needed to start it: its small files and tables are at the end. */
+static int is_held(int fd, off_t end)
+{
+    struct stat facts;
+    off_t from = (off_t)told("hold") << 20;
+    return from && end > from && !fstat(fd, &facts) && end <= facts.st_size - (4 << 20);
+}
+
 static int far_read(const char *path, char *out, size_t size, off_t offset,
                     struct fuse_file_info *info)
 {
@@ -147,6 +160,10 @@ static int far_read(const char *path, char *out, size_t size, off_t offset,
     (void)path;
     begin("read");
     wait_as_told();
+    if (is_held(info->fh, offset + (off_t)size))
+        begin("held");
+    while (is_held(info->fh, offset + (off_t)size))
+        usleep(5000);
     int most = told("short"), each = told("eintr");
     if (told("squash") == 2 && fuse_get_context()->uid == 0)
         return -EACCES;

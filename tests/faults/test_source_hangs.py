@@ -95,7 +95,7 @@ def test_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     ran = beside(lambda: node.prolog(1, path, clock=Until(strike.done)))
 
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
-    assert node.lease(1) is None
+    assert len(node.held(1).uses) == 1
     ran = beside(lambda: node.epilog(1))
     assert (ran.code, *ran.said) == (0, "released", "")
     node.configure(deadline="500ms", on_error="drain")
@@ -177,7 +177,7 @@ def test_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
     assert deadlines[0].left() > 0
     (part,) = node.parts()
     assert not node.is_idle(part.directory.name)
-    assert node.lease(1) is None
+    assert [use.key for use in node.held(1).uses] == [part.directory.name]
     far.answer()
     until(node.entries, "the copy to go on and publish")
     assert node.prolog(2, path).outcome.result in ("hit", "joined")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from fault import (
     kill_stager,
     missing,
     served,
-    untouched,
 )
 
 from forestage.cache.part import Owner, Part
@@ -53,47 +52,11 @@ def test_at_the_deadline_the_copy_goes_on(node: Node, points: Points, gate: Gate
     points.at("chunk", gate, nth=None)
     ran = node.prolog(1, path, clock=Until(lambda: points.count("chunk")))
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
-    assert untouched(node, path, 1)
+    assert node.shows_source(path)
+    assert node.binds() == {}
     gate.open()
     until(node.entries, "the copy to go on and publish")
     assert node.prolog(2, path).outcome.result in ("hit", "joined")
-    assert served(node, path, image())
-
-
-def test_on_deadline_abort_stops_the_copy_and_the_next_job_resumes_it(
-    node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    heard = tmp_path / "heard"
-    handled_by = signal.signal
-
-    def noting(number: int, handler: Callable[..., object]) -> object:
-        def noted(*args: object) -> None:
-            handler(*args)
-            heard.touch()
-
-        return handled_by(number, noted)
-
-    monkeypatch.setattr(signal, "signal", noting)
-    node.configure(on_deadline="abort", threads=1)
-    path = node.put("alice/image.sqsh", image())
-    key = node.identity(path).key
-    points.at("chunk", gate, nth=3)
-    ran = node.prolog(1, path, clock=Until(lambda: points.count("chunk") >= 3))
-    assert (ran.code, *ran.said) == (0, "declined", "deadline")
-    until(heard.exists, "the stager to hear of it")  # else it may bring all the rest in before
-    gate.open()
-    until(lambda: node.is_idle(key), "the stager's end")
-    assert untouched(node, path, 1)
-    assert node.entries() == set()
-    (outcome,) = node.outcomes("stager")
-    assert (outcome.result, outcome.reason) == ("declined", "stopped")
-    left, before = missing(node, key), points.count("chunk")
-    assert 0 < left < CHUNKS
-
-    node.configure()
-    assert node.prolog(2, path).outcome.result == "copied"
-
-    assert points.count("chunk") - before == left
     assert served(node, path, image())
 
 
@@ -130,6 +93,28 @@ def test_no_more_than_max_copies_at_once_and_the_rest_in_order(
 
 def _owner(node: Node, path: Path) -> Owner | None:
     return node.cache.part(node.identity(path).key).owner()
+
+
+def test_copies_of_jobs_that_are_over_make_nobody_wait(node: Node, points: Points) -> None:
+    node.configure(max_copies=4, threads=1, bandwidth="1K")  # after a first chunk, hours
+    paths = [node.put(f"alice/{n}.sqsh", image(n)) for n in range(4)]
+    for n, path in enumerate(paths):
+        ran = node.prolog(n, path, clock=Until(lambda n=n: points.count("chunk") > n))
+        assert (ran.code, *ran.said) == (0, "declined", "deadline")
+        node.epilog(n)
+    small = node.put("bob/small.sqsh", image(9, 512 * 1024))
+
+    assert node.prolog(9, small, user=BOB).outcome.result == "copied"
+
+    (stopped,) = [one for one in node.outcomes("stager") if one.reason == "stopped"]
+    keys = [node.identity(path).key for path in paths]
+    assert missing(node, stopped.key) == CHUNKS - 1  # what it had stays
+    left = [key for key in keys if key != stopped.key]
+    assert [key for key in left if node.is_idle(key)] == []
+    for path in paths:
+        if (owner := _owner(node, path)) and owner.lives():
+            os.kill(owner.pid, signal.SIGTERM)
+    until(lambda: all(node.is_idle(key) for key in keys), "the stagers' end")
 
 
 def test_two_stagers_that_stand_in_line_at_the_same_moment_take_turns(

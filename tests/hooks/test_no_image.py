@@ -63,7 +63,7 @@ def test_entry_of_another_mode_is_not_bound(node: Node) -> None:
 def test_any_file_is_staged_where_the_node_does_not_show_it(
     node: Node, redirect: str, result: str
 ) -> None:
-    node.configure(redirect=redirect, prolog_wait="0s" if redirect == "spank" else None)
+    node.configure(redirect=redirect)
     path = node.put("alice/data", LOG)
     assert node.prolog(1, path).outcome.result == result
     assert node.shows_source(path)

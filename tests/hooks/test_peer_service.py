@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache import digest
+from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.peers import auth, stats
 from forestage.peers.auth import KeyFile
@@ -104,6 +104,17 @@ def test_chunk_arriving_during_the_wait_is_given(
     waiter.join()
     assert found == [of_chunk(2, seed=2)]
     assert client.has == [(1 << COUNT) - 1 if published else 1 << 2]
+
+
+@pytest.mark.parametrize(("wait", "wanted"), [(0.1, [1]), (0.0, [])])
+def test_copy_is_told_of_a_chunk_that_another_node_waits_for(
+    node: Node, copying: Part, wait: float, wanted: list[int]
+) -> None:
+    key = image(2).key
+    memory = readers.make(node.places.through / key, SIZE, CHUNK, copying.image)
+    assert memory is not None
+    assert Client(node, key).why(1, wait=wait) == "absent"
+    assert memory.wanted() == wanted
 
 
 def test_chunk_not_arriving_is_absent_after_the_wait(node: Node, copying: Part) -> None:

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage import trace
 from forestage.cache import redirect
 from forestage.cache.lease import Use
 from forestage.clock import Clock
-from forestage.events import read
+from forestage.events import Event, read
 from forestage.hooks import boundary
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
 from forestage.slurm.job import SAVE_OPTION
@@ -32,7 +33,7 @@ import sys
 from pathlib import Path
 from forestage import paths
 from forestage.hooks import step
-step.EVERY = 3600.0  # however slow it is: nothing is said by the way
+step.HELD_UP = 3600.0  # however slow it is: nothing is said by the way
 real, root = paths.Places, Path(sys.argv.pop())
 paths.Places = lambda: real(root)
 from forestage.cli.entry import main
@@ -111,6 +112,14 @@ def spank(node: Node) -> Node:
     return node
 
 
+def warm(node: Node, job: int, name: str = "alice/image.sqsh") -> Path:
+    """Has an earlier job copy an image, for which this job's Prolog then runs; its path."""
+    path = node.put(name)
+    assert Helper(node, environ(node, 1000, path)).lines()[-1][0] == "use"
+    assert node.prolog(job, path).outcome.result == "hit"
+    return path
+
+
 @pytest.fixture
 def slow(node: Node) -> Iterator[Node]:
     """Every copy takes seconds, as many as the image has MiB."""
@@ -176,6 +185,76 @@ def read_events(node: Node) -> list[object]:
     return [event for event in read(node.places.events) if event.hook != "stager"]
 
 
+def noted(node: Node, job: int) -> list[list[str]]:
+    """What the companion finds of images in the job's record."""
+    file = node.leases.shown(job)
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line.split("\t")[1:] for line in lines if line.startswith("image\t")]
+
+
+def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
+    path = spank.put("images/a.sqsh")
+    ask(spank, 7, path)
+    ask(spank, 7, "./images/a.sqsh")
+    for asked, (name, uid, event, say, *answer) in zip(
+        (path, f"{spank.shared}/./images/a.sqsh"), noted(spank, 7), strict=True
+    ):
+        assert (name, uid, say, answer) == (str(asked), str(ALICE.uid), "", used(spank, path))
+        # As the companion completes it.
+        seen = msgspec.json.decode('{"time":5,"step":3,"total":0.1,' + event, type=Event)
+        assert (seen.hook, seen.job, seen.node, seen.step) == ("step", 7, "n1", 3)
+        assert (seen.outcome.result, seen.outcome.image) == ("hit", str(path))
+
+
+def test_prolog_notes_it_for_the_first_step_and_the_epilog_ends_it(spank: Node) -> None:
+    path = warm(spank, 7)
+    ((asked, uid, _, _, *answer),) = noted(spank, 7)
+    assert (asked, uid, answer) == (str(path), str(ALICE.uid), used(spank, path))
+    spank.epilog(7)
+    assert not spank.leases.shown(7).exists()
+
+
+def test_user_who_wants_all_messages_gets_them_in_further_steps(spank: Node) -> None:
+    spank.configure(redirect="spank", user_messages="all")
+    path = warm(spank, 7)
+    ((_, _, _, say, *_),) = noted(spank, 7)
+    assert say.startswith(f"forestage: {path} is read from this node's copy")
+
+
+@pytest.mark.parametrize("redirected", ["bind", "none"])
+def test_only_what_the_companion_shows_is_noted(node: Node, redirected: str) -> None:
+    node.configure(redirect=redirected)
+    path = node.staged(7)
+    ask(node, 7, path)
+    assert noted(node, 7) == []
+
+
+def test_job_that_wants_no_staging_has_nothing_noted(spank: Node) -> None:
+    path = spank.staged(1)
+    spank.prolog(7, path, comment="stage=off")
+    assert ask(spank, 7, path) == ["leave", "off"]
+    assert noted(spank, 7) == []
+
+
+def test_record_is_void_once_the_configuration_changes_while_a_hook_works(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = warm(spank, 1)
+    read_config = Hook._config
+
+    def and_then_it_changes(hook: Hook, *given: object) -> object:
+        found = read_config(hook, *given)  # type: ignore[arg-type]
+        spank.configure(redirect="spank", user_messages="none")
+        return found
+
+    monkeypatch.setattr(Hook, "_config", and_then_it_changes)
+    spank.prolog(7, path)
+    config = spank.places.etc / "forestage.yaml"
+    line = f"file\t{config}\t{config.stat().st_ino}\t{config.stat().st_size}"
+    assert noted(spank, 7)
+    assert line not in spank.leases.shown(7).read_text()
+
+
 @pytest.mark.parametrize("redirected", ["bind", "none"])
 def test_step_is_redirected_for_the_node_or_only_staged_where_the_admin_wants_that(
     node: Node, redirected: str
@@ -231,7 +310,7 @@ def test_user_reads_why_the_original_path_is_read(node: Node) -> None:
     path = node.put("alice/im\u202eage.sqsh")
     said, last = Helper(node, environ(node, 7, path)).lines()
     assert said[0] == "say"
-    assert said[1].startswith("forestage: /mnt/shared/alice/im\\u202eage.sqsh is read from its or")
+    assert said[1].startswith("forestage: n1: /mnt/shared/alice/im\\u202eage.sqsh is read from its")
     assert last == ["leave", "no-room"]
     node.configure(redirect="spank", max_size=SMALL, user_messages="none")
     assert ask(node, 7, path) == ["leave", "no-room"]
@@ -246,7 +325,7 @@ SMALL = 1024
 def test_prolog_starts_the_copy_and_the_step_waits_for_it(
     node: Node, gate: Callable[[], None]
 ) -> None:
-    node.configure(redirect="spank", prolog_wait=0, on_error="drain")
+    node.configure(redirect="spank", on_error="drain")
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
     ran = node.prolog(7, path)
@@ -263,30 +342,28 @@ def test_prolog_starts_the_copy_and_the_step_waits_for_it(
     assert (ran.outcome.result, ran.outcome.redirect) == ("hit", "spank")
 
 
-@pytest.mark.parametrize("on_deadline", ["continue", "abort"])
-def test_copy_handed_over_is_not_stopped_by_a_prolog_that_waited_long_enough(
-    node: Node, gate: Callable[[], None], on_deadline: str
-) -> None:
-    node.configure(redirect="spank", prolog_wait="100ms", on_deadline=on_deadline)
-    path = node.put("alice/image.sqsh")
-    assert node.prolog(7, path).outcome.result == "started"
-    assert node.prolog(8, path).outcome.result == "started"
-    gate()
-    until(node.entries, "the copy to go on")
-    assert keys(node, 7) == keys(node, 8) == node.entries()
-
-
-def test_prolog_that_has_to_redirect_itself_waits_no_longer_than_prolog_wait(
+def test_prolog_that_may_not_wait_at_all_leaves_the_redirect_to_the_stager(
     node: Node, gate: Callable[[], None]
 ) -> None:
-    node.configure(prolog_wait=0, on_error="drain")
+    node.configure(deadline=0, on_error="drain")
     path = node.put("alice/image.sqsh")
-    assert node.prolog(7, path).ended == (0, "declined", "deadline")
-    assert node.lease(7) is None
-    gate()
-    until(node.entries, "the copy to go on for the next job")
+    assert node.prolog(7, path).ended == (0, "declined", "source-hangs")
+    node.configure(on_error="drain")
+    assert node.prolog(7, path, comment="stage-wait=0").outcome.result == "started"
     assert node.shows_source(path)
-    assert node.prolog(8, path).outcome.redirect == "mounted"
+    gate()
+    until(lambda: str(path) in node.binds(), "the stager to redirect the path")
+    assert node.prolog(8, path).outcome.redirect == "kept"
+
+
+def test_stage_wait_holds_for_the_jobs_steps(slow: Node) -> None:
+    slow.configure(redirect="spank", bandwidth="10K", threads=1)
+    path = slow.put("alice/image.sqsh", content(size=3 * MIB))
+    slow.prolog(7, comment="stage-wait=1s")
+    said, last = Helper(slow, environ(slow, 7, path)).lines()
+    assert (said[0], last) == ("say", ["leave", "deadline"])
+    slow.epilog(7)
+    assert slow.leases.all() == []
 
 
 @pytest.mark.parametrize("with_image", [True, False])
@@ -337,7 +414,7 @@ def test_steps_for_the_same_image_share_one_copy(slow: Node) -> None:
 
 
 def test_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) -> None:
-    slow.configure(redirect="spank", bandwidth="1M", threads=1, step_wait="1s")
+    slow.configure(redirect="spank", bandwidth="1M", threads=1, deadline="1s")
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     said, last = Helper(slow, environ(slow, 7, path)).lines()
     assert said[0] == "say"
@@ -348,34 +425,16 @@ def test_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) 
     assert ask(slow, 7, path, step=1) == used(slow, path)
 
 
-@pytest.mark.parametrize("on_deadline", ["continue", "abort"])
-def test_killed_step_leaves_the_copy_to_what_the_admin_decided(
-    slow: Node, on_deadline: str
-) -> None:
-    # What is to be stopped must not be over before.
-    bandwidth = "1M" if on_deadline == "continue" else "10K"
-    slow.configure(redirect="spank", bandwidth=bandwidth, threads=1, on_deadline=on_deadline)
+def test_killed_step_leaves_its_copy_and_its_lease(slow: Node) -> None:
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     key = slow.identity(path).key
     helper = Helper(slow, environ(slow, 7, path))
     until(lambda: any(part.owner() for part in slow.parts()), "the copy")
     helper.kill()
     assert keys(slow, 7) == {key}
+    until(slow.entries, "the copy to go on")
     slow.epilog(7)
-    until(lambda: slow.is_idle(key), "the stager's end")
-    (outcome,) = slow.outcomes("stager")
-    assert outcome.result == ("copied" if on_deadline == "continue" else "declined")
     assert slow.lease(7) is None
-
-
-def test_epilog_stops_no_copy_that_another_job_waits_for(slow: Node) -> None:
-    slow.configure(redirect="spank", bandwidth="1M", threads=1, on_deadline="abort")
-    path = slow.put("alice/image.sqsh", content(size=3 * MIB))
-    helpers = [Helper(slow, environ(slow, job, path)) for job in (7, 8)]
-    until(lambda: keys(slow, 7) & keys(slow, 8), "both to wait")
-    helpers[0].kill()
-    slow.epilog(7)
-    assert helpers[1].answer() == used(slow, path)
 
 
 # --- whatever happens

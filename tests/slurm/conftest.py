@@ -58,7 +58,7 @@ def machine() -> None:
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
     """What `site` runs on; a module with a fixture of the same name has its own."""
-    return hooked()
+    return hooked(BatchStartTimeout="60")  # so that a slow machine is no missed deadline
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def site(site_cluster: Cluster) -> Iterator[Site]:
 @pytest.fixture
 def spank(site: Site) -> Iterator[Site]:
     """A Prolog that neither waits nor mounts; a step's redirect shows in no node's own table."""
-    site.configure(redirect="spank", prolog_wait="0s")
+    site.configure(redirect="spank")
     with Tables(site) as tables:
         yield site
         site.cluster.wait_idle()

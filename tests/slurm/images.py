@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster import Cluster
@@ -22,7 +23,7 @@ DIRECTORIES = ("proc", "sys", "dev", "tmp", "home", "shared", "etc", "bin")
 # the same bytes.
 MKSQUASHFS = (
     "mksquashfs {tree} {image} -noappend -quiet -no-progress -no-xattrs -all-root"
-    " -noI -noD -noF -noX -no-duplicates -b 1M -mkfs-time 0 -all-time 0"
+    " -noI -noD -noF -noX -no-duplicates -b {block} -mkfs-time 0 -all-time 0"
 )
 
 
@@ -45,11 +46,10 @@ def make_image(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cluster.state) as directory:
         tree, image = Path(directory, "tree"), Path(directory, "image")
-        _make_tree(tree)
+        make_tree(tree)
         (tree / "etc/os-release").write_text(f'NAME="{name}"\nID={name}\n')
-        _write_padding(tree / "padding", mib, seed)
-        command = MKSQUASHFS.format(tree=tree, image=image).split()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        write_padding(tree / "padding", mib, seed)
+        pack(tree, image)
         os.chown(image, owner.uid, owner.uid)
         image.chmod(mode)
         image.replace(target)
@@ -64,20 +64,25 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _make_tree(tree: Path) -> None:
+def pack(tree: Path, image: Path, block: str = "1M") -> None:
+    command = MKSQUASHFS.format(tree=tree, image=image, block=block).split()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def make_tree(tree: Path, programs: Sequence[str] = PROGRAMS) -> None:
     for directory in DIRECTORIES:
         (tree / directory).mkdir(parents=True)
-    for source, place in _programs().items():
+    for source, place in _programs(tuple(programs)).items():
         target = tree / place
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
 
 
 @functools.cache
-def _programs() -> dict[str, str]:
+def _programs(programs: tuple[str, ...]) -> dict[str, str]:
     """What makes the tree one that can run: host's files, each with its place in the tree."""
     found = {}
-    for program in PROGRAMS:
+    for program in programs:
         source = shutil.which(program, path="/usr/bin:/bin")
         if source is None:
             raise FileNotFoundError(program)
@@ -86,7 +91,7 @@ def _programs() -> dict[str, str]:
     return found | {path: path.lstrip("/") for path in re.findall(r"(/\S+) \(0x", listing)}
 
 
-def _write_padding(file: Path, mib: int, seed: int) -> None:
+def write_padding(file: Path, mib: int, seed: int) -> None:
     # Each MiB starts 64 bytes further in one random text: no two are equal, none compresses,
     # and it is made ten times as fast as that many random bytes.
     text = memoryview(random.Random(seed).randbytes(MIB + 64 * mib))

@@ -20,9 +20,11 @@ from spec import ALICE, REPO, ClusterSpec, User
 from forestage import events
 from forestage.cache.layout import Cache, StoredEntry
 from forestage.cache.lease import Lease, Leases
-from forestage.cache.part import PROCESS_NAME
+from forestage.cache.part import PROCESS_NAME as STAGER
 from forestage.events import Outcome
 from forestage.system import mounts
+from forestage.through.keeper import PROCESS_NAME as KEEPER
+from forestage.through.keeper import SERVER_NAME as SERVER
 
 CACHE = "/mnt/nvme/forestage"
 CLI = "/usr/lib/forestage/bin/forestage"
@@ -134,6 +136,7 @@ class Site:
         config = {
             "sources": ["/shared"],
             "low_watermark": "100%",
+            "cold": "wait",
             "deadline": "30s",
             "partitions": {"plain": {"enabled": False}},
             **keys,
@@ -324,13 +327,28 @@ class Site:
         of the disk open a moment longer than any hook waits for it."""
         wait_until(lambda: not self._stagers(), 60, lambda: f"stagers live on: {self._stagers()}")
 
+    def end_stagers(self) -> None:
+        """Kills them: their copies end unfinished."""
+        for node in self.cluster.nodes:
+            for pid in self.named(node, STAGER):
+                self.root(["kill", "-KILL", pid], node)
+        self.await_stagers()
+
+    def await_keepers(self) -> None:
+        """Waits until no image is read through any more."""
+
+        def left() -> list[str]:
+            return [pid for n in self.cluster.nodes for pid in self.named(n, KEEPER, SERVER)]
+
+        wait_until(lambda: not left(), 60, lambda: f"keepers or servers live on: {left()}")
+
     def _stagers(self) -> list[str]:
-        return [
-            f"{node}: {pid}"
-            for node in self.cluster.nodes
-            for pid, name in self.processes(node).items()
-            if name == PROCESS_NAME[:15]
-        ]
+        return [f"{n}: {pid}" for n in self.cluster.nodes for pid in self.named(n, STAGER)]
+
+    def named(self, node: str, *names: str) -> list[str]:
+        """The pids of such processes; the kernel keeps 15 characters of a name."""
+        kept = [name[:15] for name in names]
+        return [pid for pid, name in self.processes(node).items() if name in kept]
 
     def processes(self, node: str) -> dict[str, str]:
         """The names of all that live on a node, by pid."""

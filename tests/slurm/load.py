@@ -29,6 +29,7 @@ CRED_EXPIRE = 25  # seconds; 120 on most clusters
 AGAIN_AFTER = CRED_EXPIRE + 8
 LARGEST = 10 * MIB  # for the configuration; one image is larger
 CONFIG: Mapping[str, object] = {
+    "cold": "auto",
     "max_image_size": LARGEST,
     "max_size": 22 * MIB,  # of 50 in all: something goes at every turn
     "low_watermark": "80%",
@@ -36,7 +37,7 @@ CONFIG: Mapping[str, object] = {
     "deadline": "auto",  # a longer wait may cost a job whose node registers meanwhile
     "partitions": {
         "plain": {"enabled": False},
-        "steps": {"redirect": "spank", "prolog_wait": "0s"},
+        "steps": {"redirect": "spank"},
     },
 }
 # As the repository's hooks. The first of a boot gives the node a name for it, of which the kernel

@@ -136,7 +136,9 @@ def slurm_conf(spec: ClusterSpec) -> str:
         "PartitionName": "all Nodes=ALL Default=YES OverSubscribe=YES State=UP",
     }
     if spec.net:
-        lines["AuthInfo"] = f"socket={SLURM_MUNGE}/munge.socket.2"
+        # Links are slow, and a Prolog waits no longer than these allow.
+        lines["AuthInfo"] = f"socket={SLURM_MUNGE}/munge.socket.2,cred_expire=900"
+        lines["BatchStartTimeout"] = "900"
     lines.update(spec.slurm_conf)
     return "".join(f"{key}={value}\n" for key, value in lines.items() if value is not None)
 

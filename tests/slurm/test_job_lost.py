@@ -40,7 +40,7 @@ def state(site: Site, job: int) -> str:
 
 def test_reconfigure_during_a_slow_copy_costs_no_job(site: Site) -> None:
     image = site.image("slow", mib=2 * LOST_AFTER)
-    site.configure(deadline="auto", bandwidth="1MiB", chunk_size="1MiB", on_deadline="abort")
+    site.configure(deadline="auto", bandwidth="1MiB", chunk_size="1MiB")
     script = "#!/bin/sh\nuntil test -e /shared/alice/go; do sleep 0.05; done\n"
     job = site.cluster.submit(script, f"--container-image={image}", "--no-requeue")
     wait_until(lambda: age(site, job) > LOST_AFTER, 90, lambda: f"{job} does not grow old", 0.5)

@@ -73,6 +73,44 @@ def test_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site) ->
     assert set(site.cluster.node_states().values()) == {"idle"}
 
 
+def test_job_that_waits_for_nothing_starts_at_once_and_is_redirected_later(site: Site) -> None:
+    image = site.image("cold", mib=24, seed=4)
+    site.configure(cold="auto", bandwidth="2MiB", chunk_size="1MiB")
+    go = site.source("/shared/alice/go-on")
+    go.unlink(missing_ok=True)
+    job = site.cluster.submit(
+        f"#!/bin/sh\nsrun {' '.join(RELEASE)}\nuntil test -e go-on; do sleep 0.1; done\n"
+        f"srun {' '.join(RELEASE)}\n",
+        f"--container-image={image}",
+        "--nodelist=n1",
+    )
+    wait_until(lambda: site.seen(job), 60, lambda: "no step begins")
+    assert site.cached_paths("n1") == [], "the copy takes longer than the start"
+    binds = site.cluster.host_path("/proc/1/mountinfo", "n1")
+    wait_until(lambda: image in binds.read_text(), 90, lambda: "no redirect")
+    go.touch()
+    site.wait_over(job)
+    batch, first, second = site.seen(job)
+    assert [site.shows_source(one) for one in (batch, first, second)] == [True, True, False]
+    assert {batch.sha256, first.sha256, second.sha256} == {site.sha256(image)}
+    assert (site.outcome(job).result, site.outcome(job).redirect) == ("started", "later")
+    assert image not in binds.read_text()
+
+
+def test_cancelled_job_that_waits_for_nothing_leaves_its_node_at_once(site: Site) -> None:
+    image = site.image("left", mib=24, seed=5)
+    site.configure(cold="shared", bandwidth="1MiB", chunk_size="1MiB")
+    job = site.cluster.submit("#!/bin/sh\nsleep 600\n", f"--container-image={image}")
+    parts = site.cache("n1").parts
+    wait_until(lambda: parts.is_dir() and any(parts.iterdir()), 60, lambda: "no copy begins")
+    site.cluster.run(["scancel", str(job)], user="root")
+    site.wait_over(job)
+    assert site.cached_paths("n1") == [], "nobody waits for the copy"
+    site.cluster.wait_idle()
+    site.configure()
+    site.await_stagers()
+
+
 def test_stager_outlives_its_cancelled_job(site: Site) -> None:
     image = site.image("cancelled", mib=16, seed=3)
     site.configure(deadline="30s", bandwidth="4MiB")

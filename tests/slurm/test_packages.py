@@ -253,7 +253,7 @@ def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
     packages.install(RELEASES[0], "forestage", "forestage-spank")
     enable(site, packages)
     assert site.cluster.read(STACK).startswith(f"optional {HOME}/spank/forestage.so\n")
-    site.configure(redirect="spank", prolog_wait="0s")
+    site.configure(redirect="spank")
     image = site.image("spank")
     step = f"srun --container-image={image} cat /etc/os-release"
     job = site.sbatch(step)

@@ -72,7 +72,7 @@ class Ways:
 @pytest.fixture(scope="module")
 def ways(site_cluster: Cluster) -> Ways:
     site = Site(site_cluster)
-    site.configure(redirect="spank", prolog_wait="0s")
+    site.configure(redirect="spank")
     with Tables(site) as tables:
         asked = all_ways(site)
         site_cluster.wait_idle()
@@ -152,3 +152,38 @@ def test_each_part_of_a_heterogeneous_job_has_its_image(spank: Site) -> None:
         (seen,) = seen_at(spank, image)
         assert seen.node == node
         assert wrong(spank, image, [seen]) == []
+
+
+def test_further_step_asks_no_helper_until_the_image_changes(spank: Site) -> None:
+    image = spank.image("further", mib=2)
+    step = f"srun --container-image={image} {SHOW}"
+    replace = f"cp {image} {image}.new; mv {image}.new {image}"
+    job = spank.sbatch(f"{step}\n{step}\n{replace}\n{step}")
+    first, second, third = served(spank, job.job, "n1")
+    assert first.wait > second.wait == 0.0, "only a helper notes how long it took"
+    assert (second.result, second.key, second.redirect) == ("hit", first.key, "spank")
+    assert third.wait > 0.0
+    assert third.key != first.key
+    assert not any(map(spank.shows_source, spank.seen(job.job)))
+    assert "Step 1" in spank.command("explain", str(job.job))
+
+
+def test_steps_read_through_while_the_copy_goes_on(spank: Site) -> None:
+    """One whose Prolog knew the image, and two of which the job's script knew alone."""
+    image, inner = spank.image("known", mib=8), spank.image("inner", mib=8, seed=1)
+    spank.configure(redirect="spank", cold="auto", bandwidth="64KiB", chunk_size="1MiB")
+    step = f"srun --container-image={inner} {SHOW}"
+    known, script = spank.srun(image), spank.sbatch(f"{step}\n{step}", node="n2")
+    assert [spank.outcome(known.job).redirect, known.code] == ["spank", 0]
+    assert [one.result for one in served(spank, known.job, "n1")] == ["through"]
+    first, further = served(spank, script.job, "n2")
+    assert (first.result, further.result) == ("through", "through")
+    assert first.wait > further.wait == 0.0, "only a helper notes how long it took"
+    for one in (*spank.seen(known.job), *spank.seen(script.job)):
+        assert (one.sha256, one.mount_point) == (spank.sha256(one.path), one.path)
+        assert not spank.shows_source(one)
+    assert script.stdout.splitlines() == ['NAME="inner"', "ID=inner"] * 2
+    assert [spank.cached_paths(node) for node in ("n1", "n2")] == [[], []], "the copy takes longer"
+    spank.end_stagers()
+    spank.await_keepers()
+    spank.reset()  # parts stay, for a resumed copy

@@ -13,7 +13,6 @@ from steps import SHOW, accompanied, seen_at, served, wrong
 
 SLOW = 23  # seconds; Slurm loses a step at MessageTimeout + BatchStartTimeout, 20 by default
 KILL_WAIT = 30  # seconds, Slurm's default: then it kills what does not end by itself
-ABORTING = "plain"  # a partition of the test cluster
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +24,7 @@ def slow(site: Site) -> list[str]:
     """Images of one size whose copies take so long, and the configuration that makes it so."""
     images = [site.image(f"slow{number}", mib=16, seed=number) for number in range(4)]
     size = site.source(images[0]).stat().st_size
-    site.configure(
-        redirect="spank",
-        prolog_wait="0s",
-        bandwidth=size // SLOW,
-        chunk_size="1MiB",
-        partitions={ABORTING: {"on_deadline": "abort"}},
-    )
+    site.configure(redirect="spank", deadline="auto", bandwidth=size // SLOW, chunk_size="1MiB")
     return images
 
 
@@ -53,14 +46,14 @@ def cancel_while_it_waits(site: Site, node: str) -> None:
 def test_step_waiting_longer_than_slurms_timeouts_starts_and_a_cancelled_one_ends(
     site: Site,
 ) -> None:
-    at_job_level, inner, goes_on, stops = slow(site)
-    salloc = ["salloc", "srun", f"--container-image={inner}", *RELEASE]
-    aborting = [f"--partition={ABORTING}"]
+    at_job_level, inner, first, second = slow(site)
+    # A step on the second node of its job.
+    asking = ["srun", "--nodes=1", "--nodelist=n2", f"--container-image={inner}", *RELEASE]
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(site.srun, at_job_level, node="n1,n2")]
-        jobs += [pool.submit(site.run, salloc, "n2")]
-        pool.submit(site.srun, goes_on, "true", node="n3")
-        pool.submit(site.srun, stops, "true", node="n4", options=aborting)
+        jobs += [pool.submit(site.run, ["salloc", *asking], "n1,n2")]
+        pool.submit(site.srun, first, "true", node="n3")
+        pool.submit(site.srun, second, "true", node="n4")
         for node in ("n3", "n4"):
             cancel_while_it_waits(site, node)
         wide, alone = (job.result() for job in jobs)
@@ -70,6 +63,9 @@ def test_step_waiting_longer_than_slurms_timeouts_starts_and_a_cancelled_one_end
         assert (ran.code, ran.stderr.count("error")) == (0, 0), ran
         assert [one.node for one in seen] == nodes
         assert wrong(site, image, seen) == []
+        said = [line for line in ran.stderr.splitlines() if "forestage: " in line]
+        assert len(said) == 1, ran
+        assert f"forestage: {nodes[0]}: waiting for the copy of {image}" in said[0]
     assert [one.result for one in served(site, wide.job, "n1")] == ["joined"]
     # That of the job level has begun in its Prolog, who knows how long before the step.
     (copied,) = served(site, alone.job, "n2")
@@ -81,13 +77,11 @@ def test_step_waiting_longer_than_slurms_timeouts_starts_and_a_cancelled_one_end
         assert "the step is being signalled" in log, "Slurm had to kill it"
         assert site.leases(node) == []
     assert set(site.cluster.node_states().values()) == {"idle"}
-    wait_until(lambda: site.cached_paths("n3") == [goes_on], 90, lambda: "no entry")
     site.await_stagers()
-    assert site.cached_paths("n4") == []
     site.configure(redirect="spank")
-    late = site.srun(stops, node="n4")
+    late = site.srun(second, node="n4")
     assert late.code == 0
-    assert site.saw(late.job).sha256 == site.sha256(stops)
+    assert site.saw(late.job).sha256 == site.sha256(second)
 
 
 @pytest.mark.long

@@ -31,8 +31,27 @@ def test_inner_step_on_two_nodes(spank: Site) -> None:
     job = spank.sbatch(f"{step}\n{step}", node="n1,n2")
     assert job.stdout.count("ID=inner") == 4, job
     for node in ("n1", "n2"):
-        assert [one.result for one in served(spank, job.job, node)] == ["copied", "hit"]
+        first, second = served(spank, job.job, node)
+        assert (first.result, second.result) == ("copied", "hit")
+        assert first.wait > second.wait == 0.0, "the second step asked a helper"
     assert wrong(spank, image, spank.seen(job.job)) == []
+
+
+def test_cold_step_reads_through(spank: Site) -> None:
+    image = spank.image("cold", mib=8)
+    spank.configure(redirect="spank", cold="through", bandwidth="64KiB", chunk_size="1MiB")
+    step = f"srun --container-image={image} {SHOW}"
+    job = spank.sbatch(f"{step}\n{step}")
+    assert job.stdout.count("ID=cold") == 2, job
+    first, second = served(spank, job.job, "n1")
+    assert (first.result, second.result) == ("through", "through")
+    assert first.wait > second.wait == 0.0, "the second step asked a helper"
+    for seen in spank.seen(job.job):
+        assert (seen.sha256, seen.mount_point) == (spank.sha256(image), image)
+        assert not spank.shows_source(seen)
+    spank.end_stagers()
+    spank.await_keepers()
+    spank.reset()  # parts stay, for a resumed copy
 
 
 def test_redirect_of_the_whole_node(site: Site) -> None:

@@ -69,8 +69,8 @@ def test_declined_image_has_its_reason(site: Site) -> None:
 
 
 def test_root_waits_for_slow_copy(site: Site) -> None:
-    """With `redirect: spank` and no wait in the Prolog this is so for every copy."""
-    site.configure(redirect="spank", prolog_wait="0s", bandwidth="8M", chunk_size="1M")
+    """With `redirect: spank` this is so for every copy."""
+    site.configure(redirect="spank", bandwidth="8M", chunk_size="1M")
     code, printed = warm(site, site.image("slow", mib=12), "--nodes", "n1", user="root")
     assert (code, results(printed)) == (0, {"n1": "copied"}), printed
     assert site.results(printed["n1"]["job"]) == ["started"], "the Prolog did not wait"
@@ -109,7 +109,7 @@ def test_interrupt_leaves_no_pending_job(site: Site) -> None:
 @pytest.mark.long
 def test_interrupt_leaves_no_running_job(site: Site) -> None:
     """The copies go on, as those of any job that is cancelled."""
-    site.configure(redirect="spank", prolog_wait="0s", bandwidth="1M", chunk_size="1M")
+    site.configure(redirect="spank", bandwidth="1M", chunk_size="1M")
     interrupted(site, site.image("slow", mib=15), user="root", state="RUNNING")
     parts = [site.cache(node).parts for node in ("n1", "n2")]
     wait_until(lambda: not any(list(one.iterdir()) for one in parts), 90, lambda: str(parts))

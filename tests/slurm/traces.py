@@ -55,7 +55,9 @@ class Traces:
 
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
-        layout = ["leases", "redirects"]
+        layout = ["leases", "redirects", "through"]
+        # Where a keeper was, until a sweep that comes a minute later.
+        layout += [one for one in self.run if re.fullmatch(r"through/[0-9a-f]+(/lock)?", one)]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +16,11 @@ WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 
 KEY, OLD_KEY = "0123456789abcdef" * 2, "f" * 32
-UID, GID = 4242, 4243  # the job's user, as fake.c has it
+JOB, UID, GID = 77, 4242, 4243  # the job and its user, as fake.c has them
+HERE = Path(__file__).parent
+SERVED = "from afar\n"  # as long as the image
+Keeper = Callable[[str], None]
+LEASES = Path(f"/tmp/forestage-spank-leases-{os.getpid()}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,11 @@ class Step:
     def helper(self) -> Path:
         return self.folder / "helper"
 
+    @property
+    def place(self) -> Path:
+        """Of the image's keeper."""
+        return self.folder / "through" / KEY
+
     def entry(self, key: str = KEY) -> Path:
         return self.folder / "cache/entries" / key / "image"
 
@@ -68,6 +79,10 @@ class Step:
         return "\t".join(
             ["use", str(self.entry()), path or str(self.image), *map(str, numbers), str(user_sees)]
         )
+
+    def through(self, **differs: int) -> str:
+        """The helper's answer while the image's keeper serves it."""
+        return self.use(**differs).replace(f"use\t{self.entry()}", f"through\t{self.place}/sock")
 
     def answers(self, *lines: str, first: str = "", then: str = "") -> None:
         """Makes the helper run some sh, write these lines, and then run some more.
@@ -110,7 +125,8 @@ class Step:
         assert seen.facts("user_init") == {"user_init 0"}
         assert seen.facts("identity") == {f"identity {UID} {GID}"}
         assert seen.facts("task") == {"task 0"}
-        assert seen.facts("descriptors") == {"descriptors 0 more"}
+        # Fewer by the connection to a keeper, which the step manager made for the tasks.
+        assert seen.facts("descriptors") <= {"descriptors 0 more", "descriptors -1 more"}
         assert seen.facts("root") == {"root 0 0 0 0 1 4711"}
         assert seen.facts("children") == {"children none"}
         assert seen.facts("mounts") == {"mounts same"}
@@ -120,3 +136,9 @@ class Step:
         """How often the helper was started."""
         runs = self.folder / "runs"
         return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+
+def shown_before(step: Step) -> str:
+    """As root, in the namespace that the tasks inherit: the file that the keeper serves."""
+    shower = [sys.executable, str(HERE / "shown.py")]
+    return shlex.join([*shower, f"{step.place}/sock", str(step.image)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -17,11 +16,29 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 # It lies beside this file, not in a package.
-from companion import FOLDER, KEY, OLD_KEY, SANITIZERS, WARNINGS, Step  # noqa: E402
+from companion import (  # noqa: E402
+    FOLDER,
+    KEY,
+    LEASES,
+    OLD_KEY,
+    SANITIZERS,
+    SERVED,
+    WARNINGS,
+    Keeper,
+    Step,
+)
 
-# Milliseconds, as they are and as the tests have them. A helper that is killed ends; only a machine
-# that stands still lets it take longer than the companion waits.
-OTHERS = {"helper.c": {"LOOK_MS": (1000, 100), "EXIT_MS": (5000, 500), "KILLED_MS": (2000, 60000)}}
+# Waits and places, as they are and as the tests have them. A helper that is killed ends; only a
+# machine that stands still lets it take longer than the companion waits.
+OTHERS = {
+    "helper.c": {
+        "LOOK_MS": (1000, 100),
+        "EXIT_MS": (5000, 500),
+        "KILLED_MS": (2000, 60000),
+    },
+    "through.c": {"ANSWER_SECONDS": (5, 2)},
+    "shown.c": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
+}
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +67,7 @@ def adapted(source: Path, folder: Path) -> Path:
     text = source.read_text()
     for name, (usual, ours) in OTHERS.get(source.name, {}).items():
         line = f"#define {name} {usual}"
-        assert f"{line} " in text, f"{line} is not in {source}"
+        assert line in text, f"{line} is not in {source}"
         text = text.replace(line, f"#define {name} {ours}")
     copy = folder / source.name
     copy.write_text(text)
@@ -72,5 +89,30 @@ def step(program: Path) -> Iterator[Step]:
     step.image.write_text("the image\n")
     step.answers(step.use())
     yield step
-    with contextlib.suppress(OSError):
-        shutil.rmtree(folder)
+    for left in (folder, LEASES):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@pytest.fixture
+def keeper(step: Step) -> Iterator[Keeper]:
+    """Starts the image's keeper, as a helper would, and has the helper answer with it."""
+    begun: list[subprocess.Popen[str]] = []
+    place = step.place
+    place.mkdir(mode=0o700, parents=True)
+    (place / "bytes").write_text(SERVED)
+    (place / "bytes").chmod(0o444)
+
+    def start(manner: str) -> None:
+        program, given = HERE / "keeper.py", [place / "sock", step.image, place / "bytes", manner]
+        process = subprocess.Popen(
+            [sys.executable, program, *given], stdout=subprocess.PIPE, text=True
+        )
+        begun.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        step.answers(step.through())
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()

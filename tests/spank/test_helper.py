@@ -52,7 +52,7 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
     given = [f"env={name}={value}" for name, value in hostile.items()]
     given += ["env=SLURM_JOB_PARTITION=batch", "env=SLURMD_NODENAME=batch-host"]
-    given += ["env=SLURM_JOB_NODELIST=n[1-4]"]
+    given += ["env=SLURM_JOB_NODELIST=n[1-4]", "env=SLURM_STEP_NODELIST=n[2-3]"]
     step.run(*given, f"save={step.folder}/save.sqsh", f"cwd={step.folder}", "arg=timeout=33")
     assert environ(step) == {
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -65,6 +65,7 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
         "SLURM_JOB_WORK_DIR": str(step.folder),
         "SLURM_JOB_PARTITION": "batch",
         "SLURM_JOB_NODELIST": "n[1-4]",
+        "SLURM_STEP_NODELIST": "n[2-3]",
         "SLURMD_NODENAME": "n1",
         f"{PREFIX}image": str(step.image),
         f"{PREFIX}save": f"{step.folder}/save.sqsh",

@@ -22,6 +22,7 @@ class Disk:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._meant: dict[Inode, bytes] = {}  # of entries: what was written there
+        self._gone: dict[Inode, bytes] = {}  # the same of what was deleted under a redirect
         self._old: set[Inode] = set()  # of parts of earlier boots
 
     def grows_old(self) -> None:
@@ -47,11 +48,16 @@ class Disk:
         """A file's bytes; of what was forgotten, those that were written."""
         with path.open("rb") as file:
             data = file.read()
-            return self._meant.get(_inode(os.fstat(file.fileno())), data)
+            return (self._meant | self._gone).get(_inode(os.fstat(file.fileno())), data)
 
     def bad(self) -> set[str]:
         """The keys of the entries that hold other bytes than were written."""
         return {key for key in self._keys() if self._of(key) in self._meant}
+
+    def is_deleted(self) -> None:
+        """No sweep will read what a redirect may still show."""
+        self._gone |= self._meant
+        self._meant.clear()
 
     def is_proven(self) -> None:
         """A sweep has read all: from now on nothing may be wrong any more."""

@@ -160,12 +160,14 @@ def _start(task: Task) -> Channel:
             opened = replace(opened, line=opened.line.dup())
         task = replace(task, opened=opened).received()
         hook = Channel(theirs)
+        hook.send(Message("started"))
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):
-                hook.send(Message("started"))
                 hook.send(stager._copy(task, threading.Event()))
         except lock.Busy:
             hook.send(Message("busy"))
+        else:
+            stager._redirect_waiting(task)
     return Channel(ours)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import pytest
 from disk import Disk
 from model import MISSING, Seen, Source, Version
 
@@ -19,7 +20,10 @@ from forestage.cache.image import identify
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config, load_settings
+from forestage.hooks import image
+from forestage.stage.source import OpenImage
 from forestage.system import mounts
+from forestage.through import keeper
 from node import Node
 
 NAMES = ("one", "two", "three")
@@ -46,7 +50,7 @@ class Lab:
     def opened(cls, node: Node, tmp_path: Path, **config: object) -> Iterator[Lab]:
         """A lab for one test; the next one is in this machine's own boot again."""
         config = {"low_watermark": "60%", "user_messages": "none", **config}
-        with Boot.told_by(tmp_path / "boot_id") as boot:
+        with Boot.told_by(tmp_path / "boot_id") as boot, _cold_starts():
             yield cls(node, boot, **config)
 
     def reset(self) -> None:
@@ -186,6 +190,7 @@ class Lab:
 
     def lose_cache(self) -> None:
         """Somebody has deleted it all, or the disk is a new one after a reboot."""
+        self.disk.is_deleted()
         for path in self.node.nvme.glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -224,6 +229,20 @@ class Lab:
         """The same, walked here."""
         cache = self.node.cache
         return sum(_blocks(d) for top in (cache.entries, cache.parts) for d in top.iterdir())
+
+
+@contextlib.contextmanager
+def _cold_starts() -> Iterator[None]:
+    """No small image is waited for. None gets a keeper, but the word that it has one: what those
+    do is in tests/faults."""
+
+    def start(node: Here, opened: OpenImage, wait: bool = True) -> Path:
+        return node.places.through / opened.image.key / "sock"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image, "SHORTLY", 0.0)
+        patch.setattr(keeper, "start", start)
+        yield
 
 
 def _blocks(top: Path) -> int:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 from lab import NAMES, Off, Why
 from model import MISSING, Seen, Version, content
 from promises import HOUR, Promises
@@ -22,6 +22,8 @@ seeds = st.integers(0, 10**6)
 modes = st.sampled_from((0o644, 0o644, 0o644, 0o444, 0o640, 0o600))
 owners = st.sampled_from((ALICE, BOB))
 switches: st.SearchStrategy[Off] = st.sampled_from(("", "", "", "file", "enabled"))
+redirects = st.sampled_from(("bind", "bind", "spank", "spank", "none"))
+colds = st.sampled_from(("wait", "shared", "auto"))
 several = st.lists(names, min_size=1, max_size=2, unique=True)
 
 
@@ -80,9 +82,13 @@ class Machine(Promises):
     def timer(self, dry_run: bool) -> None:
         self.sweep(dry_run)
 
-    @rule(redirect=st.sampled_from(("bind", "bind", "spank", "none")))
-    def set_redirect(self, redirect: str) -> None:
-        self.lab.configure(redirect=redirect)
+    @initialize(redirect=redirects, cold=colds)
+    def begin(self, redirect: str, cold: str) -> None:
+        self.set_redirect(redirect, cold)
+
+    @rule(redirect=redirects, cold=colds)
+    def set_redirect(self, redirect: str, cold: str) -> None:
+        self.lab.configure(redirect=redirect, cold=cold)
 
     @rule(which=st.integers(0, 9))
     def set_room(self, which: int) -> None:

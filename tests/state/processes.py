@@ -72,12 +72,19 @@ class Processes(Machine):
         harmless = self.doom is None or (self.doom.role, self.doom.deed) == ("stager", kill)
         return super().calm() and harmless and not (self.waiting or self.stagers.stopped)
 
-    def patience(self) -> str:
+    def stands_still(self) -> bool:
+        """Whether a hook that runs now may wait for what has stopped."""
         stops = self.doom is not None and self.doom.deed == pause
-        return f"stage-wait={SOON}" if self.waiting or self.stagers.stopped or stops else ""
+        return bool(self.waiting or self.stagers.stopped or stops)
+
+    def prolog(self, number: int, wanted: list[str]) -> None:
+        deadline = SOON if self.stands_still() else None
+        if self.lab.config_keys.get("deadline") != deadline:
+            self.lab.configure(deadline=deadline)
+        super().prolog(number, wanted)
 
     def step_timeout(self) -> str:
-        return "1" if self.patience() else "540"
+        return "1" if self.stands_still() else "540"
 
     def act(self, kind: str, number: int, wanted: list[str], doom: Doom | None) -> None:
         self.doom = doom

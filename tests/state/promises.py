@@ -20,6 +20,7 @@ from node import ALICE, BOB, Later
 HOUR = 3600.0
 SMALL = 64 * 1024 + SPARE  # bytes that a copy takes beside its image, generously
 SERVED = ("hit", "joined", "copied")
+MEANWHILE = ("started", "through")  # the copy goes on
 
 Work = Callable[[], Ended]
 After = Callable[[Ended], None]
@@ -61,14 +62,9 @@ class Promises(RuleBasedStateMachine):
     def prolog(self, number: int, wanted: list[str]) -> None:
         sources = [self.lab.sources[name] for name in wanted]
         first, rest = sources[0], sources[1:]
-        hint = " stage=" + ",".join(str(one.path) for one in rest) if rest else ""
-        comment = self.patience() + hint
-        self.serve(
-            "prolog",
-            number,
-            sources,
-            self.node.environ(number, first.path, owner_of(number), comment.strip() or None),
-        )
+        comment = "stage=" + ",".join(str(one.path) for one in rest) if rest else None
+        environ = self.node.environ(number, first.path, owner_of(number), comment)
+        self.serve("prolog", number, sources, environ)
 
     def step(self, number: int, name: str) -> None:
         source, user = self.lab.sources[name], owner_of(number)
@@ -137,10 +133,6 @@ class Promises(RuleBasedStateMachine):
         parts = [part.directory.name for part in self.node.parts()]
         return self.node.binds(), self.node.entries(), parts, self.node.leases.all()
 
-    def patience(self) -> str:
-        """A hint for hooks that are not to wait long."""
-        return ""
-
     def step_timeout(self) -> str:
         return "540"
 
@@ -178,12 +170,12 @@ class Promises(RuleBasedStateMachine):
             unseen = [True for _ in began]
         for stay, blind in zip(began, unseen, strict=True):
             job.stays[stay.source.path] = Stay(stay.source, 0) if blind else stay
-        if ended.answer[:1] == ("use",):
+        if ended.answer[:1] in (("use",), ("through",)):
             self.check_answer(ended.answer, began[0], number)
         for stay, outcome in zip(began, ended.outcomes, strict=False):
             self.lab.tally[f"{name} {outcome.reason or outcome.result}"] += 1
             self.untidy = self.untidy or outcome.result == "failed"
-            self.check_outcome(stay, job.user, outcome, calm and self.calm(), off)
+            self.check_outcome(name, stay, job.user, outcome, calm and self.calm(), off)
 
     # What must hold then
 
@@ -193,7 +185,7 @@ class Promises(RuleBasedStateMachine):
         assert not (ended.error and calm), ended
 
     def check_outcome(
-        self, stay: Stay, user: User, outcome: Outcome, calm: bool, off: bool
+        self, name: Name, stay: Stay, user: User, outcome: Outcome, calm: bool, off: bool
     ) -> None:
         """`off`: whether staging was switched off when the hook began."""
         if self.lab.broken:
@@ -204,12 +196,12 @@ class Promises(RuleBasedStateMachine):
         elif off:
             assert outcome.reason == "disabled" or not calm, outcome
         elif calm and stay.since == stay.source.latest:
-            self.check_served(stay.source, user, outcome)
+            self.check_served(name, stay.source, user, outcome)
 
     def refusal(self, source: Source, user: User) -> str:
         return refusal(source, user, self.lab.redirect)
 
-    def check_served(self, source: Source, user: User, outcome: Outcome) -> None:
+    def check_served(self, name: Name, source: Source, user: User, outcome: Outcome) -> None:
         """Nobody is served in vain, and nobody is left out without need."""
         why_not = self.refusal(source, user)
         if why_not:
@@ -218,27 +210,44 @@ class Promises(RuleBasedStateMachine):
         if outcome.reason == "no-room":
             assert self.is_tight(source), outcome
             return
-        assert outcome.result in SERVED, outcome
         held = self.node.leases.keys()
         assert outcome.key in held, "served without a lease"
+        assert self.lab.shown(source) == source.now
         redirect = self.lab.config.redirect
+        if outcome.result in MEANWHILE:
+            self.check_meanwhile(name, outcome)
+            return
+        assert outcome.result in SERVED, outcome
         if redirect == "bind":
             assert outcome.redirect in ("mounted", "kept"), outcome
             assert self.node.binds()[str(source.path)] == outcome.key == self.lab.key(source)
         else:
             assert outcome.redirect == redirect, outcome
-        assert self.lab.shown(source) == source.now
+
+    def check_meanwhile(self, name: Name, outcome: Outcome) -> None:
+        """Only where the admin wants it, or where the step is yet to come."""
+        config = self.lab.config
+        prolog = name == "prolog" and config.redirect == "spank"
+        assert prolog or config.cold != "wait", outcome
+        reads = outcome.result == "through"
+        assert reads == (config.redirect == "spank" and config.start == "through" and not prolog)
+        later = {"bind": "later", "none": "none", "spank": "spank" if prolog or reads else "none"}
+        assert outcome.redirect == later[config.redirect], outcome
 
     def check_answer(self, answer: tuple[str, ...], stay: Stay, number: int) -> None:
-        """What the companion is to bind is a copy of what the job may see."""
+        """What the companion is to show is a copy of what the job may see, or that file itself."""
         path = Path(answer[1])
-        facts = path.stat()
-        owner = ALICE if facts.st_uid == ALICE.uid else BOB
-        copy = Version(self.lab.disk.read(path), owner, facts.st_mode & 0o7777)
+        key = path.parent.name
+        if answer[0] == "use":
+            facts = path.stat()
+            owner = ALICE if facts.st_uid == ALICE.uid else BOB
+            copy = Version(self.lab.disk.read(path), owner, facts.st_mode & 0o7777)
+        else:
+            copy = self.known[key]
         assert copy in stay.source.versions[stay.since :], answer
         assert answer[2] == str(stay.source.path)
         held = self.node.leases.keys()
-        assert path.parent.name in held, "the step holds no lease"
+        assert key in held, "the step holds no lease"
 
     def is_tight(self, source: Source) -> bool:
         """Whether what must stay leaves no room for this image."""

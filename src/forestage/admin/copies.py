@@ -1,4 +1,4 @@
-"""Copies under way on this node: progress, rate, place in the queue, and which jobs wait.
+"""Copies under way on this node: progress, rate, place in the queue, and which jobs want them.
 
 Read from the parts of live stagers and from the leases, without a lock. A part is live while its
 key's lock is held; it has no `owner` file any more from the moment on at which it is published.
@@ -19,7 +19,7 @@ from forestage.system.terminal import Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
 
 EVERY = 1.0  # seconds between two snapshots of `watch`
-MAX_NAMED = 4  # waiting jobs of a copy that are printed; JSON has all
+MAX_NAMED = 4  # jobs of a copy that are printed; JSON has all
 
 Phase = Literal["queued", "copying", "publishing"]
 
@@ -167,7 +167,7 @@ def state(one: Copy) -> str:
 
 
 def jobs(one: Copy) -> str:
-    """Pure: who waits; of many only the first."""
+    """Pure: which jobs want it; of many only the first."""
     named = ", ".join(map(str, one.waiting[:MAX_NAMED]))
     more = len(one.waiting) - MAX_NAMED
     return f"{named} and {more} more" if more > 0 else named
@@ -178,7 +178,7 @@ def _line(one: Copy) -> str:
     words += [_rate(one), f"{_left(one)} left"] if one.rate else []
     words += [f"{format_size(one.from_peers)} from other nodes"] if one.from_peers else []
     words += [f"{format_size(one.served)} to other nodes"] if one.served else []
-    who = f"waiting: {jobs(one)}" if one.waiting else "no job waits"
+    who = f"for {jobs(one)}" if one.waiting else "for no job"
     return "  ".join([*words, one.image, who])
 
 

@@ -163,13 +163,21 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
         if outcome.result == "copied":
             return (_copied(outcome), *made_room)
     elif outcome.result == "started":
-        return ("started: the copy went on while the job began", _redirect(outcome))
+        return (*_started(outcome), _redirect(outcome))
+    elif outcome.result == "through":
+        return ("through: the step read what was here, and the rest from the source",)
     elif outcome.result in STAGED:
         return (_staged(outcome), _redirect(outcome))
     meaning = REASONS.get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
     detail = (outcome.detail,) if outcome.detail else ()
     return (what, *detail, *made_room, _consequence(event))
+
+
+def _started(outcome: Handled) -> Iterator[str]:
+    yield "started: the copy went on while the job began"
+    if outcome.reason:
+        yield f"{REASONS.get(outcome.reason, outcome.reason)} {outcome.detail}"
 
 
 def _staged(outcome: Handled) -> str:
@@ -190,7 +198,11 @@ def _copied(outcome: Copied) -> str:
     peers = share if outcome.from_peers else ""
     sent = f", {format_size(outcome.uploaded)} of it sent to other nodes meanwhile"
     uploaded = sent if outcome.uploaded else ""
-    return f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}{uploaded}, and published"
+    made = f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}{uploaded}, and published"
+    if not outcome.read_through:
+        return made
+    read, straight = format_size(outcome.read_through), format_size(outcome.read_straight)
+    return f"{made}; jobs read {read} before that, {straight} of it from the source"
 
 
 def _redirect(outcome: Handled) -> str:
@@ -198,8 +210,9 @@ def _redirect(outcome: Handled) -> str:
         "mounted": "redirect mounted: the path showed the local copy",
         "kept": "redirect kept: the path showed the local copy already, for another job or step",
         "spank": "redirect by the SPANK plugin: each step gets the local copy when it starts",
-        "none": "no redirect: the job read the original path (`redirect: none`, or it saves its"
-        " container there)",
+        "later": "redirect later: the path showed the original until the copy was here",
+        "none": "no redirect: the job read the original path (`redirect: none`, it saves its"
+        " container there, or no copy was here)",
     }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
 
 
@@ -211,8 +224,8 @@ def _consequence(event: Event) -> str:
     who = "step" if event.hook == "step" else "job"
     if event.outcome.reason == "deadline":
         return (
-            f"The {who} kept its original path. The copy goes on, unless `on_deadline: abort` is"
-            " set; `forestage status` shows it while it does."
+            f"The {who} kept its original path. The copy goes on; `forestage status` shows it"
+            " while it does."
         )
     if event.outcome.reason == "bad-hint":
         return "The job ran as if the hint were not there."
@@ -288,7 +301,9 @@ def _now(found: History, now: float) -> list[Piece]:
     if found.lease is None:
         hooks = [run for run in found.runs if run.hook != "stager"]
         last = hooks[-1] if hooks else None
-        held = last and any(one.outcome.result in (*STAGED, "started") for one in last.explained)
+        held = last and any(
+            one.outcome.result in (*STAGED, "started", "through") for one in last.explained
+        )
         if last and last.hook in ("prolog", "step") and held:
             return [
                 Line(""),

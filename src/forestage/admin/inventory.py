@@ -7,7 +7,7 @@ with it, and every command must expect that.
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import msgspec
 
@@ -170,14 +170,22 @@ def _at(items: Iterable[Item], path: str) -> tuple[Item, ...]:
     return tuple(sorted(found, key=lambda item: item.created, reverse=True))
 
 
-def holder(lease: Lease, paths: Mapping[str, str]) -> Holder:
-    """Pure: a lease for people; `paths` is key -> path, as far as known."""
+def holder(lease: Lease, paths: Mapping[str, str], bound: Container[str] | None = None) -> Holder:
+    """Pure: a lease for people; `paths` is key -> path, as far as known.
+
+    `bound` are the paths that the node redirects now: a lease names one before that, while the
+    copy goes on.
+    """
     return Holder(
         job=lease.job,
         user=lease.user.name or str(lease.user.uid),
         since=lease.since,
         images=tuple(
-            Leased(use.key, use.path or paths.get(use.key, ""), bool(use.path))
+            Leased(
+                use.key,
+                use.path or paths.get(use.key, ""),
+                bool(use.path) and (bound is None or use.path in bound),
+            )
             for use in lease.uses
         ),
     )

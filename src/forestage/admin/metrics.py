@@ -37,7 +37,7 @@ from forestage.system import lock, records
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end
 READABLE = 0o644  # node exporter is a user of its own
 
-REQUESTS = ("hit", "joined", "copied", "started", "declined", "failed")
+REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
 ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
 EVICTORS = ("stager", "epilog", "sweep")

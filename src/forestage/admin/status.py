@@ -20,6 +20,7 @@ from forestage.peers import stats
 from forestage.peers.stats import Uploaded
 from forestage.system import mounts
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count
+from forestage.through import keeper
 from forestage.units import format_size
 
 
@@ -46,7 +47,8 @@ class Status(msgspec.Struct, frozen=True):
 
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
     peer service of this node sent to others, if one runs or has run since boot. `off` says what
-    has switched staging off for all jobs, and how to switch it on.
+    has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
+    that jobs read through a server.
     """
 
     cache: str
@@ -60,6 +62,7 @@ class Status(msgspec.Struct, frozen=True):
     copies: tuple[Copy, ...] = ()
     served: Uploaded | None = None
     off: str = ""
+    through: tuple[str, ...] = ()
 
 
 def gather(node: Node) -> Status:
@@ -71,14 +74,16 @@ def gather(node: Node) -> Status:
     except Failed as failed:
         holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
     paths = {item.key: item.path for item in holdings.items}
+    bound = tuple(bind.path for bind in redirect.binds(node.cache))
     found = Status(
         cache=str(node.cache.root),
         unusable=unusable,
-        redirects=tuple(bind.path for bind in redirect.binds(node.cache)),
-        leases=tuple(inventory.holder(lease, paths) for lease in holdings.leases),
+        redirects=bound,
+        leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
         problems=holdings.problems,
         served=stats.read(node.places.peer),
         off=_off(node),
+        through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
     )
     if not made:
         return found
@@ -153,6 +158,8 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             ("entries", entries),
         ]
     facts.append(("redirects", str(len(status.redirects))))
+    if status.through:
+        facts.append(("read through", count(len(status.through), "image")))
     if status.served:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
         facts.append(("served", f"{sent} to other nodes"))

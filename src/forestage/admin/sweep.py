@@ -43,6 +43,7 @@ from forestage.slurm.queue import Slurm, why_over
 from forestage.system import lock, records
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
+from forestage.through import leftover
 
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write; then a part is only in the way
 PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a whole cache
@@ -81,8 +82,8 @@ class ReleasedLease(msgspec.Struct, frozen=True):
 class SweepReport(msgspec.Struct, frozen=True):
     """What one sweep did, or would do. `redirects` no lease asked for; `parts`, `evicted`: keys.
 
-    `kept` is how many leases stay. `doubt` says why none was released. `unproven` are the entries
-    that a dry run would read.
+    `kept` is how many leases stay. `keepers` hung: their keys. `doubt` says why no lease was
+    released. `unproven` are the entries that a dry run would read.
     """
 
     dry_run: bool
@@ -90,6 +91,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     kept: int = 0
     redirects: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    keepers: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     verified: tuple[Verdict, ...] = ()
     unproven: tuple[str, ...] = ()
@@ -119,6 +121,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         doubt = str(error)
     released = tuple(run.each(stale))
     run.tried(run.strays, stale)
+    keepers = run.tried(run.hanging_keepers, node) or ()
     parts: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     unproven: tuple[Item, ...] = ()
@@ -133,6 +136,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         kept=len(node.leases.jobs()) - (len(released) if dry_run else 0),
         redirects=tuple(run.unmounted),
         parts=parts,
+        keepers=keepers,
         evicted=evicted,
         verified=verified,
         unproven=tuple(item.key for item in unproven) if dry_run else (),
@@ -222,9 +226,6 @@ class _Run:
         with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
             if leases.mark(one.job) != one.mark:
                 return None
-            if one.lease and node.config.on_deadline == "abort":
-                # Before the lock is free: a job of this number may begin again, with its copy.
-                self.tried(lambda lease: epilog.abort(cache, leases, lease), one.lease)
             try:
                 number = epilog.let_go(cache, leases, one.lease, node.places, one.job, user)
             except (ForestageError, OSError) as error:  # the lease is gone, its redirect a stray
@@ -303,6 +304,16 @@ class _Run:
             for directory in node.cache.parts.iterdir()
             if unwanted(Part(directory)) and lock.is_free(node.cache.key_lock(directory.name))
         )
+
+    def hanging_keepers(self, node: Node) -> tuple[str, ...]:
+        """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
+        hanging = leftover.hanging(node.places.through, node.clock)
+        if not self.dry_run:
+            for found in hanging:
+                self.tried(leftover.end, found)
+            for spot in leftover.dead(node.places.through, node.cache, node.clock.wall()):
+                self.tried(leftover.remove, spot)
+        return tuple(found.spot.name for found in hanging)
 
     def evicted(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
         """Evicts down to the low watermark, as the Epilog does; returns the keys."""
@@ -414,6 +425,7 @@ def pieces(done: SweepReport) -> list[Piece]:
         lines.append(f"{who}: lease {would}released ({lease.why}){redirects}")
     lines += [f"{path}: redirect {would}unmounted, no lease needs it" for path in done.redirects]
     lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
+    lines += [f"keeper of {short(key)}: {would}ended, it hung" for key in done.keepers]
     lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
     lines += [f"{short(key)}: would be verified, an earlier boot wrote it" for key in done.unproven]
     for one in done.verified:

@@ -122,7 +122,7 @@ class Tally(msgspec.Struct):
     def _repeats_prolog(self, event: Event, outcome: Handled) -> bool:
         """Whether the job's first step repeats what was counted for the job's Prolog."""
         key, job = outcome.key, event.job
-        if outcome.result not in ("hit", "joined", "copied", "started"):
+        if outcome.result not in ("hit", "joined", "copied", "started", "through"):
             return False
         if event.hook == "prolog":
             # A requeued job begins anew, and its Epilog may not have run.

@@ -185,6 +185,7 @@ class Cache:
         records.write(part / "entry.json", msgspec.json.encode(entry))
         records.write(part / "used", b"")
         (part / "owner.json").unlink(missing_ok=True)
+        (part / "waited").unlink(missing_ok=True)
         (part / "boot").write_text(boot_id())
         records.sync(part / "image")
         with contextlib.suppress(FileNotFoundError):

@@ -7,7 +7,8 @@ under, so that no entry is evicted between being found and being leased.
     absent        boot, Epilog, sweep                 Prolog, step: taken
     taken         before the entry is copied or used  the path is noted, or an error drops it
     with a path   before the bind mount is made       Epilog drops it, then unmounts the path
-    off           the job said stage=off              Epilog drops it
+    off, wait     the job's comment says so           Epilog drops it
+    told          the user has read a line            Epilog drops it
 """
 
 import contextlib
@@ -23,7 +24,10 @@ from forestage.system.as_user import User
 
 
 class Use(msgspec.Struct, frozen=True):
-    """One entry a job may read. `path` is the resolved path if it is redirected, else ""."""
+    """One entry a job may read.
+
+    `path` is the resolved path if it is redirected, or is to be once the entry is here; else "".
+    """
 
     key: str
     path: str = ""
@@ -32,8 +36,9 @@ class Use(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
-    `off`: the job said stage=off, which its steps could not see otherwise. `node` is this node as
-    Slurm calls it, "" where the hook had no name for it.
+    `off` and `wait` (seconds): the job said stage=off, stage-wait=, which its steps could not see
+    otherwise. `told`: its user has read a line. `node` is this node as Slurm calls it, "" where the
+    hook had no name for it.
     """
 
     job: int
@@ -43,19 +48,22 @@ class Lease(msgspec.Struct, frozen=True):
     uses: tuple[Use, ...] = ()
     off: bool = False
     node: str = ""
+    wait: float | None = None
+    told: bool = False
 
     def with_use(self, use: Use) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""
         others = tuple(u for u in self.uses if u not in (use, Use(use.key)))
         return msgspec.structs.replace(self, uses=(*others, use))
 
+    def unredirected(self, path: str) -> "Lease":
+        """Returns a lease that wants no redirect at this path; what it uses stays the same."""
+        uses = dict.fromkeys(Use(u.key) if u.path == path else u for u in self.uses)
+        return msgspec.structs.replace(self, uses=tuple(uses))
+
     def without(self, key: str) -> "Lease":
         """Returns a lease in which this entry is not used."""
         return msgspec.structs.replace(self, uses=tuple(u for u in self.uses if u.key != key))
-
-    def switched_off(self) -> "Lease":
-        """Returns a lease that notes the job's stage=off."""
-        return msgspec.structs.replace(self, off=True)
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -73,6 +81,10 @@ class Leases:
 
     def file(self, job: int) -> Path:
         return self.directory / f"{job}.json"
+
+    def shown(self, job: int) -> Path:
+        """Where the companion finds what the job's steps are shown (cache/shown.py)."""
+        return self.directory / f"{job}.shown"
 
     def read(self, job: int) -> Lease | None:
         """One job's lease. Raises Failed if it is damaged."""
@@ -107,7 +119,7 @@ class Leases:
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
-        if lease.uses or lease.off:
+        if lease.uses or lease.off or lease.told or lease.wait is not None:
             self.write(lease)
         else:
             self.drop(lease.job)
@@ -141,17 +153,26 @@ class Leases:
         return tuple(found)
 
     def drop_unfinished(self) -> None:
-        """Deletes what hooks left that were killed while they wrote. Under the space lock."""
-        for file in self.directory.glob(".*.json.*"):  # as records.py names them
+        """Deletes what hooks left that were killed while they wrote, and what outlived its lease.
+
+        Under the space lock.
+        """
+        alone = (
+            file
+            for file in self.directory.glob("*.shown")
+            if not file.with_suffix(".json").exists()
+        )
+        for file in (*self.directory.glob(".*.*.*"), *alone):  # the first as records.py names them
             file.unlink(missing_ok=True)
 
     def drop(self, job: int) -> None:
         """Ends a job's lease. Under the space lock."""
-        file = self.file(job)
-        try:
-            file.unlink(missing_ok=True)
-        except IsADirectoryError:
-            shutil.rmtree(file)
+        # The lease last: a sweep that finds one does what is left here.
+        for file in (self.shown(job), self.file(job)):
+            try:
+                file.unlink(missing_ok=True)
+            except IsADirectoryError:
+                shutil.rmtree(file)
 
 
 def _decode(file: Path) -> Lease | None:

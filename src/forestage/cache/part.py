@@ -5,6 +5,8 @@
     parts/<key>/spare          room for the small files that an entry has beside its image
     parts/<key>/peers          how many bytes came from peers, in decimal, while they help
     parts/<key>/source-failed  is there while peers help and the source gives errors here
+    parts/<key>/hot            the pieces that a start of the image reads: their numbers, in JSON
+    parts/<key>/waited         its time is when a hook last said that it waits
     parts/<key>/owner.json     what is copied, by whom, since when; good for one boot
 
 The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
@@ -27,6 +29,7 @@ from forestage.system import records
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
 MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not asked of peers
+HOT_PIECE = 1024 * 1024  # bytes
 Phase = Literal["queued", "copying"]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -34,7 +37,8 @@ Positive = Annotated[int, msgspec.Meta(gt=0)]
 class Owner(msgspec.Struct, frozen=True):
     """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
 
-    `chunk` in bytes; `resumed` bytes were in when it began; `job` is the one that asked first.
+    `chunk` in bytes; `resumed` bytes were in when it began; `job` is the one that asked first, and
+    `uid` its user's; `placed` once the queue has let it go on.
     """
 
     pid: int
@@ -48,6 +52,8 @@ class Owner(msgspec.Struct, frozen=True):
     began: float = 0.0
     resumed: int = 0
     digest: bool = True
+    uid: int = 0
+    placed: bool = False
 
     def lives(self) -> bool:
         """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
@@ -71,6 +77,8 @@ class Part:
         self.spare = directory / "spare"
         self.peers = directory / "peers"
         self.source_failed = directory / "source-failed"
+        self.hot = directory / "hot"
+        self.waited = directory / "waited"
 
     def owner(self) -> Owner | None:
         """Who copies, or copied; None where nothing can be read."""
@@ -82,6 +90,9 @@ class Part:
     def write_owner(self, owner: Owner) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         self.forget_peers()  # what one that was killed noted of them
+        if not self.waited.exists():
+            self.waited.touch()
+            os.utime(self.waited, (0, 0))
         records.write(self.record, msgspec.json.encode(owner))
 
     def digests(self) -> bytes:
@@ -91,11 +102,34 @@ class Part:
         except (FileNotFoundError, NotADirectoryError, records.Damaged):
             return b""
 
+    def hot_chunks(self, chunk: int) -> list[int]:
+        """The chunks that a start of the image reads, if that is known."""
+        try:
+            numbers = records.load(self.hot, list[int])
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+            return []
+        return list(dict.fromkeys(number * HOT_PIECE // chunk for number in numbers))
+
     def copied(self, owner: Owner) -> int:
         """Bytes that are in. Of a copy without a map (rsync): how far the file has grown."""
         if owner.engine == "rsync":
             return _size(self.image)
         return done_bytes(self.digests(), owner.chunk, owner.image.size)
+
+    def note_waiting(self, now: float) -> None:
+        """Says that a hook waits for this copy, `now` in seconds since the epoch.
+
+        It makes no file: that might be one more in the entry that the part becomes this moment.
+        """
+        with contextlib.suppress(OSError):
+            os.utime(self.waited, (now, now), follow_symlinks=False)
+
+    def waited_for(self, now: float) -> float:
+        """Seconds since a hook last said that it waits."""
+        try:
+            return now - os.lstat(self.waited).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return now
 
     def note_peers(self, count: int) -> None:
         """Says how many bytes came from peers; nobody but people reads it."""

@@ -8,6 +8,7 @@ mount table is the only record of them (docs/decisions/0002).
 import contextlib
 import errno
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from forestage.cache import image
 from forestage.cache.image import Identity, Image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed
@@ -24,6 +26,7 @@ from forestage.paths import Places
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 
+MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
 UNMOUNT_TIMEOUT = 5.0  # seconds; walking to a path on a dead file system may take for ever
 CHASES = 20  # tries to reach a redirect whose path is being renamed
 MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
@@ -174,15 +177,61 @@ def mount(
     Raises Declined where the path no longer leads to the staged file or the copy is not readable
     for the job's user; OSError, as_user.TooSlow.
     """
+
+    def note() -> None:
+        # Read again: another step of the job may have taken something meanwhile.
+        # If it is gone, its Epilog has run: what it held besides may be evicted.
+        held = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
+        leases.write(held.with_use(Use(wanted.key, wanted.path)))
+
+    return _mount(cache, places, lease.user, wanted, deadline, note)
+
+
+def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
+    """Makes the image's path show the entry for each job that began without it and wants that.
+
+    Yields each such job and what came of it: mounted, kept, or why not. By the rules of `mount`,
+    but for a lease that has gone: then its Epilog has run, and nobody needs a redirect.
+    """
+    use = Use(wanted.key, wanted.path)
+    for job in node.leases.jobs():
+        with contextlib.suppress(Failed):  # a damaged lease wants no redirect
+            lease = node.leases.read(job)
+            if lease and use in lease.uses and lease.cache == str(node.cache.root):
+                yield job, _mount_for(node, lease, wanted)
+
+
+def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
+    def note() -> None:
+        now = node.leases.read(lease.job)
+        if now is None or Use(wanted.key, wanted.path) not in now.uses:
+            raise Declined("off", "the job has ended, or saves to this path")
+
+    end = Deadline.after(MOUNT_TIMEOUT, node.clock)
+    try:
+        return _mount(node.cache, node.places, lease.user, wanted, end, note)
+    except (Declined, OSError) as error:
+        return str(error)
+
+
+def _mount(
+    cache: Cache,
+    places: Places,
+    user: User,
+    wanted: Image,
+    deadline: Deadline,
+    note: Callable[[], None],
+) -> Shown:
+    """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not."""
     for _ in range(3):
         # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
-        target, identity = _open_target(cache, wanted, lease.user, deadline.left())
+        target, identity = _open_target(cache, wanted, user, deadline.left())
         try:
             with lock.held(cache.space_lock, deadline.left()):
                 bound = binds(cache)
                 step = next_step(bound, wanted.path, wanted.key)
                 if step == "unmount":
-                    unmount(stale(bound, frozenset({wanted.path}), wanted.key), lease.user)
+                    unmount(stale(bound, frozenset({wanted.path}), wanted.key), user)
                     continue
                 # `unredirect` switches staging off, then takes this lock: no bind is made after
                 # that.
@@ -191,11 +240,7 @@ def mount(
                 if step == "mount" and identity != wanted.identity:
                     raise Declined("changed", f"{wanted.path} was changed or replaced just now")
                 # Lease first: an Epilog that runs next takes off what no lease mentions.
-                # Read again: another step of the job may have taken something meanwhile.
-                # If it is gone, its Epilog has run: what it held besides may be evicted.
-                lease = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
-                lease = lease.with_use(Use(wanted.key, wanted.path))
-                leases.write(lease)
+                note()
                 if step == "mount":
                     _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
                 return "mounted" if step == "mount" else "kept"

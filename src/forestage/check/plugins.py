@@ -1,5 +1,7 @@
 """Findings about plugstack.conf: whether the companion can do its work, and what stands in its way.
 
+A step that reads through its copy needs the kernel's /dev/fuse, and no program or library of FUSE.
+
 The companion says which Slurm it was built for in a file beside it, which its Makefile writes; what
 this node runs, `slurmd -V` says, which asks no daemon.
 """
@@ -11,7 +13,7 @@ import msgspec
 
 from forestage.admin.site import COMPANION, Plugin, Site, plugin_folders
 from forestage.check.finding import Finding
-from forestage.config import Settings
+from forestage.config import Config, Settings, dotted
 from forestage.errors import Failed
 from forestage.slurm import plugstack
 from forestage.system import run
@@ -29,9 +31,10 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack = site.stack
     ours, pyxis = stack.companion, stack.pyxis
+    everywhere = [(name, settings.for_partition(name)) for name in (None, *settings.partitions)]
+    yield from _through(files, everywhere)
     if ours is None:
-        everywhere = (None, *settings.partitions)
-        if any(settings.for_partition(name).redirect == "spank" for name in everywhere):
+        if any(config.redirect == "spank" for _, config in everywhere):
             yield Finding(
                 "companion-absent",
                 "critical",
@@ -63,6 +66,30 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
                 f"{one.line.file}: without line {one.line.first}"
                 + ("" if ours else f", or `optional {COMPANION}` before pyxis"),
             )
+
+
+def _through(files: Files, everywhere: list[tuple[str | None, Config]]) -> Iterator[Finding]:
+    """Whether steps can read through their copies, where the admin wants that."""
+    starts = {config.start for _, config in everywhere}
+    if "through" in starts and files.mode("/dev/fuse") is None:
+        yield Finding(
+            "through-no-fuse",
+            "warning",
+            "steps are to read through their copies, and /dev/fuse is not there",
+            "The first job of an image reads the shared file system, as with `cold: shared`",
+            "/etc/modules-load.d/fuse.conf: fuse (now: modprobe fuse)",
+        )
+    for name, config in everywhere:
+        if config.cold == "through" and config.start != "through":
+            yield Finding(
+                "through-no-spank",
+                "warning",
+                f"{dotted(name, 'cold')}: through has no effect with redirect: {config.redirect}",
+                "The first job of an image reads it from the shared file system, as with `cold:"
+                " shared`: only the companion can have a step read through its copy",
+                f"{dotted(name, 'redirect')}: spank, with the companion in plugstack.conf",
+            )
+            return
 
 
 def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:

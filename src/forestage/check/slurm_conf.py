@@ -23,7 +23,7 @@ def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
             "slurm-conf",
             "unknown",
             "slurm.conf cannot be read",
-            "Without it a job waits 15 s for a copy at most, and nothing of Slurm can be checked",
+            "Without it a Prolog takes 15 s at most, and nothing of Slurm can be checked",
             "SLURM_CONF=/where/it/is/slurm.conf forestage check",
         )
         return
@@ -35,8 +35,8 @@ def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
             "contain-spank",
             "warning",
             "SlurmdParameters has contain_spank",
-            "The companion cannot see there that a step was cancelled, so steps wait 50 s for a"
-            f" copy at most, and not {format_duration(settings.config.step_wait)}",
+            "The companion cannot see there that a step was cancelled, so with `cold: wait` steps"
+            " wait 50 s for a copy at most",
             f"{conf.path}: SlurmdParameters without contain_spank",
         )
 
@@ -73,8 +73,7 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             "prolog-serial",
             "warning",
             "PrologFlags has Serial: all Prologs and Epilogs of a node wait for each other",
-            "While one job waits for a copy, for minutes perhaps, no other starts or ends on the"
-            " node",
+            "While one job waits for a copy (`cold: wait`), no other starts or ends on the node",
             line,
         )
     if "runinjob" in flags:
@@ -104,46 +103,41 @@ def _timeouts(conf: Conf) -> Iterator[Finding]:
 
 
 def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
-    limits, launch = timeouts.limits(conf.settings), launch_limit(conf.settings)
+    allowed = timeouts.limits(conf.settings).hurts
     for name in (None, *settings.partitions):
         config = settings.for_partition(name)
-        if config.deadline is None or (name and "deadline" not in settings.partitions[name]):
+        wanted, key = config.deadline, dotted(name, "deadline")
+        if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
             continue
-        waits = timeouts.patience(limits, config.deadline, None, 0.0)
-        if config.prolog_wait is not None:
-            waits = min(waits, config.prolog_wait)
-        key = dotted(name, "deadline")
-        where = settings.origins.get(key, "")
-        wanted = format_duration(config.deadline)
-        if waits > launch:
-            yield Finding(
-                "deadline-too-long",
-                "critical",
-                f"{key}: {wanted} is longer than this slurm.conf allows a Prolog to take,"
-                f" {format_duration(launch)}",
-                "Slurm ends or requeues a batch job that waits longer when its node registers: at"
-                " `scontrol reconfigure`, when slurmd starts, every 33 min by default",
-                f"{where}: {key}: auto (or {conf.path}: {_longer(conf, config.deadline)})",
-            )
-        elif limits.drains is not None and config.deadline > limits.drains:
-            yield Finding(
-                "deadline-cut",
-                "warning",
-                f"{key}: {wanted} is cut to {format_duration(limits.drains)}, below Slurm's timeout"
-                " for a Prolog",
-                "Slurm would kill the Prolog and drain the node",
-                f"{conf.path}: PrologEpilogTimeout={config.deadline * 4 / 3 + 5:.0f}",
-            )
+        # With the companion the steps wait, not the Prolog.
+        if config.start != "wait" or config.redirect == "spank" or not (wanted or 0) > allowed:
+            continue
+        assert wanted is not None
+        yield Finding(
+            "deadline-cut",
+            "warning",
+            f"{key}: {format_duration(wanted)} is cut to {format_duration(allowed)}, what this"
+            " slurm.conf allows a Prolog to take",
+            "Slurm would drain the node, or end or requeue a batch job that waits longer when its"
+            " node registers: at `scontrol reconfigure`, when slurmd starts, every 33 min by"
+            " default",
+            f"{conf.path}: {_longer(conf, wanted)}",
+        )
 
 
 def _longer(conf: Conf, seconds: float) -> str:
     """The settings that let a Prolog take so long."""
     wanted = int(seconds * 4 / 3 + 5)
-    change = f"BatchStartTimeout={wanted}"
-    if launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
-        others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
-        change += f", AuthInfo={','.join([*others, f'cred_expire={wanted}'])}"
-    return change
+    change = []
+    if launch_limit(conf.settings) < seconds:
+        change.append(f"BatchStartTimeout={wanted}")
+        if launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
+            others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
+            change.append(f"AuthInfo={','.join([*others, f'cred_expire={wanted}'])}")
+    drains = timeouts.limits(conf.settings).drains
+    if drains is not None and drains < seconds:
+        change.append(f"PrologEpilogTimeout={wanted}")
+    return ", ".join(change)
 
 
 def hidden_below(files: Files, conf: Conf | None) -> tuple[str, ...]:

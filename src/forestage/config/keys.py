@@ -18,7 +18,7 @@ Redirect: TypeAlias = Literal["bind", "spank", "none"]
 UserMessages: TypeAlias = Literal["none", "problems", "all"]
 Engine: TypeAlias = Literal["chunks", "rsync"]
 Direct: TypeAlias = Literal["auto", "on", "off"]
-OnDeadline: TypeAlias = Literal["continue", "abort"]
+Cold: TypeAlias = Literal["auto", "through", "shared", "wait"]
 OnError: TypeAlias = Literal["continue", "drain"]
 
 Limit: TypeAlias = int | None  # bytes
@@ -156,31 +156,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Key("The most one copy may read in a second; null is no limit.", values.LIMIT, "null"),
     ] = None
     max_copies: Annotated[
-        int, Key("Copies at once on a node; further ones queue in order.", UP_TO_64)
+        int, Key("Copies at once on a node; others queue, those that jobs need first.", UP_TO_64)
     ] = 4
+    cold: Annotated[
+        Cold,
+        JobKey(
+            "How a job starts without its copy: through (with spank only), shared, or wait for it."
+        ),
+    ] = "auto"
     deadline: Annotated[
         float | None,
         JobKey(
-            "How long a hook may make a job wait; auto is what slurm.conf allows.",
+            "How long a job waits with cold: wait; auto: what slurm.conf allows, for a step 8m.",
             values.DURATION,
             "auto",
         ),
     ] = None
-    prolog_wait: Annotated[
-        float | None,
-        JobKey(
-            "How long of that for copies; auto is all, 0 only starts them.", values.DURATION, "auto"
-        ),
-    ] = None
-    step_wait: Annotated[
-        float,
-        # slurm_step_launch_wait_start() of srun ends a step that has not begun after 600 s.
-        JobKey("How long a step may wait for a copy; srun gives up after 10m.", values.DURATION),
-    ] = 480.0
-    on_deadline: Annotated[
-        OnDeadline,
-        JobKey("What a copy does when its job has started without it: continue, or abort."),
-    ] = "continue"
     max_stage_wait: Annotated[
         float, JobKey("The most that a user's stage-wait= may ask for.", values.DURATION)
     ] = 600.0
@@ -192,6 +183,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = "problems"
     peers: Peering = Peering()
     metrics: Metering = Metering()
+
+    @property
+    def start(self) -> Literal["through", "shared", "wait"]:
+        """How a job starts while its image is copied: `cold` as far as `redirect` allows it."""
+        if self.cold == "shared" or self.cold == "wait":
+            return self.cold
+        # In a step's own mount namespace only: `df` on the node must never meet it.
+        return "through" if self.redirect == "spank" else "shared"
 
 
 def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:

@@ -22,6 +22,13 @@ MAX_FILE_SIZE = 1 << 20  # bytes; a configuration is not a data file
 MAX_DEPTH = 4  # the file, its partitions, one partition, a list of sources
 DEFAULT = "default"  # the origin of a value that no file sets
 
+REMOVED = {
+    "prolog_wait": "`cold:` says whether a job waits for its copy",
+    "step_wait": "`cold: wait` makes a step wait, up to `deadline:`",
+    "on_deadline": "a copy goes on while a job has a use for it",
+}
+"""Keys of earlier releases, each with what there is instead."""
+
 Overrides: TypeAlias = Mapping[str, object]  # key -> value of the key's type in Config
 
 
@@ -243,6 +250,8 @@ def _not_a_key(partition: str | None, key: str) -> str:
 
     if key in (*KEYS, *GROUPS):
         return "cannot differ between partitions: a node has one cache"
+    if key in REMOVED:
+        return f"was removed: {REMOVED[key]} (remove the line; see forestage.yaml(5))"
     known = (*KEYS, "partitions") if partition is None else PARTITION_KEYS
     near = get_close_matches(key, known, n=1)
     return f"unknown key, did you mean {near[0]}?" if near else "unknown key"

@@ -16,7 +16,7 @@ import msgspec
 from forestage.slurm.job import Job, Via
 from forestage.units import printable
 
-Result = Literal["hit", "joined", "copied", "started", "declined", "failed", "released"]
+Result = Literal["hit", "joined", "copied", "started", "through", "declined", "failed", "released"]
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
@@ -36,7 +36,8 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     """What one request of a job came to, in its Prolog or at a step's start.
 
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
-    spent on staging. `started`: the job's steps will wait for the copy.
+    spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
+    through it.
     """
 
     request: str = ""
@@ -58,7 +59,8 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
 
     Seconds: `wait` from its start to its end, of which `copying` went into the bytes. Bytes:
     `resumed` were here before, `from_peers` came from other nodes, `uploaded` went to others
-    meanwhile. `evicted` are the keys that made room.
+    meanwhile. Jobs read `read_through` before the copy was whole, of these `read_straight` from the
+    source. `evicted` are the keys that made room.
     """
 
     image: str = ""
@@ -69,6 +71,8 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     resumed: int = 0
     from_peers: int = 0
     uploaded: int = 0
+    read_through: int = 0
+    read_straight: int = 0
     evicted: tuple[str, ...] = ()
 
     @property
@@ -135,6 +139,8 @@ def _facts(outcome: Outcome) -> dict[str, object]:
         "bytes": outcome.bytes,
         "from_peers": outcome.from_peers,
         "uploaded": outcome.uploaded,
+        "read_through": outcome.read_through,
+        "read_straight": outcome.read_straight,
         "wait": wait,
         "evicted": ",".join(outcome.evicted),
         "detail": outcome.detail,
@@ -151,29 +157,28 @@ def field(value: object) -> str:
     return f'"{escaped[:-1]}\\x5c"' if escaped.endswith("\\") else f'"{escaped}"'
 
 
+def of_job(job: Job, hook: Hook, outcome: Outcome, now: float = 0.0, total: float = 0.0) -> Event:
+    """Pure: the event of one outcome of a hook's run for this job."""
+    return Event(
+        time=round(now, 3),
+        hook=hook,
+        job=job.id,
+        outcome=outcome,
+        user=job.user.name,
+        uid=job.user.uid,
+        node=job.node,
+        partition=job.partition,
+        total=round(total, 4),
+        problems=job.hints.problems if hook == "prolog" else (),
+        step=job.step,
+    )
+
+
 def record(
     file: Path, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
 ) -> None:
     """Appends an event for each outcome of one run; all have its time and `total`, in seconds."""
-    append(
-        file,
-        [
-            Event(
-                time=round(now, 3),
-                hook=hook,
-                job=job.id,
-                outcome=outcome,
-                user=job.user.name,
-                uid=job.user.uid,
-                node=job.node,
-                partition=job.partition,
-                total=round(total, 4),
-                problems=job.hints.problems if hook == "prolog" else (),
-                step=job.step,
-            )
-            for outcome in outcomes
-        ],
-    )
+    append(file, [of_job(job, hook, outcome, now, total) for outcome in outcomes])
 
 
 def append(file: Path, events: Iterable[Event]) -> None:

@@ -17,11 +17,11 @@ REASONS = {
     "no-room": "The cache could not make room: what it holds is leased or pinned, the image is"
     " larger than what it may take, or something else fills its disk.",
     "deadline": "The copy takes longer than this job may wait; `stage-wait=` in the comment or the"
-    " admin's `deadline:` moves that, for a step the admin's `step_wait:`.",
+    " admin's `deadline:` moves that.",
+    "no-through": "The step could not read through the copy as it came in.",
     "busy": "A lock of the node was held too long.",
     "changed": "The file was written to or replaced; what cannot be copied whole is not used.",
-    "stopped": "The copy was stopped, as by the admin's `on_deadline: abort`; what has arrived"
-    " is kept until a job wants the image again.",
+    "stopped": "The copy was stopped; what has arrived is kept until a job wants the image again.",
     "off": "The job asked for this with stage=off.",
     "disabled": "The admin has switched staging off for this partition or node.",
     "access": "The file server grants this user more than the file's mode shows, so the local copy"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forestage.config import Config
     from forestage.errors import Declined
     from forestage.events import Outcome
+    from forestage.hooks.image import Answer
     from forestage.paths import Places
     from forestage.slurm.job import Job
 
@@ -108,35 +109,46 @@ class Hook:
         return DRAIN if failed and self.drains else 0
 
     def _prolog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+        from forestage.cache import shown
         from forestage.hooks import prolog
         from forestage.slurm import timeouts
 
-        if not (job.requests or job.hints.off):
+        if not (job.requests or job.hints.for_steps):
             return prolog.bad_hint(job)
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
-        outcomes: Sequence[Outcome] = ()
+        decided = shown.decided_by(places)
+        answers: Sequence[Answer] = ()
         nodes, refusal = self._nodes(job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
         limit = prolog.waiting(nodes[0], job, limits, refusal)
         for node in nodes:
-            outcomes = prolog.prolog(node, job, limit, refusal)
-        return outcomes
+            answers = prolog.prolog(node, job, limit, refusal)
+        if nodes[0].config.redirect == "spank":
+            from forestage.hooks import step
+
+            step.note_shown(nodes[0], job, decided, answers)
+        return [answer.outcome for answer in answers]
 
     def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+        from forestage.cache import shown
         from forestage.hooks import step
         from forestage.system import child
 
+        decided = shown.decided_by(places)
         # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
         child.leave_job()
         timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
+        job, refusal = step.as_noted(nodes[0], job, refusal)
+        say = step.Once(nodes[0], job, _speak)
         # Once, as in the Prolog.
-        limit = step.waiting(nodes[0], timeout, _speak, refusal)
+        limit = step.waiting(nodes[0], job, timeout, say, refusal)
         for node in nodes:
-            done = step.step(node, job, limit, _speak, refusal)
+            done = step.step(node, job, limit, say, refusal)
         # At once: the log can wait, the step does not.
         self.answer(*done.answer)
+        step.note_shown(nodes[0], job, decided, done.answers)
         return done.outcomes
 
     def _epilog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:

@@ -54,8 +54,6 @@ def epilog(
         done = Released(result="released")
         if cache:
             done = _release(cache, leases, lease, places, clock, job, patience)
-        if cache and lease and config and config.on_deadline == "abort":
-            abort(cache, leases, lease)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except lock.Busy as busy:
@@ -106,14 +104,6 @@ def let_go(
     leases.drop(job)
     # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
     return redirect.unmount_unneeded(cache, leases, places, user, lease)
-
-
-def abort(cache: Cache, leases: Leases, ended: Lease) -> None:
-    """Stops copies that only this job wanted; a step that is killed cannot do it."""
-    from forestage.stage import wait  # few Epilogs need it
-
-    for use in ended.uses:
-        wait.abort(cache, leases, ended.job, use.key)
 
 
 def _note_use(cache: Cache, lease: Lease, now: float) -> None:

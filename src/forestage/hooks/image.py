@@ -1,14 +1,20 @@
-"""Handles one image that a job names, from the user's word to the path that shows the local copy.
+"""Handles the images that a job names, from the user's word to the path that shows the local copy.
 
-Prolog and step share this path; it reads from top to bottom in `_handle`. Whatever a request comes
-to is its outcome: nothing that is expected to go wrong leaves `handle` as an exception. The lease
-is taken before the entry is used, and before the copy exists, so that nothing evicts it in between.
+Prolog and step share this path; it reads from top to bottom in `_handled` and `_served`. Whatever a
+request comes to is its outcome: nothing that is expected to go wrong leaves `handle` as an
+exception. The lease is taken before the entry is used, and before the copy exists, so that nothing
+evicts it in between.
+
+    cold: wait      the hook waits; at its deadline the job starts as with `shared`
+    cold: shared    the job reads the source; with `redirect: bind` the stager lays the redirect
+    cold: through   a step reads through the copy as it comes in, or as `shared` where it cannot
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,9 +22,10 @@ from forestage.cache import image, redirect
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
-from forestage.clock import Deadline
+from forestage.clock import Clock, Deadline
+from forestage.config import Config
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Handled
+from forestage.events import Handled, Result
 from forestage.slurm.job import Job, Request
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
@@ -26,55 +33,108 @@ from forestage.stage.wait import Eta
 from forestage.system import lock
 from forestage.units import printable
 
+if TYPE_CHECKING:
+    from forestage.stage.stager import Channel
+
+SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within SHORTLY
+SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
 MAX_USES = 1000  # of one job, some 200 bytes each: a job must not fill /run
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """How long a hook goes on: `copy` limits waiting for a copy, `end` limits everything.
+    """How long a hook goes on: `end` limits everything, `copy` waiting for copies.
 
-    `in_vain` says what a wait that brought no copy leaves: nothing (`release` the lease), the lease
-    for the job's next step (`keep`), or a copy that the job's steps will wait for (`hand-over`).
-    `watch` is called now and then during a wait.
+    `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
+    all the same. `watch` is called now and then during a wait.
     """
 
     end: Deadline
-    copy: Deadline
-    in_vain: Literal["release", "keep", "hand-over"] = "release"
+    copy: Deadline | None
+    small: Deadline
     watch: Callable[[Eta], None] | None = None
+
+    @classmethod
+    def of(cls, clock: Clock, end: float, copy: float | None, small: bool = True) -> "Wait":
+        """From now on, in seconds; `small`: whether small images are waited for."""
+        return cls(
+            Deadline.after(max(end, copy or 0.0), clock),
+            None if copy is None else Deadline.after(copy, clock),
+            Deadline.after(SHORTLY if small else 0.0, clock),
+        )
+
+    def for_copy(self, size: int) -> Deadline:
+        """Returns how long to wait for the copy of an image of `size` bytes."""
+        none = Deadline(0.0, self.end.clock)
+        return self.copy or (self.small if size <= SMALL else none)
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a request came to, and its image where one was found."""
+    """What a request came to, and its image where one was found.
+
+    `socket` is where the tasks of a step get the file through which they read.
+    """
 
     outcome: Handled
     image: Image | None = None
+    socket: Path | None = None
+
+
+def wished(config: Config, hint: float | None, longest: float) -> float | None:
+    """Pure: seconds that a job wants to wait for its copies; None: not at all.
+
+    `hint` is its stage-wait=. It replaces the admin's `deadline:`, also where the job would start
+    from the shared path; one that reads through has nothing to wait for. `longest` is what
+    `deadline: auto` means.
+    """
+    if config.start == "through" or hint == 0:
+        return None
+    if hint is not None:
+        return min(hint, config.max_stage_wait)
+    if config.start == "shared":
+        return None
+    return longest if config.deadline is None else config.deadline
 
 
 def handle(
-    node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None = None
-) -> Answer:
-    """Stages one image and redirects its path. Never raises for a request.
+    node: Node,
+    job: Job,
+    requests: Sequence[Request],
+    limit: Wait,
+    refusal: Declined | None = None,
+) -> list[Answer]:
+    """Stages images and redirects their paths. Never raises for a request: each gets its answer.
 
+    All their copies are under way before one of them is waited for.
     `refusal` is why nothing may be staged now (switched off, misconfigured); the path is looked at
     all the same where the node has redirects, since none may show this job an outdated file.
     """
+    runs = [_run(node, job, request, limit, refusal) for request in requests]
+    begun = [next(run) for run in runs]
+    return [answer or next(filter(None, run)) for answer, run in zip(begun, runs, strict=True)]
+
+
+def _run(
+    node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
+) -> Iterator[Answer | None]:
+    """Yields the request's answer, and None before it where a copy has been started."""
     start = node.clock.monotonic()
     refusal = refusal or _refusal(node, job, request)
     try:
-        answer = _handle(node, job, request, limit, refusal)
+        answer = yield from _handled(node, job, request, limit, refusal)
     except Failed as failed:
         answer = Answer(of_error(request, failed))
     except (ForestageError, OSError) as error:
         answer = Answer(of_error(request, refusal or error))
     took = round(node.clock.monotonic() - start, 4)
-    return Answer(msgspec.structs.replace(answer.outcome, wait=took), answer.image)
+    outcome = msgspec.structs.replace(answer.outcome, wait=took)
+    yield msgspec.structs.replace(answer, outcome=outcome)
 
 
-def _handle(
+def _handled(
     node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
-) -> Answer:
+) -> Generator[None, None, Answer]:
     if refusal and not redirect.binds(node.cache):
         raise refusal
     path = image.wanted_path(request, job.work_dir)
@@ -83,20 +143,87 @@ def _handle(
         with source.open_as(job.user, path, node, limit.end) as opened:
             try:
                 _check(node, opened.image, refusal)
-                with _lease(node, job, opened, limit) as lease:
-                    came = _obtain(node, job, opened, limit)
-                    if came == "started":
-                        return _answer(request, opened, came, "spank")
-                    with contextlib.suppress(FileNotFoundError):  # only a note for evict
-                        node.cache.touch(opened.image.key, node.clock.wall())
-                    return _answer(
-                        request, opened, came, _redirect(node, job, opened, lease, limit)
-                    )
+                with (
+                    _lease(node, job, opened, limit) as lease,
+                    wait.begun(node, job, opened) as copying,
+                ):
+                    if copying:
+                        yield
+                    return _served(node, job, request, opened, lease, copying, limit)
             except Declined as error:
                 if error.reason != "changed":
                     return Answer(of_error(request, error, opened.image), opened.image)
                 changed = str(error)  # what lies there now may stay
     raise Declined("changed", f"{SOURCE_TRIES} times, {changed}")
+
+
+def _served(
+    node: Node,
+    job: Job,
+    request: Request,
+    opened: OpenImage,
+    lease: Lease,
+    copying: "Channel | None",
+    limit: Wait,
+) -> Answer:
+    """The entry, if it comes in time; else what the job does meanwhile."""
+    found = opened.image
+    until = limit.for_copy(found.size)
+    try:
+        came = wait.obtain(node, job, opened, copying, until, limit.watch)
+    except Declined as late:
+        if late.reason != "deadline":
+            raise
+        meanwhile = _meanwhile(node, job, request, opened, limit, late)
+        if meanwhile:
+            return meanwhile
+        came = "joined"
+    with contextlib.suppress(FileNotFoundError):  # only a note for evict
+        node.cache.touch(found.key, node.clock.wall())
+    way = _way(node, job, found, limit)
+    if way == "bind":
+        way = redirect.mount(node.cache, node.places, node.leases, lease, found, limit.end)
+    return _answer(request, opened, came, way)
+
+
+def _meanwhile(
+    node: Node, job: Job, request: Request, opened: OpenImage, limit: Wait, late: Declined
+) -> Answer | None:
+    """What the job does while its image is copied; None where that has just ended."""
+    way = _way(node, job, opened.image, limit)
+    if way == "bind":
+        _ask_for_redirect(node, job, opened.image)
+        # The stager publishes, then looks who asked: one of the two sees the other.
+        if limit.copy is None and node.cache.find(opened.image):
+            return None
+        way = "later"
+    if limit.copy is not None:
+        return Answer(of_error(request, late, opened.image), opened.image)
+    if way != "spank":
+        return _answer(request, opened, "started", way)
+    return _through(node, job, request, opened)
+
+
+def _through(node: Node, job: Job, request: Request, opened: OpenImage) -> Answer:
+    """Has the step read through the copy, or leaves it the shared path where that cannot be.
+
+    The Prolog has all ready for the first step.
+    """
+    way = "none" if job.step is not None else "spank"
+    if node.config.start != "through":
+        return _answer(request, opened, "started", way)
+    # A hit needs none of it.
+    from forestage.through import keeper
+
+    try:
+        socket = keeper.start(node, opened, wait=job.step is not None)
+    except Declined as why:
+        answer = _answer(request, opened, "started", way)
+        detail = printable(str(why))
+        outcome = msgspec.structs.replace(answer.outcome, reason=why.reason, detail=detail)
+        return msgspec.structs.replace(answer, outcome=outcome)
+    result: Result = "started" if job.step is None else "through"
+    return msgspec.structs.replace(_answer(request, opened, result, "spank"), socket=socket)
 
 
 def of_error(request: Request, error: Exception, found: Image | None = None) -> Handled:
@@ -143,9 +270,7 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
         raise Declined("bad-path", "the path resolves to a name with control characters")
 
 
-def _answer(
-    request: Request, opened: OpenImage, result: Literal["started"] | wait.Came, shown: str
-) -> Answer:
+def _answer(request: Request, opened: OpenImage, result: Result, shown: str) -> Answer:
     outcome = Handled(result, request=printable(request.path), via=request.via, redirect=shown)
     return Answer(_about(outcome, opened.image), opened.image)
 
@@ -154,29 +279,19 @@ def _about(outcome: Handled, found: Image) -> Handled:
     return msgspec.structs.replace(outcome, image=found.path, key=found.key, size=found.size)
 
 
-def _obtain(node: Node, job: Job, opened: OpenImage, limit: Wait) -> Literal["started"] | wait.Came:
-    """Waits until the entry is here; `started` if the job's steps wait for it instead."""
-    try:
-        return wait.obtain(node, job, opened, limit.copy, limit.watch)
-    except Declined as declined:
-        if declined.reason != "deadline":
-            raise
-        if limit.in_vain == "hand-over":
-            return "started"
-        if node.config.on_deadline == "abort":
-            wait.abort(node.cache, node.leases, job.id, opened.image.key)
-        raise
+def lease_of(node: Node, job: Job) -> Lease:
+    """The job's lease, or a new one, not yet written. Under the space lock. Raises Failed."""
+    return node.leases.read(job.id) or Lease(
+        job.id, job.user, node.clock.wall(), str(node.cache.root), node=job.node
+    )
 
 
 @contextlib.contextmanager
 def _lease(node: Node, job: Job, opened: OpenImage, limit: Wait) -> Iterator[Lease]:
     """Holds the entry for the job; an error gives back what the job did not hold before."""
     key = opened.image.key
-    now = node.clock.wall()
     with lock.held(node.cache.space_lock, limit.end.left()):
-        lease = node.leases.read(job.id) or Lease(
-            job.id, job.user, now, str(node.cache.root), node=job.node
-        )
+        lease = lease_of(node, job)
         is_new = all(use.key != key for use in lease.uses)
         if not is_new:
             # A requeued job's, perhaps, which a sweep takes for that of the job as it was.
@@ -187,8 +302,9 @@ def _lease(node: Node, job: Job, opened: OpenImage, limit: Wait) -> Iterator[Lea
             lease = lease.with_use(Use(key))
             node.leases.write(lease)
     with contextlib.ExitStack() as on_error:
-        # A job may name one image twice: what the first request got stays.
-        if is_new and limit.in_vain != "keep":
+        # A job may name one image twice: what the first request got stays. So does what a step
+        # took, as another one may run with it by now.
+        if is_new and job.step is None:
             on_error.callback(_give_back, node, job, key)
         yield lease
         on_error.pop_all()
@@ -202,17 +318,36 @@ def _give_back(node: Node, job: Job, key: str) -> None:
             node.leases.put(lease.without(key))
 
 
-def _redirect(node: Node, job: Job, opened: OpenImage, lease: Lease, limit: Wait) -> str:
-    """Makes the path show the entry, unless the site or the job's own use of it forbids that."""
+def _ask_for_redirect(node: Node, job: Job, found: Image) -> None:
+    """Has the stager redirect the path for this job, once the entry is here."""
+    # Whoever holds the lock for so long: the job reads the right bytes without it, only slower.
+    with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
+        lease = node.leases.read(job.id)
+        if lease is not None:
+            node.leases.write(lease.with_use(Use(found.key, found.path)))
+
+
+def _way(node: Node, job: Job, found: Image, limit: Wait) -> str:
+    """How the path is to show the entry: bind, spank, or none for the site's sake or the job's."""
     if node.config.redirect == "none":
         return "none"
     if job.saves:
         path = os.path.join(job.work_dir, job.saves)
         saved = source.resolve(path, job.user, limit.end.left())
-        # --container-save meets a read-only file where a redirect lies, whoever made it.
-        redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)
-        if saved == opened.image.path:
+        _spare(node, job, saved, limit)
+        if saved == found.path:
             return "none"
-    if node.config.redirect == "spank":
-        return "spank"
-    return redirect.mount(node.cache, node.places, node.leases, lease, opened.image, limit.end)
+    return node.config.redirect
+
+
+def _spare(node: Node, job: Job, saved: str, limit: Wait) -> None:
+    """Keeps redirects away from a path that the job saves to.
+
+    --container-save meets a read-only file where one lies, whoever made it.
+    """
+    with lock.held(node.cache.space_lock, limit.end.left()):
+        lease = node.leases.read(job.id)
+        # Before those that lie there go: the stager may lay one for another image of this job.
+        if lease is not None and lease.unredirected(saved) != lease:
+            node.leases.write(lease.unredirected(saved))
+    redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)

@@ -1,12 +1,13 @@
 """The Prolog: stages each image that a starting job names, one outcome for each."""
 
-from forestage.cache.lease import Lease
+import msgspec
+
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
 from forestage.hooks import image
-from forestage.hooks.image import Wait
+from forestage.hooks.image import Answer, Wait
 from forestage.slurm import timeouts
 from forestage.slurm.job import Job, Request
 from forestage.slurm.timeouts import Limits
@@ -23,48 +24,50 @@ def bad_hint(job: Job) -> list[Handled]:
     return [Handled(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Handled]:
-    """Stages all that the job asks for. Never raises for a request: each gets its outcome.
+def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Answer]:
+    """Stages all that the job asks for. Never raises for a request: each gets its answer.
 
     `refusal` is why nothing may be staged on this node now.
     """
-    outcomes = [
-        image.handle(node, job, request, limit, refusal).outcome for request in job.requests
-    ]
-    if job.hints.off:
-        noted = _note_off(node, job, limit.end)
+    answers = image.handle(node, job, job.requests, limit, refusal)
+    if job.hints.for_steps:
+        noted = _note_hints(node, job, limit.end)
         # Each image has its own outcome, which says the same.
-        if noted.result == "failed" or not outcomes:
-            outcomes.append(noted)
-    return outcomes
+        if noted and (noted.result == "failed" or not answers):
+            answers.append(Answer(noted))
+    return answers or [Answer(one) for one in bad_hint(job)]
 
 
 def waiting(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> Wait:
-    """Returns how long this job's Prolog may go on, and wait for a copy.
+    """Returns how long this job's Prolog may go on, and wait for copies.
 
-    Where all is refused no copy is waited for: then neither the admin's nor the user's word for
-    that shortens or lengthens the search for stale redirects.
+    Where all is refused neither the admin's nor the user's word for that shortens or lengthens the
+    search for stale redirects.
     """
-    config = node.config
-    wished, hint = config.deadline, job.hints.wait
+    config, hint = node.config, job.hints.wait
     if refusal:
-        wished, hint = source.HOOK_TIMEOUT, None
-    seconds = timeouts.patience(limits, wished, hint, config.max_stage_wait)
-    end = copy = Deadline.after(seconds, node.clock)
-    if config.prolog_wait is not None:
-        copy = Deadline.after(min(config.prolog_wait, seconds), node.clock)
-    return Wait(end, copy, "hand-over" if config.redirect == "spank" else "release")
+        seconds = timeouts.patience(limits, source.HOOK_TIMEOUT)
+        return Wait.of(node.clock, seconds, None, small=False)
+    seconds = timeouts.patience(limits, config.deadline)
+    if config.redirect == "spank":  # the steps wait, where no timeout of Slurm's ends that
+        return Wait.of(node.clock, seconds, None, small=False)
+    wish = image.wished(config, hint, limits.hurts)
+    copy = None if wish is None else timeouts.patience(limits, wish)
+    return Wait.of(node.clock, seconds, copy, small=hint != 0)
 
 
-def _note_off(node: Node, job: Job, end: Deadline) -> Handled:
-    """Notes stage=off in the lease for the job's steps, which see no comment."""
+def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
+    """Notes in the lease what the comment says to the job's steps, which do not see it.
+
+    Returns the outcome of stage=off, or of an error.
+    """
+    hints = job.hints
     try:
         with lock.held_if_writable(node.cache.space_lock, end.left()):
-            since = node.clock.wall()
-            lease = node.leases.read(job.id) or Lease(
-                job.id, job.user, since, str(node.cache.root), node=job.node
-            )
-            node.leases.put(lease.switched_off())
+            lease = image.lease_of(node, job)
+            node.leases.put(msgspec.structs.replace(lease, off=hints.off, wait=hints.wait))
     except (ForestageError, OSError) as error:
         return image.of_error(Request("", "hint"), error)
+    if not hints.off:
+        return None
     return Handled(result="declined", via="hint", reason="off", detail="stage=off")

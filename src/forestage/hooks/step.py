@@ -1,28 +1,37 @@
 """The step hook: the SPANK companion runs it once per step and node, before the tasks start.
 
-The answer is one line of fields between tabs: `use` this entry for that file, or `leave` the path
-as it is. Lines with `say` before it are for the user, who sits at the terminal and waits.
+The answer is one line of fields between tabs: `use` this entry for that file, read `through` the
+keeper at this socket, or `leave` the path as it is. A line with `say` before it is for the user,
+who sits at the terminal and waits.
 """
 
+import contextlib
+import math
+import os
 import pwd
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from forestage import events
+from forestage.cache import shown
+from forestage.cache.image import Image
 from forestage.cache.node import Node
-from forestage.clock import Clock, Deadline
+from forestage.cache.shown import Shown
+from forestage.clock import Clock
 from forestage.config import UserMessages
-from forestage.errors import Declined, Failed
+from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
-from forestage.slurm import timeouts
-from forestage.slurm.job import Job
+from forestage.slurm import nodelist, timeouts
+from forestage.slurm.job import Job, Request
 from forestage.stage import source
 from forestage.stage.wait import Eta
-from forestage.units import format_duration
+from forestage.system import lock
+from forestage.units import format_duration, printable
 
-EVERY = 30.0  # seconds between two lines for a user who waits
+HELD_UP = 5.0  # seconds that a step waits before its user reads why
 
 PYXIS_TELLS = frozenset(
     ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
@@ -33,24 +42,30 @@ Say = Callable[[str], None]
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The outcomes for log and events, and the fields of the answer's line."""
+    """What the requests came to, for log and events, and the fields of the answer's line."""
 
-    outcomes: list[Handled]
+    answers: list[Answer]
     answer: tuple[str, ...]
 
+    @property
+    def outcomes(self) -> list[Handled]:
+        return [one.outcome for one in self.answers]
 
-def waiting(node: Node, timeout: str, say: Say, refusal: Declined | None) -> Wait:
+
+def waiting(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | None) -> Wait:
     """Returns how long a step may go on, and wait for a copy.
 
     `timeout` is the companion's own limit in seconds, as text. Where all is refused there is only
     the search for stale redirects.
     """
-    config, clock = node.config, node.clock
-    copy = 0.0 if refusal else config.step_wait
-    seconds = timeouts.step_patience(max(copy, source.HOOK_TIMEOUT), timeout)
-    watch = Watch(clock, say) if config.user_messages != "none" else None
-    waits = Deadline.after(timeouts.step_patience(copy, timeout), clock)
-    return Wait(Deadline.after(seconds, clock), waits, "keep", watch)
+    config, hint = node.config, job.hints.wait
+    wish = None if refusal else image.wished(config, hint, timeouts.STEP_WAIT)
+    copy = None if wish is None else timeouts.step_patience(wish, timeout)
+    end = timeouts.step_patience(source.HOOK_TIMEOUT, timeout)
+    limit = Wait.of(node.clock, end, copy, small=hint != 0)
+    if copy is None or config.user_messages == "none":
+        return limit
+    return msgspec.structs.replace(limit, watch=Watch(node.clock, say))
 
 
 def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) -> Done:
@@ -60,18 +75,12 @@ def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) 
     """
     if not job.requests:
         return Done([], ("leave", "no-image"))
-    request = job.requests[0]  # pyxis' option has one; a step sees no comment
-    try:
-        job = _as_noted(node, job)
-    except Failed as damaged:
-        refusal = refusal or damaged
-    except OSError as error:
-        refusal = refusal or Failed("io", str(error))
-    answer = image.handle(node, job, request, limit, refusal)
+    # pyxis' option has one image; a step sees no comment.
+    (answer,) = image.handle(node, job, job.requests[:1], limit, refusal)
     line = message(answer.outcome, node.config.user_messages)
     if line:
         say(line)
-    return Done([answer.outcome], fields(node, answer))
+    return Done([answer], fields(node, answer))
 
 
 def named(job: Job) -> Job:
@@ -83,25 +92,61 @@ def named(job: Job) -> Job:
     return msgspec.structs.replace(job, user=msgspec.structs.replace(job.user, name=name))
 
 
-def _as_noted(node: Node, job: Job) -> Job:
-    """With stage=off, if the Prolog noted that: a step sees no comment."""
-    lease = node.leases.read(job.id)
-    off = lease is not None and lease.off
-    return msgspec.structs.replace(job, hints=msgspec.structs.replace(job.hints, off=off))
+def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Declined | None]:
+    """Returns the job with the hints that its Prolog noted; a step sees no comment.
+
+    A lease that cannot be read is a refusal, unless there is one already.
+    """
+    try:
+        lease = node.leases.read(job.id)
+    except Failed as damaged:
+        return job, refusal or damaged
+    except OSError as error:
+        return job, refusal or Failed("io", str(error))
+    if lease is None:
+        return job, refusal
+    hints = msgspec.structs.replace(job.hints, off=lease.off, wait=lease.wait)
+    return msgspec.structs.replace(job, hints=hints), refusal
 
 
 class Watch:
-    """While a step waits: a line now and then, so that nobody thinks it hangs."""
+    """While a step waits: one line, so that nobody thinks it hangs."""
 
     def __init__(self, clock: Clock, say: Say) -> None:
         self.clock = clock
         self.say = say
-        self.next = clock.monotonic() + EVERY
+        self.due = clock.monotonic() + HELD_UP
 
     def __call__(self, eta: Eta) -> None:
-        if self.clock.monotonic() >= self.next:
-            self.next += EVERY
+        if self.clock.monotonic() >= self.due:
+            self.due = math.inf
             self.say(eta.progress())
+
+
+class Once:
+    """Says a line to a job's user: one for each job, from the first node of the step."""
+
+    def __init__(self, node: Node, job: Job, say: Say) -> None:
+        self.node = node
+        self.job = job
+        self.say = say
+
+    def __call__(self, text: str) -> None:
+        listed = self.job.step_nodelist or self.job.nodelist
+        nodes = nodelist.expand(listed) if listed else ()
+        if (not nodes or nodes[0] == self.job.node) and self._is_first():
+            self.say(f"{self.job.node}: {text}")
+
+    def _is_first(self) -> bool:
+        """Whether the user has read nothing yet; notes in the lease that now they do."""
+        node = self.node
+        try:
+            with lock.held_if_writable(node.cache.space_lock, image.GIVE_UP):
+                lease = image.lease_of(node, self.job)
+                node.leases.put(msgspec.structs.replace(lease, told=True))
+                return not lease.told
+        except (ForestageError, OSError):  # rather twice than never
+            return True
 
 
 def message(outcome: Handled, wanted: UserMessages) -> str:
@@ -115,12 +160,16 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     if wanted != "all":
         return ""
     took = format_duration(outcome.wait)
-    return f"{name} is read from this node's copy ({outcome.result} in {took})"
+    copy = {"started": "its original path", "through": "this node's copy as it comes in"}
+    where = copy.get(outcome.result, "this node's copy")
+    return f"{name} is read from {where} ({outcome.result} in {took})"
 
 
 def fields(node: Node, answer: Answer) -> tuple[str, ...]:
     """Pure: the fields of the line that ends the companion's wait."""
     outcome, wanted = answer.outcome, answer.image
+    if outcome.result == "started":
+        return "leave", "started"
     if outcome.reason or wanted is None:
         return "leave", outcome.reason
     # With `bind` too: job_container/tmpfs has given the job its own, older, view of the mounts, and
@@ -130,7 +179,56 @@ def fields(node: Node, answer: Answer) -> tuple[str, ...]:
     found = wanted.identity
     facts = (found.inode, found.size, found.mtime_ns, found.ctime_ns)
     tell = "0" if node.config.user_messages == "none" else "1"
-    words = (str(node.cache.image(wanted.key)), found.path, *map(str, facts), tell)
+    word = "through" if answer.socket else "use"
+    place = answer.socket or node.cache.image(wanted.key)
+    words = (str(place), found.path, *map(str, facts), tell)
     if any(map(image.has_control, words)):
         return "leave", "bad-path"
-    return "use", *words
+    return word, *words
+
+
+def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[Answer]) -> None:
+    """Notes what further steps of the job are shown, so that they need no helper.
+
+    The Prolog's answers or a step's, the first of them in the order of the job's requests.
+    `decided` is what cache/shown.py found before the configuration was read.
+    """
+    # The off switch and a lease that says stage=off leave no answer that counts.
+    found = [_shown(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
+    images = [image for image in found if image is not None]
+    if images:
+        # Only a further step's time depends on it.
+        with (
+            contextlib.suppress(ForestageError, OSError),
+            lock.held(node.cache.space_lock, image.GIVE_UP),
+        ):
+            shown.note(node.leases, job.id, decided, images)
+
+
+def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | None:
+    outcome = first.outcome
+    answer = _further(node, first)
+    if answer is None or outcome.redirect != "spank" or outcome.reason:
+        return None
+    further = msgspec.structs.replace(outcome, result=answer.outcome.result, via="option", wait=0.0)
+    event = events.of_job(msgspec.structs.replace(job, step=None), "step", further)
+    line = message(further, node.config.user_messages)
+    return Shown(
+        asked=os.path.join(job.work_dir, request.path),
+        uid=job.user.uid,
+        # The companion writes time, total and step before it.
+        event=msgspec.json.encode(event).decode().removeprefix('{"time":0.0,'),
+        say=line and f"forestage: {printable(line)}",
+        answer=fields(node, answer),
+    )
+
+
+def _further(node: Node, first: Answer) -> Answer | None:
+    """What a further step gets: the entry, or the keeper of the copy that is under way.
+
+    It need not listen yet. Where nobody does in the end, the companion asks a helper.
+    """
+    entry = node.cache.read(first.outcome.key)
+    if entry is not None:
+        return Answer(Handled("hit"), Image(entry.identity, entry.access))
+    return Answer(Handled("through"), first.image, first.socket) if first.socket else None

@@ -15,6 +15,10 @@ Pure: no threads, no I/O, and the time (monotonic seconds) is an argument. The e
     asked twice            in               the first of both came; the other ask is obsolete
     in                     (the end)
 
+Chunks that jobs want come first: from a peer that has one, from the source if it is of the own
+share, else from the peer that should have it next, whose service tells its copy. Then head, tail
+and hot chunks, then what is behind the chunk that a job waited for last, then the lowest.
+
 Own chunks are read from the source, unless a peer turns out to have them. All others come from
 peers: each response of a peer says what it has. A chunk that no peer is known to have is waited for
 at the neighbour that is nearest to its reader. In three cases a node takes over a chunk that
@@ -81,6 +85,7 @@ class Schedule:
         missing: Iterable[int],
         chunk_bytes: int,
         policy: Policy | None = None,
+        hot: Sequence[int] = (),
     ) -> None:
         self.ring = Ring(key, nodes)
         self.me = me
@@ -89,6 +94,10 @@ class Schedule:
         self.missing = sum_of(missing)
         self._count = self.missing.bit_length()
         self._unasked = self.missing
+        self._early = [1, 1 << self._count >> 1, sum_of(hot)]
+        self._urgent = 0  # chunks that jobs wait for
+        self._wanted: list[int] = []  # these first, then what jobs will want
+        self._front = 0  # where a job waited last: the rest goes on from there
         place, neighbours = self.ring.place[me], self.ring.neighbours(me)
         self._share = self.missing & sum_of(range(place, self._count, len(self.ring.nodes)))
         self._due: Counter[str] = Counter()  # by peer, the chunks that should come from it
@@ -112,6 +121,12 @@ class Schedule:
     def done(self) -> bool:
         return not self.missing
 
+    def want(self, now: Sequence[int], soon: Sequence[int]) -> None:
+        """Says which chunks jobs wait for, and which they will want, instead of what was said."""
+        self._urgent = sum_of(now)
+        self._front = now[-1] if now else self._front
+        self._wanted = [number for number in (*now, *soon) if self.missing >> number & 1]
+
     def next_read(self, now: float) -> Ask | None:
         """What a worker is to read from the source; None: nothing now."""
         begun = self._begin(now)
@@ -129,7 +144,12 @@ class Schedule:
     def next_fetch(self, now: float) -> Ask | None:
         """What a worker is to fetch from a peer; None: nothing now."""
         begun = self._begin(now)
-        return self._announced(now, begun) or self._expected(now) or self._second(now)
+        return (
+            self._jumps(now)
+            or self._announced(now, begun)
+            or self._expected(now)
+            or self._second(now)
+        )
 
     def give_up(self, ask: Ask) -> float:
         """Seconds after which a worker must abandon this ask."""
@@ -240,11 +260,13 @@ class Schedule:
 
         A node that begins late finds that others have read some of its share.
         """
-        if self._peers.load[SOURCE] >= self.policy.at_once:
-            return None
         left = self._unasked & self._share
+        # What a job waits for has a worker of its own.
+        over = self._peers.load[SOURCE] - self.policy.at_once
+        if over >= 0:
+            left &= 0 if over else self._urgent
         left = left and left & ~self._peers.offered(now)
-        return lowest(left) if left else None
+        return self._first(left) if left else None
 
     def _stand_in(self, now: float) -> int | None:
         """A chunk that no peer has and whose reader, and all stand-ins before us, do not read.
@@ -299,6 +321,40 @@ class Schedule:
 
     # From peers
 
+    def _jumps(self, now: float) -> Ask | None:
+        """A chunk that jobs want, of a peer that has it, or of the one that should have it."""
+        offered = self._peers.offered(now) if self._wanted else 0
+        for number in self._wanted:
+            if not self._unasked >> number & 1:
+                continue
+            if offered >> number & 1:
+                peers = list(self._peers.others_with(number, self.me, now))
+            else:
+                peers = [peer for peer in self._peers.neighbours if self._due[peer] >> number & 1]
+                peers = [peer for peer in peers if self._awaited(peer, now)]
+            # Beside those that it gives us anyway: it does not stand behind them.
+            peers = [peer for peer in peers if self._peers.load[peer] <= self._each]
+            if peers:
+                peer = min(
+                    peers, key=lambda p: (self._peers.is_lagging(p, now), self._peers.load[p])
+                )
+                return self._ask(number, peer, now)
+        return None
+
+    def _awaited(self, peer: str, now: float) -> bool:
+        """Whether to wait for a chunk at this peer; for one at a time."""
+        waits = any(ask.peer == peer and ask not in self._sure for ask in self.asks)
+        out = self._peers.is_out(peer, now) or peer in self._peers.source_failed
+        return not (waits or out)
+
+    def _first(self, chunks: int) -> int:
+        """The one of these chunks to bring first."""
+        for number in self._wanted:
+            if chunks >> number & 1:
+                return number
+        ahead = -1 << self._front
+        return lowest(next((chunks & one for one in (*self._early, ahead) if chunks & one), chunks))
+
     def _announced(self, now: float, begun: float) -> Ask | None:
         """A chunk that a peer said it has.
 
@@ -317,12 +373,12 @@ class Schedule:
             has = self._peers.has.get(peer, 0) & self._unasked
             due = 0 if self._peers.is_lagging(peer, now) else self._due[peer] & self._unasked
             if has & self._share:  # read in our stead, and others expect it from us
-                return self._ask(lowest(has & self._share), peer, now)
+                return self._ask(self._first(has & self._share), peer, now)
             if has & due:
                 return self._ask(self._some(has & due), peer, now)
             # Peers that should give us something are polled often, the others half as often.
             if self._peers.news_age(peer, now, begun) > self.policy.news * (1 if due else 2):
-                ask = self._ask(lowest(due or self._unasked), peer, now)
+                ask = self._ask(self._first(due or self._unasked), peer, now)
                 self._polls.add(ask)
                 return ask
             if has:
@@ -338,15 +394,17 @@ class Schedule:
 
     def _expected(self, now: float) -> Ask | None:
         """A chunk that no peer is known to have, of the peer that should have it first."""
-        best: tuple[int, str] | None = None
+        found: dict[int, str] = {}
         for peer in self._peers.neighbours if self._unasked else ():
             if peer in self._peers.source_failed:
                 continue
             due = self._unasked & (self._due[peer] | (self._share if self.source_failed else 0))
             if due and not self._peers.load[peer] and not self._peers.is_out(peer, now):
-                candidate = lowest(due), peer
-                best = candidate if best is None else min(best, candidate)
-        return best and self._ask(*best, now)
+                found.setdefault(self._first(due), peer)
+        if not found:
+            return None
+        number = self._first(sum_of(found))
+        return self._ask(number, found[number], now)
 
     def _second(self, now: float) -> Ask | None:
         """A chunk that is on its way and takes long, of another peer that has it."""

@@ -1,8 +1,9 @@
 """Peer service, `forestage peer`: gives chunks of images to other nodes. It knows keys, not paths.
 
 protocol.py has the requests, sessions.py the limits of clients, auth.py what proves a client. A
-chunk of a copy under way is waited for, as long as the client likes, up to WAIT. The bytes go from
-the page cache to the network by sendfile(2). Everything else is 404, and nothing is listed.
+chunk of a copy under way is waited for, as long as the client likes, up to WAIT, and the copy is
+told that it is wanted. The bytes go from the page cache to the network by sendfile(2). Everything
+else is 404, and nothing is listed.
 
 One event loop does it all, but for munge and for digests that nobody has taken, which have threads.
 """
@@ -22,6 +23,7 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from forestage import log
+from forestage.cache import readers
 from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import ConfigError, ForestageError, PeerError, Problem
@@ -71,6 +73,7 @@ class Service:
 
     def __init__(self, node: Node, prover: Prover, counters: Counters) -> None:
         self.cache = node.cache
+        self.through = node.places.through
         self.now: Callable[[], float] = node.clock.monotonic
         self.prover = prover
         self.counters = counters
@@ -178,6 +181,8 @@ class Service:
         found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
         if isinstance(found, Pending):
             self._must_fit(ask, found)
+            if ask.wait:  # else it only wants to know what is here
+                readers.ask(self.through / ask.session.key, ask.number)
             await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
             found = local_chunks.find(self.cache, ask.session.key, ask.number)
         if not isinstance(found, Present):

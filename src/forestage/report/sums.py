@@ -200,7 +200,7 @@ def _kind(outcome: Handled) -> Kind:
         return "hit"
     if outcome.result == "joined":
         return "joined"
-    if outcome.result in ("copied", "started"):
+    if outcome.result in ("copied", "started", "through"):
         return "cold"
     # A request that was declined before its image was opened has no key.
     was_tried = outcome.result == "failed" or (outcome.key and outcome.reason != "off")

@@ -42,11 +42,16 @@ class Hints(msgspec.Struct, frozen=True):
     wait: float | None = None
     problems: tuple[str, ...] = ()
 
+    @property
+    def for_steps(self) -> bool:
+        """Whether the job's steps have to know of it: they see no comment."""
+        return self.off or self.wait is not None
+
 
 class Job(msgspec.Struct, frozen=True):
     """A job on this node, as its Prolog or Epilog sees it, or one of its steps does.
 
-    `nodelist` is what Slurm wrote, n[1-4,7].
+    `nodelist` is what Slurm wrote, n[1-4,7]; `step_nodelist` that of the step, a user's word.
     """
 
     id: int
@@ -59,6 +64,7 @@ class Job(msgspec.Struct, frozen=True):
     hints: Hints
     step: int | None = None
     nodelist: str = ""
+    step_nodelist: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Job":
@@ -86,6 +92,7 @@ class Job(msgspec.Struct, frozen=True):
             step=_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else None,
             # The second is what releases before 23.02.6 have.
             nodelist=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""),
+            step_nodelist=environ.get("SLURM_STEP_NODELIST", ""),
         )
 
 

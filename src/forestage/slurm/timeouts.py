@@ -1,4 +1,4 @@
-"""How long a hook may make a job wait: what slurm.conf allows, the admin decides, the user hints.
+"""How long a hook may take: what slurm.conf and the companion allow.
 
 Hooks may run no Slurm command, but slurm.conf is a file and slurmd names it in $SLURM_CONF.
 """
@@ -12,6 +12,10 @@ from forestage.slurm.slurm_conf import settings
 SAFE = 15.0
 """Seconds; below the 20 s after which a job may be lost with Slurm's defaults."""
 
+STEP_WAIT = 480.0
+"""Seconds that a step waits for a copy unless somebody says how long: srun ends a step that has not
+begun after 600 s (slurm_step_launch_wait_start())."""
+
 LAST_WORDS = 5.0
 """Seconds that a step's helper keeps for its answer."""
 
@@ -22,15 +26,15 @@ _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for 
 
 class Limits(msgspec.Struct, frozen=True):
     """Seconds. Beyond `drains` Slurm kills the Prolog and drains the node, and beyond `epilog` the
-    Epilog; beyond `hurts` it may lose the job. None: Slurm sets no such limit."""
+    Epilog; beyond `hurts`, which is never above `drains`, it may lose the job. None: Slurm sets no
+    such limit."""
 
     drains: float | None
     hurts: float
     epilog: float | None = None
-    known: bool = True
 
 
-UNKNOWN = Limits(drains=None, hurts=SAFE, known=False)
+UNKNOWN = Limits(drains=None, hurts=SAFE)
 
 
 def limits(conf: dict[str, str]) -> Limits:
@@ -56,23 +60,17 @@ def limits(conf: dict[str, str]) -> Limits:
     return Limits(drains, hurts if drains is None else min(hurts, drains), epilog)
 
 
-def patience(
-    limit: Limits, configured: float | None, hinted: float | None, max_hinted: float
-) -> float:
-    """Pure: seconds a hook may wait. The user's hint goes before the admin's deadline, under the
-    admin's cap; nothing goes beyond what would drain the node."""
-    wish = limit.hurts if configured is None else configured
-    if hinted is not None:
-        # Where nobody knows what would drain the node, a user may wish for less time, not for more.
-        wish = min(hinted, max_hinted if limit.known else wish)
-    return wish if limit.drains is None else min(wish, limit.drains)
+def patience(limit: Limits, wish: float | None) -> float:
+    """Pure: seconds a Prolog may take. Whoever wishes, a job must not be lost for it; None wishes
+    for all there is."""
+    return limit.hurts if wish is None else min(wish, limit.hurts)
 
 
-def step_patience(configured: float, timeout: str) -> float:
-    """Pure: seconds a step may wait: less than the companion's own limit, `timeout` seconds as
+def step_patience(wish: float, timeout: str) -> float:
+    """Pure: seconds a step may take: less than the companion's own limit, `timeout` seconds as
     text, so that it hears an answer and need not kill us; "" where nobody names one."""
     limit = float(timeout) if timeout.isascii() and timeout.isdigit() else 0.0
-    return min(configured, limit - min(LAST_WORDS, limit / 2)) if limit else configured
+    return min(wish, limit - min(LAST_WORDS, limit / 2)) if limit else wish
 
 
 def read(conf: str) -> Limits:

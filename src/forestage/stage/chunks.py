@@ -2,15 +2,22 @@
 
 Every long call (preadv, pwritev, copy_file_range, sync_file_range, the digest) runs without
 Python's global lock, so the threads overlap; what is left under it is microseconds a chunk.
+
+What jobs want comes first (cache/readers.py), and what is behind it; then head, tail and hot
+chunks, then the rest, straight through. Without a server each thread copies a chunk of its own.
+While one shows the image to jobs, all threads share one chunk, piece by piece: at each piece they
+turn to the chunk that a job waits for, and keep away from the source while a job reads it there.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +26,21 @@ import msgspec
 from forestage import trace
 from forestage.cache import digest, space
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
+from forestage.cache.readers import NOW, PIECE, Readers
 from forestage.errors import Declined, Failed, Stopped
 from forestage.stage import reading
 from forestage.stage.source import Source
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+SHARED_CHUNK = 64 * 1024 * 1024  # bytes; chunks that threads share are held in memory
+MOST_OPEN = 4  # of them at once
+PAUSE = 1.0  # seconds; in each one GENTLE read of the copy, however much jobs read
+CALM_NS = 150_000_000  # without a job's read of the source, after which the copy reads there again
+BETWEEN_NS = 1_000_000_000  # of the same, after which the start of a job counts as over
+START_NS = 60_000_000_000  # the longest start: a job that reads on and on must not starve the copy
+EARLY = 2.0  # seconds after the copy's own start in which that of its job is expected
+GENTLE, MOST = 64 * 1024, 1 << 30  # bytes of one read while a job starts, and else
+TICK = 0.005  # seconds between two looks of a thread that waits
 
 Write = Callable[[int, memoryview], None]  # takes where in the image a piece begins, and the piece
 
@@ -31,21 +48,39 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """`chunk` in bytes, `bandwidth` in bytes a second or None; each thread takes a `PIECE`."""
+    """`chunk` in bytes, `bandwidth` in bytes a second or None; each thread takes a `PIECE`.
+
+    `through`: a job is about to read through the copy.
+    """
 
     threads: int = 4
     chunk: int = 16 * 1024 * 1024
     direct: bool = True
     digest: bool = True
     bandwidth: int | None = None
+    through: bool = False
 
 
-def copy(source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
+def order(missing: Sequence[int], count: int, hot: Sequence[int] = ()) -> list[int]:
+    """Pure: these of `count` chunks in the order of the copy."""
+    left = set(missing)
+    early = [number for number in dict.fromkeys((0, count - 1, *hot)) if number in left]
+    left.difference_update(early)
+    return [*early, *(number for number in missing if number in left)]
+
+
+def copy(
+    source: Source,
+    part: Part,
+    tuning: Tuning,
+    stop: threading.Event,
+    readers: Readers | None = None,
+) -> None:
     """Brings every chunk in that the part's map does not have yet.
 
     Raises Stopped, Truncated, Unreadable, OSError of the part; the map says how far it came.
     """
-    run = Run(source, part, tuning, stop)
+    run = Run(source, part, tuning, stop, readers)
     try:
         run.all()
     finally:
@@ -83,10 +118,29 @@ def digests(
         os.close(fd)
 
 
+class _Shared:
+    """A chunk whose pieces several threads read, each to its place; under the run's lock."""
+
+    def __init__(self, number: int, start: int, size: int, memory: memoryview) -> None:
+        self.number = number
+        self.start = start
+        self.size = size
+        self.memory = memory
+        self.todo = deque(range(0, size, PIECE))
+        self.missing = len(self.todo)
+
+
 class Run:
     """One run of the engine: what its threads share. The map's file is written by offset."""
 
-    def __init__(self, source: Source, part: Part, tuning: Tuning, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        source: Source,
+        part: Part,
+        tuning: Tuning,
+        stop: threading.Event,
+        readers: Readers | None = None,
+    ) -> None:
         self.source = source
         self.tuning = tuning
         self.stop = stop
@@ -99,11 +153,40 @@ class Run:
         self.past_cache = _direct(part) if tuning.direct else None
         self.in_kernel = not tuning.digest
         self.holes: dict[int, bytes] = {}
+        if tuning.through:
+            # Between the job's reads and those of several threads read-ahead reads things twice.
+            os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
         self.data = space.data_chunks(source.buffered, source.size, tuning.chunk)
-        self.todo = deque(missing_chunks(part.digests(), source.size, tuning.chunk))
+        self.readers = readers
+        self.lock = threading.Lock()
+        self.began = time.monotonic()
+        self.may_read_at = 0.0  # a job's reads notwithstanding
+        self.start_ends = 1 << 62  # on the clock of monotonic_ns(), once one has begun
+        self.gentle = threading.Lock()  # of the one thread that reads while a job starts
+        self.shared: list[_Shared] = []
+        self.spare: list[memoryview] = []  # what shared chunks were in: new memory costs as reading
+        self.ahead = -1  # the chunk behind the one that was wanted last
+        missing = missing_chunks(part.digests(), source.size, tuning.chunk)
+        count = chunk_count(source.size, tuning.chunk)
+        self.hot = part.hot_chunks(tuning.chunk)
+        self.todo = OrderedDict.fromkeys(order(missing, count, self.hot))
+        for number in set(range(count)).difference(missing) if readers else ():
+            self._has(number)
 
     def all(self) -> None:
-        self.join([self._work] * min(self.tuning.threads, len(self.todo)))
+        self.bring_holes()
+        threads = self.tuning.threads
+        self.join([self._work] * (threads if self.is_served() else min(threads, len(self.todo))))
+
+    def bring_holes(self) -> None:
+        """Brings all chunks without data; what is left to do has some."""
+        for number in [number for number in self.todo if number not in self.data]:
+            if self.ends():
+                return
+            del self.todo[number]
+            start, size = self.span(number)
+            space.punch(self.image, start, size)
+            self.note(number, self._of_hole(size))
 
     def join(self, works: Sequence[Callable[[], None]]) -> None:
         """Does all this at once, and sees to it that nothing is missing afterwards."""
@@ -127,17 +210,139 @@ class Run:
             if fd is not None:
                 os.close(fd)
 
+    def ends(self) -> bool:
+        return self.stop.is_set() or self.halt.is_set()
+
     def _work(self) -> None:
         buffer = reading.buffer(self.tuning.chunk)
         try:
-            while not (self.stop.is_set() or self.halt.is_set()):
-                number = self.todo.popleft()
-                self.note(number, self.take(number, buffer, self.write))
-        except IndexError:
-            return  # nothing left to do
+            while not self.ends():
+                if self._shares():
+                    self._take_piece()
+                elif (number := self._pop()) is not None:
+                    self.note(number, self.take(number, buffer, self._write_right))
+                else:
+                    return
         except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
+
+    def _shares(self) -> bool:
+        """Whether the threads share a chunk now, rather than have one each."""
+        small = self.tuning.chunk <= SHARED_CHUNK and not self.in_kernel
+        return bool(self.shared) or (bool(self.todo) and small and self.is_served())
+
+    def is_served(self) -> bool:
+        """Whether jobs read the image while it is copied."""
+        return self.readers is not None and self.readers.served()
+
+    def _pop(self) -> int | None:
+        """Takes the next chunk off the list."""
+        with self.lock:
+            return self._first(self.readers.wanted() if self.readers else ())
+
+    def _first(self, wanted: Sequence[int]) -> int | None:
+        # Whoever waits for a chunk will mostly want the next one too.
+        number = next((one for one in (*wanted, self.ahead) if one in self.todo), None)
+        if number is None:
+            return self.todo.popitem(last=False)[0] if self.todo else None
+        self.ahead = number + 1
+        del self.todo[number]
+        return number
+
+    def _take_piece(self) -> None:
+        """Brings a piece of the chunk that is most wanted, or waits a moment."""
+        with self.lock:
+            at = None
+            chunk = self._most_wanted()
+            if chunk is not None and (self.is_urgent(chunk.number) or self._may_read()):
+                at = chunk.todo.popleft()
+        if chunk is None or at is None:
+            self.stop.wait(TICK)
+            return
+        piece = chunk.memory[at : min(at + PIECE, chunk.size)]
+        done = 0
+        while done < len(piece):
+            with self._turn() as most:
+                want, rest = piece[done : done + most], chunk.memory[at + done :]
+                reading.read_piece(self.source, chunk.start + at + done, want, rest)
+            done += len(want)
+        self._write_right(chunk.start + at, piece)
+        with self.lock:
+            chunk.missing -= 1
+            whole = not chunk.missing
+        if whole:
+            data = chunk.memory[: chunk.size]
+            self.note(chunk.number, digest.of_chunk(data) if self.tuning.digest else digest.UNKNOWN)
+            with self.lock:
+                self.shared.remove(chunk)
+
+    def _most_wanted(self) -> _Shared | None:
+        """The chunk to go on with; None: all of them are being read to their end."""
+        wanted = self.readers.wanted() if self.readers else []
+        left = [chunk for chunk in self.shared if chunk.todo]
+        left.sort(key=lambda chunk: not self.is_urgent(chunk.number))
+        new = next((number for number in wanted if number in self.todo), None)
+        jumps = new is not None and self.is_urgent(new)
+        if left and not (jumps and not self.is_urgent(left[0].number)):
+            return left[0]
+        number = self._first(wanted) if len(self.shared) < MOST_OPEN else None
+        if number is None:
+            return left[0] if left else None
+        memory = self.spare.pop() if self.spare else reading.memory(self.tuning.chunk)
+        self.shared.append(_Shared(number, *self.span(number), memory))
+        return self.shared[-1]
+
+    def is_urgent(self, number: int) -> bool:
+        """Whether a job waits for this chunk: then neither `bandwidth` nor reads hold it up."""
+        return self.readers is not None and number in self.readers.wanted((NOW,))
+
+    def _may_read(self) -> bool:
+        alone = self._is_start() and self.gentle.locked()
+        return not alone and self.throttle.ready(PIECE)
+
+    def _is_start(self) -> bool:
+        """Whether a job reads the source here and there, as one does that starts.
+
+        Then one thread copies, little by little: a job's read waits behind all that is under way.
+        """
+        now = time.monotonic_ns()
+        if self.readers is None or not (
+            self.readers.reading(now, BETWEEN_NS) or self._awaits_readers()
+        ):
+            return False
+        self.start_ends = min(self.start_ends, now + START_NS)
+        return now < self.start_ends and not self.readers.wanted((NOW,))
+
+    def _awaits_readers(self) -> bool:
+        """Whether a job is about to start: what its first read stands behind is under way now."""
+        assert self.readers is not None
+        early = self.tuning.through and time.monotonic() < self.began + EARLY
+        return early and self.readers.unread()
+
+    def _yields(self) -> bool:
+        """Whether a job reads the source, and so the copy does not; but a little it always does."""
+        if self.readers is None or not self.readers.reading(time.monotonic_ns(), CALM_NS):
+            return False
+        now = time.monotonic()
+        if now < self.may_read_at:
+            return True
+        self.may_read_at = now + PAUSE
+        return False
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[int]:
+        """Waits until this thread may read the source; yields how many bytes. Raises Stopped."""
+        with contextlib.ExitStack() as alone:
+            most = MOST
+            if self._is_start():
+                alone.enter_context(self.gentle)
+                most = GENTLE
+                while self._is_start() and self._yields() and not self.ends():
+                    self.stop.wait(TICK)
+            if self.ends():  # a chunk of a slow source takes long, and somebody may want the place
+                raise Stopped
+            yield most
 
     def span(self, number: int) -> tuple[int, int]:
         """Where a chunk begins, and how long it is."""
@@ -147,14 +352,12 @@ class Run:
     def take(self, number: int, buffer: memoryview, write: Write) -> bytes:
         """Brings a chunk from the source; its digest."""
         start, size = self.span(number)
-        if number not in self.data:
-            space.punch(self.image, start, size)
-            return self._of_hole(size)
-        self.throttle.take(size, self.stop)
+        if not self.is_urgent(number):
+            self.throttle.take(size, self.stop)
         if self.in_kernel and self._copied_in_kernel(start, size):
             return digest.UNKNOWN
         running = digest.Running() if self.tuning.digest else None
-        for at, piece in reading.pieces(self.source, start, size, buffer):
+        for at, piece in reading.pieces(self.source, start, size, buffer, self._turn):
             if running:
                 running.add(piece)
             write(at, piece)
@@ -173,7 +376,25 @@ class Run:
     def note(self, number: int, found: bytes) -> None:
         """From now on the chunk is in."""
         os.pwrite(self.map, found, number * ENTRY_BYTES)
+        self._has(number)
         trace.point("chunk")
+
+    def _has(self, number: int) -> None:
+        """Tells the readers that the bytes of a chunk are right."""
+        if self.readers is not None:
+            self.readers.arrived(*self.span(number))
+            self.readers.got(number)
+
+    def forget(self, number: int) -> None:
+        """Tells the readers that the bytes of a chunk may change from now on."""
+        if self.readers is not None:
+            self.readers.forget(number)
+
+    def _write_right(self, start: int, data: memoryview) -> None:
+        """Writes what came from the source itself: jobs may read it at once."""
+        self.write(start, data)
+        if self.readers is not None:
+            self.readers.arrived(start, len(data))
 
     def write(self, start: int, data: memoryview) -> None:
         whole = 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from forestage.cache import space
 from forestage.cache.part import Part
+from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
 from forestage.stage import chunks
@@ -24,12 +25,17 @@ class Engine(Protocol):
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, peers: "Peers | None" = None
+        self,
+        source: Source,
+        part: Part,
+        stop: threading.Event,
+        peers: "Peers | None" = None,
+        readers: Readers | None = None,
     ) -> int:
         """Leaves exactly the source's bytes in the part, and its map complete.
 
-        Returns how many of them came from other nodes.
-        Raises Stopped, Truncated, Failed, OSError; what is in can be resumed.
+        Returns how many of them came from other nodes. `readers` learn which pieces are in, where
+        the engine knows. Raises Stopped, Truncated, Failed, OSError; what is in can be resumed.
         """
 
 
@@ -45,14 +51,19 @@ class Chunks:
         space.reserve(part, source.size, self.tuning.chunk, data)
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, peers: "Peers | None" = None
+        self,
+        source: Source,
+        part: Part,
+        stop: threading.Event,
+        peers: "Peers | None" = None,
+        readers: Readers | None = None,
     ) -> int:
         # A peer's bytes are proven by their digest; without, the source alone can be trusted.
         if peers is not None and self.tuning.digest:
             from forestage.stage import with_peers  # few copies have peers
 
-            return with_peers.copy(source, part, self.tuning, stop, peers, self.downloads)
-        chunks.copy(source, part, self.tuning, stop)
+            return with_peers.copy(source, part, self.tuning, stop, peers, self.downloads, readers)
+        chunks.copy(source, part, self.tuning, stop, readers)
         return 0
 
 
@@ -73,7 +84,12 @@ class Rsync:
         space.reserve_small(part, source.size, self.tuning.chunk)
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, peers: "Peers | None" = None
+        self,
+        source: Source,
+        part: Part,
+        stop: threading.Event,
+        peers: "Peers | None" = None,
+        readers: Readers | None = None,
     ) -> int:
         _must_open(source.buffered, source.path)
         begun = part.image.stat().st_size > 0
@@ -127,4 +143,5 @@ def tuning(config: Config) -> Tuning:
         direct=config.direct != "off",
         digest=config.digest,
         bandwidth=config.bandwidth,
+        through=config.start == "through",
     )

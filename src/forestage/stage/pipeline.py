@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage import events, log, peers, trace
-from forestage.cache import digest, evict, image, space
+from forestage.cache import digest, evict, hot, image, readers, space
 from forestage.cache.image import Image
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
+from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
 from forestage.slurm.job import Job
 from forestage.stage import chunks, engines, queue, source
+from forestage.stage.meanwhile import meanwhile
 from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
 from forestage.system import lock
 from forestage.units import format_rate
@@ -60,8 +62,10 @@ class Task(msgspec.Struct, frozen=True):
 
 class Figures:
     """What a copy took: keys evicted for it, seconds for the bytes, and how many of these were here
-    before, came from peers, or were uploaded to peers meanwhile. It grows on the way, so that a
-    copy that fails has its figures too.
+    before, came from peers, or were uploaded to peers meanwhile.
+
+    Jobs read `read_through` bytes before it was whole, of these `read_straight` from the source. It
+    grows on the way, so that a copy that fails has its figures too.
     """
 
     def __init__(self) -> None:
@@ -70,6 +74,8 @@ class Figures:
         self.resumed = 0
         self.from_peers = 0
         self.uploaded = 0
+        self.read_through = 0
+        self.read_straight = 0
 
 
 def run(task: Task, stop: threading.Event, figures: Figures) -> None:
@@ -79,22 +85,27 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     """
     owner = claim(task)
     trace.point("claimed")
-    queue.wait_turn(task.node, task.key, owner, stop)
+    owner = queue.wait_turn(task.node, task.key, owner, stop)
     opened = _open_settled(task)
+    with contextlib.suppress(OSError):  # only a matter of speed
+        hot.inherit(task.node.cache, task.image)
     owner = _begin(task, owner)
     figures.resumed = owner.resumed
     _reserve(task, opened, figures)
     trace.point("reserved")
     uploaded = _uploaded(task)
-    with _progress_logged(task, owner):
-        figures.from_peers = _fetch(task, opened, stop)
-    figures.uploaded = max(0, _uploaded(task) - uploaded)
-    figures.copying = task.node.clock.monotonic() - owner.began
-    trace.point("copied")
-    must_be_unchanged(task)
-    trace.point("checked")
-    _mirror_access(task)
-    task.node.cache.publish(_entry(task))
+    with _readers(task) as shown:
+        with queue.giving_way(task.node, task.key, stop), _progress_logged(task, owner):
+            figures.from_peers = _fetch(task, opened, stop, shown)
+        figures.uploaded = max(0, _uploaded(task) - uploaded)
+        figures.copying = task.node.clock.monotonic() - owner.began
+        if shown is not None:
+            figures.read_through, figures.read_straight = shown.was_read()
+        trace.point("copied")
+        must_be_unchanged(task)
+        trace.point("checked")
+        _mirror_access(task)
+        task.node.cache.publish(_entry(task))
     trace.point("published")
 
 
@@ -109,6 +120,7 @@ def claim(task: Task) -> Owner:
         engine=config.engine,
         digest=config.digest,
         job=task.job.id,
+        uid=task.job.user.uid,
         since=0.0,
     )
     if not task.part.resumable(owner):
@@ -182,10 +194,25 @@ def _reserve(task: Task, opened: Source, figures: Figures) -> None:
             return
 
 
-def _fetch(task: Task, opened: Source, stop: threading.Event) -> int:
+@contextlib.contextmanager
+def _readers(task: Task) -> Iterator[Readers | None]:
+    """What read-through servers look at during the copy; None where there can be none."""
+    config = task.node.config
+    directory = task.node.places.through / task.key
+    made = None
+    if config.engine == "chunks":
+        made = readers.make(directory, task.image.size, config.chunk_size, task.part.image)
+    try:
+        yield made
+    finally:
+        if made is not None:
+            made.end()
+
+
+def _fetch(task: Task, opened: Source, stop: threading.Event, shown: Readers | None) -> int:
     """Copies the bytes; returns how many of them came from other nodes."""
     try:
-        return engines.of(task.node.config).copy(opened, task.part, stop, _peers(task))
+        return engines.of(task.node.config).copy(opened, task.part, stop, _peers(task), shown)
     except Failed:
         must_be_unchanged(task)  # an engine may fail over a source that moves under it
         raise
@@ -224,19 +251,12 @@ def _uploaded(task: Task) -> int:
 @contextlib.contextmanager
 def _progress_logged(task: Task, owner: Owner) -> Iterator[None]:
     """Writes a line to the log now and then during a long copy."""
-    ended = threading.Event()
 
     def say() -> None:
-        while not ended.wait(PROGRESS_EVERY):
-            log.say(f"stager job={owner.job} {progress_line(task, owner)}", by_slurm=True)
+        log.say(f"stager job={owner.job} {progress_line(task, owner)}", by_slurm=True)
 
-    thread = threading.Thread(target=say, name="progress", daemon=True)
-    thread.start()
-    try:
+    with meanwhile(say, PROGRESS_EVERY, "progress"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def progress_line(task: Task, owner: Owner) -> str:

@@ -1,48 +1,153 @@
-"""The order of this node's copies: at most `max_copies` at once, by the time of asking."""
+"""The queue of this node's copies: at most `max_copies` at once, those that jobs need first.
 
+    need      is so while                               its copy
+    now       a job reads the image through a keeper,   goes first
+              or a hook waits for it
+    later     a job has a lease on it                   goes next
+    none      no lease names it: the jobs are over      begins when nobody else waits, and gives its
+                                                        place up to whoever does
+
+Among copies of one need, a user with fewer copies under way goes first, then who asked first. A
+copy that a job needs keeps its place until it ends, or stalls. Each stager judges for itself, from
+the same records; places are taken under the space lock.
+"""
+
+import contextlib
 import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
+import msgspec
+
+from forestage.cache import readers
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, Part
-from forestage.errors import Stopped
+from forestage.cache.part import Owner, Part, boot_id
+from forestage.errors import Failed, Stopped
+from forestage.stage.meanwhile import meanwhile
 from forestage.system import lock
 
 POLL = 0.1  # seconds
+WATCH = 0.2  # seconds between two looks of a copy under way
 STALLED_AFTER = 60.0  # seconds without a chunk, after which a copy gives up its place
+WAITED = 2.0  # seconds for which the mark of a hook that waits counts
+
+Need = Literal["now", "later", "none"]
+Turn = Literal["go", "wait", "stop"]
+_RANK = {"now": 0, "later": 1, "none": 2}
 
 
-def wait_turn(node: Node, key: str, owner: Owner, stop: threading.Event) -> None:
-    """Waits until fewer than `max_copies` live stagers of this node asked before this one.
+class Copy(msgspec.Struct, frozen=True):
+    """A copy in the queue, or under way if it is `placed`; `since` in monotonic seconds."""
 
-    Raises Stopped.
+    key: str
+    uid: int
+    since: float
+    need: Need = "later"
+    placed: bool = False
+
+
+def turn(key: str, copies: Sequence[Copy], places: int) -> Turn:
+    """Pure: what the copy of this key does now; `places` copies may be under way at once."""
+    placed = [copy for copy in copies if copy.placed]
+    queue = in_line(copies)
+    free = max(0, places - len(placed))
+    if any(copy.key == key for copy in placed):
+        needed = sum(copy.need != "none" for copy in queue)
+        idle = sorted((c for c in placed if c.need == "none"), key=lambda c: (-c.since, c.key))
+        gives_way = [copy.key for copy in idle][: max(0, needed - free)]
+        return "stop" if key in gives_way else "go"
+    return "go" if key in [copy.key for copy in queue][:free] else "wait"
+
+
+def in_line(copies: Sequence[Copy]) -> list[Copy]:
+    """Pure: those that wait, in the order in which they begin."""
+    left = [copy for copy in copies if not copy.placed]
+    running = Counter(copy.uid for copy in copies if copy.placed)
+    line: list[Copy] = []
+    while left:
+        first = min(left, key=lambda c: (_RANK[c.need], running[c.uid], c.since, c.key))
+        left.remove(first)
+        line.append(first)
+        running[first.uid] += 1
+    return line
+
+
+def begins_after(
+    key: str, copies: Sequence[Copy], places: int, left: Mapping[str, float | None]
+) -> float:
+    """Pure: seconds, at least, until the copy of this key, which waits, has a place.
+
+    `left` is what each copy under way needs until its end; None where that cannot be said.
     """
-    while _ahead(node, key, owner) >= node.config.max_copies:
+    # Those that nobody needs give way.
+    ends = sorted(left.get(c.key) or 0.0 for c in copies if c.placed and c.need != "none")
+    ahead = [copy.key for copy in in_line(copies)].index(key)
+    if ahead < places - len(ends) or not ends:
+        return 0.0
+    return ends[min(ahead - (places - len(ends)), len(ends) - 1)]
+
+
+def wait_turn(node: Node, key: str, owner: Owner, stop: threading.Event) -> Owner:
+    """Waits for a place, and takes it; returns the owner with it. Raises Stopped."""
+    while True:
+        if _turn(node, key) == "go":
+            with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+                if _turn(node, key) == "go":  # nobody took the place in between
+                    owner = msgspec.structs.replace(owner, placed=True)
+                    node.cache.part(key).write_owner(owner)
+                    return owner
         if stop.wait(POLL):
             raise Stopped
 
 
-def _ahead(node: Node, key: str, owner: Owner) -> int:
-    """Counts the live stagers that come first; a dead one's lock is free.
+def _turn(node: Node, key: str) -> Turn:
+    return turn(key, gather(node, key), node.config.max_copies)
+
+
+@contextlib.contextmanager
+def giving_way(node: Node, key: str, stop: threading.Event) -> Iterator[None]:
+    """Sets `stop` once this copy, which is under way, is to give up its place."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
+            if _turn(node, key) == "stop":
+                stop.set()
+
+    with meanwhile(watch, WATCH, "queue"):
+        yield
+
+
+def gather(node: Node, own: str = "") -> list[Copy]:
+    """The copies of this node that live: `own`, the caller's, and those whose lock is held.
 
     One whose source hangs cannot even be killed; it loses its place, or a few of them would keep
-    everybody else waiting for ever.
+    everybody else waiting for ever. Raises OSError.
     """
     now = node.clock.wall()
-    ahead = 0
+    leased = _leased(node)
+    found = []
     for directory in node.cache.parts.iterdir():
-        part = Part(directory)
-        other = part.owner()
+        part, key = Part(directory), directory.name
+        owner = part.owner()
         if (
-            other is not None
-            and not _stalled(part, other, now)
-            and directory.name != key
-            and other.boot == owner.boot
-            and (other.since, directory.name) < (owner.since, key)
-            and not lock.is_free(node.cache.key_lock(directory.name))
+            owner is None
+            or (owner.placed and part.stood_still(now) > STALLED_AFTER)
+            or owner.boot != boot_id()
+            or (key != own and lock.is_free(node.cache.key_lock(key)))
         ):
-            ahead += 1
-    return ahead
+            continue
+        need: Need = "later" if leased is None or key in leased else "none"
+        waits = readers.is_served(node.places.through / key) or part.waited_for(now) < WAITED
+        if need == "later" and waits:  # neither a job that is over nor a keeper that was killed
+            need = "now"
+        found.append(Copy(key, owner.uid, owner.since, need, owner.placed))
+    return found
 
 
-def _stalled(part: Part, owner: Owner, now: float) -> bool:
-    return owner.phase == "copying" and part.stood_still(now) > STALLED_AFTER
+def _leased(node: Node) -> frozenset[str] | None:
+    """The keys that jobs need; None where a lease is damaged, and may name any."""
+    try:
+        return node.leases.keys()
+    except Failed:
+        return None

@@ -11,7 +11,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from forestage.stage.source import Source, Truncated, Unreadable
 
@@ -24,18 +25,22 @@ HUGE_PAGE = 2 * 1024 * 1024  # bytes, on the machines that GPUs are put into
 
 
 def buffer(chunk: int) -> memoryview:
-    """Page-aligned memory for the pieces of a chunk of so many bytes, as O_DIRECT wants it.
+    """Memory for the pieces of a chunk of so many bytes, one at a time."""
+    return memory(min(chunk, PIECE))
+
+
+def memory(size: int) -> memoryview:
+    """Page-aligned memory, as O_DIRECT wants it.
 
     Freed by the collector: an error that is kept keeps slices of it alive, and then it cannot be
     closed.
     """
-    size = min(chunk, PIECE)
     # Private: shared memory gets no huge pages. The kernel aligns for them since 6.7 only.
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
-    return memoryview(memory)[start : start + size]
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % HUGE_PAGE
+    return memoryview(mapped)[start : start + size]
 
 
 class Throttle:
@@ -55,16 +60,36 @@ class Throttle:
             self.free_at = start + size / self.rate
         stop.wait(max(0.0, start - time.monotonic()))
 
+    def ready(self, size: int) -> bool:
+        """Whether `size` more bytes may flow at once; then they count."""
+        now = time.monotonic()
+        with self.lock:
+            if self.rate is None:
+                return True
+            if now < self.free_at:
+                return False
+            self.free_at = now + size / self.rate
+        return True
+
 
 def pieces(
-    source: Source, start: int, size: int, buffer: memoryview
+    source: Source,
+    start: int,
+    size: int,
+    buffer: memoryview,
+    turn: Callable[[], AbstractContextManager[int]] = lambda: contextlib.nullcontext(PIECE),
 ) -> Iterator[tuple[int, memoryview]]:
-    """Reads a chunk through the buffer: where each piece begins in the file, and the piece."""
-    end = start + size
-    for at in range(start, end, len(buffer)):
-        piece = buffer[: min(len(buffer), end - at)]
-        read_piece(source, at, piece, buffer)
+    """Reads a chunk through the buffer: where each piece begins in the file, and the piece.
+
+    Each is read in a `turn`, which says how many bytes it may have at most.
+    """
+    at, end = start, start + size
+    while at < end:
+        with turn() as most:
+            piece = buffer[: min(len(buffer), most, end - at)]
+            read_piece(source, at, piece, buffer)
         yield at, piece
+        at += len(piece)
 
 
 def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:

@@ -10,8 +10,8 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from forestage import events, log
+from forestage.cache import redirect
 from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed
 from forestage.events import Copied
@@ -33,9 +34,9 @@ PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is 
 class Message(msgspec.Struct, frozen=True):
     """What a stager tells the hook that started it.
 
-    First `started`, or `busy` (another stager has the key) and no more; last `found` (another has
-    just published it), `published` or `failed`, with `node_failed` where the node is at fault and
-    not the request. An end without a last message: it was killed.
+    First `started`, once it has left the hook's session; last `busy` (another stager has the key),
+    `found` (another has just published it), `published` or `failed`, with `node_failed` where the
+    node is at fault and not the request. An end without a last message: it was killed.
     """
 
     state: Literal["started", "busy", "found", "published", "failed"]
@@ -88,33 +89,41 @@ def start(task: Task) -> Channel:
     """Starts a stager; its messages arrive in the channel, which the caller closes."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
-        _live(task, Channel(theirs))
+        child.live(partial(_live, task, Channel(theirs)), partial(_failed, task))
     theirs.close()
     return Channel(ours)
 
 
 def _live(task: Task, hook: Channel) -> None:
-    """The stager's whole life. It must never return into the hook's code above it."""
+    """The stager's whole life."""
+    os.setsid()
+    os.chdir("/")  # nobody's directory is to be busy because of a copy
+    child.leave_job()
+    task = task.received()
+    child.let_go({hook.fileno(), task.opened.fd})
+    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    hook.send(Message("started"))
     try:
-        os.setsid()
-        os.chdir("/")  # nobody's directory is to be busy because of a copy
-        child.leave_job()
-        task = task.received()
-        child.let_go({hook.fileno(), task.opened.fd})
-        Path("/proc/self/comm").write_text(PROCESS_NAME)
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        try:
-            with lock.held(task.node.cache.key_lock(task.key), PROBE_GRACE):
-                hook.send(Message("started"))
-                hook.send(_copy(task, stop))
-        except lock.Busy:
-            hook.send(Message("busy"))
-    finally:
-        error = sys.exc_info()[1]
-        if error is not None:
-            log.say(f"stager job={task.job.id} result=failed detail={error!r}", by_slurm=True)
-        os._exit(0 if error is None else 1)
+        with lock.held(task.node.cache.key_lock(task.key), PROBE_GRACE):
+            hook.send(_copy(task, stop))
+    except lock.Busy:
+        hook.send(Message("busy"))
+    else:
+        _redirect_waiting(task)
+
+
+def _failed(task: Task, error: BaseException | None) -> None:
+    log.say(f"stager job={task.job.id} result=failed detail={error!r}", by_slurm=True)
+
+
+def _redirect_waiting(task: Task) -> None:
+    """Lays the redirects that jobs began without. Not under the key's lock: some hang."""
+    if task.node.cache.find(task.image) is not None:
+        for job, came in redirect.mount_waiting(task.node, task.image):
+            line = f"image={events.field(task.image.path)} redirect={events.field(came)}"
+            log.say(f"stager job={job} {line}", by_slurm=True)
 
 
 def _copy(task: Task, stop: threading.Event) -> Message:
@@ -153,6 +162,8 @@ def _report(task: Task, figures: Figures, error: Declined | None, took: float) -
         resumed=figures.resumed,
         from_peers=figures.from_peers,
         uploaded=figures.uploaded,
+        read_through=figures.read_through,
+        read_straight=figures.read_straight,
         evicted=tuple(figures.evicted),
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)

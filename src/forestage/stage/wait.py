@@ -1,28 +1,23 @@
-"""Waits in a hook until an image is in the cache, for as long as that can still succeed.
+"""Starts the copy of an image, and waits in a hook until it ends or cannot come in time.
 
-One stager copies each key; every hook of the node that wants it waits, for its own stager's
-messages or for another hook's stager to release the key's lock. At the deadline the hook goes on,
-and so does the copy, unless `abort` stops it.
+One stager copies each key; a hook that waits does so for its own stager's messages, or for another
+hook's stager to release the key's lock. At the deadline the hook goes on, and so does the copy.
 """
 
 import contextlib
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
 from forestage.stage.source import OpenImage
 from forestage.system import lock
-from forestage.units import format_duration, format_rate, format_size
+from forestage.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from forestage.stage.stager import Channel, Message
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 Came = Literal["hit", "joined", "copied"]
 
 TRIES = 3  # stagers that may be killed under one hook before it gives up
-HANDSHAKE = 1.0  # seconds in which a stager has left the hook's session, which Slurm will kill
+HANDSHAKE = 5.0  # seconds in which a stager leaves the hook's session, which Slurm will kill
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between polls; many hooks may wait for one copy
 OBSERVE = 2.0  # seconds of a copy that show its rate
 SPEEDUP_MARGIN = 1.3  # give up only if even a copy so much faster than seen misses the deadline
@@ -43,74 +38,91 @@ class StagerEnd(msgspec.Struct, frozen=True):
     message: "Message | None" = None
 
 
+@contextlib.contextmanager
+def begun(node: Node, job: Job, opened: OpenImage) -> "Iterator[Channel | None]":
+    """Sees to it that the image is in the cache, then yields None, or that it is being copied.
+
+    The copy is not waited for: its stager outlives the hook from now on. Raises OSError.
+    """
+    if node.cache.find(opened.image) is not None:
+        yield None
+        return
+    with _started(node, job, opened) as channel:
+        yield channel
+
+
 def obtain(
     node: Node,
     job: Job,
     opened: OpenImage,
+    copying: "Channel | None",
     deadline: Deadline,
     watch: "Callable[[Eta], None] | None" = None,
 ) -> Came:
-    """Finds the image in the cache, or waits until a stager has published it.
+    """Waits until a stager has published the image; `copying` is what `begun` yielded.
 
     Returns whether it was there (`hit`), came by a copy that another job asked for (`joined`) or by
     one of this hook's (`copied`). Raises Declined (no-room, deadline, changed, ...), Failed.
     `watch` is called now and then while it waits.
     """
-    if node.cache.find(opened.image) is not None:
+    if copying is None:
         return "hit"
+    eta = Eta(node, opened.image, deadline, watch)
     killed = 0
-    while killed < TRIES:
-        end = _one_stager(node, job, opened, Eta(node, opened.image, deadline, watch))
-        message = end.message
-        if node.cache.find(opened.image) is not None:
-            found = message is not None and message.state == "found"
-            return "copied" if end.own and not found else "joined"
-        if message is not None and message.state == "failed":
-            error = Failed if message.node_failed else Declined
-            raise error(message.reason, message.detail)
-        # A killed stager closes its socket before the kernel drops its lock, so that "busy" may
-        # still mean the one just counted: only own stagers count, other waits end at the deadline.
-        killed += end.own
-    raise Failed("copy", f"the copy of {opened.image.path} was killed {TRIES} times")
+    with contextlib.ExitStack() as later:
+        while True:
+            end = _wait(eta, _end_of(copying, node, opened.image))
+            message = end.message
+            if node.cache.find(opened.image) is not None:
+                found = message is not None and message.state == "found"
+                return "copied" if end.own and not found else "joined"
+            if message is not None and message.state == "failed":
+                error = Failed if message.node_failed else Declined
+                raise error(message.reason, message.detail)
+            # A killed stager closes its socket before the kernel drops its lock, so that "busy" may
+            # still mean the one just counted: only own stagers count, other waits end at the
+            # deadline.
+            killed += end.own
+            if killed == TRIES:
+                what = f"the copy of {opened.image.path} was killed {TRIES} times"
+                raise Failed("copy", what)
+            copying = later.enter_context(_started(node, job, opened))
 
 
-def _one_stager(node: Node, job: Job, opened: OpenImage, eta: "Eta") -> StagerEnd:
-    """Waits for the end of one stager: this hook's own, or the one that has the key already."""
+def _started(node: Node, job: Job, opened: OpenImage) -> "Channel":
+    """A stager that Slurm does not kill with the hook's process group any more."""
     # Here, since a hit needs none of it.
     from forestage.stage import stager
     from forestage.stage.pipeline import Task
 
-    with stager.start(Task(node, job, opened)) as channel:
-        try:
-            first = channel.recv(max(HANDSHAKE, eta.deadline.left()))
-        except EOFError:
-            return StagerEnd(own=True)
-        if first is not None and first.state == "busy":
-            return _wait(eta, _lock_released(node, opened.image))
-        return _wait(eta, _last_message(channel))
+    channel = stager.start(Task(node, job, opened))
+    with contextlib.suppress(EOFError):  # killed already; who waits for it finds out
+        channel.recv(HANDSHAKE)
+    return channel
 
 
 Poll = Callable[[float], StagerEnd | None]
 """Sleeps for up to so many seconds; returns how the stager ended, None while it goes on."""
 
 
-def _last_message(channel: "Channel") -> Poll:
+def _end_of(channel: "Channel", node: Node, wanted: Image) -> Poll:
+    """Waits for the end of one stager: this hook's own, or the one that has the key already."""
+    is_other = False
+
     def poll(seconds: float) -> StagerEnd | None:
+        nonlocal is_other
+        if is_other:
+            node.clock.sleep(seconds)
+            free = lock.is_free(node.cache.key_lock(wanted.key))
+            return StagerEnd(own=False) if free else None
         try:
             message = channel.recv(seconds)
         except EOFError:
             return StagerEnd(own=True)
-        if message is None or message.state == "started":
+        is_other = message is not None and message.state == "busy"
+        if message is None or message.state in ("started", "busy"):
             return None
         return StagerEnd(own=True, message=message)
-
-    return poll
-
-
-def _lock_released(node: Node, wanted: Image) -> Poll:
-    def poll(seconds: float) -> StagerEnd | None:
-        node.clock.sleep(seconds)
-        return StagerEnd(own=False) if lock.is_free(node.cache.key_lock(wanted.key)) else None
 
     return poll
 
@@ -136,6 +148,8 @@ class Eta:
         deadline: Deadline,
         watch: "Callable[[Eta], None] | None" = None,
     ) -> None:
+        self.node = node
+        self.key = wanted.key
         self.part = node.cache.part(wanted.key)
         self.clock = node.clock
         self.size = wanted.size
@@ -143,8 +157,8 @@ class Eta:
         self.deadline = deadline
         self.watch = watch
         self.done = 0
-        self.rate = ""
         self.needs: float | None = None
+        self.begins = 0.0
 
     def hopeless(self) -> bool:
         """True at the deadline, or when even a faster copy than this would miss it."""
@@ -153,46 +167,61 @@ class Eta:
         left = self.deadline.left()
         if left == 0.0:
             return True
+        self.part.note_waiting(self.clock.wall())
         owner = self.part.owner()
-        if owner is None or owner.phase != "copying" or not owner.lives():
+        if owner is None or not owner.lives():
             return False
+        if owner.phase == "queued":
+            self.begins = 0.0 if owner.placed else self._begins()
+            return self.begins > left * SPEEDUP_MARGIN
         took = self.clock.monotonic() - owner.began
         if took < OBSERVE:
             return False
         self.done = self.part.copied(owner)
-        self.rate = format_rate(self.done - owner.resumed, took)
         self.needs = remaining(self.done - owner.resumed, self.size - self.done, took)
         return self.needs is not None and self.needs > left * SPEEDUP_MARGIN
 
+    def _begins(self) -> float:
+        """Seconds, at least, until a place for this copy is free."""
+        from forestage.stage import queue
+
+        copies = queue.gather(self.node)
+        if self.key not in (copy.key for copy in copies if not copy.placed):
+            return 0.0  # it has a place by now, or has ended
+        left = {copy.key: self._left(copy.key) for copy in copies if copy.placed}
+        return queue.begins_after(self.key, copies, self.node.config.max_copies, left)
+
+    def _left(self, key: str) -> float | None:
+        """Seconds that another copy needs, at its rate so far."""
+        part = self.node.cache.part(key)
+        owner = part.owner()
+        took = self.clock.monotonic() - owner.began if owner else 0.0
+        if owner is None or owner.phase != "copying" or took < OBSERVE:
+            return None
+        done = part.copied(owner)
+        return remaining(done - owner.resumed, owner.image.size - done, took)
+
     def summary(self) -> str:
         """Returns, for the user, why the job does not wait."""
+        if self.begins:
+            begins = format_duration(self.begins)
+            return f"{self.path} is queued behind other copies for {begins} more, at least"
         so_far = f"{format_size(self.done)} of {format_size(self.size)} of {self.path} are here"
         if self.needs is None:
             return so_far
         return f"{so_far}, the rest takes {format_duration(self.needs)} more"
 
     def progress(self) -> str:
-        """Returns, for a user who waits, how far the copy is, how fast, and how long it takes."""
+        """Returns, for a user who waits, how far the copy is and about how long it takes."""
         if self.needs is None:
-            return f"the copy of {self.path} to this node is about to begin"
-        percent, left = 100 * self.done // self.size, format_duration(self.needs)
-        return f"copying {self.path} to this node: {percent}%, {self.rate}, {left} left"
+            return f"waiting for the copy of {self.path}, which is about to begin"
+        percent, left = 100 * self.done // self.size, 5 * max(1, round(self.needs / 5))
+        return (
+            f"waiting for the copy of {self.path}: {percent}% are here,"
+            f" about {format_duration(left)} left"
+        )
 
 
 def remaining(copied: int, rest: int, took: float) -> float | None:
     """Pure: seconds until `rest` bytes are in, at the rate of `copied` in `took` seconds."""
     return rest * took / copied if copied > 0 else None
-
-
-def abort(cache: Cache, leases: Leases, job: int, key: str) -> None:
-    """Stops the copy, unless another job than `job` waits for it or already uses it."""
-    try:
-        others = [lease for lease in leases.all() if lease.job != job]
-    except Failed:
-        return  # a damaged lease may be that of a job that waits
-    if any(use.key == key for lease in others for use in lease.uses):
-        return
-    owner = cache.part(key).owner()
-    if owner is not None and owner.lives() and not lock.is_free(cache.key_lock(key)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(owner.pid, signal.SIGTERM)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from forestage.cache.part import Part
+from forestage.cache.readers import NOW, PIECE, SOON, Readers
 from forestage.errors import Declined
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
@@ -23,6 +24,7 @@ from forestage.stage.chunks import Run, Tuning, Write
 from forestage.stage.source import Source, Unreadable
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
+SERVED_POLL = 0.03  # … while jobs read the image
 
 
 def copy(
@@ -32,12 +34,13 @@ def copy(
     stop: threading.Event,
     peers: Peers,
     downloads: int,
+    readers: Readers | None = None,
 ) -> int:
     """Copies as chunks.copy does, and returns how many bytes came from peers.
 
     `downloads` chunks are fetched from peers at once.
     """
-    run = Shared(source, part, tuning, stop, peers, downloads)
+    run = Shared(source, part, tuning, stop, peers, downloads, readers)
     try:
         run.share()
     finally:
@@ -66,8 +69,9 @@ class Shared(Run):
         stop: threading.Event,
         peers: Peers,
         downloads: int,
+        readers: Readers | None = None,
     ) -> None:
-        super().__init__(source, part, tuning, stop)
+        super().__init__(source, part, tuning, stop, readers)
         # The next chunks of the file are other nodes' shares: readahead would read them in vain.
         os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
         self.peers = peers
@@ -83,15 +87,15 @@ class Shared(Run):
             [number for number in self.todo if number in self.data],
             tuning.chunk,
             policy(tuning.threads, downloads, len(peers.nodes)),
+            self.hot,
         )
 
     def share(self) -> None:
-        for number in self.todo:
-            if number not in self.data:  # a hole: nothing to bring
-                self.note(number, self.take(number, memoryview(b""), self.write))
-        readers = [lambda: self._run_asks(self.schedule.next_read)] * self.tuning.threads
-        askers = [lambda: self._run_asks(self.schedule.next_fetch)] * self.downloads
-        self.join([*readers, *askers])
+        self.bring_holes()
+        # One more to read: what a job waits for is not to stand behind whole chunks.
+        reads = [lambda: self._run_asks(self.schedule.next_read)] * (self.tuning.threads + 1)
+        fetches = [lambda: self._run_asks(self.schedule.next_fetch)] * self.downloads
+        self.join([*reads, *fetches])
 
     def close(self) -> None:
         super().close()
@@ -104,7 +108,8 @@ class Shared(Run):
         try:
             while (found := self._next(next_ask)) is not None:
                 ask, twice = found
-                self._bring(ask, buffer, twice)
+                # The shorter a piece, the less a job's own read waits behind it.
+                self._bring(ask, buffer[:PIECE] if self.is_served() else buffer, twice)
         except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
@@ -115,19 +120,18 @@ class Shared(Run):
     def _next(self, next_ask: Callable[[float], Ask | None]) -> tuple[Ask, bool] | None:
         """What to bring, and whether it is on its way by another ask; None: no more."""
         with self.turn:
-            while not (self._ends() or self.schedule.done):
+            while not (self.ends() or self.schedule.done):
                 now = time.monotonic()
+                if self.readers is not None:
+                    self.schedule.want(self.readers.wanted((NOW,)), self.readers.wanted((SOON,)))
                 ask = next_ask(now)
                 if ask is not None:
                     self.chunk_locks.setdefault(ask.number, threading.Lock())
                     return ask, self.schedule.twice(ask)
                 if self.unreadable and self.schedule.hopeless(now):
                     raise self.unreadable
-                self.turn.wait(POLL)
+                self.turn.wait(SERVED_POLL if self.is_served() else POLL)
         return None
-
-    def _ends(self) -> bool:
-        return self.stop.is_set() or self.halt.is_set()
 
     def _bring(self, ask: Ask, buffer: memoryview, twice: bool) -> None:
         start, size = self.span(ask.number)
@@ -141,7 +145,9 @@ class Shared(Run):
             with chunk_lock:
                 if self.schedule.obsolete(ask):
                     raise _Over
-                self.write(at, piece)
+                # What a peer sent is not proven before its digest.
+                write = self._write_right if ask.peer == SOURCE else self.write
+                write(at, piece)
 
         try:
             found = self._fetched(ask, buffer, sink)
@@ -156,6 +162,7 @@ class Shared(Run):
         if found is not None:
             with chunk_lock:
                 if aside is not None and not self.schedule.obsolete(ask):
+                    self.forget(ask.number)
                     self.write(start, aside)
                 self._is_in(ask, size, found)
 
@@ -165,6 +172,9 @@ class Shared(Run):
             try:
                 return self.take(ask.number, buffer, sink)
             except Unreadable as error:
+                with self.chunk_locks[ask.number]:
+                    if not self.schedule.obsolete(ask):
+                        self.forget(ask.number)  # before another ask may write there
                 with self.turn:
                     self.unreadable = error
                     self.schedule.failed(ask, "source", time.monotonic())
@@ -177,7 +187,7 @@ class Shared(Run):
                 self.schedule.peer_has(ask.peer, has, time.monotonic(), source_failed)
 
         def stop() -> bool:
-            return self._ends() or self.schedule.obsolete(ask)
+            return self.ends() or self.schedule.obsolete(ask)
 
         chunk = ChunkRequest(
             ask.number, start, size, self.schedule.give_up(ask), self.schedule.wait(ask)

@@ -2,7 +2,29 @@
 
 import contextlib
 import os
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NoReturn
+
+
+def live(life: Callable[[], None], failed: Callable[[BaseException | None], None]) -> NoReturn:
+    """Runs all that a forked process is for, then ends it, whatever happens.
+
+    It must never return into its parent's code. `failed` gets the error that ended it.
+    """
+    ended = False
+    try:
+        life()
+        ended = True
+    finally:
+        try:
+            # Not by exc_info() alone: the parent may have been handling an error when it forked.
+            if not ended:
+                failed(sys.exc_info()[1])
+        finally:
+            os._exit(0 if ended else 1)
 
 
 def let_go(keep: set[int]) -> None:
@@ -21,21 +43,27 @@ def let_go(keep: set[int]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
-def leave_job(root: Path = Path("/")) -> None:
-    """Goes from a job's cgroups, if this process is in such, to the roots of their hierarchies.
+SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
+"""Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
+
+
+def leave_job(oom_score_adj: int = 0, root: Path = Path("/")) -> None:
+    """Goes from Slurm's cgroups, if this process is in such, to the roots of their hierarchies.
 
     What a step's helper starts is in the step's. There it would be killed with the step (cgroup
     v2), keep the job's directories from going (v1), and have the job pay for the page cache that it
-    fills. slurmstepd, and all it starts, is also the last that the kernel kills for want of memory.
+    fills. What a Prolog starts is in slurmd.service, and would be stopped with it. slurmstepd, and
+    all it starts, is also the last that the kernel kills for want of memory, which `oom_score_adj`
+    sets.
     """
     cgroups = root / "sys/fs/cgroup"
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if "/job_" not in path:  # Slurm's name for it, in both versions
+        if not any(fnmatchcase(part, name) for part in path.split("/") for name in SLURMS):
             continue
         name = controllers.removeprefix("name=")
         for top in (cgroups / name,) if name else (cgroups, cgroups / "unified"):
             with contextlib.suppress(OSError):
                 (top / "cgroup.procs").write_text("0")
     with contextlib.suppress(OSError):
-        (root / "proc/self/oom_score_adj").write_text("0")
+        (root / "proc/self/oom_score_adj").write_text(str(oom_score_adj))

@@ -4,6 +4,7 @@ The kernel's own list (`/proc/self/mountinfo`, proc(5)) is the one truth about r
 here keeps a ledger that a crash could make wrong.
 """
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 CLONE_NEWNS = 0x00020000
+_SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100  # on every architecture
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,9 +30,10 @@ class Mount(msgspec.Struct, frozen=True):
     point: str
 
 
-def mount(source: str, target: str, flags: int) -> None:
-    """mount(2) without a type: bind, remount and propagation changes. Raises OSError."""
-    _check(_libc.mount(os.fsencode(source), os.fsencode(target), None, flags, None), target)
+def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
+    """mount(2); without a `kind` of file system a bind, remount or propagation. Raises OSError."""
+    words = [os.fsencode(text) if text else None for text in (source, target, kind, options)]
+    _check(_libc.mount(words[0], words[1], words[2], flags, words[3]), target)
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
@@ -43,6 +46,47 @@ def private_namespace() -> None:
     _check(_libc.unshare(CLONE_NEWNS), "mount namespace")
     # Private, not slave: what another hook mounts meanwhile must not come in here either.
     mount("none", "/", MS_REC | MS_PRIVATE)
+
+
+def empty_namespace() -> None:
+    """Goes to a mount namespace of this process' own, with the root file system and an empty /run.
+
+    A copy of all the host's mounts would keep each of them busy for as long as this process lives.
+    What was opened before leads to where it did. Raises OSError.
+    """
+    private_namespace()
+    listed = {mount.id: mount for mount in current()}
+    for found in listed.values():
+        above = listed.get(found.parent)  # not listed: the root of a slurmd in a chroot
+        # What lies below goes with it; so no path leads over a file server that may hang.
+        if found.point != "/" and (above is None or above.point == "/"):
+            with contextlib.suppress(OSError):  # EINVAL: nothing is mounted there any more
+                while True:
+                    umount(found.point)
+    mount("forestage", "/run", MS_NOSUID | MS_NODEV, "tmpfs", "mode=700,size=64k")
+
+
+def enter_namespace(namespace: int, root: int) -> None:
+    """Goes back to the mount namespace and the root directory that these descriptors are of.
+
+    Raises OSError; EINVAL in a process with threads.
+    """
+    _check(_libc.setns(namespace, CLONE_NEWNS), "mount namespace")
+    # Its own root first: that of a slurmd in a chroot is another.
+    os.fchdir(root)
+    os.chroot(".")
+    os.chdir("/")
+
+
+def clone(path: str) -> int:
+    """Returns a descriptor of a detached copy of the mount at `path`: move_mount(2) attaches it.
+
+    Raises OSError; ENOSYS before Linux 5.2.
+    """
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
+    fd: int = _libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
+    _check(min(fd, 0), path)
+    return fd
 
 
 def listed(mountinfo: str) -> list[Mount]:

@@ -6,6 +6,8 @@
  *                  without print) the image is opened and not read
  *   print          print that line on the task's stdout as well (or PYXIS_STANDIN_PRINT=1)
  *   container=no   run the task outside of the image even where FUSE is usable
+ *   unpack=DIR     unpack the image below DIR, as `enroot create` does, and run the task in that
+ *                  tree, which stays; without it, the image is mounted with squashfuse
  *
  * As in pyxis, everything happens in task_init, as the job's user, and a value that begins
  * with '.' or '/' is the path of a squashfs file. Other than pyxis, every task looks for itself
@@ -40,6 +42,7 @@ SPANK_PLUGIN(pyxis, 1)
 
 static char image[4096];
 static char report_file[4096];
+static char unpack_directory[2048];
 static bool print_report, use_container = true;
 
 static int set_image(int val, const char *arg, int remote)
@@ -78,6 +81,8 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 			print_report = true;
 		else if (strcmp(av[i], "container=no") == 0)
 			use_container = false;
+		else if (strncmp(av[i], "unpack=", 7) == 0)
+			snprintf(unpack_directory, sizeof(unpack_directory), "%s", av[i] + 7);
 		else {
 			slurm_error("pyxis stand-in: unknown argument %s", av[i]);
 			return -1;
@@ -285,16 +290,45 @@ static int mount_image(int fd, const char *root)
 	return -1;
 }
 
+/* Unpacks the image, by its path as the real one does, into a new directory. */
+static int unpack_image(char tree[4096])
+{
+	char parent[2064];
+	int status;
+
+	snprintf(parent, sizeof(parent), "%s/XXXXXX", unpack_directory);
+	if (!mkdtemp(parent))
+		return -1;
+	snprintf(tree, 4096, "%s/tree", parent);
+	pid_t child = fork();
+	if (child == 0) {
+		int null = open("/dev/null", O_RDWR);
+		for (int i = 0; i < 3; i++)
+			dup2(null, i);
+		execl("/usr/bin/unsquashfs", "unsquashfs", "-no-progress", "-dest", tree, image,
+		      (char *)NULL);
+		_exit(127);
+	}
+	if (child < 0 || waitpid(child, &status, 0) < 0)
+		return -1;
+	errno = EIO;
+	return status == 0 ? 0 : -1;
+}
+
 /* Where the image has such directories, the node's own are seen, as enroot's hooks do it. */
 static int enter_image(int fd)
 {
 	static const char *const shown[] = {"proc", "sys", "dev", "tmp", "home", "shared"};
 	/* A directory that every node has. What it held is out of sight in this namespace only. */
 	const char *root = "/mnt";
-	char target[64], source[16];
+	char target[64], source[16], tree[4096];
 	char *cwd = getcwd(NULL, 0);
 
-	if (unshare_mounts() < 0 || mount_image(fd, root) < 0)
+	if (unpack_directory[0] && unpack_image(tree) < 0)
+		return -1;
+	if (unshare_mounts() < 0)
+		return -1;
+	if (unpack_directory[0] ? mount(tree, root, NULL, MS_BIND, NULL) : mount_image(fd, root))
 		return -1;
 	for (size_t i = 0; i < sizeof(shown) / sizeof(shown[0]); i++) {
 		snprintf(target, sizeof(target), "%s/%s", root, shown[i]);

@@ -89,11 +89,11 @@ def test_rate_is_none_before_bytes_move(copy: Copy) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, f"40%  40 MiB of 100 MiB  10 MiB/s  6s left  {PATH}  no job waits\n"),
-        ({"waiting": (9,)}, "waiting: 9\n"),
+        ({}, f"40%  40 MiB of 100 MiB  10 MiB/s  6s left  {PATH}  for no job\n"),
+        ({"waiting": (9,)}, "for 9\n"),
         (
             {"waiting": tuple(range(100, 300))},
-            "waiting: 100, 101, 102, 103 and 196 more\n",
+            "for 100, 101, 102, 103 and 196 more\n",
         ),
         ({"from_peers": 30 * MIB}, "30 MiB from other nodes"),
         ({"served": 70 * MIB}, "70 MiB to other nodes"),
@@ -230,7 +230,7 @@ def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) 
         )
         os.close(terminal)
         shown = b""
-        while not re.search(rb"waiting:\s+41", shown):
+        while not re.search(rb"for\s+41", shown):
             shown += read(controller)
         process.send_signal(signal.SIGINT)
         while True:
@@ -264,13 +264,13 @@ def test_copy_without_waiting_job_is_shown_to_its_end(
 
     monkeypatch.setattr(trace, "listener", wait)
     path = node.put("a.sqsh", content(size=6 * MIB))
-    node.configure(prolog_wait="1s", threads=1)
+    node.configure(deadline="1s", threads=1)
     assert node.prolog(7, path).outcome.reason == "deadline"
     world = World(node.places, Watching())
     watched = CliRunner().invoke(main, ["status", "--watch", "--json"], obj=world).stdout
     shown = [json.loads(line)["copies"] for line in watched.splitlines()]
     (first,) = shown[0]
-    assert (first["image"], first["job"], first["waiting"]) == (str(path), 7, [])
+    assert (first["image"], first["job"], first["waiting"]) == (str(path), 7, [7])
     assert 0 <= first["copied"] < first["size"] == 6 * MIB
     assert shown[-1] == []
     until(lambda: node.outcomes("stager"), "the stager's event")

@@ -69,11 +69,17 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
             hit(result="started", redirect="spank"),
             "started: the copy went on while the job began.*each step gets the local copy",
         ),
+        (hit(result="started", redirect="later"), "original until the copy was here"),
+        (
+            hit(result="started", reason="no-through", detail="too many", redirect="none"),
+            "could not read through the copy as it came in. too many.*read the original path",
+        ),
+        (hit(result="through"), "read what was here, and the rest from the source"),
         (Handled("joined", wait=3.0), "another copy of it was under way; waited 3s"),
         (Handled("copied", size=300 << 20, wait=1.2), "copied: waited 1.2s until its 300 MiB"),
         (
             Handled("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
-            r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy goes on, unless",
+            r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy goes on;",
         ),
         (
             Handled("declined", reason="no-permission", detail="/a is not readable"),

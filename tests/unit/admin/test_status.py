@@ -48,6 +48,7 @@ FULL = Status(
         ),
     ),
     served=Uploaded(since=NOW - 9, bytes=3 * G, chunks=768),
+    through=("k" * 32, "l" * 32),
 )
 
 
@@ -64,6 +65,7 @@ def test_status_fits_width_and_cuts_no_path(width: int) -> None:
         "6s",
         "Problem",
         "3 GiB in 768 chunks",
+        "2 images",
     ):
         assert word in out.getvalue()
 

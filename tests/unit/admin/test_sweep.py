@@ -19,15 +19,13 @@ from forestage.admin import sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
 from forestage.cache import redirect as redirects
-from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.cache.redirect import Bind, StillMounted
 from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
-from forestage.hooks import epilog
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock
 from forestage.system.as_user import User
@@ -245,25 +243,6 @@ def test_lock_is_free_between_two_releases(site: Site) -> None:
     assert paused == []
     swept(site, asked)
     assert paused == [True] * 3
-
-
-def test_copy_is_aborted_under_lock_before_job_can_begin_again(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once the lock is free, a job of this number may have another copy made."""
-    site.configure("on_deadline: abort\n")
-    site.node.cache.prepare(False)
-    lease = hold(site, 7, Use("k"))
-    seen: list[tuple[bool, Lease]] = []
-
-    def abort(cache: Cache, leases: Leases, ended: Lease) -> None:
-        seen.append((lock.is_free(site.node.cache.space_lock), ended))
-        raise OSError("no such process")
-
-    monkeypatch.setattr(epilog, "abort", abort)
-    done = swept(site, slurm({7: None}))
-    assert seen == [(False, lease)]
-    assert (jobs(site), done.problems) == ((), ("no such process",))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,12 +68,19 @@ def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: Lea
     assert not leases.file(1).exists()
 
 
-def test_lease_that_says_off_stays_without_uses(leases: Leases) -> None:
-    leases.put(lease(1).switched_off())
-    leases.put(lease(2, Use("k")).switched_off().without("k"))
-    assert [(one.off, one.uses) for one in leases.all()] == [(True, ()), (True, ())]
+@pytest.mark.parametrize("note", [{"off": True}, {"wait": 0.0}, {"told": True}])
+def test_lease_that_notes_something_stays_without_uses(
+    leases: Leases, note: dict[str, object]
+) -> None:
+    noted = msgspec.structs.replace(lease(1, Use("k")), **note)
+    leases.put(noted.without("k"))
+    assert leases.all() == [msgspec.structs.replace(lease(1), **note)]
     assert leases.keys() == frozenset()
-    assert lease(1).switched_off().with_use(Use("k")).off
+
+
+def test_path_that_is_not_redirected_any_more_leaves_its_entry_leased() -> None:
+    held = lease(1, Use("k", "/a"), Use("k", "/b"), Use("l", "/a"), Use("l"))
+    assert held.unredirected("/a").uses == (Use("k"), Use("k", "/b"), Use("l"))
 
 
 def test_lease_of_the_release_before_is_read(leases: Leases) -> None:

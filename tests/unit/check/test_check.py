@@ -116,30 +116,28 @@ SLURM = [
     ),
     warning("prolog-timeout", slurm("ClusterName=good", "PrologEpilogTimeout=10")),
     warning("prolog-timeout", slurm("ClusterName=good", "PrologTimeout=10")),
-    critical(
-        "deadline-too-long",
-        settings("deadline: 1m\n"),
-        f"{YAML}: deadline: auto (or {CONF}: BatchStartTimeout=85)",
-    ),
-    critical(
-        "deadline-too-long",
-        both(
-            settings("deadline: 5m\n"),
-            slurm("ClusterName=good", "BatchStartTimeout=120\nAuthInfo=ttl=5"),
-        ),
-        f"{YAML}: deadline: auto (or {CONF}: BatchStartTimeout=405,"
-        " AuthInfo=ttl=5,cred_expire=405)",
-    ),
-    critical(
-        "deadline-too-long",
-        settings("partitions:\n  gpu:\n    deadline: 5m\n"),
-        f"{YAML}: partitions.gpu.deadline: auto (or {CONF}: BatchStartTimeout=405,"
-        " AuthInfo=cred_expire=405)",
+    warning(
+        "deadline-cut",
+        settings("cold: wait\ndeadline: 1m\n"),
+        f"{CONF}: BatchStartTimeout=85",
     ),
     warning(
         "deadline-cut",
         both(
-            settings("deadline: 1m\n"),
+            settings("cold: wait\ndeadline: 5m\n"),
+            slurm("ClusterName=good", "BatchStartTimeout=120\nAuthInfo=ttl=5"),
+        ),
+        f"{CONF}: BatchStartTimeout=405, AuthInfo=ttl=5,cred_expire=405",
+    ),
+    warning(
+        "deadline-cut",
+        settings("cold: wait\npartitions:\n  gpu:\n    deadline: 5m\n"),
+        f"{CONF}: BatchStartTimeout=405, AuthInfo=cred_expire=405",
+    ),
+    warning(
+        "deadline-cut",
+        both(
+            settings("cold: wait\ndeadline: 1m\n"),
             slurm("ClusterName=good", "BatchStartTimeout=120\nPrologEpilogTimeout=60"),
         ),
         f"{CONF}: PrologEpilogTimeout=85",
@@ -244,6 +242,12 @@ PLUGINS = [
     critical(
         "companion-absent",
         both(wrote(OURS, ""), settings("partitions:\n  gpu:\n    redirect: spank\n")),
+    ),
+    warning("through-no-fuse", both(removed(PYXIS, "/dev/fuse"), settings("redirect: spank\n"))),
+    warning(
+        "through-no-spank",
+        settings("redirect: spank\npartitions:\n  gpu:\n    cold: through\n    redirect: bind\n"),
+        "partitions.gpu.redirect: spank, with the companion in plugstack.conf",
     ),
     warning(
         "spank-job-prolog",
@@ -384,9 +388,12 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
         lambda node: node.plugin(PYXIS_SO), removed("/dev/fuse")
     ),
     "no pyxis": removed(PYXIS),
+    "nobody reads through": both(
+        removed(PYXIS, "/dev/fuse"), settings("redirect: spank\ncold: shared\n")
+    ),
     "a flag implies Alloc": flags("Contain,DeferBatch"),
-    "the Prolog does not wait so long": settings("deadline: 5m\nprolog_wait: 0\n"),
-    "Slurm allows that deadline": settings("deadline: 15s\n"),
+    "no Prolog waits so long": settings("deadline: 5m\n"),
+    "Slurm allows that deadline": settings("cold: wait\ndeadline: 15s\n"),
     "plugstack.conf includes itself": wrote(
         "/etc/slurm/plugstack.conf", "include *.d/*.conf\ninclude plugstack.conf\n"
     ),

@@ -20,6 +20,7 @@ from forestage.config import (
     load_settings,
     parse_address,
 )
+from forestage.config.keys import Cold, Redirect
 from forestage.errors import ConfigError, Problem
 from forestage.units import Amount
 
@@ -82,8 +83,8 @@ def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
         ("direct: 'on'", "direct", "on"),
         ("direct: off", "direct", "off"),  # false to YAML
         ("deadline: auto", "deadline", None),
-        ("prolog_wait: 0", "prolog_wait", 0.0),
-        ("step_wait: 20m", "step_wait", 1200.0),
+        ("cold: wait", "cold", "wait"),
+        ("deadline: 20m", "deadline", 1200.0),
         ("max_stage_wait: 1h30m", "max_stage_wait", 5400.0),
     ],
 )
@@ -94,6 +95,26 @@ def test_value_of_each_kind_is_read_as_its_type(
     value = getattr(found.config, key)
     assert (value, type(value)) == (expected, type(expected))
     assert found.origins[key] == str(tmp_path / MAIN)
+
+
+@pytest.mark.parametrize(
+    ("cold", "redirect", "start"),
+    [
+        ("auto", "spank", "through"),
+        ("through", "spank", "through"),
+        # Nobody but the companion can show a step its own file.
+        ("auto", "bind", "shared"),
+        ("through", "bind", "shared"),
+        ("auto", "none", "shared"),
+        ("shared", "spank", "shared"),
+        ("wait", "spank", "wait"),
+        ("wait", "bind", "wait"),
+    ],
+)
+def test_job_starts_as_the_admin_says_where_the_companion_allows_it(
+    cold: Cold, redirect: Redirect, start: str
+) -> None:
+    assert Config(cold=cold, redirect=redirect).start == start
 
 
 def test_later_file_wins_key_by_key(tmp_path: Path) -> None:
@@ -159,11 +180,15 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ("low_watermark: 5G", "low_watermark", "expected a share such as 80%, got '5G'"),
         ("redirect: spunk", "redirect", "expected bind or spank or none, got 'spunk'"),
         (
-            "prolog_wait: no",
-            "prolog_wait",
+            "deadline: no",
+            "deadline",
             "expected auto or a duration such as 90s or 10m, got false",
         ),
-        ("step_wait: auto", "step_wait", "expected a duration such as 90s or 10m, got 'auto'"),
+        ("cold: on", "cold", "expected auto or through or shared or wait, got true"),
+        ("prolog_wait: 0", "prolog_wait", "was removed: `cold:` says whether a job waits"),
+        ("step_wait: 9m", "step_wait", "`cold: wait` makes a step wait, up to `deadline:`"),
+        ("on_deadline: abort", "on_deadline", "a copy goes on while a job has a use for it"),
+        ("partitions: {a: {step_wait: 1}}", "partitions.a.step_wait", "was removed: `cold: wait`"),
         ("threads: 0", "threads", "expected auto or a whole number from 1 to 64, got 0"),
         ("threads: true", "threads", "expected auto or a whole number from 1 to 64, got true"),
         ("max_copies: auto", "max_copies", "expected a whole number from 1 to 64, got 'auto'"),

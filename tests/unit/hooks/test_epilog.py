@@ -10,14 +10,13 @@ import pytest
 
 from forestage.cache import redirect
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.layout import Entry
+from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
-from forestage.config import Config, OnDeadline
+from forestage.config import Config
 from forestage.hooks import epilog
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import UNKNOWN, Limits
-from forestage.stage import wait
 from forestage.system import lock
 from forestage.units import Amount
 
@@ -86,37 +85,11 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
     )
 
 
-@pytest.mark.parametrize(("on_deadline", "stopped"), [("abort", ["0a", "0b"]), ("continue", [])])
-def test_copies_of_a_job_that_ended_stop_where_the_admin_wants_that(
-    staging_node: Node,
-    asking: Job,
-    config: Config,
-    monkeypatch: Patch,
-    on_deadline: OnDeadline,
-    stopped: list[str],
-) -> None:
-    """A step that is killed while it waits can stop nothing itself."""
-    uses = (Use("0a"), Use("0b", "/b"))
-    node = staging_node
-    node.leases.write(Lease(asking.id, asking.user, 0.0, str(node.cache.root), uses))
-    keys: list[str] = []
-
-    def noting(cache: Cache, leases: Leases, job: int, key: str) -> None:
-        assert (cache.root, job) == (node.cache.root, asking.id)
-        assert leases.read(job) is None, "its own lease would keep the copy going"
-        keys.append(key)
-
-    monkeypatch.setattr(wait, "abort", noting)
-    config = msgspec.structs.replace(config, on_deadline=on_deadline)
-    assert ended(node, asking, config) == ("released", "")
-    assert keys == stopped
-
-
 def test_job_that_was_switched_off_leaves_no_lease(
     staging_node: Node, asking: Job, config: Config
 ) -> None:
     node = staging_node
-    lease = Lease(asking.id, asking.user, 0.0, str(node.cache.root)).switched_off()
+    lease = Lease(asking.id, asking.user, 0.0, str(node.cache.root), off=True)
     node.leases.write(lease)
     assert ended(node, asking, config) == ("released", "")
     assert node.leases.all() == []

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+import squashfs
 from forestage.cache import redirect
 from forestage.cache.image import Image
-from forestage.cache.layout import Entry
+from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.cache.redirect import Bind
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
-from forestage.events import Outcome
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm.job import Job, Request
@@ -24,9 +25,10 @@ from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
 from forestage.system import as_user, lock
 from forestage.system.mounts import Mount
+from forestage.through import keeper
 
 Patch = pytest.MonkeyPatch
-Handle = Callable[..., Outcome]
+Handle = Callable[..., Answer]
 REFUSAL = Declined("disabled", "`enabled: false`")
 
 
@@ -58,30 +60,30 @@ def node(staging_node: Node) -> Node:
     return msgspec.structs.replace(staging_node, config=config)
 
 
-def waiting(node: Node, in_vain: str = "release", copy: float = 600.0) -> Wait:
-    end, limit = Deadline.after(600.0, node.clock), Deadline.after(copy, node.clock)
-    return Wait(end, limit, in_vain)  # type: ignore[arg-type]
+WAITS: float = 600.0
 
 
 @pytest.fixture
 def handle(node: Node, asking: Job, file: Path) -> Handle:
     def handling(
         path: str = "",
-        in_vain: str = "release",
+        copy: float | None = WAITS,
         refusal: Declined | None = None,
         job: Job = asking,
         config: dict[str, object] | None = None,
-    ) -> Outcome:
+    ) -> Answer:
         changed = msgspec.structs.replace(node.config, **(config or {}))
         here = msgspec.structs.replace(node, config=changed)
         request = Request(path or str(file), "option")
-        return image.handle(here, job, request, waiting(node, in_vain), refusal).outcome
+        limit = Wait.of(node.clock, 600.0, copy, small=False)
+        (answer,) = image.handle(here, job, [request], limit, refusal)
+        return answer
 
     return handling
 
 
-def said(outcome: Outcome) -> tuple[str, str]:
-    return outcome.result, outcome.reason
+def said(answer: Answer) -> tuple[str, str]:
+    return answer.outcome.result, answer.outcome.reason
 
 
 def held(node: Node) -> tuple[Use, ...]:
@@ -92,10 +94,12 @@ def held(node: Node) -> tuple[Use, ...]:
 def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
     node: Node, handle: Handle, file: Path, key: str
 ) -> None:
-    cold, warm = handle(), handle()
-    assert (said(cold), cold.bytes, cold.redirect) == (("copied", ""), 5, "none")
-    assert (said(warm), warm.bytes) == (("hit", ""), 0)
+    answers = handle(), handle()
+    cold, warm = (answer.outcome for answer in answers)
+    assert (cold.result, cold.bytes, cold.redirect) == ("copied", 5, "none")
+    assert (warm.result, warm.bytes) == ("hit", 0)
     for outcome in (cold, warm):
+        assert outcome.wait > 0
         assert (outcome.request, outcome.image, outcome.key, outcome.size) == (
             str(file),
             str(file),
@@ -116,24 +120,25 @@ def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
         (OSError(5, "I/O error"), ("failed", "io")),
     ],
 )
-@pytest.mark.parametrize("in_vain", ["release", "keep"])
+@pytest.mark.parametrize("step", [None, 0])
 def test_error_is_an_outcome_and_the_lease_goes_unless_a_step_may_need_it(
     node: Node,
     handle: Handle,
     key: str,
     monkeypatch: Patch,
+    asking: Job,
     error: Exception,
     expected: tuple[str, str],
-    in_vain: str,
+    step: int | None,
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(wait, "obtain", fail)
-    outcome = handle(in_vain=in_vain)
-    assert said(outcome) == expected
-    assert outcome.detail
-    assert held(node) == ((Use(key),) if in_vain == "keep" else ())
+    answer = handle(job=msgspec.structs.replace(asking, step=step))
+    assert said(answer) == expected
+    assert answer.outcome.detail
+    assert held(node) == (() if step is None else (Use(key),))
 
 
 def test_error_leaves_the_lease_of_an_earlier_request_for_the_same_image(
@@ -149,35 +154,145 @@ def test_error_leaves_the_lease_of_an_earlier_request_for_the_same_image(
     assert held(node) == (Use(key),)
 
 
-@pytest.mark.parametrize(
-    ("in_vain", "on_deadline", "expected", "aborted", "leased"),
-    [
-        ("release", "continue", ("declined", "deadline"), False, False),
-        ("release", "abort", ("declined", "deadline"), True, False),
-        ("keep", "continue", ("declined", "deadline"), False, True),
-        # The job's steps wait for it.
-        ("hand-over", "abort", ("started", ""), False, True),
-    ],
-)
-def test_wait_in_vain_leaves_what_the_hook_wants(
-    node: Node,
-    handle: Handle,
-    monkeypatch: Patch,
-    in_vain: str,
-    on_deadline: str,
-    expected: tuple[str, str],
-    aborted: bool,
-    leased: bool,
-) -> None:
-    def late(*_: object) -> None:
+# --- cold
+
+
+@pytest.fixture
+def slow(file: Path, monkeypatch: Patch) -> list[str]:
+    """Copies are begun, in this order, and never end. The file is a squashfs image."""
+    file.write_bytes(squashfs.beginning(bytes(64)))
+    begun: list[str] = []
+
+    @contextlib.contextmanager
+    def begin(node: Node, job: Job, opened: OpenImage) -> Iterator[object]:
+        begun.append(opened.image.path)
+        yield object()
+
+    def obtain(*given: object) -> None:
+        deadline = given[4]
+        assert isinstance(deadline, Deadline)
+        begun.append(f"waited {deadline.left():.0f}")
         raise Declined("deadline", "half of it is here")
 
-    stopped: list[object] = []
-    monkeypatch.setattr(wait, "obtain", late)
-    monkeypatch.setattr(wait, "abort", lambda *_: stopped.append(1))
-    outcome = handle(in_vain=in_vain, config={"on_deadline": on_deadline})
-    assert said(outcome) == expected
-    assert (bool(stopped), bool(held(node))) == (aborted, leased)
+    monkeypatch.setattr(wait, "begun", begin)
+    monkeypatch.setattr(wait, "obtain", obtain)
+    return begun
+
+
+@pytest.fixture
+def kept(monkeypatch: Patch) -> None:
+    """Each image has a keeper."""
+    monkeypatch.setattr(keeper, "start", lambda *_, wait: Path("/run/k/sock"))
+
+
+def test_all_copies_are_under_way_before_one_is_waited_for(
+    node: Node, asking: Job, shared: Path, slow: list[str]
+) -> None:
+    paths = [str(shared / name) for name in ("a", "missing", "b")]
+    for path in (paths[0], paths[2]):
+        Path(path).write_bytes(b"1")
+    requests = [Request(path, "hint") for path in paths]
+    answers = image.handle(node, asking, requests, Wait.of(node.clock, 60.0, 60.0))
+    assert slow == [paths[0], paths[2], "waited 60", "waited 60"]
+    assert [said(answer) for answer in answers] == [
+        ("declined", "deadline"), ("declined", "missing"), ("declined", "deadline")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("redirect", "step", "result", "shown", "noted"),
+    [
+        ("spank", None, "started", "spank", False),
+        ("spank", 0, "through", "spank", False),
+        ("bind", None, "started", "later", True),
+        ("bind", 0, "started", "later", True),
+        ("none", None, "started", "none", False),
+        ("none", 0, "started", "none", False),
+    ],
+)
+def test_cold_job_starts_without_its_copy_and_keeps_the_lease(
+    node: Node, handle: Handle, asking: Job, file: Path, slow: list[str],
+    kept: None, redirect: str, step: int | None, result: str, shown: str, noted: bool,
+) -> None:  # fmt: skip
+    job = msgspec.structs.replace(asking, step=step)
+    answer = handle(copy=None, job=job, config={"redirect": redirect})
+    assert slow[1:] == ["waited 0"]
+    assert (answer.outcome.result, answer.outcome.redirect) == (result, shown)
+    assert answer.socket == (Path("/run/k/sock") if shown == "spank" else None)
+    assert [use.path for use in held(node)] == [str(file) if noted else ""]
+
+
+@pytest.mark.parametrize("copy", [None, 5.0])
+def test_path_that_the_job_saves_to_is_not_redirected_later_nor_read_through(
+    node: Node, handle: Handle, asking: Job, file: Path, slow: list[str], kept: None,
+    copy: float | None,
+) -> None:  # fmt: skip
+    job = msgspec.structs.replace(asking, saves=str(file), step=0)
+    for way in ("bind", "spank"):
+        answer = handle(copy=copy, job=job, config={"redirect": way})
+        assert said(answer) == (("started", "") if copy is None else ("declined", "deadline"))
+        assert answer.outcome.redirect == ("none" if copy is None else "")
+        assert answer.socket is None
+    assert [use.path for use in held(node)] == [""]
+
+
+def test_save_takes_back_the_redirect_that_an_earlier_step_asked_for(
+    node: Node, handle: Handle, asking: Job, file: Path, slow: list[str]
+) -> None:
+    config: dict[str, object] = {"redirect": "bind"}
+    handle(copy=None, config=config)
+    assert [use.path for use in held(node)] == [str(file)]
+    handle(copy=None, job=msgspec.structs.replace(asking, saves=str(file), step=0), config=config)
+    assert [use.path for use in held(node)] == [""]
+
+
+def test_step_that_cannot_read_through_starts_from_the_shared_path(
+    handle: Handle, asking: Job, slow: list[str], monkeypatch: Patch
+) -> None:
+    def start(*_: object, wait: bool) -> Path:
+        raise Declined("no-through", "too many")
+
+    monkeypatch.setattr(keeper, "start", start)
+    job = msgspec.structs.replace(asking, step=0)
+    answer = handle(copy=None, job=job, config={"redirect": "spank"})
+    assert said(answer) == ("started", "no-through")
+    assert (answer.outcome.detail, answer.outcome.redirect) == ("too many", "none")
+    assert answer.socket is None
+
+
+def test_job_that_waited_in_vain_says_so_and_gets_the_redirect_later(
+    node: Node, handle: Handle, file: Path, slow: list[str]
+) -> None:
+    answer = handle(copy=5.0, config={"redirect": "bind"})
+    assert said(answer) == ("declined", "deadline")
+    assert [use.path for use in held(node)] == [str(file)]
+
+
+def test_copy_that_ends_while_the_redirect_is_asked_for_is_used_at_once(
+    node: Node, handle: Handle, file: Path, slow: list[str], monkeypatch: Patch
+) -> None:
+    """The stager may have looked who asks before this job did."""
+    monkeypatch.setattr(Cache, "find", lambda *_: object())
+    monkeypatch.setattr(redirect, "mount", lambda *_: "mounted")
+    answer = handle(copy=None, config={"redirect": "bind"})
+    assert (answer.outcome.result, answer.outcome.redirect) == ("joined", "mounted")
+
+
+@pytest.mark.parametrize(
+    ("copy", "small", "size", "left"),
+    [
+        (None, True, image.SMALL, image.SHORTLY),
+        (None, True, image.SMALL + 1, 0.0),
+        (None, False, 1, 0.0),
+        (9.0, False, 1, 9.0),
+        (9.0, True, image.SMALL + 1, 9.0),
+    ],
+)
+def test_only_a_small_image_is_waited_for_where_nobody_asks_to_wait(
+    node: Node, copy: float | None, small: bool, size: int, left: float
+) -> None:
+    limit = Wait.of(node.clock, 60.0, copy, small)
+    assert limit.for_copy(size).left() == pytest.approx(left, abs=0.5)
 
 
 def test_job_that_holds_too_many_images_gets_no_more(
@@ -219,8 +334,8 @@ def test_refused_request_is_not_looked_at_where_nothing_is_redirected(
 def test_refused_request_is_looked_at_where_a_redirect_may_be_stale(
     key: str, node: Node, handle: Handle, looks: list[str], elsewhere: None, file: Path
 ) -> None:
-    outcome = handle(refusal=REFUSAL)
-    assert (said(outcome), outcome.key) == (("declined", "disabled"), key)
+    answer = handle(refusal=REFUSAL)
+    assert (said(answer), answer.outcome.key) == (("declined", "disabled"), key)
     assert looks == [str(file)]
     assert held(node) == ()
 
@@ -272,9 +387,7 @@ def test_path_with_control_characters_is_not_answered_to_the_companion(
     assert said(handle(path)) == ("copied", "")
 
 
-def test_answer_of_a_served_request_has_its_image(node: Node, asking: Job, file: Path) -> None:
-    answer = image.handle(node, asking, Request(str(file), "option"), waiting(node))
-    assert isinstance(answer, Answer)
+def test_answer_of_a_served_request_has_its_image(handle: Handle, file: Path) -> None:
+    answer = handle()
     assert answer.image is not None
     assert answer.image.path == str(file)
-    assert answer.outcome.wait > 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
 from forestage.cache.node import Node
+from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.events import Handled
 from forestage.hooks import image, prolog
@@ -37,10 +40,10 @@ def handled(monkeypatch: Patch) -> Calls:
     given: Calls = []
 
     def noting(
-        node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
-    ) -> Answer:
-        given.append((request.path, refusal))
-        return Answer(Handled("declined", request=request.path, reason="off"))
+        node: Node, job: Job, requests: Sequence[Request], limit: Wait, refusal: Declined | None
+    ) -> list[Answer]:
+        given.extend((request.path, refusal) for request in requests)
+        return [Answer(Handled("declined", request=one.path, reason="off")) for one in requests]
 
     monkeypatch.setattr(image, "handle", noting)
     return given
@@ -50,31 +53,54 @@ def handled(monkeypatch: Patch) -> Calls:
 def test_each_image_has_its_outcome(
     staging_node: Node, job: Job, limit: Wait, handled: Calls, refusal: Declined | None
 ) -> None:
-    outcomes = prolog.prolog(staging_node, job, limit, refusal)
+    outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, refusal)]
     assert [outcome.request for outcome in outcomes] == list(PATHS)
     assert handled == [(path, refusal) for path in PATHS]
 
 
 @pytest.mark.parametrize(
-    ("config", "copy", "in_vain"),
+    ("config", "hint", "copy", "small"),
     [
-        ({"redirect": "bind"}, 15.0, "release"),
-        ({"redirect": "spank"}, 15.0, "hand-over"),
-        ({"redirect": "bind", "prolog_wait": 2.0}, 2.0, "release"),
-        ({"redirect": "bind", "prolog_wait": 99.0}, 15.0, "release"),
+        # redirect, cold, deadline; stage-wait=; seconds for copies, and for small ones
+        (("bind", "auto", None), None, None, True),
+        (("bind", "wait", None), None, 15.0, True),
+        (("bind", "wait", 2.0), None, 2.0, True),
+        (("bind", "wait", 99.0), None, 15.0, True),
+        (("bind", "wait", 2.0), 9.0, 9.0, True),
+        (("bind", "wait", None), 0.0, None, False),
+        # Who asks to wait waits ...
+        (("bind", "shared", None), 9.0, 9.0, True),
+        (("bind", "shared", None), 999.0, 12.0, True),
+        (("bind", "shared", None), 0.0, None, False),
+        (("none", "wait", None), None, 15.0, True),
+        # ... but where the steps do, as no timeout of Slurm's ends that.
+        (("spank", "auto", None), 9.0, None, False),
+        (("spank", "wait", None), 9.0, None, False),
     ],
 )
-def test_prolog_waits_as_long_as_slurm_and_the_admin_allow(
-    staging_node: Node, job: Job, config: dict[str, object], copy: float, in_vain: str
+def test_prolog_waits_where_somebody_asks_for_it_and_no_longer_than_slurm_allows(
+    staging_node: Node,
+    job: Job,
+    config: tuple[str, str, float | None],
+    hint: float | None,
+    copy: float | None,
+    small: bool,
 ) -> None:
-    config = {"prolog_wait": None, **config}
-    node = msgspec.structs.replace(
-        staging_node, config=msgspec.structs.replace(staging_node.config, **config)
-    )
+    keys = dict(zip(("redirect", "cold", "deadline"), config, strict=True), max_stage_wait=12.0)
+    changed = msgspec.structs.replace(staging_node.config, **keys)
+    node = msgspec.structs.replace(staging_node, config=changed, clock=Still())
+    job = msgspec.structs.replace(job, hints=Hints(wait=hint))
     found = prolog.waiting(node, job, LIMITS, None)
-    assert found.end.left() == pytest.approx(15.0, abs=5)
-    assert found.end.left() - found.copy.left() == pytest.approx(15.0 - copy, abs=0.1)
-    assert found.in_vain == in_vain
+    assert (found.copy and found.copy.left()) == copy
+    assert found.small.left() == (image.SHORTLY if small else 0.0)
+    assert found.end.left() == max(2.0 if config[2] == 2.0 else 15.0, copy or 0.0)
+
+
+class Still(Clock):
+    """A clock that stands still."""
+
+    def monotonic(self) -> float:
+        return 1000.0
 
 
 @pytest.mark.parametrize("hint", [0.0, 600.0])
@@ -85,6 +111,7 @@ def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
     job = msgspec.structs.replace(job, hints=Hints(wait=hint))
     found = prolog.waiting(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
     assert found.end.left() == pytest.approx(15.0, abs=5)
+    assert found.copy is None
 
 
 @pytest.mark.parametrize("requests", [0, 2])
@@ -92,11 +119,22 @@ def test_stage_off_is_noted_for_the_steps(
     staging_node: Node, job: Job, limit: Wait, handled: list[object], requests: int
 ) -> None:
     job = msgspec.structs.replace(job, hints=Hints(off=True), requests=job.requests[:requests])
-    outcomes = prolog.prolog(staging_node, job, limit, None)
+    outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
     assert [outcome.reason for outcome in outcomes] == ["off"] * max(1, requests)
     lease = staging_node.leases.read(job.id)
     assert lease is not None
     assert lease.off
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_stage_wait_is_noted_for_the_steps_and_is_no_outcome(
+    staging_node: Node, job: Job, limit: Wait, handled: list[object], requests: int
+) -> None:
+    job = msgspec.structs.replace(job, hints=Hints(wait=3.0), requests=job.requests[:requests])
+    assert len(prolog.prolog(staging_node, job, limit, None)) == requests
+    lease = staging_node.leases.read(job.id)
+    assert lease is not None
+    assert (lease.wait, lease.off) == (3.0, False)
 
 
 def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
@@ -107,13 +145,16 @@ def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
 
     monkeypatch.setattr(lock, "held_if_writable", busy)
     job = msgspec.structs.replace(job, hints=Hints(off=True))
-    outcomes = prolog.prolog(staging_node, job, limit, None)
+    outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
     assert [(one.result, one.reason) for one in outcomes[2:]] == [("failed", "busy")]
 
 
 @pytest.mark.parametrize(("problems", "reasons"), [((), []), (("odd", "hint"), ["bad-hint"])])
 def test_hint_that_cannot_be_read_is_an_outcome(
-    job: Job, problems: tuple[str, ...], reasons: list[str]
+    staging_node: Node, job: Job, limit: Wait, problems: tuple[str, ...], reasons: list[str]
 ) -> None:
     job = msgspec.structs.replace(job, requests=(), hints=Hints(problems=problems))
     assert [outcome.reason for outcome in prolog.bad_hint(job)] == reasons
+    job = msgspec.structs.replace(job, hints=Hints(problems=problems, wait=1.0))
+    noted = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
+    assert [outcome.reason for outcome in noted] == reasons

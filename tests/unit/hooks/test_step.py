@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -19,8 +20,9 @@ from forestage.errors import Declined
 from forestage.events import Handled, Outcome
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
-from forestage.hooks.step import EVERY, Watch, fields, message, named
-from forestage.slurm.job import Job, Request
+from forestage.hooks.step import HELD_UP, Once, Watch, as_noted, fields, message, named
+from forestage.slurm.job import Hints, Job, Request
+from forestage.slurm.timeouts import STEP_WAIT
 from forestage.stage.source import HOOK_TIMEOUT
 from forestage.stage.wait import Eta
 from forestage.system.as_user import User
@@ -58,6 +60,14 @@ def test_entry_is_answered_with_the_very_file_it_stands_for(
     assert fields(node, Answer(hit(), wanted)) == ("use", entry, PATH, "1", "7", "10", "20", tell)
 
 
+def test_step_that_reads_through_is_told_the_keepers_socket(
+    configured: Configured, make_image: Make
+) -> None:
+    answer = Answer(hit(result="through"), make_image(size=7), Path("/run/k/sock"))
+    words = ("through", "/run/k/sock", PATH, "1", "7", "10", "20", "1")
+    assert fields(configured(redirect="spank"), answer) == words
+
+
 @pytest.mark.parametrize("mounted", ["mounted", "kept"])
 def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
     configured: Configured, make_image: Make, mounted: str
@@ -75,6 +85,8 @@ def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
         (hit(redirect="none"), "bind", "saves"),
         (Handled("declined", reason="deadline"), "spank", "deadline"),
         (Handled("failed", reason="io"), "bind", "io"),
+        (Handled("started", redirect="later"), "bind", "started"),
+        (Handled("started", redirect="none", reason="no-through"), "spank", "started"),
     ],
 )
 def test_path_that_stays_as_it_is_has_its_reason(
@@ -97,10 +109,14 @@ def test_field_with_a_control_character_is_not_answered(
     assert fields(node, Answer(hit(), wanted)) == ("leave", "bad-path")
 
 
+def run(node: Node, job: Job, say: step.Say = pytest.fail, timeout: str = "60") -> step.Done:
+    """What boundary does."""
+    job, refusal = as_noted(node, job, None)
+    return step.step(node, job, step.waiting(node, job, timeout, say, refusal), say, refusal)
+
+
 def test_step_without_an_image_has_no_event(configured: Configured, asking: Job) -> None:
-    done = step.step(
-        configured(), asking, step.waiting(configured(), "60", pytest.fail, None), pytest.fail, None
-    )
+    done = run(configured(), asking)
     assert (done.outcomes, done.answer) == ([], ("leave", "no-image"))
 
 
@@ -129,6 +145,8 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
 
 def test_success_is_told_to_who_wants_to_hear_all() -> None:
     assert message(hit(), "all") == f"{PATH} is read from this node's copy (hit in 0.02s)"
+    assert message(hit(result="through"), "all").startswith(f"{PATH} is read from this node's copy")
+    assert message(hit(result="started"), "all").startswith(f"{PATH} is read from its original")
     assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
 
 
@@ -142,7 +160,7 @@ class ManualClock(Clock):
         return self.now
 
 
-def test_waiting_user_reads_a_line_every_half_minute(staging_node: Node, make_image: Make) -> None:
+def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_image: Make) -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
     watch = Watch(clock, lambda text: heard.append((clock.now - 1000, text)))
@@ -150,8 +168,35 @@ def test_waiting_user_reads_a_line_every_half_minute(staging_node: Node, make_im
     for _ in range(400):
         clock.now += 0.25
         assert not eta.hopeless()
-    assert [when for when, _ in heard] == [EVERY, 2 * EVERY, 3 * EVERY]
-    assert {text for _, text in heard} == {eta.progress()}
+    assert heard == [(HELD_UP, eta.progress())]
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "speaks"),
+    [("n[1-512]", True), ("m7,n[1-2]", False), ("n[0-511]", False), ("", True), ("n[", True)],
+)
+@pytest.mark.parametrize("name", ["nodelist", "step_nodelist"])
+def test_only_the_first_node_of_a_step_speaks(
+    configured: Configured, image_asked: Job, name: str, nodelist: str, speaks: bool
+) -> None:
+    heard: list[str] = []
+    job = msgspec.structs.replace(
+        image_asked, **{"nodelist": "n[0-9]" * bool(nodelist), name: nodelist}
+    )
+    Once(configured(), job, heard.append)("this is why")
+    assert heard == ["n1: this is why"] * speaks
+
+
+def test_user_reads_one_line_of_a_job_whatever_its_steps_meet(
+    configured: Configured, image_asked: Job
+) -> None:
+    node, heard = configured(), list[str]()
+    for text in ("first", "second"):
+        Once(node, image_asked, heard.append)(text)
+    assert heard == ["n1: first"]
+    node.leases.file(image_asked.id).write_bytes(b"{")
+    Once(node, image_asked, heard.append)("rather twice than never")
+    assert len(heard) == 2
 
 
 class Call(NamedTuple):
@@ -166,52 +211,59 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     given: list[Call] = []
 
     def noting(
-        node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
-    ) -> Answer:
+        node: Node, job: Job, requests: object, limit: Wait, refusal: Declined | None
+    ) -> list[Answer]:
         given.append(Call(job, limit, refusal))
-        return Answer(Handled("declined", reason="missing"))
+        return [Answer(Handled("declined", reason="missing"))]
 
     monkeypatch.setattr(image, "handle", noting)
     return given
 
 
 @pytest.mark.parametrize(
-    ("wait", "timeout", "copy", "end"),
+    ("cold", "deadline", "hint", "timeout", "copy", "end"),
     [
-        (600.0, "900", 600, 600),
-        (600.0, "60", 55, 55),
-        # What may not wait for a copy may still look, and be a hit.
-        (0.0, "900", 0, HOOK_TIMEOUT),
-        (0.0, "10", 0, 5),
+        ("wait", None, None, "900", STEP_WAIT, STEP_WAIT),
+        ("wait", 600.0, None, "900", 600, 600),
+        ("wait", 600.0, None, "60", 55, 55),
+        ("wait", 600.0, 3.0, "900", 3, HOOK_TIMEOUT),
+        ("wait", 3.0, 9999.0, "900", 600, 600),
+        ("shared", None, 20.0, "900", 20, 20),
+        # What does not wait for a copy may still look, and be a hit.
+        ("wait", 0.0, None, "900", 0, HOOK_TIMEOUT),
+        ("wait", None, 0.0, "900", None, HOOK_TIMEOUT),
+        ("shared", 600.0, None, "900", None, HOOK_TIMEOUT),
+        ("auto", 600.0, 20.0, "900", None, HOOK_TIMEOUT),
+        ("auto", None, None, "10", None, 5),
     ],
 )
-def test_step_waits_as_long_as_the_admin_lets_it_and_no_longer_than_the_companion(
+def test_step_waits_where_somebody_asks_for_it_and_no_longer_than_the_companion(
     configured: Configured,
     image_asked: Job,
     handled: list[Call],
-    wait: float,
+    cold: str,
+    deadline: float | None,
+    hint: float | None,
     timeout: str,
-    copy: float,
+    copy: float | None,
     end: float,
 ) -> None:
-    node = msgspec.structs.replace(configured(step_wait=wait), clock=ManualClock())
-    step.step(node, image_asked, step.waiting(node, timeout, pytest.fail, None), pytest.fail, None)
+    config = configured(redirect="spank", cold=cold, deadline=deadline)
+    node = msgspec.structs.replace(config, clock=ManualClock())
+    job = msgspec.structs.replace(image_asked, hints=Hints(wait=hint))
+    if hint is not None:
+        node.leases.write(Lease(job.id, job.user, 0.0, "/cache", wait=hint))
+    run(node, job, timeout=timeout)
     (given,) = [one.limit for one in handled]
-    assert (given.copy.end - 1000, given.end.end - 1000) == (copy, end)
-    assert given.in_vain == "keep", "another step of the job may wait for the same copy"
+    assert (given.copy and given.copy.end - 1000, given.end.end - 1000) == (copy, end)
+    assert given.small.left() == (0.0 if hint == 0 else image.SHORTLY)
 
 
 @pytest.mark.parametrize(("messages", "watched"), [("none", False), ("problems", True)])
 def test_user_messages_none_is_silent_during_a_wait(
     configured: Configured, image_asked: Job, handled: list[Call], messages: str, watched: bool
 ) -> None:
-    step.step(
-        configured(user_messages=messages),
-        image_asked,
-        step.waiting(configured(user_messages=messages), "60", pytest.fail, None),
-        pytest.fail,
-        None,
-    )
+    run(configured(user_messages=messages, cold="wait"), image_asked)
     assert (handled[0].limit.watch is not None) is watched
 
 
@@ -221,7 +273,7 @@ def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
 ) -> None:
     node, job = configured(), image_asked
     node.leases.write(Lease(job.id, job.user, 0.0, "/cache", off=off))
-    step.step(node, job, step.waiting(node, "60", pytest.fail, None), pytest.fail, None)
+    run(node, job)
     assert handled[0].job.hints.off is off
 
 
@@ -229,20 +281,14 @@ def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
     ("refusal", "reason"), [(None, "lease-damaged"), (Declined("disabled", "off"), "disabled")]
 )
 def test_damaged_lease_is_why_nothing_is_staged(
-    configured: Configured,
-    image_asked: Job,
-    handled: list[Call],
-    refusal: Declined | None,
-    reason: str,
+    configured: Configured, image_asked: Job, refusal: Declined | None, reason: str
 ) -> None:
     node = configured()
     node.leases.directory.mkdir(parents=True)
     node.leases.file(image_asked.id).write_bytes(b"{")
-    step.step(
-        node, image_asked, step.waiting(node, "60", pytest.fail, refusal), pytest.fail, refusal
-    )
-    assert handled[0].refusal is not None
-    assert handled[0].refusal.reason == reason
+    _, found = as_noted(node, image_asked, refusal)
+    assert found is not None
+    assert found.reason == reason
 
 
 def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
@@ -253,9 +299,7 @@ def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
 
     node, heard = configured(), list[str]()
     monkeypatch.setattr(Leases, "read", fail)
-    done = step.step(
-        node, image_asked, step.waiting(node, "60", heard.append, None), heard.append, None
-    )
+    done = run(node, image_asked, heard.append)
     assert (done.answer, done.outcomes[0].result) == (("leave", "io"), "failed")
     assert len(heard) == 1
 
@@ -270,7 +314,8 @@ def test_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own(
     assert named(stranger).user == User("", 4_000_000_000, 7)
 
 
-def test_refused_step_waits_for_no_copy(configured: Configured) -> None:
-    found = step.waiting(configured(step_wait=480.0), "", pytest.fail, Declined("config", "broken"))
-    assert found.copy.left() == 0.0
+def test_refused_step_waits_for_no_copy(configured: Configured, asking: Job) -> None:
+    refusal = Declined("config", "broken")
+    found = step.waiting(configured(cold="wait"), asking, "", pytest.fail, refusal)
+    assert found.copy is None
     assert found.end.left() == pytest.approx(HOOK_TIMEOUT, abs=5)

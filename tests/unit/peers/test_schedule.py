@@ -52,6 +52,60 @@ def test_own_share_is_read_in_order_and_few_at_once() -> None:
     assert all_of(one.next_read, 0.2) == [Ask(8, SOURCE)]
 
 
+def test_wanted_chunk_is_fetched_next_from_a_peer_that_has_it() -> None:
+    one = schedule(40)
+    settle(one)
+    for peer in others(one)[:2]:
+        one.peer_has(peer, everything(40), 0.1)
+    one.want([], [37])
+    first = one.next_fetch(0.1)
+    assert first is not None
+    assert (first.number, first.peer in others(one)[:2]) == (37, True)
+    one.want([22], [37])
+    second = one.next_fetch(0.1)
+    assert second is not None
+    assert (second.number, second.peer != first.peer) == (22, True)
+
+
+def test_wanted_chunk_of_the_own_share_is_read_next() -> None:
+    one = schedule(40)
+    settle(one)
+    one.want([5], [16])
+    assert [ask.number for ask in all_of(one.next_read, 0.1)] == [16, 0]
+    one.want([5], [20])
+    assert one.next_read(0.1) is None
+    one.want([5, 24], [20])
+    assert all_of(one.next_read, 0.1) == [Ask(24, SOURCE)], "one more for what a job waits for"
+    one.want([], [])
+    one.got(Ask(0, SOURCE), 0.2)
+    one.got(Ask(24, SOURCE), 0.2)
+    assert one.next_read(0.2) == Ask(28, SOURCE), "a job that waited for 24 will want this"
+
+
+def test_wanted_chunk_of_another_share_is_asked_of_its_reader_next() -> None:
+    one = schedule(40)
+    settle(one)
+    reader = one.ring.reader(21)
+    for peer in others(one):
+        one.peer_has(peer, 0b1110, 0.3)
+    busy = [one.next_fetch(0.3) for _ in range(3)]
+    assert reader in {ask.peer for ask in busy if ask}
+    one.want([21, 25], [])
+    asked = all_of(one.next_fetch, 0.3)
+    assert asked[0] == Ask(21, reader)
+    assert Ask(25, reader) not in asked, "a peer is waited at for one chunk at a time"
+    assert {one.ring.reader(ask.number) for ask in all_of(one.next_read, 0.3)} == {one.me}
+
+
+def test_head_tail_and_hot_chunks_come_before_the_rest() -> None:
+    one = Schedule("key", ["a"], "a", range(12), MB, hot=[7, 5])
+    read = []
+    while (ask := one.next_read(0.0)) is not None:
+        one.got(ask, 0.0)
+        read.append(ask.number)
+    assert read == [0, 11, 5, 7, 1, 2, 3, 4, 6, 8, 9, 10]
+
+
 def test_nothing_is_read_before_peers_could_answer() -> None:
     one = schedule()
     first = one.next_fetch(0.0)

@@ -61,29 +61,19 @@ def test_limits_are_what_slurm_conf_allows(text: str, expected: Limits) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "configured", "hinted", "expected"),
+    ("limit", "wish", "expected"),
     [
-        (Limits(None, 15), None, None, 15),
-        (Limits(45, 15), None, None, 15),
-        # The admin decides, also beyond what may hurt, and never beyond what drains.
-        (Limits(None, 15), 300, None, 300),
-        (Limits(45, 15), 30, None, 30),
-        (Limits(45, 15), 300, None, 45),
-        # The user's hint goes before both, under the admin's cap.
-        (Limits(None, 15), None, 100, 100),
-        (Limits(None, 15), 30, 100, 100),
-        (Limits(None, 15), 30, 5, 5),
-        (Limits(None, 15), 30, 0, 0),
-        (Limits(None, 15), None, 1000, 600),
-        (Limits(45, 15), None, 1000, 45),
-        # Nobody knows what drains the node: who hints 10m could drain each node of their job.
-        (UNKNOWN, None, 600, SAFE),
+        (Limits(None, 15), None, 15),
+        (Limits(45, 15), 300, 15),
+        (Limits(45, 15), 5, 5),
+        (Limits(45, 15), 0, 0),
+        (UNKNOWN, 600, SAFE),
     ],
 )
-def test_patience_follows_hint_admin_and_slurm_in_this_order(
-    limit: Limits, configured: float | None, hinted: float | None, expected: float
+def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
+    limit: Limits, wish: float | None, expected: float
 ) -> None:
-    assert patience(limit, configured, hinted, max_hinted=600) == expected
+    assert patience(limit, wish) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from forestage.cache import digest, evict, image, space
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import MAX_SHARED, Owner, Part, boot_id
+from forestage.cache.readers import Readers
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
 from forestage.peers.protocol import ChunkRequest, Receiver
@@ -85,9 +86,14 @@ class During:
         self.real.reserve(source, part)
 
     def copy(
-        self, source: Source, part: Part, stop: threading.Event, peers: Peers | None = None
+        self,
+        source: Source,
+        part: Part,
+        stop: threading.Event,
+        peers: Peers | None = None,
+        readers: Readers | None = None,
     ) -> int:
-        count = self.real.copy(source, part, stop, peers)
+        count = self.real.copy(source, part, stop, peers, readers)
         self.then()
         return count
 
@@ -452,7 +458,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
         def reserve(self, *_: object) -> None: ...
 
         def copy(self, *arguments: Peers | None) -> int:
-            used.append(arguments[-1])
+            used.append(arguments[-2])
             raise Stopped
 
     monkeypatch.setattr(engines, "of", lambda _: Stub())

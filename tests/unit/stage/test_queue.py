@@ -1,24 +1,112 @@
-"""The queue of a node's copies: by the time of asking, and nobody waits for the dead."""
+"""The queue of a node's copies: those that jobs need first, and nobody waits for the dead."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from forestage.cache.image import Image
+from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, Part, Phase, boot_id
+from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Stopped
 from forestage.stage import queue
-from forestage.stage.queue import STALLED_AFTER
+from forestage.stage.queue import STALLED_AFTER, Copy, Need, Turn, begins_after, in_line, turn
 from forestage.system import lock
+from forestage.system.as_user import User
 
 Add = Callable[..., Part]
 Waits = Callable[..., bool]
+
+ALICE, BOB = 1, 2
+
+
+def waits(key: str, since: float, need: Need = "later", uid: int = ALICE) -> Copy:
+    return Copy(key, uid, since, need)
+
+
+def runs(key: str, since: float = 0.0, need: Need = "later", uid: int = ALICE) -> Copy:
+    return Copy(key, uid, since, need, placed=True)
+
+
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        pytest.param([waits("b", 1), waits("a", 2)], "ba", id="who asked first"),
+        pytest.param([waits("b", 1), waits("a", 1)], "ab", id="at once: by name"),
+        pytest.param([waits("b", 1), waits("a", 2, "now")], "ab", id="a job waits for it"),
+        pytest.param([waits("b", 1, "none"), waits("a", 2)], "ab", id="nobody needs it"),
+        pytest.param(
+            [runs("x"), waits("b", 1), waits("a", 2, uid=BOB)], "ab", id="fewer under way"
+        ),
+        pytest.param(
+            [waits("c", 1), waits("d", 2), waits("b", 3, uid=BOB)], "cbd", id="users in turn"
+        ),
+        pytest.param(
+            [runs("x"), waits("b", 1, "now"), waits("a", 2, uid=BOB)], "ba", id="need before user"
+        ),
+    ],
+)
+def test_line_is_by_need_then_user_then_time(copies: list[Copy], expected: str) -> None:
+    assert "".join(copy.key for copy in in_line(copies)) == expected
+
+
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        pytest.param([waits("me", 1)], "go", id="alone"),
+        pytest.param([runs("x"), waits("me", 1)], "go", id="a place is free"),
+        pytest.param([runs("x"), runs("y"), waits("me", 1)], "wait", id="none is free"),
+        pytest.param([runs("x"), waits("a", 1), waits("me", 2)], "wait", id="it is another's"),
+        pytest.param([runs("x"), waits("a", 1, "none"), waits("me", 2)], "go", id="not theirs"),
+        pytest.param([waits("a", 1), waits("b", 1), waits("me", 0, "none")], "wait", id="unneeded"),
+        pytest.param([runs("x"), runs("y", need="none"), waits("me", 1)], "wait", id="not yet"),
+        pytest.param([runs("x"), runs("y"), runs("z"), waits("me", 1)], "wait", id="too many"),
+        pytest.param([runs("me"), runs("x"), waits("a", 1, "now")], "go", id="needed: it stays"),
+        pytest.param([runs("me", need="none"), waits("a", 1)], "go", id="another place is free"),
+        pytest.param([runs("me", need="none"), runs("x")], "go", id="nobody wants it"),
+        pytest.param([runs("me", need="none"), runs("x"), waits("a", 1)], "stop", id="gives way"),
+        pytest.param(
+            [runs("me", need="none"), runs("x"), waits("a", 1, "none")], "go", id="not to its like"
+        ),
+        pytest.param(
+            [runs("me", 1, "none"), runs("x", 2, "none"), waits("a", 3)], "go", id="the last does"
+        ),
+        pytest.param(
+            [runs("me", 1, "none"), runs("x", 2, "none"), waits("a", 3), waits("b", 4)],
+            "stop",
+            id="both do",
+        ),
+    ],
+)
+def test_turn_with_two_places(copies: list[Copy], expected: Turn) -> None:
+    assert turn("me", copies, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        pytest.param([waits("me", 1)], 0.0, id="a place is free"),
+        pytest.param([runs("x"), runs("y"), waits("me", 1)], 10.0, id="behind two"),
+        pytest.param([runs("x"), runs("y"), waits("a", 1), waits("me", 2)], 30.0, id="third"),
+        pytest.param(
+            [runs("x"), runs("y"), waits("a", 1), waits("b", 1), waits("me", 2)], 30.0, id="fourth"
+        ),
+        pytest.param([runs("x"), runs("y", need="none"), waits("me", 1)], 0.0, id="one gives way"),
+        pytest.param([runs("x"), runs("new"), waits("me", 1)], 0.0, id="one of unknown rate"),
+        pytest.param([runs("y", need="none"), waits("me", 1)], 0.0, id="behind nobody"),
+    ],
+)
+def test_place_is_free_at_the_earliest_when_those_before_have_ended(
+    copies: list[Copy], expected: float
+) -> None:
+    assert begins_after("me", copies, 2, {"x": 30.0, "y": 10.0, "new": None}) == expected
+
 
 KEY = "m"  # between the others by name
 
@@ -52,8 +140,9 @@ def one_at_once(staging_node: Node) -> Node:
 @pytest.fixture
 def ahead(one_at_once: Node, owner: Owner) -> Waits:
     """Whether a stager of our key has to wait where `most` may copy at once."""
+    one_at_once.cache.part(KEY).write_owner(owner)
 
-    def waits(most: int = 1) -> bool:
+    def waiting(most: int = 1) -> bool:
         config = msgspec.structs.replace(one_at_once.config, max_copies=most)
         node = msgspec.structs.replace(one_at_once, config=config)
         turns = Turns()
@@ -61,7 +150,7 @@ def ahead(one_at_once: Node, owner: Owner) -> Waits:
             queue.wait_turn(node, KEY, owner, turns)  # type: ignore[arg-type]
         return turns.waited > 0
 
-    return waits
+    return waiting
 
 
 @pytest.fixture
@@ -74,19 +163,25 @@ def others(staging_node: Node, owner: Owner) -> Iterator[Add]:
         since: float | None,
         boot: str = "",
         alive: bool = True,
-        phase: Phase = "queued",
+        **known: object,
     ) -> Part:
         part = Part(staging_node.cache.part_dir(key))
-        part.directory.mkdir()
+        part.directory.mkdir(exist_ok=True)
         if since is not None:
             boot = boot or owner.boot
-            part.write_owner(msgspec.structs.replace(owner, since=since, boot=boot, phase=phase))
+            part.write_owner(msgspec.structs.replace(owner, since=since, boot=boot, **known))
         if alive:
             held.enter_context(lock.held(staging_node.cache.key_lock(key), 0))
         return part
 
     with held:
         yield adding
+
+
+@pytest.fixture
+def nobody_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node's clock is an hour ahead, and nothing is copied."""
+    monkeypatch.setattr(queue, "STALLED_AFTER", 7200.0)
 
 
 @pytest.mark.parametrize(
@@ -110,20 +205,21 @@ def test_queue_is_in_the_order_of_asking(
 
 
 @pytest.mark.parametrize(("most", "waits"), [(1, True), (2, True), (3, False), (4, False)])
+@pytest.mark.usefixtures("nobody_stalls")
 def test_copies_at_once_are_limited_by_max_copies(
     ahead: Waits, others: Add, most: int, waits: bool
 ) -> None:
-    others("a", 1.0)
+    others("a", 9.0, placed=True)
     others("b", 2.0)
     assert ahead(most) is waits
 
 
 @pytest.mark.parametrize(
-    ("phase", "still", "waits"),
+    ("placed", "still", "waits"),
     [
-        ("copying", STALLED_AFTER + 1, False),
-        ("copying", STALLED_AFTER - 1, True),
-        ("queued", STALLED_AFTER + 1, True),
+        (True, STALLED_AFTER + 1, False),
+        (True, STALLED_AFTER - 1, True),
+        (False, STALLED_AFTER + 1, True),
     ],
 )
 def test_stalled_copy_loses_its_place(
@@ -131,19 +227,80 @@ def test_stalled_copy_loses_its_place(
     ahead: Waits,
     others: Add,
     monkeypatch: pytest.MonkeyPatch,
-    phase: Phase,
+    placed: bool,
     still: float,
     waits: bool,
 ) -> None:
-    part = others("a", 1.0, phase=phase)
+    part = others("a", 1.0, placed=placed)
     part.map.touch()
     monkeypatch.setattr(staging_node.clock, "wall", lambda: part.map.stat().st_mtime + still)
     assert ahead() is waits
 
 
+def lease(node: Node, *keys: str) -> None:
+    uses = tuple(Use(key) for key in keys)
+    node.leases.write(Lease(7, User("", 1, 1), 0.0, str(node.cache.root), uses))
+
+
+def need_of(node: Node, key: str) -> Need:
+    return next(copy.need for copy in queue.gather(node) if copy.key == key)
+
+
+def test_need_is_told_by_lease_keeper_and_hooks_that_wait(staging_node: Node, others: Add) -> None:
+    node = staging_node
+    part = others("a", 1.0)
+    assert need_of(node, "a") == "none"
+    sock = node.places.through / "a/sock"
+    sock.parent.mkdir(parents=True)
+    sock.touch()
+    assert need_of(node, "a") == "none"  # a keeper that was killed
+    lease(node, "a")
+    assert need_of(node, "a") == "now"
+    sock.unlink()
+    assert need_of(node, "a") == "later"
+    part.note_waiting(node.clock.wall())
+    assert need_of(node, "a") == "now"
+    node.leases.drop(7)
+    assert need_of(node, "a") == "none"
+
+
+def test_damaged_lease_may_need_any_copy(staging_node: Node, others: Add) -> None:
+    others("a", 1.0)
+    lease(staging_node, "b")
+    staging_node.leases.file(8).write_text("{")
+    assert need_of(staging_node, "a") == "later"
+
+
+def test_place_is_taken_for_all_to_see(one_at_once: Node, owner: Owner) -> None:
+    part = one_at_once.cache.part(KEY)
+    part.write_owner(owner)
+    taken = queue.wait_turn(one_at_once, KEY, owner, threading.Event())
+    assert (taken.placed, part.owner()) == (True, taken)
+
+
+def test_place_is_taken_under_the_space_lock(
+    one_at_once: Node, owner: Owner, others: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another copy takes the place between the first look and the lock."""
+    one_at_once.cache.part(KEY).write_owner(owner)
+    real = lock.held
+
+    def held(path: Path, timeout: float) -> contextlib.AbstractContextManager[None]:
+        assert path == one_at_once.cache.space_lock
+        monkeypatch.setattr(lock, "held", real)
+        others("z", 1.0, placed=True)
+        return real(path, timeout)
+
+    monkeypatch.setattr(queue, "STALLED_AFTER", 7200.0)
+    monkeypatch.setattr(lock, "held", held)
+    with pytest.raises(Stopped):
+        queue.wait_turn(one_at_once, KEY, owner, Turns())  # type: ignore[arg-type]
+
+
 def test_turn_comes_when_the_copies_ahead_have_ended(
     one_at_once: Node, owner: Owner, others: Add
 ) -> None:
+    one_at_once.cache.part(KEY).write_owner(owner)
     parts = [others("a", 1.0), others("b", 2.0)]
     turns = Turns(then=lambda: parts.pop().record.unlink())
     queue.wait_turn(one_at_once, KEY, owner, turns)  # type: ignore[arg-type]
@@ -156,3 +313,17 @@ def test_stopped_copy_leaves_the_queue(one_at_once: Node, owner: Owner, others: 
     stop.set()
     with pytest.raises(Stopped):
         queue.wait_turn(one_at_once, KEY, owner, stop)
+
+
+@pytest.mark.usefixtures("nobody_stalls")
+def test_copy_that_nobody_needs_is_stopped_by_one_that_waits(
+    one_at_once: Node, owner: Owner, others: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "WATCH", 0.0)
+    one_at_once.cache.part(KEY).write_owner(msgspec.structs.replace(owner, placed=True))
+    stop = threading.Event()
+    with queue.giving_way(one_at_once, KEY, stop):
+        lease(one_at_once, "a")
+        assert not stop.is_set()
+        others("a", 9.0)
+        assert stop.wait(60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from forestage.cache.part import Owner, boot_id
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
-from forestage.stage import pipeline, stager, wait
+from forestage.stage import pipeline, queue, stager, wait
 from forestage.stage.pipeline import Task
 from forestage.stage.source import OpenImage
 from forestage.stage.stager import Channel, Message
@@ -48,9 +47,14 @@ def obtain(staging_node: Node, asking: Job, opened: OpenImage) -> Obtain:
     def obtaining(seconds: float = 3600.0, **config: object) -> Came:
         changed = msgspec.structs.replace(staging_node.config, **config)
         node = msgspec.structs.replace(staging_node, config=changed)
-        return wait.obtain(node, asking, opened, Deadline.after(seconds, node.clock))
+        return obtained(node, asking, opened, Deadline.after(seconds, node.clock))
 
     return obtaining
+
+
+def obtained(node: Node, job: Job, opened: OpenImage, deadline: Deadline) -> Came:
+    with wait.begun(node, job, opened) as copying:
+        return wait.obtain(node, job, opened, copying, deadline)
 
 
 class Copies:
@@ -159,7 +163,8 @@ def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
     opened: OpenImage, obtain: Obtain, publish: Callable[[Image], Entry], monkeypatch: Patch
 ) -> None:
     """The kernel closes its socket first: the next stager may find the key still taken, and go."""
-    told: list[list[Message]] = [[Message("started")], [Message("busy")]] * (TRIES - 1)
+    started, busy = Message("started"), Message("busy")
+    told: list[list[Message]] = [[started], [started, busy]] * (TRIES - 1)
 
     class Ended(Channel):
         def __init__(self, messages: list[Message]) -> None:
@@ -255,6 +260,43 @@ def under_way(cache: Cache, wanted: Image, there: int, chunks: int, **changes: o
 SIZE = 1000
 
 
+@pytest.mark.usefixtures("living")
+@pytest.mark.parametrize(
+    ("left", "changes", "mine", "hopeless"),
+    [
+        # The copy ahead needs ten seconds more.
+        pytest.param(10.0 / SPEEDUP_MARGIN - 0.1, {}, {}, True, id="its end comes too late"),
+        pytest.param(10.0 / SPEEDUP_MARGIN + 0.1, {}, {}, False, id="it may end in time"),
+        pytest.param(1.0, {"began": 1000 - OBSERVE + 0.01}, {}, False, id="too early to say"),
+        pytest.param(1.0, {"placed": False, "phase": "queued"}, {}, False, id="a place is free"),
+        pytest.param(1.0, {}, {"placed": True}, False, id="it has its place"),
+        pytest.param(1.0, {"boot": "older"}, {}, False, id="nobody is ahead"),
+    ],
+)
+def test_job_does_not_wait_for_a_place_that_is_free_too_late(
+    staging_node: Node,
+    make_image: Make,
+    monkeypatch: Patch,
+    left: float,
+    changes: dict[str, object],
+    mine: dict[str, object],
+    hopeless: bool,
+) -> None:
+    config = msgspec.structs.replace(staging_node.config, max_copies=1)
+    node = msgspec.structs.replace(staging_node, config=config, clock=ManualClock())
+    ahead, wanted = make_image(inode=5, size=SIZE), make_image(size=SIZE)
+    under_way(node.cache, ahead, 5, 10, **{"placed": True, **changes})
+    under_way(node.cache, wanted, 0, 10, **{"since": 990.0, "phase": "queued", **mine})
+    monkeypatch.setattr(queue, "STALLED_AFTER", 1e9)
+    monkeypatch.setattr(lock, "is_free", lambda _: False)
+    needed = Lease(8, User("", 1, 1), 0.0, "", (Use(ahead.key), Use(wanted.key)))
+    node.leases.write(needed)
+    eta = Eta(node, wanted, Deadline.after(left, node.clock))
+    assert eta.hopeless() is hopeless
+    assert ("is queued behind other copies for 10s more" in eta.summary()) is (eta.begins > 0)
+    assert node.cache.part(wanted.key).waited_for(node.clock.wall()) < queue.WAITED
+
+
 @pytest.fixture
 def living(monkeypatch: Patch) -> None:
     """The stagers that these tests make up are taken for processes that run."""
@@ -334,10 +376,9 @@ def test_wait_ends_at_the_deadline_whatever_the_pauses(
     monkeypatch.setattr(clock, "sleep", noting)
     node = msgspec.structs.replace(staging_node, clock=clock)
     with lock.held(node.cache.key_lock(opened.image.key), 0), pytest.raises(Declined) as caught:
-        wait.obtain(node, asking, opened, Deadline.after(10, clock))
+        obtained(node, asking, opened, Deadline.after(10, clock))
     assert caught.value.reason == "deadline"
     assert clock.monotonic() == pytest.approx(1010)
-    assert pauses[0] == wait.FIRST_PAUSE
     assert max(pauses) <= wait.LONGEST_PAUSE
 
 
@@ -353,81 +394,11 @@ def test_resumed_copy_is_not_judged_by_the_rate_of_the_one_that_was_killed(
     part.image.write_bytes(CONTENT)
     part.map.write_bytes(b"\1" * 16 + bytes(32))
     copies.deed = lambda: node.clock.sleep(0.3)
-    assert wait.obtain(node, asking, opened, Deadline.after(3600, node.clock)) == "copied"
-
-
-@pytest.fixture
-def signalled(monkeypatch: Patch) -> list[tuple[int, int]]:
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    return sent
-
-
-def lease(node: Node, job: int, key: str) -> None:
-    node.leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (Use(key),)))
+    assert obtained(node, asking, opened, Deadline.after(3600, node.clock)) == "copied"
 
 
 @pytest.mark.usefixtures("living")
-@pytest.mark.parametrize(
-    ("other", "alive", "stopped"),
-    [
-        pytest.param("", True, True, id="nobody else wants it"),
-        pytest.param("other", True, True, id="another job wants something else"),
-        pytest.param("same", True, False, id="another job waits for it"),
-        pytest.param("damaged", True, False, id="another job may wait for it"),
-        pytest.param("", False, False, id="ended: the pid may be anybody's by now"),
-    ],
-)
-def test_aborted_copy_is_stopped_only_if_no_other_job_wants_it(
-    staging_node: Node,
-    asking: Job,
-    make_image: Make,
-    signalled: list[tuple[int, int]],
-    other: str,
-    alive: bool,
-    stopped: bool,
-) -> None:
-    wanted = make_image(size=SIZE)
-    under_way(staging_node.cache, wanted, 1, 10, pid=4242)
-    lease(staging_node, asking.id, wanted.key)
-    if other:
-        lease(staging_node, 8, wanted.key if other == "same" else other)
-    if other == "damaged":
-        staging_node.leases.file(8).write_bytes(b"{")
-    with contextlib.ExitStack() as held:
-        if alive:
-            held.enter_context(lock.held(staging_node.cache.key_lock(wanted.key), 0))
-        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
-    assert signalled == ([(4242, signal.SIGTERM)] if stopped else [])
-
-
-def test_abort_kills_no_process_that_has_the_pid_of_a_dead_stager(
-    staging_node: Node, asking: Job, make_image: Make, signalled: list[tuple[int, int]]
-) -> None:
-    """The lock's new holder has not claimed the part yet."""
-    wanted = make_image(size=SIZE)
-    under_way(staging_node.cache, wanted, 1, 10, boot="another")
-    with lock.held(staging_node.cache.key_lock(wanted.key), 0):
-        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
-    assert signalled == []
-
-
-def test_abort_of_a_copy_that_has_ended_or_not_begun_is_no_error(
-    staging_node: Node, asking: Job, make_image: Make, monkeypatch: Patch
-) -> None:
-    def gone(*_: object) -> None:
-        raise ProcessLookupError
-
-    wanted = make_image(size=SIZE)
-    with lock.held(staging_node.cache.key_lock(wanted.key), 0):
-        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
-        under_way(staging_node.cache, wanted, 1, 10)
-        monkeypatch.setattr(os, "kill", gone)
-        wait.abort(staging_node.cache, staging_node.leases, asking.id, wanted.key)
-
-
-@pytest.mark.usefixtures("living")
-def test_progress_says_how_far_how_fast_and_how_long(staging_node: Node, make_image: Make) -> None:
+def test_progress_says_how_far_and_about_how_long(staging_node: Node, make_image: Make) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
     heard: list[str] = []
@@ -440,8 +411,8 @@ def test_progress_says_how_far_how_fast_and_how_long(staging_node: Node, make_im
     under_way(node.cache, wanted, 2, 10)
     assert not eta.hopeless()
     assert not eta.hopeless()
-    assert heard == ["the copy of /lustre/a.sqsh to this node is about to begin"] * 2 + [
-        "copying /lustre/a.sqsh to this node: 20%, 20 B/s, 40s left"
+    assert heard == ["waiting for the copy of /lustre/a.sqsh, which is about to begin"] * 2 + [
+        "waiting for the copy of /lustre/a.sqsh: 20% are here, about 40s left"
     ]
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from forestage.cache import digest, space
 from forestage.cache.part import Part, missing_chunks
+from forestage.cache.readers import Readers
 from forestage.errors import Stopped
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
@@ -275,6 +277,68 @@ def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     run._bring(ask, reading.buffer(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
+
+
+class Noting:
+    """Stands for the readers' memory: what the copy says of each chunk, and when."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.early: list[int] = []  # marked before they were in the map
+        self.forgotten: list[int] = []
+
+    def arrived(self, start: int, length: int) -> None:
+        if start // CHUNK in missing_chunks(self.part.digests(), SIZE, CHUNK):
+            self.early.append(start // CHUNK)
+
+    def forget(self, number: int) -> None:
+        self.forgotten.append(number)
+
+    def wanted(self, levels: Sequence[int] = ()) -> list[int]:
+        return []
+
+    def got(self, number: int) -> None: ...
+
+    def reading(self, now_ns: int, calm_ns: int) -> bool:
+        return False
+
+    def served(self) -> bool:
+        return True
+
+
+def copy_for(readers: Noting, pair: Pair, fake: Fake) -> None:
+    with_peers.copy(
+        pair.source, pair.part, TUNING, threading.Event(), fake, 3, cast("Readers", readers)
+    )
+
+
+def test_readers_see_a_peers_bytes_only_once_they_are_proven(pair: Pair, patient: None) -> None:
+    mine = sum(1 << number for number in share())
+    readers, fake = Noting(pair.part), Fake(pair.data, everything() & ~mine)
+    copy_for(readers, pair, fake)
+    pair.check()
+    assert set(readers.early) <= set(pair.read)
+    assert set(readers.early) >= share()
+
+
+def test_readers_forget_a_chunk_before_others_may_write_it(pair: Pair, patient: None) -> None:
+    def fail(number: int) -> None:
+        raise Unreadable("/lustre/a", OSError(5, "broken"))
+
+    pair.reading = fail
+    readers = Noting(pair.part)
+    mine = sum(1 << number for number in share())
+    fake = Fake(pair.data, everything() & ~mine)
+
+    def read_elsewhere(peer: str, number: int) -> None:
+        assert not (pair.part.source_failed.exists() and not readers.forgotten)
+        if readers.forgotten:
+            fake.has = everything()
+
+    fake.before = read_elsewhere
+    copy_for(readers, pair, fake)
+    pair.check()
+    assert set(readers.forgotten) == set(pair.read)
 
 
 def test_bytes_from_peers_are_noted_meanwhile(pair: Pair, patient: None) -> None:

@@ -1,4 +1,4 @@
-"""Processes that outlive a job: they leave its cgroups."""
+"""Processes that outlive a job: they leave its cgroups, and those of slurmd."""
 
 from __future__ import annotations
 
@@ -36,19 +36,30 @@ def left(root: Path) -> set[str]:
             {"freezer", "memory"},
         ),
         ("0::/system.slice/slurmstepd.scope/job_7/step_0/slurm\n", {"", "unified"}),
-        ("0::/system.slice/slurmd.service\n", set()),
+        pytest.param("0::/system.slice/slurmd.service\n", {"", "unified"}, id="of a Prolog"),
+        pytest.param("0::/system.slice/n1_slurmstepd.scope/s7/0\n", {"", "unified"}, id="SLUID"),
+        pytest.param("1:name=freezer:/slurm_n1/s7/0\n", {"freezer"}, id="SLUID, of version 1"),
+        pytest.param("0::/user.slice/my_job_7/slurp\n", set(), id="somebody else's"),
+        ("0::/system.slice/sshd.service\n", set()),
         ("", set()),
     ],
 )
-def test_only_a_jobs_cgroups_are_left(tmp_path: Path, lines: str, expected: set[str]) -> None:
+def test_only_slurms_cgroups_are_left(tmp_path: Path, lines: str, expected: set[str]) -> None:
     root = fake(tmp_path, lines)
-    child.leave_job(root)
+    child.leave_job(root=root)
     assert left(root) == expected
+
+
+@pytest.mark.parametrize("score", [0, -1000])
+def test_score_of_slurmstepd_is_left_too(tmp_path: Path, score: int) -> None:
+    root = fake(tmp_path, "")
+    child.leave_job(score, root)
+    assert (root / "proc/self/oom_score_adj").read_text() == str(score)
 
 
 def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
     root = fake(tmp_path, "4:gone:/job_7\n2:memory:/job_7\n")
-    child.leave_job(root)
+    child.leave_job(root=root)
     assert left(root) == {"memory"}
 
 

@@ -1,0 +1,343 @@
+"""The table behind bench/start: from `srun` to the job's end, without forestage and with it.
+
+One node (or several) of a test cluster, and a container that starts in two ways: `unpack`, where
+unsquashfs writes the image to the node's disk and a program runs in that tree, and `squashfuse`,
+where the image is mounted and the program hops through some per cent of it. The shared file system
+gives so many bytes a second to everybody together; nodes' disks are in memory, so that it is the
+source that is measured. In each round every variant runs once, each round beginning with another;
+a ratio is the median of the rounds' ratios to `without`, for which no hook and no companion is
+there. Before each run nothing of the image is in the page cache, and before a cold one nothing in
+the node's cache; the copy that a job leaves behind is ended before the next run begins.
+
+On several nodes these have networks of their own, the shared file system is GlusterFS behind one
+shaped link, and nodes get chunks from each other (as in bench/peers); there copies go on to their
+end, and what they read counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
+
+import start_image  # noqa: E402
+import start_readers  # noqa: E402
+import start_source  # noqa: E402
+from cluster import Cluster, ClusterError  # noqa: E402
+from fleet import Fleet, networked  # noqa: E402
+from host import exit_on_sigterm, wait_until  # noqa: E402
+from jobs import CACHE, HOOK, HOOK_LOG, Site, hooked  # noqa: E402
+from spec import ClusterSpec, Net, plugstack_conf  # noqa: E402
+from start_image import MIB, PROGRAM, Startable  # noqa: E402
+
+from forestage import events  # noqa: E402
+from forestage.cache.part import PROCESS_NAME  # noqa: E402
+
+STAGER = PROCESS_NAME[:15]  # as the kernel keeps it
+MEMORY = Path("/mnt")  # there on every Linux; covered in this program's own namespace only
+NVME, UNPACKED, LUSTRE = "/mnt/nvme", "/mnt/nvme/unpacked", "/lustre"
+MODES = ("squashfuse", "unpack")
+PYXIS = {
+    "outside": "required {state}/pyxis.so container=no",
+    "squashfuse": "required {state}/pyxis.so",
+    "unpack": f"required {{state}}/pyxis.so unpack={UNPACKED}",
+}
+# MB/s, so that each of the two reads for about a second or longer.
+RATES = {"squashfuse": 18.0, "unpack": 120.0}
+NETWORK_RATE = 50.0
+# Of the image. With shell, tables and what the kernel reads ahead, over a network most of all, a
+# start reads 5 to 7 %.
+SHARE, NETWORK_SHARE = 0.05, 0.02
+# The loop device is a local disk, which the file systems that it stands for are not.
+STEP = {"redirect": "spank", "direct": "off"}
+COLD = {name: {**STEP, "cold": name} for name in ("auto", "shared", "through", "wait")}
+VARIANTS: Mapping[str, Mapping[str, object] | None] = {
+    "without": None,
+    **COLD,
+    "warm": COLD["auto"],
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job: seconds from srun to its end; bytes that the source gave for it.
+
+    `came` are the results that its steps, or else its Prologs, have noted of the image.
+    """
+
+    seconds: float
+    read: int
+    came: frozenset[str]
+
+
+@dataclass
+class Bench:
+    """A cluster with an image on its shared file system, and how to measure a start on it."""
+
+    site: Site
+    spec: ClusterSpec
+    image: Startable
+    path: str
+    given: Callable[[], int]  # bytes that the source has given so far
+    slow: Callable[[float], None]  # to so many bytes a second
+    keys: Mapping[str, object]
+    at_rest: Mapping[str, set[str]] = field(default_factory=dict)
+
+    def start(self, mode: str, variant: str) -> Run:
+        """Runs a job in the image. Raises ClusterError if it saw anything else than the image."""
+        self._prepare(mode, variant)
+        nodes = self.site.cluster.nodes
+        where = [f"--nodes={len(nodes)}", "--ntasks-per-node=1", f"--container-image={self.path}"]
+        before, start = self.given(), time.perf_counter()
+        ran = self.site.cluster.run(["srun", *where, *PROGRAM])
+        seconds = time.perf_counter() - start
+        if ran.stdout.split().count(self.image.answer) != len(nodes):
+            raise ClusterError(f"{mode}, {variant}: {ran.stdout}{ran.stderr}")
+        self.settle(in_full=len(nodes) > 1)
+        came = self._came()
+        if variant == "warm" and came != {"hit"}:
+            raise ClusterError(f"{mode}, {variant}: {', '.join(came)}")
+        return Run(seconds, self.given() - before, came)
+
+    def readers(self) -> Iterator[str]:
+        """The table of reading all of it. Raises ClusterError where a step was refused."""
+        self._prepare("outside", "through")
+        self.slow(0)
+        with self._reader() as served:
+            self.site.await_stagers()
+            with self._reader() as entry:
+                yield from start_readers.table(served, entry, self._forget)
+        self.settle()
+
+    def _reader(self) -> contextlib.AbstractContextManager[start_readers.Ask]:
+        argv = ["srun", f"--container-image={self.path}", *start_readers.command(self.path)]
+        return start_readers.asking(self.site.cluster.popen(argv, stdin=subprocess.PIPE))
+
+    def settle(self, in_full: bool = True) -> None:
+        """Waits until jobs, copies and servers have ended; not `in_full`, it ends the copies."""
+        self.site.cluster.wait_idle()
+        for node in () if in_full else self.site.cluster.nodes:
+            end = ["pkill", "--exact", STAGER]
+            self.site.cluster.run(end, user="root", node=node, check=False)
+        wait_until(lambda: not self._busy(), 300, lambda: f"live on: {self._busy()}")
+        for node in self.site.cluster.nodes:
+            self.site.root(["sh", "-c", f"rm -rf {UNPACKED}/*"], node)
+
+    def _busy(self) -> list[str]:
+        found = []
+        for node in self.site.cluster.nodes:
+            living = self.site.processes(node)
+            found += [f"{node}: {living[pid]}" for pid in living.keys() - self.at_rest[node]]
+        return found
+
+    def _become(self, mode: str, variant: str) -> None:
+        cluster, keys = self.site.cluster, VARIANTS[variant]
+        companion = None if keys is None else ""
+        spec = replace(self.spec, companion=companion, plugstack=(PYXIS[mode],))
+        cluster.write("/etc/slurm/plugstack.conf", plugstack_conf(spec))
+        for hook in ("prolog", "epilog"):
+            script = HOOK.format(hook=REPO / hook / "forestage", log=HOOK_LOG)
+            cluster.write(f"/etc/{hook}", "#!/bin/sh\n" if keys is None else script, mode=0o755)
+        self.site.configure(**{**self.keys, **(keys or {})})
+
+    def _prepare(self, mode: str, variant: str) -> None:
+        nodes = self.site.cluster.nodes
+        if variant != "warm":
+            for node in nodes:
+                self.site.root(["rm", "-rf", CACHE], node)
+        elif not all(self.site.entries(node) for node in nodes):
+            self._become("outside", "wait")
+            where = [f"--nodes={len(nodes)}", f"--container-image={self.path}"]
+            self.site.cluster.run(["srun", *where, "true"])
+            self.settle()
+        self._become(mode, variant)
+        for node in nodes:
+            self._log(node).write_text("")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Has nothing of image and entries in the page cache."""
+        cluster = self.site.cluster
+        for node in cluster.nodes:
+            self.site.root(["sync", "--file-system", NVME], node)
+            entries = cluster.host_path(CACHE, node).glob("entries/*/image")
+            for file in (cluster.host_path(self.path, node), *entries):
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _came(self) -> frozenset[str]:
+        found: dict[str, str] = {}
+        for node in self.site.cluster.nodes:
+            noted = {one.hook: one.outcome.result for one in events.read(self._log(node))}
+            found[node] = noted.get("step") or noted.get("prolog") or "-"
+        return frozenset(found.values())
+
+    def _log(self, node: str) -> Path:
+        return self.site.cluster.host_path("/var/log/forestage/events.jsonl", node)
+
+
+# The two kinds of clusters
+
+
+@contextlib.contextmanager
+def on_a_disk(options: argparse.Namespace) -> Iterator[Bench]:
+    """One node, whose shared file system is a slow disk."""
+    # The disk has an inode for each MiB, and an image some thousand files.
+    spec = replace(hooked(1, nvme_mib=4096 + 4 * options.mib), companion="")
+    with tempfile.TemporaryDirectory() as directory, Cluster.up(spec) as cluster:
+        work, tree = Path(directory), Path(directory, "shared")
+        tree.mkdir()
+        image = start_image.make(tree / "image.sqsh", options.mib, SHARE, work)
+        tree.chmod(0o755)
+        with start_source.mounted(cluster, tree, LUSTRE, options.latency, work) as disk:
+            path = f"{LUSTRE}/image.sqsh"
+            keys = {"sources": [LUSTRE], "deadline": "600s"}
+            yield ready(Bench(Site(cluster), spec, image, path, disk.given, disk.slow, keys))
+
+
+@contextlib.contextmanager
+def on_a_network(options: argparse.Namespace) -> Iterator[Bench]:
+    """Several nodes with the networks of bench/peers."""
+    mbit = 8 * options.rates["unpack"]
+    made = networked(options.nodes, Net(node_mbit=mbit, store_mbit=mbit))
+    spec = replace(made, nvme_mib=4 * options.mib + 128, companion="")
+    with tempfile.TemporaryDirectory() as work, Cluster.up(spec) as cluster:
+        fleet = Fleet(cluster)
+        path = "/shared/alice/image.sqsh"
+        image = start_image.make(cluster.host_path(path), options.mib, NETWORK_SHARE, Path(work))
+        fleet.configure()
+        fleet.serve(cluster.nodes)
+        yield ready(Bench(fleet, spec, image, path, fleet.sent_by_store, lambda _: None, {}))
+
+
+def ready(bench: Bench) -> Bench:
+    for node in bench.site.cluster.nodes:
+        bench.site.root(["mkdir", "-m", "1777", UNPACKED], node)
+    compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
+    bench.site.root(compiled, bench.site.cluster.nodes[0])
+    bench.at_rest = {node: set(bench.site.processes(node)) for node in bench.site.cluster.nodes}
+    return bench
+
+
+# The table
+
+Runs = dict[str, list[Run]]  # by variant, one for each round
+
+
+def measure(bench: Bench, mode: str, variants: Sequence[str], rounds: int) -> Runs:
+    runs: Runs = {variant: [] for variant in variants}
+    bench.start(mode, "without")  # reads all programs once; does not count
+    for number in range(rounds):
+        turn = number % len(variants)
+        for variant in (*variants[turn:], *variants[:turn]):
+            runs[variant].append(bench.start(mode, variant))
+    return runs
+
+
+def ratios(runs: Runs, variant: str) -> list[float]:
+    pairs = zip(runs[variant], runs["without"], strict=True)
+    return [one.seconds / without.seconds for one, without in pairs]
+
+
+def table(mode: str, rate: float, runs: Runs, size: int) -> Iterator[str]:
+    """`read`: images that the source gave, on several nodes with all that the copies read.
+
+    `came`: how the image came, as forestage has noted it.
+    """
+    yield f"| {mode}, {rate:g} MB/s | s | from | to | ratio | from | to | read | came |"
+    yield "|:--" + "|--:" * 7 + "|:--|"
+    for variant, done in runs.items():
+        seconds, relative = [one.seconds for one in done], ratios(runs, variant)
+        figures = [statistics.median(seconds), min(seconds), max(seconds)]
+        figures += [statistics.median(relative), min(relative), max(relative)]
+        figures += [statistics.median(one.read for one in done) / size]
+        came = ", ".join(sorted(frozenset().union(*(one.came for one in done))))
+        yield f"| {variant} | {' | '.join(f'{one:.2f}' for one in figures)} | {came} |"
+
+
+def run(options: argparse.Namespace) -> Iterator[str]:
+    start = time.monotonic()
+    place = on_a_disk if options.nodes == 1 else on_a_network
+    with place(options) as bench:
+        size = bench.image.size
+        yield (
+            f"{options.nodes} nodes, {size / MIB:.0f} MiB, {options.latency} ms for each read,"
+            f" {os.cpu_count()} processors; medians of {options.rounds}\n"
+        )
+        found = {}
+        for mode, rate in options.rates.items():
+            bench.slow(rate * 1e6)
+            found[mode] = measure(bench, mode, options.variants, options.rounds)
+            yield from (*table(mode, rate, found[mode], size), "")
+        if options.nodes == 1:
+            yield from (*bench.readers(), "")
+    yield f"{time.monotonic() - start:.0f} s\n"
+    yield summary(found, size, options.nodes)
+
+
+def summary(found: Mapping[str, Runs], size: int, nodes: int) -> str:
+    """The line that others read, for `cold: auto`."""
+
+    def ratio(mode: str, variant: str) -> float:
+        return statistics.median(ratios(found[mode], variant))
+
+    prefix = f"n{nodes}_" if nodes > 1 else ""
+    words = [f"{prefix}{mode}_cold={ratio(mode, 'auto'):.2f}" for mode in MODES]
+    if nodes == 1:
+        return " ".join([*words, *(f"{mode}_warm={ratio(mode, 'warm'):.2f}" for mode in MODES)])
+    read = max(one.read for runs in found.values() for one in runs["auto"])
+    return " ".join([*words, f"src_bytes={read / size:.3f}"])
+
+
+def main() -> int:
+    options = _options()
+    exit_on_sigterm()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", MEMORY], check=True)
+    tempfile.tempdir = str(MEMORY)
+    try:
+        for line in run(options):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench/start")
+    parser.add_argument("mib", nargs="?", type=int, help="of the image")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mbyte", type=float, help="what the source gives in a second, MB")
+    parser.add_argument("--latency", type=int, default=0, help="of each read, ms; one node only")
+    parser.add_argument("--variants", type=_variants, help=",".join(VARIANTS))
+    options = parser.parse_args()
+    one = options.nodes == 1
+    options.mib = options.mib or (256 if one else 96)
+    rates = RATES if one else dict.fromkeys(MODES, NETWORK_RATE)
+    options.rates = dict.fromkeys(MODES, options.mbyte) if options.mbyte else rates
+    needed = {"without", "auto", *(["warm"] if one else [])}
+    wanted = options.variants or (tuple(VARIANTS) if one else ())
+    options.variants = [name for name in VARIANTS if name in {*needed, *wanted}]
+    return options
+
+
+def _variants(text: str) -> tuple[str, ...]:
+    if unknown := set(words := text.split(",")) - VARIANTS.keys():
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
+    return tuple(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

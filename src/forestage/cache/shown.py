@@ -1,0 +1,119 @@
+"""The record of what a job's steps are shown: the companion reads it in place of asking a helper.
+
+    /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
+
+    forestage 1
+    boot    BOOT-ID
+    events  PATH                                       where a step is noted
+    file    PATH  INODE  SIZE  MTIME_NS  CTIME_NS      must still be so; zeros: must not be there
+    image   ASKED  UID  EVENT  SAY  use  ENTRY  PATH  INODE  SIZE  MTIME_NS  CTIME_NS  TELL
+
+The files are those of the configuration, the off switch, and, last, the lease: whatever a hook
+changes in it makes the record void. So a race with a hook costs a helper's run, never more. The
+end of an image's line is the helper's answer (hooks/step.py), EVENT the rest of its event's JSON,
+SAY a line for the user. `src/spank/shown.c` reads this.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.lease import Leases
+from forestage.cache.part import boot_id
+from forestage.errors import Failed
+from forestage.paths import Places
+from forestage.system import records
+from forestage.units import printable
+
+FIRST_LINE = "forestage 1"  # what the companion of another release does not understand, it ignores
+MAX_BYTES = 64 * 1024  # what the companion reads; older images give way
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """What a step of this user's gets who asks for `asked`, an absolute path as it was written."""
+
+    asked: str
+    uid: int
+    event: str
+    say: str
+    answer: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        return _line("image", self.asked, self.uid, self.event, self.say, *self.answer)
+
+
+def decided_by(places: Places) -> list[str]:
+    """Returns the lines for all that the admin has a say with, to be called before it is read.
+
+    No line where something is unusual: then there is no record.
+    """
+    parts = places.etc / "conf.d"
+    files = [places.disabled, places.etc / "forestage.yaml", parts]
+    with contextlib.suppress(OSError, Failed):
+        if parts.exists():
+            files += sorted(parts.iterdir())
+        return [_line("boot", boot_id()), _line("events", places.events), *map(_file, files)]
+    return []
+
+
+def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Shown]) -> None:
+    """Adds images to a job's record, if its lease holds them. Under the space lock.
+
+    `decided` is from before they were handled. Raises Failed, OSError.
+    """
+    lease = leases.read(job)
+    if lease is None or lease.off or not decided:
+        return
+    keys = {use.key for use in lease.uses}
+    head = [FIRST_LINE, *decided]
+    lines = _images(leases.shown(job), head) + [image.line for image in images]
+    latest = {_asked(line): line for line in lines if _key(line) in keys}
+    text = _text([*head, _file(leases.file(job))], list(latest.values()))
+    records.write(leases.shown(job), os.fsencode(text))
+
+
+def _text(head: list[str], images: list[str]) -> str:
+    """Pure: the record, without its oldest images where it would be too long."""
+    while True:
+        text = "".join(f"{line}\n" for line in (*head, *images))
+        if len(os.fsencode(text)) < MAX_BYTES or not images:
+            return text
+        images = images[1:]
+
+
+def _images(file: Path, head: list[str]) -> list[str]:
+    """The lines of the images in a record that was made under the same decisions."""
+    try:
+        lines = os.fsdecode(records.read(file)).split("\n")
+    except (FileNotFoundError, records.Damaged):
+        return []
+    same = lines[: len(head)] == head
+    return [line for line in lines if line.startswith("image\t")] if same else []
+
+
+def _asked(line: str) -> tuple[str, ...]:
+    return tuple(line.split("\t")[1:3])
+
+
+def _key(line: str) -> str:
+    return Path(line.split("\t")[6]).parent.name
+
+
+def _file(path: Path) -> str:
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return _line("file", path, 0, 0, 0, 0)
+    times = facts.st_mtime_ns, facts.st_ctime_ns
+    return _line("file", path, facts.st_ino, facts.st_size, *times)
+
+
+def _line(*fields: object) -> str:
+    words = [str(field) for field in fields]
+    if any(ord(char) < 32 for word in words for char in word):
+        raise Failed("bad-path", f"control characters in {printable(str(words))}")
+    return "\t".join(words)

@@ -1,0 +1,121 @@
+"""What keepers leave that were killed, stopped or hang: found and cleaned up by the sweep.
+
+lock held, `state` touched      a keeper that is well
+lock held, not for STALE        ended: killed, and where no server of it is well, they too, their
+                                connection aborted first, so that who reads gets an error at last
+lock free, no stager            the directory is removed; servers without a keeper read on
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.layout import Cache
+from forestage.clock import Clock
+from forestage.system import as_user, lock, mounts
+from forestage.through import keeper
+from forestage.through.keeper import SERVER_NAME, State
+
+STALE = 60.0  # seconds
+AGAIN = 1.0  # seconds between two looks at a keeper, which is some of its turns
+CONNECTIONS = "/sys/fs/fuse/connections"
+ABORT = 10.0  # seconds for it
+
+
+class Keeper(msgspec.Struct, frozen=True):
+    """A keeper that lives: its directory, what it wrote there, and when it was well (epoch)."""
+
+    spot: Path
+    state: State
+    seen: float
+
+
+def hanging(through: Path, clock: Clock) -> list[Keeper]:
+    """The keepers that live and do not turn. Raises OSError."""
+    since = clock.wall() - STALE
+    living = [Keeper(spot, state, _seen(spot)) for spot, state in keeper.states(through)]
+    silent = [one for one in living if one.seen < since]
+    if silent:
+        clock.sleep(AGAIN)  # a clock that was just set forward makes all look silent
+    return [one for one in silent if _seen(one.spot) == one.seen]
+
+
+def end(found: Keeper) -> None:
+    """Ends a keeper that hangs. Raises OSError, Failed, TooSlow."""
+    spot, state = found.spot, found.state
+    with contextlib.suppress(ProcessLookupError):
+        pid = os.pidfd_open(state.pid)
+        try:
+            if not _has_open(state.pid, spot / "lock"):  # the pid is another process' by now
+                return
+            servers = _servers(state.pid)
+            if not any(map(_is_well, servers)):
+                if state.device:
+                    as_user.call(lambda: (_abort(os.minor(state.device)), []), bool, ABORT)
+                for server in servers:  # one that is stopped would stay for ever
+                    os.kill(int(server.name), signal.SIGKILL)
+            signal.pidfd_send_signal(pid, signal.SIGKILL)
+        finally:
+            os.close(pid)
+
+
+def dead(through: Path, cache: Cache, now: float) -> list[Path]:
+    """The directories in which nothing was made for STALE, and of no stager. Raises OSError."""
+    return [
+        spot
+        for spot in (through.iterdir() if through.exists() else ())
+        if now - spot.stat().st_mtime > STALE and lock.is_free(cache.key_lock(spot.name))
+    ]
+
+
+def remove(spot: Path) -> None:
+    """Removes such a directory, unless a keeper lives there. Raises OSError."""
+    with contextlib.suppress(lock.Busy), lock.held(spot / "lock", 0):
+        # A server that lost its keeper has it mapped still, and would believe the marks for ever.
+        with contextlib.suppress(FileNotFoundError), (spot / "pieces").open("r+b") as marks:
+            marks.write(bytes(os.fstat(marks.fileno()).st_size))
+        shutil.rmtree(spot)
+
+
+def _seen(spot: Path) -> float:
+    try:
+        return (spot / "state").stat().st_mtime
+    except FileNotFoundError:  # it ends
+        return float("inf")
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    # By name: to look at a file itself may hang, the keeper has the source open.
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(fd) == os.path.realpath(file):
+                return True
+    return False
+
+
+def _servers(pid: int) -> list[Path]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [Path("/proc", child) for child in children]
+
+
+def _is_well(process: Path) -> bool:
+    """Whether it is a server whose main thread runs: that one never waits for disk or source."""
+    try:
+        name = (process / "comm").read_text().strip()
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return name == SERVER_NAME and state in "RS"
+
+
+def _abort(minor: int) -> bool:
+    """Ends a connection of FUSE, in a mount namespace of this child's own. Raises OSError."""
+    mounts.private_namespace()
+    mounts.mount("fusectl", CONNECTIONS, 0, "fusectl")
+    with contextlib.suppress(FileNotFoundError):  # it is over
+        Path(CONNECTIONS, str(minor), "abort").write_text("1")
+    return True

@@ -1,0 +1,111 @@
+"""The bytes of an image that are on this node: a part that grows, then the entry.
+
+`look` goes to the cache's disk, which may hang, and belongs to a thread of its own. All else asks
+memory, but for the reading itself.
+"""
+
+import os
+from pathlib import Path
+
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache
+from forestage.cache.readers import Readers
+
+
+class _File:
+    """An open image; `readers` is None where it is the entry.
+
+    The descriptor closes with the last that uses it: a thread may still read when another one has
+    put a new file in its place.
+    """
+
+    def __init__(self, path: Path, readers: Readers | None) -> None:
+        self._file = path.open("rb", buffering=0)
+        self.fd = self._file.fileno()
+        self.inode = os.fstat(self.fd).st_ino
+        self.readers = readers
+        if readers is not None:
+            # No read-ahead: what comes next in a part may not be there yet.
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def cleared(self) -> int:
+        return self.readers.cleared() if self.readers is not None else 0
+
+    def has(self, offset: int, size: int) -> bool:
+        return self.readers is None or self.readers.has(offset, size, self.inode)
+
+
+class Local:
+    """What this node has of the image; `directory` is that of cache/readers.py."""
+
+    def __init__(self, cache: Cache, image: Image, directory: Path) -> None:
+        self.cache = cache
+        self.image = image
+        self.directory = directory
+        self.readers: Readers | None = None
+        self._file: _File | None = None
+        self._past: _File | None = None
+        self._seen = 0, 0  # the inodes of the marks and of the part's image that are open
+        self._dropped = False
+
+    @property
+    def whole(self) -> bool:
+        return self._file is not None and self._file.readers is None
+
+    @property
+    def inode(self) -> int:
+        """Of the image that is open; 0 for none."""
+        file = self._file
+        return file.inode if file is not None else 0
+
+    def look(self) -> None:
+        """Opens what is there by now. Raises OSError where the disk is at fault."""
+        # Not before the next look is it closed: that may take the disk long, and a thread that only
+        # asks `has` must not be the last that knows the file.
+        self._past = self._file
+        if self.whole or self._dropped:
+            return
+        try:
+            if self.cache.find(self.image) is not None:
+                self._file = _File(self.cache.image(self.image.key), None)
+                return
+            marks = (self.directory / "pieces").stat().st_ino
+            path = self.cache.part(self.image.key).image
+            if (marks, path.stat().st_ino) != self._seen:
+                self.readers = Readers(self.directory, self.image.size)
+                self._file = _File(path, self.readers)
+                self._seen = marks, self._file.inode
+        except FileNotFoundError:  # no copy is under way, or it has ended this moment
+            self._file = self.readers = None
+            self._seen = 0, 0
+
+    def drop(self) -> None:
+        """Uses nothing of it any more."""
+        self._dropped = True
+        self._past = self._file
+        self._file = self.readers = None
+
+    def has(self, offset: int, size: int) -> bool:
+        file = self._file
+        return file is not None and file.has(offset, size)
+
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Fills `into`; False where the bytes are not there, or not there any more."""
+        file = self._file
+        if file is None:
+            return False
+        before = file.cleared()
+        if not file.has(offset, len(into)):
+            return False
+        done = 0
+        try:
+            while done < len(into):
+                count = os.preadv(file.fd, [into[done:]], offset + done)
+                if not count:
+                    return False
+                done += count
+        except OSError:  # this node's disk: the source has the same
+            return False
+        # A stager clears marks before it overwrites anything, and may set them again in between.
+        same = before == file.cleared() and file.has(offset, len(into))
+        return same and not self._dropped

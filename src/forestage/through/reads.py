@@ -1,0 +1,47 @@
+"""Who answers a read of an image that is still being copied: the copy, or the source.
+
+in the copy                     the copy
+elsewhere, here and there       the source, at once; its chunk is copied soon
+elsewhere, straight through     the copy, when it arrives: that is read ahead by several threads,
+                                and reading the same bytes twice would slow both down
+the same, but nothing arrives   the source
+"""
+
+import threading
+
+RUN = 2 * 1024 * 1024  # bytes in one go that show who reads straight through
+REORDERED = 2 * 1024 * 1024  # bytes by which the kernel's read-aheads may come out of order
+STREAMS = 64  # readers that are told apart
+PATIENCE, LONGEST = 1.0, 10.0  # seconds without a new piece, after which no reader waits any more
+
+
+def patience(last: float) -> float:
+    """Pure: seconds to wait for a new piece, where the last one took so many."""
+    return min(LONGEST, max(PATIENCE, 4 * last))
+
+
+class Streams:
+    """Tells who reads straight through, by where reads begin and end."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, int] = {}  # where one ends, and how many bytes it has; oldest first
+        self._lock = threading.Lock()
+
+    def straight(self, offset: int, size: int) -> bool:
+        """Notes a read; returns whether it goes on with a run of RUN bytes or more."""
+        with self._lock:
+            return self._noted(offset, size) >= RUN
+
+    def _noted(self, offset: int, size: int) -> int:
+        """The bytes of the run so far that a read goes on with."""
+        end = offset + size
+        run = 0
+        for at in self._runs:
+            if abs(offset - at) <= REORDERED:
+                run = self._runs.pop(at)
+                end = max(end, at)
+                break
+        self._runs[end] = run + size
+        if len(self._runs) > STREAMS:
+            del self._runs[next(iter(self._runs))]
+        return run

@@ -1,0 +1,211 @@
+/* Has this job been shown that image before? By the record of who looked (cache/shown.py). */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "forestage.h"
+
+#define LEASES "/run/forestage/leases"
+#define FIRST_LINE "forestage 1"
+#define RECORD_BYTES 65536
+#define EVENT_BYTES (RECORD_BYTES + 200)
+
+struct note {
+	char *events; /* the event log */
+	char *event;  /* the rest of this one's JSON */
+	char *say;    /* to the user, or empty */
+	char *answer; /* as a helper would give it */
+};
+
+/* All of a file that only root could write. False where there is none, or more than fits. */
+static bool read_all(const char *path, char *text, size_t size)
+{
+	int fd = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+	struct stat st;
+	size_t have = 0;
+	ssize_t n = 0;
+
+	if (fd < 0)
+		return false;
+	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == 0 && !(st.st_mode & 022))
+		while (have < size - 1 && (n = read(fd, text + have, size - 1 - have)) > 0)
+			have += (size_t)n;
+	close(fd);
+	text[have] = '\0';
+	return n == 0 && have > 0;
+}
+
+/* Whether a file is as it was when the record was made: zeros are for one that was not there. */
+static bool unchanged(char *line)
+{
+	const char *path = strsep(&line, "\t");
+	unsigned long long id[4], found[4] = {0};
+	struct stat st;
+	int end = 0;
+
+	if (!line || sscanf(line, "%llu\t%llu\t%llu\t%llu%n", &id[0], &id[1], &id[2], &id[3],
+			    &end) != 4 || line[end])
+		return false;
+	if (stat(path, &st) == 0)
+		identify(&st, found);
+	else if (errno != ENOENT || lstat(path, &st) == 0) /* a dangling link switches off as well */
+		return false;
+	return memcmp(found, id, sizeof(id)) == 0;
+}
+
+static bool same_boot(const char *boot)
+{
+	char now[64];
+
+	if (!read_all("/proc/sys/kernel/random/boot_id", now, sizeof(now)))
+		return false;
+	now[strcspn(now, "\n")] = '\0';
+	return strcmp(boot, now) == 0;
+}
+
+/* The line of what this user asks for, if all that was decided before it still holds. */
+static bool find(char *text, const char *asked, const char *uid, struct note *note)
+{
+	char *line = strsep(&text, "\n");
+
+	if (strcmp(line, FIRST_LINE) != 0)
+		return false;
+	while ((line = strsep(&text, "\n")) && text) { /* each ends with a newline */
+		const char *kind = strsep(&line, "\t"), *of, *whose;
+
+		if (!line)
+			return false;
+		if (strcmp(kind, "events") == 0)
+			note->events = line;
+		else if (strcmp(kind, "boot") == 0 && !same_boot(line))
+			return false;
+		else if (strcmp(kind, "file") == 0 && !unchanged(line))
+			return false;
+		else if (strcmp(kind, "image") == 0) {
+			of = strsep(&line, "\t");
+			whose = strsep(&line, "\t");
+			note->event = strsep(&line, "\t");
+			note->say = strsep(&line, "\t");
+			note->answer = line;
+			if (line && strcmp(of, asked) == 0 && strcmp(whose, uid) == 0)
+				return note->events;
+		}
+	}
+	return false;
+}
+
+/*
+ * Whether the path leads this user to the file that was staged, and they may read it. Opened for
+ * reading too: by O_PATH alone, NFS shows what it knew of the file up to a minute ago.
+ */
+static bool leads_there(const struct step *step)
+{
+	char link[32], path[PATH_MAX];
+	unsigned long long found[4] = {0};
+	struct stat st;
+	bool same = false;
+	int fd = open_path(step), source = -1;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	ssize_t length = fd < 0 ? -1 : readlink(link, path, sizeof(path) - 1);
+	if (length >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) {
+		path[length] = '\0';
+		source = open(link, O_RDONLY | O_NOCTTY | O_CLOEXEC);
+		if (source >= 0 && fstat(source, &st) == 0)
+			identify(&st, found);
+		same = strcmp(path, step->path) == 0 &&
+		       memcmp(found, step->identity, sizeof(found)) == 0;
+	}
+	if (source >= 0)
+		close(source);
+	if (fd >= 0)
+		close(fd);
+	return same;
+}
+
+static long long now_us(clockid_t clock)
+{
+	struct timespec now;
+
+	clock_gettime(clock, &now);
+	return now.tv_sec * 1000000LL + now.tv_nsec / 1000;
+}
+
+/* One line, as events/log.py writes it, whatever the last one was cut short by. */
+static void write_event(const struct note *note, uint32_t number, long long total)
+{
+	const long long now = now_us(CLOCK_REALTIME);
+	static char line[EVENT_BYTES];
+	char last = '\n';
+	struct stat st;
+	/* No link is followed, and a FIFO without a reader is an error and no wait. */
+	int fd = open(note->events, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
+		      0640);
+
+	if (fd < 0)
+		return;
+	if (fstat(fd, &st) == 0 && st.st_size > 0)
+		last = pread(fd, &last, 1, st.st_size - 1) == 1 ? last : '\n';
+	int length = snprintf(line, sizeof(line),
+			      "%s{\"time\":%lld.%03lld,\"total\":%lld.%04lld,\"step\":%u,%s\n",
+			      last == '\n' ? "" : "\n", now / 1000000, now / 1000 % 1000,
+			      total / 1000000, total / 100 % 10000, number, note->event);
+	if (length > 0 && (size_t)length < sizeof(line))
+		(void)!write(fd, line, (size_t)length); /* the step is served all the same */
+	close(fd);
+}
+
+/* The entry, opened, or the keeper of the copy that is under way. */
+static bool is_there(const struct step *step, struct copy *copy)
+{
+	struct stat st;
+	int keeper;
+
+	if (!step->through)
+		return !open_entry(step, copy) && fstat(copy->image, &st) == 0 &&
+		       S_ISREG(st.st_mode) &&
+		       (unsigned long long)st.st_size == step->identity[1];
+	keeper = connect_keeper(step->entry);
+	if (keeper >= 0)
+		close(keeper);
+	return keeper >= 0;
+}
+
+void recall(const struct asker *who, struct step *step)
+{
+	static char text[RECORD_BYTES], lines[RECORD_BYTES];
+	char name[64], asked[2 * PATH_MAX], uid[16];
+	const long long start = now_us(CLOCK_MONOTONIC);
+	struct copy copy = {.folder = -1, .image = -1};
+	struct note note = {0};
+
+	/* As os.path.join() has it in hooks/step.py. */
+	if (step->image[0] == '/')
+		snprintf(asked, sizeof(asked), "%s", step->image);
+	else
+		snprintf(asked, sizeof(asked), "%s/%s", step->folder, step->image);
+	snprintf(name, sizeof(name), LEASES "/%u.shown", who->job);
+	snprintf(uid, sizeof(uid), "%u", who->uid);
+	if (!read_all(name, text, sizeof(text)) || !find(text, asked, uid, &note) ||
+	    understand(note.answer, step) || !step->use)
+		return;
+	/* First what is this node's: a file server that hangs may keep the rest. */
+	if (!is_there(step, &copy) ||
+	    !act_as(who->uid, who->gid, who->count, who->groups))
+		return;
+	bool same = leads_there(step);
+	if (!act_as(0, 0, 0, NULL) || !same)
+		return;
+	int length = snprintf(lines, sizeof(lines), "%s%s%s%s\n", note.say[0] ? "say\t" : "",
+			      note.say, note.say[0] ? "\n" : "", note.answer);
+	if (write(1, lines, (size_t)length) != length)
+		return;
+	if (!step->through)
+		utimensat(copy.folder, "used", NULL, AT_SYMLINK_NOFOLLOW);
+	write_event(&note, who->number, now_us(CLOCK_MONOTONIC) - start);
+}

@@ -1,0 +1,179 @@
+/* How does the path show a file that is still being copied? By a mount that its keeper serves. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "forestage.h"
+
+#define ANSWER_SECONDS 5  /* for each packet to or from the keeper */
+#define ANSWER_BYTES 1024 /* the longest answer that counts */
+#define DEVICE "/dev/fuse"
+#define ACCEPTS "ok " /* begins an answer to "serve"; the rest are the options of the mount */
+
+/* Neither is in the headers of EL 8; the numbers are the same on every architecture of Slurm's. */
+#ifndef SYS_move_mount
+#define SYS_move_mount 429
+#endif
+#define FROM_AND_TO_DESCRIPTORS 0x44 /* MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH */
+
+int connect_keeper(const char *path)
+{
+	const struct timeval patience = {.tv_sec = ANSWER_SECONDS};
+	struct sockaddr_un name = {.sun_family = AF_UNIX};
+	uid_t user = geteuid();
+	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+	if (strlen(path) >= sizeof(name.sun_path)) {
+		errno = ENAMETOOLONG;
+		goto failed;
+	}
+	memcpy(name.sun_path, path, strlen(path));
+	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) < 0 ||
+	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience)) < 0 ||
+	    /* Only root gets there. For this thread alone: the step manager has others. */
+	    syscall(SYS_setresuid, -1, 0, -1) < 0)
+		goto failed;
+	int connected = connect(fd, (struct sockaddr *)&name, sizeof(name)), error = errno;
+	syscall(SYS_setresuid, -1, user, -1);
+	errno = error;
+	if (connected == 0)
+		return fd;
+failed:
+	if (fd >= 0)
+		close(fd);
+	return -1;
+}
+
+/* A request, with a descriptor if that is not -1. The descriptor of the answer, or -1. */
+static int exchange(int keeper, const char *request, int given, char answer[ANSWER_BYTES])
+{
+	union {
+		struct cmsghdr head;
+		char room[CMSG_SPACE(sizeof(int))];
+	} control = {0};
+	struct iovec part = {.iov_base = (char *)request, .iov_len = strlen(request)};
+	struct msghdr packet = {.msg_iov = &part, .msg_iovlen = 1};
+	int got = -1;
+
+	answer[0] = '\0';
+	if (given >= 0) {
+		control.head = (struct cmsghdr){CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
+		memcpy(CMSG_DATA(&control.head), &given, sizeof(int));
+		packet.msg_control = &control;
+		packet.msg_controllen = sizeof(control);
+	}
+	ssize_t n = sendmsg(keeper, &packet, MSG_NOSIGNAL);
+	if (n >= 0) {
+		part = (struct iovec){.iov_base = answer, .iov_len = ANSWER_BYTES - 1};
+		packet.msg_control = &control;
+		packet.msg_controllen = sizeof(control);
+		n = recvmsg(keeper, &packet, MSG_CMSG_CLOEXEC);
+	}
+	if (n <= 0) {
+		/* An answer that comes later must not be taken for that to the next task's request;
+		 * and nobody else waits for a keeper that does not answer. */
+		int error = n < 0 ? errno : ECONNRESET;
+		shutdown(keeper, SHUT_RDWR);
+		errno = error;
+		return -1;
+	}
+	answer[n] = '\0';
+	struct cmsghdr *came = CMSG_FIRSTHDR(&packet);
+	if (came && came->cmsg_type == SCM_RIGHTS && came->cmsg_len == CMSG_LEN(sizeof(int)))
+		memcpy(&got, CMSG_DATA(came), sizeof(int));
+	return got;
+}
+
+/* Whether move_mount(2) is there: the kernel of EL 8 has none. */
+static bool moves(void)
+{
+	return syscall(SYS_move_mount, -1, "", -1, "", FROM_AND_TO_DESCRIPTORS) < 0 &&
+	       errno != ENOSYS;
+}
+
+static bool refused(const char *answer)
+{
+	return strncmp(answer, "no", 2) == 0;
+}
+
+/* A mount of the task's own, first where nobody looks, so that it is checked before it shows. */
+static int mount_own(int keeper, char answer[ANSWER_BYTES])
+{
+	char options[ANSWER_BYTES + 32];
+	int image = -1, fuse = open(DEVICE, O_RDWR | O_CLOEXEC);
+
+	if (fuse < 0)
+		return -1;
+	int unwanted = exchange(keeper, "serve", fuse, answer);
+	if (unwanted >= 0)
+		close(unwanted);
+	snprintf(options, sizeof(options), "fd=%d,%s", fuse, answer + strlen(ACCEPTS));
+	if (strncmp(answer, ACCEPTS, strlen(ACCEPTS)) == 0 &&
+	    mount("forestage", DEVICE, "fuse.forestage", MS_RDONLY | MS_NOSUID | MS_NODEV,
+		  options) == 0 &&
+	    (image = open(DEVICE, O_PATH | O_CLOEXEC)) < 0)
+		umount2(DEVICE, MNT_DETACH);
+	int error = errno;
+	close(fuse);
+	errno = error;
+	return image;
+}
+
+const char *open_through(const struct step *step, struct copy *copy)
+{
+	int keeper = step->keeper >= 0 ? step->keeper : connect_keeper(step->entry);
+	/* The tasks share the connection, and an answer does not say to whom. */
+	struct flock turn = {.l_type = F_WRLCK};
+	char answer[ANSWER_BYTES] = "no move_mount(2) here";
+	struct stat st;
+
+	if (keeper < 0)
+		return "nobody serves its copy";
+	if (fcntl(keeper, F_SETLKW, &turn) == 0 && moves())
+		copy->image = exchange(keeper, "mount", -1, answer);
+	if (copy->image < 0 && refused(answer)) {
+		copy->image = mount_own(keeper, answer);
+		copy->own_mount = copy->image >= 0;
+	}
+	int error = refused(answer) ? ECONNREFUSED : errno;
+	turn.l_type = F_UNLCK;
+	fcntl(keeper, F_SETLK, &turn);
+	if (keeper != step->keeper)
+		close(keeper);
+	errno = error;
+	if (copy->image < 0) {
+		slurm_verbose("forestage: %s answers: %s", step->entry, answer);
+		return "its copy is not served";
+	}
+	if (fstat(copy->image, &st) == 0 && S_ISREG(st.st_mode) &&
+	    (unsigned long long)st.st_size == step->identity[1])
+		return NULL;
+	errno = ESTALE;
+	return "another file is served";
+}
+
+bool show_through(const struct copy *copy, int target)
+{
+	char link[32];
+
+	if (!copy->own_mount)
+		return syscall(SYS_move_mount, copy->image, "", target, "",
+			       FROM_AND_TO_DESCRIPTORS) == 0;
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", target);
+	return mount(DEVICE, link, NULL, MS_BIND, NULL) == 0;
+}
+
+void close_through(struct copy *copy)
+{
+	if (copy->own_mount)
+		umount2(DEVICE, MNT_DETACH);
+	copy->own_mount = false;
+}

@@ -1,0 +1,309 @@
+"""The keeper of a read-through file: who may have one, how it ends, what it leaves alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fault import MIB, image
+
+from forestage.cache.lease import Lease, Use
+from forestage.errors import Declined
+from forestage.system import fuse, mounts
+from forestage.through import keeper, server
+from forestage.through.keeper import Keeper
+from node import ALICE, BOB, Node, until
+from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh
+
+DATA = image(7, SIZE)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keepers that let go as soon as no lease needs them."""
+    monkeypatch.setattr(keeper, "UNNEEDED", 0.0)
+    monkeypatch.setattr(server, "NEED_BEATS", 1)
+
+
+def leased(node: Node) -> Path:
+    """An image for which job 1 holds a lease."""
+    path = node.put("alice/image.sqsh", DATA)
+    use = Use(opened(path).image.key)
+    node.leases.write(Lease(1, ALICE, 0.0, str(node.cache.root), (use,)))
+    return path
+
+
+def test_file_is_read_without_its_keeper_and_gone_without_both(shown: Shown) -> None:
+    through = shown()
+    pid = through.server()
+    through.kill_keeper()
+    assert read_fresh(through.path) == DATA
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(OSError, match=r"not connected|aborted"):
+        until(lambda: read_fresh(through.path) != DATA, "an error")
+    # What it left behind is in nobody's way.
+    through.take_off()
+    through.start()
+    assert through.lay().read_bytes() == DATA
+
+
+def test_keeper_and_server_end_with_the_last_mount(
+    node: Node, shown: Shown, impatient: None
+) -> None:
+    path = leased(node)
+    through = shown(path)
+    through.lay()
+    node.leases.drop(1)
+    until(lambda: not through.sock.exists(), "the keeper to let go")
+    assert read_fresh(through.path) == DATA
+    through.take_off()
+    through.kill_server()
+    assert read_fresh(through.path) == DATA
+    through.take_off()
+    through.ended()
+
+
+@pytest.mark.parametrize("needed_by", ["lease", "connection"])
+def test_keeper_stays_while_a_task_may_ask_for_the_file(
+    node: Node, shown: Shown, impatient: None, needed_by: str
+) -> None:
+    through = shown(leased(node), lay=False)
+    with through.connect() as line:
+        if needed_by == "connection":
+            node.leases.drop(1)
+        else:
+            line.close()
+        through.turns(6)
+        assert through.sock.exists()
+    node.leases.drop(1)
+    through.ended()
+
+
+def test_published_image_is_shown_to_no_more_tasks_and_to_those_that_have_it(
+    node: Node, shown: Shown
+) -> None:
+    path = leased(node)
+    through = shown(path)
+    copy = Copy(through, DATA)
+    copy.bring(0, SIZE)
+    copy.publish()
+    until(lambda: not through.sock.exists(), "the keeper to let go")
+    os.truncate(node.server / "alice/image.sqsh", 0)  # the entry stays what it is
+    assert read_fresh(path) == DATA
+    through.kill_server()
+    assert read_fresh(path) == DATA
+    through.take_off()
+    through.ended()
+
+
+def test_step_that_was_told_just_before_the_copy_was_whole_still_comes(
+    node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LAST", 600.0)
+    path = leased(node)
+    through = shown(path, lay=False)
+    copy = Copy(through, DATA)
+    copy.bring(0, SIZE)
+    copy.publish()
+    through.turns(8)
+    assert through.lay().read_bytes() == DATA
+
+
+def test_host_does_not_see_the_file_and_its_disks_are_not_kept_busy(
+    node: Node, shown: Shown, tmp_path: Path
+) -> None:
+    disk, point = tmp_path / "disk", tmp_path / "point"
+    point.mkdir()
+    subprocess.run(["truncate", "-s", "8M", disk], check=True)
+    subprocess.run(["mkfs.ext4", "-q", disk], check=True)
+    subprocess.run(["mount", "-o", "loop", disk, point], check=True)
+    argv = ["losetup", "--associated", disk]
+
+    def is_used() -> bool:
+        return bool(subprocess.run(argv, capture_output=True, check=True).stdout)
+
+    assert is_used()
+    through = shown(leased(node), lay=False)
+    assert fuse.TYPE not in Path("/proc/self/mountinfo").read_text()
+    through.kill_server()
+    through.server()
+    subprocess.run(["umount", point], check=True)
+    until(lambda: not is_used(), "the device to be free")
+
+
+def test_server_has_no_descriptor_that_keeps_the_file_or_a_task(shown: Shown) -> None:
+    through = shown()
+    with through.connect():
+        through.kill_server()
+        folder = Path(f"/proc/{through.server()}/fd")
+        links = sorted(os.readlink(folder / fd) for fd in os.listdir(folder))
+    assert set(links) == {"/dev/null", "/dev/fuse", str(through.path)}
+
+
+def test_tasks_where_mounts_cannot_be_cloned_have_a_mount_each(
+    node: Node, shown: Shown, impatient: None
+) -> None:
+    through = shown(leased(node), lay=False)
+    places = [node.nvme / name for name in "abc"]
+    with through.connect() as line:
+        for place in places:
+            place.touch()
+            fd = os.open(fuse.DEVICE, os.O_RDWR)
+            socket.send_fds(line, [b"serve"], [fd])
+            said, _, options = line.recv(4096).partition(b" ")
+            assert said == b"ok"
+            flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
+            data = f"fd={fd},{options.decode()}"
+            mounts.mount("forestage", str(place), flags, fuse.TYPE, data)
+            os.close(fd)
+    node.leases.drop(1)
+    until(lambda: not through.sock.exists(), "the keeper to let go")
+    for place in places:
+        assert read_fresh(place) == DATA
+        through.kill_server()
+        assert place.stat().st_ino == through.image.identity.inode
+        assert read_fresh(place) == DATA
+        mounts.umount(str(place))
+    through.ended()
+
+
+def test_request_that_is_none_is_refused(shown: Shown) -> None:
+    through = shown(lay=False)
+    with through.connect() as line:
+        for wrong in (b"serve", b"bad", b"x" * 64):
+            line.send(wrong)
+            assert line.recv(64).startswith(b"no ")
+        line.send(b"mount")
+        assert line.recv(64) == b"ok"
+
+
+@pytest.mark.parametrize(("limit", "others"), [("MOST", False), ("MOST_OF_USER", True)])
+def test_images_beyond_the_limit_are_not_read_through(
+    node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch, limit: str, others: bool
+) -> None:
+    monkeypatch.setattr(keeper, limit, 2)
+    for name in ("a", "b"):
+        shown(node.put(f"alice/{name}"), lay=False)
+    third = node.put("alice/c")
+    with pytest.raises(Declined) as declined:
+        shown(third, lay=False)
+    assert declined.value.reason == "no-through"
+    if others:
+        keeper.start(here(node), opened(third, BOB))
+
+
+def test_limit_holds_for_hooks_at_the_same_moment(
+    node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "MOST", 2)
+    through = shown(lay=False)
+    paths = [node.put(f"alice/{number}") for number in range(6)]
+
+    def start(path: Path) -> None:
+        with contextlib.suppress(Declined):
+            keeper.start(through.node, opened(path))
+
+    for aside in [Aside(lambda path=path: start(path)) for path in paths]:
+        assert aside.ended() == 0
+    assert len(through.living()) <= 2
+
+
+def test_hooks_that_start_an_image_at_the_same_moment_share_a_keeper(
+    node: Node, shown: Shown
+) -> None:
+    through = shown(lay=False)
+    path = node.put("alice/other.sqsh")
+    asides = [Aside(lambda: keeper.start(through.node, opened(path))) for _ in range(6)]
+    assert {aside.ended() for aside in asides} == {0}
+    assert len(through.living()) == 2
+
+
+def test_keeper_that_fails_ends_and_never_becomes_the_hook(
+    shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through = shown(lay=False)
+    path = through.path.with_name("other")
+    path.write_bytes(DATA)
+
+    def fail(self: Keeper) -> None:
+        raise RuntimeError("as a test wants it")
+
+    def start() -> None:
+        me = os.getpid()
+        try:
+            keeper.start(through.node, opened(path))
+        finally:
+            if os.getpid() != me:
+                (tmp_path / "came-back").touch()
+
+    monkeypatch.setattr(Keeper, "_keep", fail)
+    assert Aside(start).ended() == 0
+    until(lambda: len(through.living()) == 1, "the keeper's end")
+    assert not (tmp_path / "came-back").exists()
+
+
+def test_full_run_is_no_through_and_hurts_no_file_that_is_there(node: Node, shown: Shown) -> None:
+    through = shown()
+    filler = node.places.run / "filler"
+    for size in (65536, 4096):
+        with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(size))
+    with pytest.raises((Declined, OSError)):
+        Through(node, node.put("alice/other.sqsh"))
+    through.kill_server()
+    assert read_fresh(through.path) == DATA
+    filler.unlink()
+
+
+UPGRADED = """
+import os, sys
+from pathlib import Path
+from forestage.through import keeper
+from forestage.cache.node import Clock, Config, Node, Places
+from forestage.stage.source import Image, OpenImage, User, image
+from forestage.cache.image import Access
+
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        with open(sys.argv[3], "a") as file:
+            file.write(name)
+
+top, path = map(Path, sys.argv[1:3])
+fd = os.open(path, os.O_RDONLY)
+facts = os.fstat(fd)
+access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
+opened = OpenImage(Image(image.identity(facts, str(path)), access), User("", 1, 1), fd)
+node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), Places(top), Clock())
+sys.meta_path[:] = [Gone()]
+keeper.start(node, opened)
+"""
+
+
+def test_package_that_is_upgraded_under_a_keeper_stops_no_server(
+    node: Node, shown: Shown, tmp_path: Path
+) -> None:
+    """Nothing is imported once the keeper has begun: the files may have gone."""
+    path, asked = leased(node), tmp_path / "asked"
+    node.cache.prepare(require_mount=False)
+    argv = [sys.executable, "-Ic", UPGRADED, node.places.root, path, asked]
+    subprocess.run(argv, check=True)
+    through = shown(path)
+    through.kill_server()
+    copy = Copy(through, DATA)
+    wrong = copy.bring_marked()
+    until(lambda: read_fresh(path) == wrong, "the part to be found")
+    copy.drop()
+    os.kill(through.server(), signal.SIGSTOP)
+    assert read_fresh(path)[:MIB] in (DATA[:MIB], wrong[:MIB])
+    os.truncate(node.server / "alice/image.sqsh", MIB)
+    until(lambda: read_fresh(path) == DATA[:MIB], "the change to be seen")
+    through.take_off()
+    node.leases.drop(1)
+    assert not asked.exists(), asked.read_text()

@@ -1,0 +1,109 @@
+"""The source of a read-through file gives errors, or changes: no byte that it would not give."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from far import Far
+from fault import MIB, image
+
+from forestage.errors import Declined
+from node import Node, until
+from through import SIZE, Copy, Shown, Through, read_fresh
+
+DATA, OTHER = image(7, SIZE), image(8, SIZE)
+
+
+def with_part(shown: Shown, at: Path | None = None, path: Path | None = None) -> Through:
+    """A copy of other bytes, which the file shows by now; who reads those reads the copy."""
+    through = shown(path, at)
+    wrong = Copy(through, DATA).bring_marked()
+    until(lambda: read_fresh(through.at) == wrong, "the part to be found")
+    return through
+
+
+def test_error_of_the_source_is_the_error_of_that_read_only(
+    node: Node, shown: Shown, far: Far
+) -> None:
+    place = node.nvme / "place"
+    place.touch()
+    path = far.put("image.sqsh", DATA)
+    through = shown(path, place)
+    Copy(through, DATA).bring(0, 4 * MIB, OTHER[: 4 * MIB])
+    until(lambda: read_fresh(place, 0, 4096) == OTHER[:4096], "the part to be found")
+    far.behaves(squash=2)
+    with pytest.raises(PermissionError):
+        read_fresh(place, 6 * MIB, 4096)
+    assert read_fresh(place, MIB, 4096) == OTHER[MIB : MIB + 4096]
+    far.behaves()
+    assert read_fresh(place) == OTHER[: 4 * MIB] + DATA[4 * MIB :]
+
+
+def test_source_that_root_may_not_read_is_not_read_through(
+    node: Node, shown: Shown, far: Far
+) -> None:
+    path = far.put("image.sqsh", DATA)
+    far.behaves(squash=2)
+    with pytest.raises(Declined) as declined:
+        shown(path, lay=False)
+    assert declined.value.reason == "no-through"
+    far.behaves()
+
+
+def write(path: Path, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def test_source_changed_in_place_is_read_as_it_is_by_this_server_and_the_next(
+    node: Node, shown: Shown
+) -> None:
+    through = with_part(shown)
+    server = node.server / "alice/image.sqsh"
+    for data in (OTHER, DATA):
+        node.elsewhere(lambda data=data: write(server, data))
+        # Also what the kernel has in its cache.
+        until(lambda data=data: through.path.read_bytes() == data, "the change to be seen")
+        assert read_fresh(through.path) == data
+        through.kill_server()
+        assert read_fresh(through.path) == data
+
+
+def test_source_that_changed_and_gives_no_attributes_any_more_is_still_no_copy(
+    node: Node, shown: Shown, far: Far
+) -> None:
+    place = node.nvme / "place"
+    place.touch()
+    through = with_part(shown, place, far.put("image.sqsh", DATA))
+    write(far.folder / "image.sqsh", OTHER)
+    until(lambda: read_fresh(place) == OTHER, "the change to be seen")
+    far.die()
+    through.kill_server()
+    through.server()
+    with pytest.raises(OSError, match="not connected"):
+        read_fresh(place)
+
+
+def test_source_replaced_by_another_file_shows_the_old_file_and_no_copy(
+    node: Node, shown: Shown
+) -> None:
+    place = node.nvme / "place"
+    place.touch()
+    through = with_part(shown, place)
+    node.put("alice/new", OTHER)
+    os.replace(node.server / "alice/new", node.server / "alice/image.sqsh")
+    until(lambda: read_fresh(place) == DATA, "the change to be seen")
+    through.kill_server()
+    assert read_fresh(place) == DATA
+
+
+@pytest.mark.parametrize("size", [5 * MIB, 5 * MIB + 4095, 0])
+def test_source_that_is_truncated_ends_there_and_shows_no_zeros(
+    node: Node, shown: Shown, size: int
+) -> None:
+    through = with_part(shown)
+    os.truncate(node.server / "alice/image.sqsh", size)
+    until(lambda: read_fresh(through.path) == DATA[:size], "the change to be seen")
+    assert read_fresh(through.path, size) == b""

@@ -1,0 +1,82 @@
+"""The sweep beside read-through files: it ends keepers that hang, and no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+from fault import image
+
+from forestage.admin import sweep
+from forestage.admin.sweep import SweepReport
+from forestage.slurm.queue import Slurm
+from forestage.through import leftover
+from node import Later, Node, until
+from through import SIZE, Aside, Copy, Shown, Through, direct, read_fresh
+
+DATA = image(7, SIZE)
+
+
+def swept(through: Through, dry_run: bool = False, seconds: float = 100.0) -> SweepReport:
+    """A sweep after a while in which nobody but the keepers that live has done anything."""
+    node = msgspec.structs.replace(through.node, clock=Later(seconds))
+    done = sweep.sweep(node, Slurm("", "", Path("/proc")), dry_run, lambda text: None)
+    assert done.problems == ()
+    return done
+
+
+def test_keeper_that_is_stopped_is_ended_and_its_server_reads_on(shown: Shown) -> None:
+    through = shown()
+    os.kill(through.pid, signal.SIGSTOP)
+    assert swept(through, dry_run=True).keepers == (through.image.key,)
+    assert swept(through).keepers == (through.image.key,)
+    until(lambda: not through.living(), "the keeper's end")
+    assert read_fresh(through.path) == DATA
+
+
+def test_connection_that_nobody_answers_is_aborted(shown: Shown) -> None:
+    through = shown()
+    pid = through.server()
+    os.kill(through.pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
+    reader = Aside(lambda: direct(through.path, DATA))
+    until(reader.waits, "a reader to hang")
+    assert swept(through).keepers == (through.image.key,)
+    assert reader.ended() != 0
+    through.ended()  # also the server, which is stopped still
+
+
+def test_keeper_that_is_well_stays_also_when_the_clock_was_set_forward(shown: Shown) -> None:
+    through = shown()
+    assert swept(through).keepers == ()
+    assert through.living()
+    through.lay()
+
+
+def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> None:
+    through = shown()
+    ((spot, state),) = through.living()
+    other = Aside(signal.pause)
+    leftover.end(leftover.Keeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
+    assert read_fresh(through.path) == DATA
+    assert other.kill() == -signal.SIGKILL
+
+
+def test_directory_is_removed_once_neither_keeper_nor_stager_uses_it(
+    node: Node, shown: Shown
+) -> None:
+    through = shown()
+    wrong = Copy(through, DATA).bring_marked()
+    until(lambda: read_fresh(through.path) == wrong, "the part to be found")
+    swept(through)
+    assert through.spot.exists()
+    through.kill_keeper()
+    swept(through, dry_run=True)
+    swept(through, seconds=0.0)
+    assert through.spot.exists()
+    swept(through)
+    assert not through.spot.exists()
+    # A server is left, and believes no mark that nobody would clear any more.
+    assert read_fresh(through.path) == DATA

@@ -1,0 +1,262 @@
+"""Jobs that begin while their image is copied: from the shared path, or through the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import trace
+from forestage.cache import redirect
+from forestage.clock import Clock
+from forestage.events import Event, Handled
+from forestage.hooks import image
+from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.through import keeper
+from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, until
+from through import Through
+
+
+@pytest.fixture
+def shared(node: Node) -> Node:
+    node.configure(cold="shared", on_error="drain")
+    return node
+
+
+@pytest.fixture
+def gate(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[], None]]:
+    """No copy is published before the test calls it; nobody waits for a small image."""
+    opened = tmp_path / "opened"
+
+    def wait(name: str) -> None:
+        if name == "checked":
+            until(opened.exists, "the test to let a copy end")
+
+    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    monkeypatch.setattr(trace, "listener", wait)
+    yield opened.touch
+    opened.touch()
+
+
+def result(outcome: object) -> tuple[str, str]:
+    assert isinstance(outcome, Handled)
+    return outcome.result, outcome.redirect
+
+
+def ended(node: Node, path: Path) -> None:
+    """The stager has done all that it will do."""
+    key = node.identity(path).key
+    until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
+
+
+def test_job_begins_at_once_and_gets_the_redirect_once_the_copy_is_here(
+    shared: Node, gate: Callable[[], None]
+) -> None:
+    path = shared.put("alice/image.sqsh")
+    paths = [path, shared.put("alice/other.sqsh", content(2))]
+    comment = f"stage={paths[1]}"
+    ran = shared.prolog(7, path, comment=comment)
+    assert [result(one) for one in ran.outcomes] == [("started", "later")] * 2
+    assert result(shared.prolog(8, path, user=BOB).outcome) == ("started", "later")
+    assert (shared.binds(), shared.entries()) == ({}, set())
+    assert shared.shows_source(path)
+    gate()
+    until(lambda: set(shared.binds()) == set(map(str, paths)), "both redirects")
+    assert shared.shows_entry(path, shared.identity(path).key)
+    shared.epilog(7)
+    assert list(shared.binds()) == [str(path)]
+    shared.epilog(8)
+    assert (shared.binds(), shared.leases.all()) == ({}, [])
+
+
+def test_small_image_is_waited_for_shortly(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "SHORTLY", 60.0)
+    assert result(shared.prolog(7, shared.put("alice/image.sqsh")).outcome) == ("copied", "mounted")
+
+
+def test_user_who_asks_to_wait_waits(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    ran = shared.prolog(7, shared.put("alice/image.sqsh"), comment="stage-wait=5m")
+    assert result(ran.outcome) == ("copied", "mounted")
+
+
+def test_job_that_has_ended_meanwhile_gets_no_redirect_and_no_lease(
+    shared: Node, gate: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Epilog comes between the stager's look at the leases and its mount."""
+    path = shared.put("alice/image.sqsh")
+    look = redirect._open_target
+
+    def late(*given: object) -> object:
+        found = look(*given)  # type: ignore[arg-type]
+        shared.leases.drop(7)
+        return found
+
+    monkeypatch.setattr(redirect, "_open_target", late)
+    assert shared.prolog(7, path).outcome.result == "started"
+    gate()
+    until(lambda: not shared.leases.all(), "the stager's look")
+    ended(shared, path)
+    until(lambda: not children_left(), "the stager's end")
+    assert (shared.binds(), shared.leases.all()) == ({}, [])
+
+
+def test_redirect_is_not_laid_later_over_another_file(
+    shared: Node, gate: Callable[[], None], before: Arrange
+) -> None:
+    path = shared.put("alice/image.sqsh")
+    new = shared.server / "alice/new"
+
+    def replace() -> None:
+        if new.exists():
+            new.rename(shared.server / "alice/image.sqsh")
+
+    before(redirect, "mount_waiting", replace)
+    assert shared.prolog(7, path).outcome.result == "started"
+    new.write_bytes(content(2))
+    key = shared.held(7).uses[0].key
+    gate()
+    until(lambda: not new.exists(), "the copy to be published")
+    until(lambda: shared.is_idle(key) and not children_left(), "the stager's end")
+    assert shared.binds() == {}
+    assert path.read_bytes() == content(2)
+
+
+def test_redirect_is_not_laid_later_where_the_job_saves_to_meanwhile(
+    shared: Node, gate: Callable[[], None]
+) -> None:
+    path = shared.put("alice/image.sqsh")
+    assert shared.prolog(7, path).outcome.result == "started"
+    assert step(shared, 7, path, saves=str(path)) == ("started", "none")
+    gate()
+    ended(shared, path)
+    until(lambda: not children_left(), "the stager's end")
+    assert shared.shows_source(path)
+
+
+def test_nothing_is_redirected_later_on_a_node_that_was_switched_off(
+    shared: Node, gate: Callable[[], None]
+) -> None:
+    path = shared.put("alice/image.sqsh")
+    assert shared.prolog(7, path).outcome.result == "started"
+    shared.switch_off()
+    gate()
+    ended(shared, path)
+    until(lambda: not children_left(), "the stager's end")
+    assert shared.binds() == {}
+
+
+def step(node: Node, job: int, path: Path, saves: str | None = None) -> tuple[str, str]:
+    given = node.environ(job, path, ALICE, saves=saves) | {"SLURM_STEP_ID": "0"}
+    assert given[IMAGE_OPTION] == str(path)
+    Hook("step", given, 0.0).run(node.places, Clock())
+    return result(node.outcomes("step", job)[-1])
+
+
+@pytest.fixture
+def through(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
+    node.configure(redirect="spank", cold=None, on_error="drain", user_messages="all")
+    return node
+
+
+def keepers(node: Node) -> set[int]:
+    return {state.pid for _, state in keeper.states(node.places.through)}
+
+
+def socket_of(node: Node, path: Path) -> Path:
+    return node.places.through / node.identity(path).key / "sock"
+
+
+def answer(node: Node, path: Path) -> list[str]:
+    """What makes a step's tasks read through."""
+    seen = node.identity(path)
+    facts = (seen.inode, seen.size, seen.mtime_ns, seen.ctime_ns)
+    return ["through", str(socket_of(node, path)), str(path), *map(str, facts), "1"]
+
+
+def noted(node: Node, job: int) -> list[list[str]]:
+    """What the companion finds of images in the job's record, without the user's name for them."""
+    file = node.leases.shown(job)
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line.split("\t")[2:] for line in lines if line.startswith("image\t")]
+
+
+@pytest.mark.parametrize("prolog", [True, False])
+def test_step_with_the_companion_reads_through_while_the_copy_goes_on(
+    through: Node, gate: Callable[[], None], prolog: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = through.put("alice/image.sqsh")
+    if prolog:
+        assert result(through.prolog(7, path).outcome) == ("started", "spank")
+        until(lambda: keepers(through), "the keeper")
+    served = keepers(through)
+    assert step(through, 7, path) == ("through", "spank")
+    assert capfd.readouterr().out.split("\n")[-2].split("\t") == answer(through, path)
+    assert keepers(through) >= served
+    assert len(keepers(through)) == 1
+    key = through.identity(path).key
+    assert (through.binds(), [use.key for use in through.held(7).uses]) == ({}, [key])
+    gate()
+    ended(through, path)
+    until(lambda: not socket_of(through, path).exists(), "the keeper to let go")
+    assert step(through, 7, path) == ("hit", "spank")
+    assert capfd.readouterr().out.split("\n")[-2].startswith("use\t")
+    assert len(through.outcomes("stager")) == 1
+
+
+def test_prolog_notes_the_keeper_for_the_first_step(
+    through: Node, gate: Callable[[], None]
+) -> None:
+    path = through.put("alice/image.sqsh")
+    through.prolog(7, path)
+    ((uid, text, say, *words),) = noted(through, 7)
+    assert (uid, words) == (str(ALICE.uid), answer(through, path))
+    assert say.startswith(f"forestage: {path} is read from this node's copy as it comes in")
+    # As the companion completes it.
+    event = msgspec.json.decode('{"time":5,"step":0,"total":0.1,' + text, type=Event)
+    assert (event.hook, event.job, *result(event.outcome)) == ("step", 7, "through", "spank")
+    shown = Through(through, path)  # finds that keeper
+    assert {shown.pid} == keepers(through)
+    assert shown.lay().read_bytes() == content()
+    shown.close()
+    gate()
+    ended(through, path)
+    through.epilog(7)
+    assert noted(through, 7) == []
+
+
+def test_step_after_a_copys_end_is_noted_the_entry(through: Node, gate: Callable[[], None]) -> None:
+    path = through.put("alice/image.sqsh")
+    through.prolog(7, path)
+    gate()
+    ended(through, path)
+    assert step(through, 7, path) == ("hit", "spank")
+    ((_, _, _, *words),) = noted(through, 7)
+    assert words[:2] == ["use", str(through.cache.image(through.identity(path).key))]
+
+
+def test_step_whose_keeper_was_killed_gets_another_one(
+    through: Node, gate: Callable[[], None]
+) -> None:
+    path = through.put("alice/image.sqsh")
+    through.prolog(7, path)
+    until(lambda: keeper.listens(socket_of(through, path)), "the keeper")
+    end_keepers()
+    assert step(through, 7, path) == ("through", "spank")
+    assert len(keepers(through)) == 1
+
+
+def test_job_that_cannot_read_through_starts_from_the_shared_path(
+    through: Node, gate: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "MOST_OF_USER", 0)
+    path = through.put("alice/image.sqsh")
+    ran = through.prolog(7, path)
+    assert (*ran.ended, *result(ran.outcome)) == (0, "started", "no-through", "started", "spank")
+    assert step(through, 7, path) == ("started", "none")
+    assert (noted(through, 7), keepers(through)) == ([], set())

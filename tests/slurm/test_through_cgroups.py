@@ -1,0 +1,91 @@
+"""Keepers and servers of images on a node whose Slurm tracks and limits jobs by real cgroups (v1).
+
+Slurm's cgroups are named by node, and this machine's are shared by all clusters: only one of them
+may have some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slow
+from cluster import Cluster
+from host import wait_until
+from jobs import Site
+from spec import ClusterSpec
+from steps import accompanied
+from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through, waits
+
+CGROUPS = Path("/sys/fs/cgroup")
+CONF = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\nConstrainCores=yes\n"
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    if not (CGROUPS / "memory/cgroup.procs").exists():
+        pytest.skip("needs the memory controller of cgroup v1")
+    spec = accompanied(
+        1,
+        ProctrackType="proctrack/cgroup",
+        TaskPlugin="task/cgroup",
+        JobAcctGatherType="jobacct_gather/cgroup",
+        SelectTypeParameters="CR_CPU_Memory",
+        DefMemPerNode="256",
+        NodeName="n1 NodeHostname=login NodeAddr=n1 Port=17001 CPUs=2 RealMemory=1024",
+        KillWait="600",
+    )
+    files = {**spec.files, "/etc/slurm/cgroup.conf": CONF}
+    return dataclasses.replace(spec, files=files, plugstack=("required {state}/pyxis.so",))
+
+
+@pytest.fixture(scope="module")
+def site_cluster(machine: None, cluster_spec: ClusterSpec) -> Iterator[Cluster]:
+    try:
+        with Cluster.up(cluster_spec) as cluster:
+            yield cluster
+    finally:
+        for top in CGROUPS.glob("*/slurm_n1"):
+            for folder in sorted(top.glob("**/"), reverse=True):
+                folder.rmdir()
+
+
+def cgroups(site: Site, pid: str) -> list[str]:
+    """The paths of a process that are a job's, or slurmd's own."""
+    text = site.cluster.read(f"/proc/{pid}/cgroup", "n1")
+    return [line for line in text.splitlines() if "slurm" in line]
+
+
+def safest(site: Site) -> str:
+    """What root gets who asks for the least oom_score_adj: not all machines' root may have it."""
+    adj = "/proc/self/oom_score_adj"
+    return site.root(["sh", "-c", f"echo -1000 >{adj} 2>&- || true; cat {adj}"], "n1")
+
+
+def test_step_reads_on_though_the_one_that_started_its_keeper_has_ended(site: Site) -> None:
+    flag = site.source("/shared/alice/ended")
+    flag.unlink(missing_ok=True)
+    with slow.mounted(site.cluster) as far:
+        image, digest = far.image("two", mib=MIB), far.sha256("two")
+        site.configure(redirect="spank", cold="through", chunk_size="1MiB")
+        far.behaves(hold=HOLD)
+        first = f"srun -n1 --overlap --mem=64 --container-image={image} true; touch ended"
+        second = f"srun -n1 --overlap --mem=128 --container-image={image} {looks(image)}"
+        script = f"#!/bin/sh\n({second}) & ({first}) & wait\n"
+        job = site.cluster.submit(script, "--nodelist=n1", "--output=two", "--ntasks=2")
+        wait_until(lambda: flag.exists() and waits(site), 60, lambda: site.cluster.logs())
+        (task,) = site.named("n1", "sha256sum")
+        assert cgroups(site, task), "Slurm uses no cgroups"
+        for name in (KEEPER, SERVER, STAGER):
+            (pid,) = site.named("n1", name)
+            assert cgroups(site, pid) == []
+            safe = site.cluster.read(f"/proc/{pid}/oom_score_adj", "n1")
+            assert safe == ("0\n" if name == STAGER else safest(site))
+        far.behaves()
+        site.wait_over(job)
+        assert read_through(site.cluster.read("/shared/alice/two")) == [digest]
+        site.await_keepers()

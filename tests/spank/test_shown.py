@@ -1,0 +1,199 @@
+"""A step whose job was shown the image before needs no helper; whatever is unusual asks one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from companion import GID, JOB, KEY, LEASES, SERVED, UID, Keeper, Step, shown_before
+from test_bind import options
+
+from forestage import events
+from forestage.cache import shown
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.shown import Shown
+from forestage.events import Event, Handled, Result
+from forestage.paths import Places
+from forestage.system.as_user import User
+
+BATCH = 4294967291  # the step, as fake.c has it
+
+
+@pytest.fixture
+def noted(step: Step) -> Step:
+    """As a hook leaves it that found the image in the cache."""
+    places = Places(step.folder)
+    (places.etc / "conf.d").mkdir(parents=True)
+    (places.etc / "conf.d/site.yaml").write_text("sources: [/]\n")
+    places.events.parent.mkdir(parents=True)
+    (step.entry().parent / "used").touch()
+    os.utime(step.entry().parent / "used", (5, 5))
+    note(step)
+    return step
+
+
+def note(
+    step: Step,
+    asked: str | None = None,
+    say: str = "",
+    uid: int = UID,
+    answer: Callable[[Step], str] = Step.use,
+    result: Result = "hit",
+) -> None:
+    places, leases = Places(step.folder), Leases(LEASES)
+    decided = shown.decided_by(places)
+    leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (Use(KEY),)))
+    found = Handled(result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank")
+    event = Event(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
+    text = msgspec.json.encode(event).decode().removeprefix('{"time":0.0,')
+    image = Shown(asked or str(step.image), uid, text, say, tuple(answer(step).split("\t")))
+    shown.note(leases, JOB, decided, [image])
+
+
+def record(step: Step) -> str:
+    return Leases(LEASES).shown(JOB).read_text()
+
+
+def test_copy_shows_without_a_helper(noted: Step) -> None:
+    ran = noted.run("tasks=2", f"task=stat -c %i {noted.image}")
+    assert ran.out.split() == [str(noted.entry().stat().st_ino)] * 2
+    assert noted.asked() == 0
+    assert ran.logged == ""
+    assert ran.said == []
+
+
+def test_such_a_step_is_an_event_and_a_use(noted: Step) -> None:
+    noted.run()
+    (event,) = events.read(Places(noted.folder).events)
+    assert event is not None
+    assert (event.hook, event.job, event.step, event.uid) == ("step", JOB, BATCH, UID)
+    assert isinstance(event.outcome, Handled)
+    assert (event.outcome.result, event.outcome.request) == ("hit", 'a\t"b')
+    assert event.time > 1e9
+    assert 0 < event.total < 240
+    assert (noted.entry().parent / "used").stat().st_mtime > 5
+
+
+@pytest.mark.parametrize("manner", ["clones", "serves"])
+def test_served_file_shows_without_a_helper_while_the_copy_goes_on(
+    noted: Step, keeper: Keeper, manner: str
+) -> None:
+    keeper(manner)
+    note(noted, answer=Step.through, result="through")
+    hidden = f"between=mv {noted.place}/sock {noted.folder}/sock"  # as if the copy were whole now
+    ran = noted.run(hidden, "tasks=2", f"task=cat {noted.image}")
+    assert (ran.out, noted.asked(), ran.logged) == (2 * SERVED, 0, "")
+    (event,) = events.read(Places(noted.folder).events)
+    assert isinstance(event.outcome, Handled)
+    assert (event.outcome.result, event.outcome.redirect) == ("through", "spank")
+    assert (noted.entry().parent / "used").stat().st_mtime == 5
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_keeper_that_is_gone_asks_the_helper(noted: Step, left: bool) -> None:
+    noted.place.mkdir(mode=0o700, parents=True)
+    if left:  # as one that was killed leaves it
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"{noted.place}/sock")
+    note(noted, answer=Step.through, result="through")
+    ran = noted.run(f"task=stat -c %i {noted.image}")
+    assert (ran.out.split(), noted.asked()) == ([str(noted.entry().stat().st_ino)], 1)
+    assert not Places(noted.folder).events.exists()
+
+
+def test_event_begins_a_line_of_its_own(noted: Step) -> None:
+    log = Places(noted.folder).events
+    log.write_text('{"cut": "sho')
+    noted.run()
+    noted.run()
+    assert [bool(event) for event in events.read(log)] == [True, True]
+
+
+def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:
+    Places(noted.folder).events.symlink_to(noted.folder / "elsewhere")
+    noted.run()
+    assert noted.asked() == 0
+    assert not (noted.folder / "elsewhere").exists()
+
+
+def test_user_is_told_what_a_helper_would_tell(noted: Step) -> None:
+    note(noted, say="forestage: it is read from this node")
+    assert noted.run().said == ["forestage: it is read from this node"]
+
+
+def test_relative_path_is_that_of_its_folder(noted: Step) -> None:
+    folder = noted.image.parent
+    note(noted, f"{folder}/./img.sqsh")
+    ran = noted.run(f"cwd={folder}", image="./img.sqsh")
+    assert (noted.asked(), len(options(ran.mounts[0], noted.image))) == (0, 1)
+    noted.run(f"cwd={noted.folder}", image="./img.sqsh")
+    assert noted.asked() == 1
+
+
+UNUSUAL = {
+    "no record": "rm {leases}/77.shown",
+    "record of another owner": "chown 4242 {leases}/77.shown",
+    "record that others may write": "chmod 0622 {leases}/77.shown",
+    "record that is a link": "mv {leases}/77.shown {0}/r; ln -s {0}/r {leases}/77.shown",
+    "record that is a FIFO": "rm {leases}/77.shown; mkfifo -m 600 {leases}/77.shown",
+    "record that is cut short": "truncate -s -1 {leases}/77.shown",
+    "record that is empty": "truncate -s 0 {leases}/77.shown",
+    "record that is too long": "yes 'image\t' | head -c 65536 >> {leases}/77.shown",
+    "record of another release": "sed -i '1s/1/2/' {leases}/77.shown",
+    "record of another boot": "sed -i 's/^boot\t.*/boot\tx/' {leases}/77.shown",
+    "record with a damaged line": "sed -i 's/^file.*disabled.*/file\t/' {leases}/77.shown",
+    "record without what is decided": "sed -i 's/^image\t.*/image\t\t/' {leases}/77.shown",
+    "lease that a hook confirmed": "touch {leases}/77.json",
+    "lease that is gone": "rm {leases}/77.json",
+    "switched off": "mkdir -p {0}/run/forestage; touch {0}/run/forestage/disabled",
+    "switched off by a link": "mkdir -p {0}/run/forestage; ln -s x {0}/run/forestage/disabled",
+    "configuration that came": "touch {0}/etc/forestage/forestage.yaml",
+    "configuration that changed": "touch {0}/etc/forestage/conf.d/site.yaml",
+    "configuration that has a part more": "touch {0}/etc/forestage/conf.d/a.yaml",
+    "source that is written": "echo 'the other' > {0}/shared/img.sqsh",
+    "source that is another": "cp {0}/shared/img.sqsh {0}/n; mv {0}/n {0}/shared/img.sqsh",
+    "path that leads elsewhere": "mv {0}/shared {0}/moved; ln -s moved {0}/shared",
+    "source that is closed to the user": "chmod 0700 {0}/shared",
+    "source that is a FIFO": "rm {0}/shared/img.sqsh; mkfifo {0}/shared/img.sqsh",
+    "entry that is gone": "rm {0}/cache/entries/{key}/image",
+    "entry of another size": "echo >> {0}/cache/entries/{key}/image",
+    "entry that others may change": "chmod 0701 {0}/cache/entries/{key}",
+    "redirect over the path": "mount --bind {0}/cache/entries/{key}/image {0}/shared/img.sqsh",
+}
+
+
+@pytest.mark.parametrize("work", UNUSUAL)
+def test_what_is_unusual_asks_the_helper(noted: Step, work: str) -> None:
+    noted.answers("leave\tas the test wants it")
+    noted.run(f"before={UNUSUAL[work].format(noted.folder, key=KEY, leases=LEASES)}")
+    assert noted.asked() == 1
+    assert not Places(noted.folder).events.exists()
+
+
+def test_step_that_saves_asks_the_helper(noted: Step) -> None:
+    noted.run(f"save={noted.folder}/save.sqsh")
+    assert noted.asked() == 1
+
+
+def test_step_beside_its_manager_asks_the_helper(noted: Step) -> None:
+    noted.run("contained=1")
+    assert noted.asked() == 1
+
+
+def test_record_of_another_user_asks_the_helper(noted: Step) -> None:
+    note(noted, uid=UID + 1)
+    (line,) = [one for one in record(noted).splitlines() if f"\t{UID}\t" in one]
+    text = record(noted).replace(line + "\n", "")
+    Leases(LEASES).shown(JOB).write_text(text)
+    noted.run()
+    assert noted.asked() == 1
+
+
+def test_source_that_hangs_does_not_hold_up_the_step_manager(noted: Step, keeper: Keeper) -> None:
+    keeper("hangs")
+    noted.answers("leave\tas the test wants it")
+    noted.run(f"before={shown_before(noted)}")
+    assert noted.asked() == 1

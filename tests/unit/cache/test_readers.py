@@ -1,0 +1,173 @@
+"""The shared memory of a copy and its readers: marks, wishes, and what is left on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage.cache import readers
+from forestage.cache.readers import NOW, PIECE, SOON, Readers
+
+CHUNK = 4 * PIECE
+SIZE = 2 * CHUNK + PIECE + 5
+TAIL = 2 * CHUNK  # where the last chunk begins
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    file = tmp_path / "image"
+    file.touch()
+    return file
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "through/key"
+
+
+@pytest.fixture
+def stager(directory: Path, image: Path) -> Readers:
+    made = readers.make(directory, SIZE, CHUNK, image)
+    assert made is not None
+    return made
+
+
+@pytest.fixture
+def server(stager: Readers, directory: Path) -> Iterator[Readers]:
+    mapped = Readers(directory, SIZE)
+    yield mapped
+    mapped.close()
+
+
+def has(server: Readers, image: Path) -> list[int]:
+    """The pieces that are in."""
+    inode = image.stat().st_ino
+    return [n for n in range(10) if server.has(n * PIECE, min(PIECE, SIZE - n * PIECE), inode)]
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "pieces"),
+    [
+        (0, CHUNK, [0, 1, 2, 3]),
+        (PIECE, PIECE, [1]),
+        (PIECE, PIECE + 1, [1]),
+        (1, PIECE, []),
+        (1, 2 * PIECE, [1]),
+        (TAIL, PIECE + 5, [8, 9]),
+        (TAIL + PIECE, 5, [9]),
+        (TAIL + PIECE, 4, []),
+    ],
+)
+def test_only_whole_pieces_are_in(
+    stager: Readers, server: Readers, image: Path, start: int, length: int, pieces: list[int]
+) -> None:
+    stager.arrived(start, length)
+    assert has(server, image) == pieces
+
+
+def test_pieces_of_another_part_do_not_count(
+    stager: Readers, server: Readers, tmp_path: Path
+) -> None:
+    stager.arrived(0, SIZE)
+    other = tmp_path / "other"
+    other.touch()
+    assert has(server, other) == []
+
+
+@pytest.mark.parametrize(("number", "left"), [(1, [0, 1, 2, 3, 8, 9]), (2, list(range(8)))])
+def test_forgotten_chunk_is_not_in(
+    stager: Readers, server: Readers, image: Path, number: int, left: list[int]
+) -> None:
+    stager.arrived(0, SIZE)
+    stager.forget(number)
+    assert has(server, image) == left
+
+
+def test_next_stager_begins_without_marks(
+    stager: Readers, server: Readers, directory: Path, image: Path
+) -> None:
+    stager.arrived(0, SIZE)
+    assert readers.make(directory, SIZE, CHUNK, image) is not None
+    assert has(server, image) == []
+
+
+def test_end_leaves_neither_marks_nor_files(
+    stager: Readers, server: Readers, directory: Path, image: Path
+) -> None:
+    stager.arrived(0, SIZE)
+    stager.end()
+    assert has(server, image) == []
+    assert not directory.exists()
+
+
+def test_keepers_socket_outlives_the_copy(stager: Readers, directory: Path) -> None:
+    assert not stager.served()
+    (directory / "sock").touch()
+    assert stager.served()
+    stager.end()
+    assert os.listdir(directory) == ["sock"]
+
+
+def test_chunks_that_somebody_waits_for_are_wanted_first(stager: Readers, server: Readers) -> None:
+    server.want(0, SOON)
+    server.want(2, NOW)
+    server.want(2, SOON)
+    assert (stager.wanted(), stager.wanted((NOW,))) == ([2, 0], [2])
+    stager.got(2)
+    assert stager.wanted() == [0]
+
+
+def test_other_nodes_ask_less_urgently_than_jobs(
+    stager: Readers, server: Readers, directory: Path
+) -> None:
+    server.want(1, NOW)
+    for number in (0, 1, 3, 10**9):  # the last two are beyond the image
+        readers.ask(directory, number)
+    assert stager.wanted() == [1, 0]
+    stager.end()
+    readers.ask(directory, 0)
+    assert not directory.exists()
+
+
+def test_copy_is_told_of_a_read_for_a_moment(stager: Readers, server: Readers) -> None:
+    now, calm = 1_000_000_000, 30_000_000
+    assert not stager.reading(now, calm)
+    server.note_read(now)
+    later = stager.reading(now + calm - 1, calm), stager.reading(now + calm, calm)
+    assert later == (True, False)
+
+
+def test_full_run_makes_no_memory_and_leaves_nothing(
+    directory: Path, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert readers.make(directory, SIZE, CHUNK, image) is None
+    assert not directory.exists()
+
+
+def test_server_learns_the_size_of_a_chunk_from_the_stager(
+    stager: Readers, directory: Path, image: Path
+) -> None:
+    server = Readers(directory, SIZE)
+    assert server.chunk == CHUNK
+    server.want(1, NOW)
+    again = readers.make(directory, SIZE, PIECE, image)
+    assert again is not None
+    assert again.wanted() == []
+    assert Readers(directory, SIZE).chunk == PIECE
+    assert server.has(0, PIECE, 1) is False  # its files are gone, and still mapped
+
+
+def test_bytes_that_jobs_read_are_counted(stager: Readers, directory: Path) -> None:
+    server = Readers(directory, SIZE)
+    server.count_read(100, of_source=False)
+    server.count_read(30, of_source=True)
+    assert stager.was_read() == (130, 30)
+    assert (server.chunk, stager.wanted()) == (CHUNK, [])

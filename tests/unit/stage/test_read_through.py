@@ -1,0 +1,256 @@
+"""A copy that jobs read through: what they want comes first, and their own reads do."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage import trace
+from forestage.cache import digest, readers, space
+from forestage.cache.part import Part, missing_chunks
+from forestage.cache.readers import NOW, PIECE, SOON, Readers
+from forestage.errors import Stopped
+from forestage.stage import chunks, reading
+from forestage.stage.chunks import Tuning, order
+from forestage.stage.source import Source
+
+CHUNK = 2 * PIECE
+COUNT = 5
+SIZE = (COUNT - 1) * CHUNK + PIECE + 5
+TUNING = Tuning(threads=1, chunk=CHUNK)
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize(
+    ("missing", "hot", "expected"),
+    [
+        ([0, 1, 2, 3, 4], [], [0, 4, 1, 2, 3]),
+        ([0, 1, 2, 3, 4], [3, 0, 9, 3], [0, 4, 3, 1, 2]),
+        ([1, 2, 3], [2], [2, 1, 3]),
+        ([4], [], [4]),
+        ([], [1], []),
+    ],
+)
+def test_order_is_head_tail_hot_and_the_rest(
+    missing: list[int], hot: list[int], expected: list[int]
+) -> None:
+    assert order(missing, 5, hot) == expected
+
+
+class Scene:
+    """A copy under way: what it reads, in order, and what happens at each read."""
+
+    def __init__(self, folder: Path, monkeypatch: Patch) -> None:
+        self.data = os.urandom(SIZE)
+        (folder / "source").write_bytes(self.data)
+        self.fd = os.open(folder / "source", os.O_RDONLY)
+        self.part = Part(folder / "part")
+        self.part.directory.mkdir()
+        space.reserve(self.part, SIZE, CHUNK, set(range(COUNT)))
+        made = readers.make(folder / "key", SIZE, CHUNK, self.part.image)
+        assert made is not None
+        self.readers: Readers = made
+        self.stop = threading.Event()
+        self.read: list[int] = []
+        self.sizes: list[int] = []
+        self.reading = self.most = 0  # threads that read the source
+        self.then: Callable[[], None] = lambda: None
+        real = reading.read_piece
+
+        def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+            self.reading += 1
+            self.most = max(self.most, self.reading)
+            real(source, start, want, buffer)
+            self.reading -= 1
+            self.sizes.append(len(want))
+            if self.read[-1:] != [start // PIECE]:  # gently, a piece takes several reads
+                self.read.append(start // PIECE)
+            self.then()
+
+        monkeypatch.setattr(reading, "read_piece", read_piece)
+
+    def serve(self) -> None:
+        (self.readers.directory / "sock").touch()
+
+    def copy(self, **tuning: object) -> None:
+        source = Source(self.fd, None, SIZE)
+        known = msgspec.structs.replace(TUNING, **tuning)
+        chunks.copy(source, self.part, known, self.stop, self.readers)
+
+    def check(self) -> None:
+        assert self.part.image.read_bytes() == self.data
+        each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
+        assert self.part.digests() == b"".join(digest.of_chunk(one) for one in each)
+        assert self.readers.has(0, SIZE, self.part.image.stat().st_ino)
+        assert self.readers.wanted() == []
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: Patch) -> Iterator[Scene]:
+    made = Scene(tmp_path, monkeypatch)
+    yield made
+    made.readers.end()
+    os.close(made.fd)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("served", [False, True])
+def test_copy_is_whole_with_readers_too(scene: Scene, served: bool, threads: int) -> None:
+    if served:
+        scene.serve()
+    for number in range(COUNT):
+        scene.readers.want(number, SOON)
+    scene.copy(threads=threads)
+    scene.check()
+
+
+def test_chunks_of_an_earlier_stager_are_in_from_the_beginning(
+    scene: Scene, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(trace, "listener", lambda _: scene.stop.set())
+    with pytest.raises(Stopped):
+        scene.copy()
+    monkeypatch.setattr(trace, "listener", None)
+    made = readers.make(scene.readers.directory, SIZE, CHUNK, scene.part.image)
+    assert made is not None
+    scene.stop.clear()
+    inode = scene.part.image.stat().st_ino
+    seen: list[bool] = []
+    scene.then = lambda: seen.append(made.has(0, CHUNK, inode))
+    scene.copy()
+    assert all(seen)
+
+
+def test_wanted_chunks_come_first_those_waited_for_before_all(scene: Scene) -> None:
+    scene.readers.want(2, SOON)
+    scene.readers.want(3, NOW)
+    scene.copy()
+    assert [piece * PIECE // CHUNK for piece in scene.read] == [3, 2, 0, 4, 1]
+    scene.check()
+
+
+def test_copy_goes_on_behind_the_chunk_that_was_wanted(scene: Scene) -> None:
+    scene.readers.want(2, NOW)
+    scene.copy()
+    assert [piece * PIECE // CHUNK for piece in scene.read] == [2, 3, 4, 0, 1]
+
+
+def test_chunk_that_a_job_waits_for_comes_before_the_rest_of_another(scene: Scene) -> None:
+    scene.serve()
+    scene.then = lambda: scene.readers.want(3, NOW) if len(scene.read) == 1 else None
+    scene.copy()
+    assert scene.read[:4] == [0, 6, 7, 1]
+    scene.check()
+
+
+def test_piece_is_there_before_its_chunk(scene: Scene) -> None:
+    scene.serve()
+    inode = scene.part.image.stat().st_ino
+    seen: list[tuple[bool, bool]] = []
+    scene.then = lambda: seen.append(
+        (scene.readers.has(0, PIECE, inode), scene.readers.has(PIECE, PIECE, inode))
+    )
+    scene.copy()
+    assert seen[:3] == [(False, False), (True, False), (True, True)]
+
+
+@pytest.fixture
+def until_a_chunk_is_in(scene: Scene, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(trace, "listener", lambda _: scene.stop.set())
+
+
+@pytest.mark.usefixtures("until_a_chunk_is_in")
+@pytest.mark.parametrize("tuning", [{}, {"bandwidth": 1}], ids=["read", "bandwidth"])
+def test_neither_reads_nor_bandwidth_hold_up_what_a_job_waits_for(
+    scene: Scene, monkeypatch: Patch, tuning: dict[str, object]
+) -> None:
+    monkeypatch.setattr(chunks, "PAUSE", 1e9)
+    monkeypatch.setattr(Readers, "reading", lambda *_: not tuning)
+    scene.serve()
+    scene.then = lambda: scene.readers.want(3, NOW)
+    with pytest.raises(Stopped):
+        scene.copy(**tuning)
+    assert scene.read == [0, 6, 7]
+    assert missing_chunks(scene.part.digests(), SIZE, CHUNK) == [0, 1, 2, 4]
+
+
+def test_unserved_copy_lets_what_a_job_waits_for_past_its_bandwidth(
+    scene: Scene, monkeypatch: Patch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(reading.Throttle, "take", lambda self, size, stop: taken.append(size))
+    scene.readers.want(0, NOW)
+    scene.copy()
+    assert taken == [CHUNK, CHUNK, CHUNK, PIECE + 5]
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_copy_yields_to_a_jobs_reads(scene: Scene, monkeypatch: Patch, served: bool) -> None:
+    monkeypatch.setattr(chunks, "PAUSE", 1e9)
+
+    # It waits after the one read of so long a pause.
+    monkeypatch.setattr(scene.stop, "wait", lambda _: scene.stop.set())
+    monkeypatch.setattr(Readers, "reading", lambda *_: True)
+    if served:
+        scene.serve()
+    with pytest.raises(Stopped):
+        scene.copy()
+    assert scene.sizes == [chunks.GENTLE]
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_one_thread_copies_little_by_little_while_a_job_starts(
+    scene: Scene, monkeypatch: Patch, served: bool
+) -> None:
+    monkeypatch.setattr(Readers, "reading", lambda _, now, calm: calm == chunks.BETWEEN_NS)
+    if served:
+        scene.serve()
+    scene.copy(threads=4)
+    assert max(scene.sizes) == chunks.GENTLE
+    assert scene.most == 1
+    scene.check()
+
+
+def test_copy_is_gentle_before_the_first_read_of_the_job_that_it_is_for(scene: Scene) -> None:
+    scene.then = lambda: scene.readers.note_read(1) if len(scene.sizes) == 3 else None
+    scene.copy(through=True)
+    assert scene.sizes[:4] == [chunks.GENTLE] * 3 + [CHUNK - 3 * chunks.GENTLE]
+    scene.check()
+
+
+def test_start_that_never_ends_counts_as_over(scene: Scene, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(chunks, "START_NS", 0)
+    monkeypatch.setattr(Readers, "reading", lambda *_: True)
+    scene.copy()
+    assert min(scene.sizes[:4]) > chunks.GENTLE
+    scene.check()
+
+
+def test_job_that_always_reads_does_not_starve_the_copy(scene: Scene, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(chunks, "PAUSE", 0.001)
+    monkeypatch.setattr(Readers, "reading", lambda *_: True)
+    scene.serve()
+    scene.copy()
+    scene.check()
+
+
+def test_threads_share_chunks_of_bounded_memory(scene: Scene, monkeypatch: Patch) -> None:
+    made: list[int] = []
+    real = reading.memory
+
+    def noting(size: int) -> memoryview:
+        made.append(size)
+        return real(size)
+
+    monkeypatch.setattr(chunks, "SHARED_CHUNK", CHUNK - 1)
+    monkeypatch.setattr(reading, "memory", noting)
+    scene.serve()
+    scene.copy()
+    assert made == [CHUNK]  # one thread's own
+    scene.check()

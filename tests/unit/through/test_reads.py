@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from forestage.through.reads import LONGEST, PATIENCE, RUN, STREAMS, Streams, patience
+
+MIB = 1024 * 1024
+
+
+def test_reader_is_straight_once_it_has_read_a_run() -> None:
+    streams = Streams()
+    found = [streams.straight(at, MIB // 2) for at in range(0, RUN + MIB, MIB // 2)]
+    assert found == [False] * 4 + [True] * 2
+
+
+def test_read_ahead_out_of_order_is_still_straight() -> None:
+    streams = Streams()
+    for start in (0, 2, 1, 3):
+        streams.straight(start * MIB, MIB)
+    assert streams.straight(5 * MIB, MIB)
+    assert streams.straight(4 * MIB, MIB)
+
+
+def test_reader_that_hops_is_not_straight_and_spoils_no_other() -> None:
+    streams = Streams()
+    for start in range(4):
+        streams.straight(start * MIB, MIB)
+        assert not streams.straight((100 + start * 17) * MIB, MIB)
+    assert streams.straight(4 * MIB, MIB)
+
+
+def test_more_streams_than_can_be_told_apart_forget_the_oldest() -> None:
+    streams = Streams()
+    for start in range(4):
+        streams.straight(start * MIB, MIB)
+    for number in range(STREAMS):
+        streams.straight((100 + number * 10) * MIB, MIB)
+    assert not streams.straight(4 * MIB, MIB)
+
+
+@pytest.mark.parametrize(
+    ("last", "wanted"), [(0.0, PATIENCE), (PATIENCE, 4 * PATIENCE), (100.0, LONGEST)]
+)
+def test_patience_grows_with_the_time_that_a_piece_takes(last: float, wanted: float) -> None:
+    assert patience(last) == wanted
