@@ -201,7 +201,10 @@ def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
     ):
         assert (name, uid, say, answer) == (str(asked), str(ALICE.uid), "", used(spank, path))
         # As the companion completes it.
-        seen = msgspec.json.decode('{"time":5,"step":3,"total":0.1,' + event, type=Event)
+        text = '{"time":5,"step":3,"total":0.1,' + event
+        assert text.count('"total"') == text.count('"time"') == text.count('"step"') - 1 == 1
+        assert '"wait"' not in text  # nobody has
+        seen = msgspec.json.decode(text, type=Event)
         assert (seen.hook, seen.job, seen.node, seen.step) == ("step", 7, "n1", 3)
         assert (seen.outcome.result, seen.outcome.image) == ("hit", str(path))
 

@@ -31,6 +31,7 @@ from forestage.stage.wait import Eta
 from forestage.system import lock
 from forestage.units import format_duration, printable
 
+MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 HELD_UP = 5.0  # seconds that a step waits before its user reads why
 
 PYXIS_TELLS = frozenset(
@@ -211,13 +212,15 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
     if answer is None or outcome.redirect != "spank" or outcome.reason:
         return None
     further = msgspec.structs.replace(outcome, result=answer.outcome.result, via="option", wait=0.0)
-    event = events.of_job(msgspec.structs.replace(job, step=None), "step", further)
+    event = msgspec.to_builtins(events.of_job(job, "step", further))
+    # The companion writes these before the rest.
+    event = {name: value for name, value in event.items() if name not in MEASURED}
+    event["outcome"].pop("wait", None)
     line = message(further, node.config.user_messages)
     return Shown(
         asked=os.path.join(job.work_dir, request.path),
         uid=job.user.uid,
-        # The companion writes time, total and step before it.
-        event=msgspec.json.encode(event).decode().removeprefix('{"time":0.0,'),
+        event=msgspec.json.encode(event).decode().removeprefix("{"),
         say=line and f"forestage: {printable(line)}",
         answer=fields(node, answer),
     )
