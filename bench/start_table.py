@@ -324,7 +324,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--variants", type=_variants, help=",".join(VARIANTS))
     options = parser.parse_args()
     one = options.nodes == 1
-    options.mib = options.mib or (256 if one else 96)
+    options.mib = options.mib or (256 if one else 192)
     rates = RATES if one else dict.fromkeys(MODES, NETWORK_RATE)
     options.rates = dict.fromkeys(MODES, options.mbyte) if options.mbyte else rates
     needed = {"without", "auto", *(["warm"] if one else [])}

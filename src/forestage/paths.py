@@ -21,6 +21,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "run/forestage"
 
     @property
+    def config(self) -> Path:
+        """What the configuration's files said, see config/kept.py."""
+        return self.run / "config.json"
+
+    @property
     def leases(self) -> Path:
         return self.run / "leases"
 

@@ -10,8 +10,8 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.slurm.job import Hints, Job
 from forestage.stage import stager
-from forestage.stage.pipeline import Task
 from forestage.stage.stager import Channel, Message
+from forestage.stage.task import Task
 from forestage.units import Amount
 from node import ALICE, Node, until
 from through import MIB, SIZE, Shown, Through, read_fresh, reading

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from forestage import log, trace
 from forestage.stage import stager
-from forestage.stage.pipeline import Task
 from forestage.stage.stager import Channel, Message
+from forestage.stage.task import Task
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 

@@ -23,8 +23,8 @@ from forestage.events import Handled
 from forestage.hooks import image as request
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
 from forestage.stage import pipeline, source
-from forestage.stage.pipeline import Task
 from forestage.stage.source import OpenImage
+from forestage.stage.task import Task
 from forestage.system import as_user
 from forestage.system.as_user import User
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from forestage.config.kept import Kept
 from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, value_of, with_values
 from forestage.errors import ConfigError, Problem
 from forestage.units import exact_size, quote
@@ -75,11 +76,13 @@ class _Found(msgspec.Struct):
     problems: list[Problem] = []
 
 
-def load_settings(etc: Path) -> Settings:
+def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     """Reads the configuration below `etc` (/etc/forestage); no file at all is all defaults.
 
-    Raises ConfigError with all problems at once.
+    `kept` is where hooks keep what YAML they have read (config/kept.py). Raises ConfigError with
+    all problems at once.
     """
+    documents = Kept(kept)
     found = _Found(dict.fromkeys(KEYS, DEFAULT))
     parts = etc / "conf.d"
     names: list[str] = []
@@ -92,7 +95,7 @@ def load_settings(etc: Path) -> Settings:
     # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
     names = [name for name in names if name.endswith(".yaml") and not name.startswith(".")]
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
-        _read(path, found)
+        _read(path, documents, found)
     config = with_values(Config(), found.common)
     if config.peers.enabled and not (config.digest and config.engine == "chunks"):
         # A peer's bytes are proven by the chunk's digest.
@@ -100,6 +103,7 @@ def load_settings(etc: Path) -> Settings:
         found.problems.append(Problem(found.origins[key], key, what))
     if found.problems:
         raise ConfigError(tuple(found.problems))
+    documents.keep()
     return Settings(config, found.partitions, found.origins)
 
 
@@ -108,9 +112,9 @@ def dotted(partition: str | None, key: str) -> str:
     return key if partition is None else f"partitions.{partition}.{key}"
 
 
-def _read(path: Path, found: _Found) -> None:
+def _read(path: Path, documents: Kept, found: _Found) -> None:
     try:
-        document = _parse(_text(path))
+        document = documents.document(_text(path), _parse)
     except OSError as error:
         # A dangling link is not a missing file: somebody meant it to say something.
         if not isinstance(error, FileNotFoundError) or path.is_symlink():

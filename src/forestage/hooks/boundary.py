@@ -168,7 +168,7 @@ class Hook:
         """Reads what the admin decided for the job's partition. Raises ConfigError."""
         from forestage.config import load_settings, switch
 
-        found = load_settings(places.etc).for_partition(job.partition)
+        found = load_settings(places.etc, places.config).for_partition(job.partition)
         # Not while it is off: during an upgrade old and new code may meet.
         off = switch.by_file(places)
         self.drains = found.on_error == "drain" and self.name != "step" and not off

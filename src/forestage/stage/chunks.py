@@ -322,7 +322,9 @@ class Run:
 
     def _yields(self) -> bool:
         """Whether a job reads the source, and so the copy does not; but a little it always does."""
-        if self.readers is None or not self.readers.reading(time.monotonic_ns(), CALM_NS):
+        if self.readers is None or not (
+            self.readers.reading(time.monotonic_ns(), CALM_NS) or self._awaits_readers()
+        ):
             return False
         now = time.monotonic()
         if now < self.may_read_at:

@@ -16,17 +16,15 @@ import msgspec
 
 from forestage import events, log, peers, trace
 from forestage.cache import digest, evict, hot, image, readers, space
-from forestage.cache.image import Image
 from forestage.cache.layout import Entry
-from forestage.cache.node import Node
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
-from forestage.slurm.job import Job
 from forestage.stage import chunks, engines, queue, source
 from forestage.stage.meanwhile import meanwhile
-from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
+from forestage.stage.source import Source, Truncated, Unreadable
+from forestage.stage.task import Task
 from forestage.system import lock
 from forestage.units import format_rate
 
@@ -34,30 +32,6 @@ if TYPE_CHECKING:
     from forestage.peers.client import Peers
 
 PROGRESS_EVERY = 10.0  # seconds between two lines in the log
-
-
-class Task(msgspec.Struct, frozen=True):
-    """What to copy, where to, and for which job first."""
-
-    node: Node
-    job: Job
-    opened: OpenImage
-
-    def received(self) -> "Task":
-        """Returns the same with the source as a descriptor of this process."""
-        return Task(self.node, self.job, self.opened.received())
-
-    @property
-    def image(self) -> Image:
-        return self.opened.image
-
-    @property
-    def key(self) -> str:
-        return self.opened.image.key
-
-    @property
-    def part(self) -> Part:
-        return self.node.cache.part(self.key)
 
 
 class Figures:

@@ -14,7 +14,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -23,10 +23,12 @@ from forestage.cache import redirect
 from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed
 from forestage.events import Copied
-from forestage.stage import pipeline
-from forestage.stage.pipeline import Figures, Task
+from forestage.stage.task import Task
 from forestage.system import child, lock
 from forestage.units import printable
+
+if TYPE_CHECKING:
+    from forestage.stage.pipeline import Figures
 
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
@@ -128,10 +130,13 @@ def _redirect_waiting(task: Task) -> None:
 
 def _copy(task: Task, stop: threading.Event) -> Message:
     """Makes the copy, its event and its log line; every expected error becomes a message."""
+    # Here: its hook is not to wait for what only a copy needs.
+    from forestage.stage import pipeline
+
     if task.node.cache.find(task.image) is not None:
         return Message("found")  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()
-    figures = Figures()
+    figures = pipeline.Figures()
     error: Declined | None = None
     try:
         pipeline.run(task, stop, figures)
@@ -147,7 +152,7 @@ def _copy(task: Task, stop: threading.Event) -> Message:
     return Message("failed", error.reason, str(error), isinstance(error, Failed))
 
 
-def _report(task: Task, figures: Figures, error: Declined | None, took: float) -> None:
+def _report(task: Task, figures: "Figures", error: Declined | None, took: float) -> None:
     """Writes the copy's own event and line: the hook that asked may be long gone."""
     node, job = task.node, task.job
     outcome = Copied(

@@ -93,7 +93,7 @@ def _started(node: Node, job: Job, opened: OpenImage) -> "Channel":
     """A stager that Slurm does not kill with the hook's process group any more."""
     # Here, since a hit needs none of it.
     from forestage.stage import stager
-    from forestage.stage.pipeline import Task
+    from forestage.stage.task import Task
 
     channel = stager.start(Task(node, job, opened))
     with contextlib.suppress(EOFError):  # killed already; who waits for it finds out

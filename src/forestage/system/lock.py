@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from forestage.errors import Failed
 
 SPACE_TIMEOUT = 60.0  # seconds; held for milliseconds, but hundreds of hooks may stand in line
@@ -32,8 +30,18 @@ def held(path: Path, timeout: float) -> Iterator[None]:
 
     `timeout` in seconds; 0 tries once. The file stays: unlinking it would split those who wait.
     """
-    # filelock would make the folder, on the root disk if the cache's own is not mounted.
-    path.parent.stat()
+    fd = _taken_at_once(path)
+    if fd is not None:
+        try:
+            yield
+        finally:
+            # A child that was forked meanwhile may have the descriptor too.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+        return
+    # Here: most locks are free, and this import is a seventh of a hook's run.
+    from filelock import FileLock, Timeout
+
     lock = FileLock(
         path,
         timeout=max(0.0, timeout),
@@ -51,6 +59,29 @@ def held(path: Path, timeout: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _taken_at_once(path: Path) -> int | None:
+    """A descriptor that has the lock, or None where somebody else has it.
+
+    Makes no folder: where the cache's disk is not mounted it would be on the root disk. Raises
+    OSError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except BlockingIOError:  # somebody has a lease on it, F_SETLEASE
+        return None
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if os.fstat(fd).st_nlink == 0:  # the cache was deleted in between
+            return None
+        undo.pop_all()
+    return fd
 
 
 @contextlib.contextmanager

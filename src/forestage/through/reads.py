@@ -11,6 +11,7 @@ import threading
 
 RUN = 2 * 1024 * 1024  # bytes in one go that show who reads straight through
 REORDERED = 2 * 1024 * 1024  # bytes by which the kernel's read-aheads may come out of order
+DENSE = 0.75  # of a run that must have been read
 STREAMS = 64  # readers that are told apart
 PATIENCE, LONGEST = 1.0, 10.0  # seconds without a new piece, after which no reader waits any more
 
@@ -24,7 +25,8 @@ class Streams:
     """Tells who reads straight through, by where reads begin and end."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, int] = {}  # where one ends, and how many bytes it has; oldest first
+        # By where one ends: where it began, and how many bytes of it were read; oldest first.
+        self._runs: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def straight(self, offset: int, size: int) -> bool:
@@ -33,15 +35,17 @@ class Streams:
             return self._noted(offset, size) >= RUN
 
     def _noted(self, offset: int, size: int) -> int:
-        """The bytes of the run so far that a read goes on with."""
-        end = offset + size
-        run = 0
-        for at in self._runs:
-            if abs(offset - at) <= REORDERED:
-                run = self._runs.pop(at)
-                end = max(end, at)
-                break
-        self._runs[end] = run + size
+        """The bytes of the run so far that a read goes on with.
+
+        Of a run most is read: somebody who hops about in a part of the image is not straight.
+        """
+        near = (at for at in self._runs if abs(offset - at) <= REORDERED)
+        at = next(near, None)
+        start, run = self._runs.pop(at) if at is not None else (offset, 0)
+        end = max(offset + size, at or 0)
+        if run + size < DENSE * (end - start):
+            start, end, run = offset, offset + size, 0
+        self._runs[end] = min(start, offset), run + size
         if len(self._runs) > STREAMS:
             del self._runs[next(iter(self._runs))]
         return run

@@ -26,8 +26,9 @@ from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.stage import engines, pipeline
 from forestage.stage import source as stage_source
-from forestage.stage.pipeline import Figures, Task
+from forestage.stage.pipeline import Figures
 from forestage.stage.source import OpenImage, Source
+from forestage.stage.task import Task
 from forestage.stage.with_peers import Peers
 from forestage.system import lock
 

@@ -217,7 +217,18 @@ def test_one_thread_copies_little_by_little_while_a_job_starts(
     scene.check()
 
 
-def test_copy_is_gentle_before_the_first_read_of_the_job_that_it_is_for(scene: Scene) -> None:
+def test_copy_keeps_away_before_the_first_read_of_the_job_that_it_is_for(
+    scene: Scene, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(chunks, "PAUSE", 1e9)
+    monkeypatch.setattr(scene.stop, "wait", lambda _: scene.stop.set())
+    with pytest.raises(Stopped):
+        scene.copy(through=True)
+    assert scene.sizes == [chunks.GENTLE]
+
+
+def test_copy_goes_on_once_that_job_has_read(scene: Scene, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(chunks, "PAUSE", 0.0)
     scene.then = lambda: scene.readers.note_read(1) if len(scene.sizes) == 3 else None
     scene.copy(through=True)
     assert scene.sizes[:4] == [chunks.GENTLE] * 3 + [CHUNK - 3 * chunks.GENTLE]

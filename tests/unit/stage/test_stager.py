@@ -19,9 +19,9 @@ from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed, Stopped
 from forestage.slurm.job import Job
 from forestage.stage import pipeline, stager
-from forestage.stage.pipeline import Task
 from forestage.stage.source import OpenImage, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
+from forestage.stage.task import Task
 from forestage.system import as_user, child, lock
 
 Said = Callable[[], list[str]]

@@ -19,9 +19,9 @@ from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
 from forestage.stage import pipeline, queue, stager, wait
-from forestage.stage.pipeline import Task
 from forestage.stage.source import OpenImage
 from forestage.stage.stager import Channel, Message
+from forestage.stage.task import Task
 from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Came, Eta, remaining
 from forestage.system import lock
 from forestage.system.as_user import User

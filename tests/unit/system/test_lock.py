@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,30 @@ def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     with lock.held(path, 0):
         pass
     os.close(ready)
+
+
+def test_lock_that_is_released_in_time_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.1, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+        with lock.held(path, 60):
+            assert not lock.is_free(path)
+    assert lock.is_free(path)
+
+
+def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with lock.held(path, 0):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.pause()
+            finally:
+                os._exit(1)  # never on into pytest
+    assert lock.is_free(path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_file_system_without_locks_is_an_error_and_not_a_soft_lock(

@@ -29,6 +29,14 @@ def test_reader_that_hops_is_not_straight_and_spoils_no_other() -> None:
     assert streams.straight(4 * MIB, MIB)
 
 
+def test_reader_that_hops_about_in_one_place_is_not_straight() -> None:
+    streams = Streams()
+    hops = [(number * 7 % 13) * MIB for number in range(100)]
+    assert not any(streams.straight(at, 128 * 1024) for at in hops)
+    found = [streams.straight(at * MIB, MIB) for at in range(12, 20)]
+    assert found[-4:] == [True] * 4
+
+
 def test_more_streams_than_can_be_told_apart_forget_the_oldest() -> None:
     streams = Streams()
     for start in range(4):

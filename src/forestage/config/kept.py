@@ -1,0 +1,48 @@
+"""What the configuration's files said, so that a hook need not import PyYAML to read them again.
+
+    /run/forestage/config.json    documents, each by a hash of the text that it was read from
+
+PyYAML's import is a tenth of what a hit costs a job. A text that has changed has another hash, so
+that nothing here can be outdated; what is damaged, or cannot be written, is ignored.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from forestage.system import records
+
+NAME_BYTES = 16
+
+
+class Kept:
+    """The documents of one reading of the configuration; without a file none is kept."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.before: dict[str, object] = {}
+        self.now: dict[str, object] = {}
+        if file is not None:
+            with contextlib.suppress(OSError, records.Damaged):
+                self.before = records.load(file, dict[str, object])
+
+    def document(self, text: str, parse: Callable[[str], object]) -> object:
+        """What `parse` returns for this text. Raises as it does."""
+        if self.file is None:
+            return parse(text)
+        name = hashlib.blake2b(text.encode(), digest_size=NAME_BYTES).hexdigest()
+        self.now[name] = self.before[name] if name in self.before else parse(text)
+        return self.now[name]
+
+    def keep(self) -> None:
+        """Writes down what was read, if that is not what was there."""
+        if self.file is None or self.now == self.before:
+            return
+        with contextlib.suppress(OSError, TypeError, ValueError, msgspec.MsgspecError):
+            data = msgspec.json.encode(self.now)
+            # YAML has dates, and numbers as names, for which JSON has only text.
+            if msgspec.json.decode(data) == self.now:
+                records.write(self.file, data)

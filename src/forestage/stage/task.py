@@ -1,0 +1,33 @@
+"""What a stager is to do."""
+
+import msgspec
+
+from forestage.cache.image import Image
+from forestage.cache.node import Node
+from forestage.cache.part import Part
+from forestage.slurm.job import Job
+from forestage.stage.source import OpenImage
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What to copy, where to, and for which job first."""
+
+    node: Node
+    job: Job
+    opened: OpenImage
+
+    def received(self) -> "Task":
+        """Returns the same with the source as a descriptor of this process."""
+        return Task(self.node, self.job, self.opened.received())
+
+    @property
+    def image(self) -> Image:
+        return self.opened.image
+
+    @property
+    def key(self) -> str:
+        return self.opened.image.key
+
+    @property
+    def part(self) -> Part:
+        return self.node.cache.part(self.key)

@@ -1,0 +1,267 @@
+"""A keeper at work: its mount, and /dev/fuse beneath it.
+
+It starts servers, each in place of one that died or hangs, and hands clones of the mount to tasks:
+
+    b"mount"           b"ok", with a detached clone of the mount, for move_mount(2)
+    b"serve" + a       b"ok OPTIONS": from now on the servers answer that descriptor of /dev/fuse,
+    descriptor         too; the task mounts it with these options (Linux before 5.2 has no clones)
+    anything else      b"no REASON"
+
+The mount lives in a mount namespace of the keeper's own, which holds nothing else: nobody on the
+host meets it. The keeper reads no bytes and has one thread. It takes its own mount off when nobody
+can ask for more clones; when the tasks' have gone too, the server hears it from the kernel, and
+both end.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage import log
+from forestage.cache.node import Node
+from forestage.errors import Declined
+from forestage.stage.source import OpenImage
+from forestage.system import child, fuse, mounts
+from forestage.through import server
+from forestage.through.keeper import SERVER_NAME, START, State, must_be_allowed, tell
+from forestage.through.local import Local
+from forestage.through.memory import Common, Generation
+from forestage.through.server import Served, Server
+
+MOST_TASKS = 512  # connections at once; others stand in line
+TURN = 0.25  # seconds between two looks at the server
+SILENT = 3.0  # seconds without a beat, after which a server is replaced
+LAST = 2.0  # seconds for steps that were told to come just before the copy was whole
+UNNEEDED = 5.0  # seconds without a lease, after which no task will come any more
+BURST, EACH = 256, 0.5  # servers started one upon the other, and then one in so many seconds
+REAP = 0.2  # seconds for the end of a killed server; one that hangs in the kernel is left
+FILE = "/run/image"  # in the keeper's namespace
+
+
+class Keeper:
+    """Its mount, its servers, its connections. Making one leaves the host's mount namespace."""
+
+    def __init__(self, node: Node, opened: OpenImage, spot: Path) -> None:
+        found = opened.image
+        self.uid = opened.user.uid
+        self.common = Common.shared()
+        # The kernel reads ahead in the served file; twice would be once too much.
+        os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        local = Local(node.cache, found, spot)
+        self.served = Served(found, opened.fd, local, node.leases)
+        self.generations: list[tuple[int, Generation]] = []  # the last is the server's
+        self.well = self.needed = self.partial = self.started = time.monotonic()
+        self.beat = 0
+        self.credit = float(BURST)
+        # Before the namespace: all of this would be out of reach in there.
+        self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        self.root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.spot = os.open(spot, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._write_state()
+        must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
+        self.listener: socket.socket | None = _listener(spot / "sock.new")
+        self.connections: dict[int, socket.socket] = {}
+        self.lines = [os.open(fuse.DEVICE, os.O_RDWR | os.O_CLOEXEC)]
+        # A server that dies wakes the keeper.
+        self.wake, theirs = socket.socketpair()
+        self.wake.setblocking(False)
+        theirs.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(theirs.detach())
+        mounts.empty_namespace()
+        os.close(os.open(FILE, os.O_CREAT | os.O_WRONLY, 0o600))
+        self.mode = self.served.attributes.mode
+        fuse.mount(self.lines[0], FILE, self.mode)
+
+    def run(self, hook: socket.socket) -> None:
+        """Keeps the file until its last mount has gone; says `ready` once it can be read.
+
+        Raises Declined, OSError.
+        """
+        self._start_server()
+        end = time.monotonic() + START
+        while not self.common.settled:
+            self._reap()
+            if time.monotonic() > end or self.generations[-1][1].ended:
+                raise Declined("no-through", "its server does not answer")
+            time.sleep(0.002)
+        if self.common.hides_acl:
+            raise Declined("no-through", "this kernel cannot show the file's ACL")
+        self._write_state()
+        os.rename("sock.new", "sock", src_dir_fd=self.spot, dst_dir_fd=self.spot)
+        tell(hook, "ready")
+        hook.close()
+        self._keep()
+
+    def _write_state(self) -> None:
+        state = State(os.getpid(), self.uid, self.common.device)
+        os.ftruncate(self.state, 0)
+        os.pwrite(self.state, msgspec.json.encode(state), 0)
+
+    def _keep(self) -> None:
+        while True:
+            self._attend(TURN)
+            if self._reap():
+                break
+            self._look_after_server()
+            self._let_go()
+            os.utime(self.state)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink("state", dir_fd=self.spot)
+
+    # The server
+
+    def _start_server(self) -> None:
+        memory = Generation(len(server.receivers_of(self.lines)))
+        settled = self.common.settled
+        probe = None if settled else os.open(FILE, os.O_PATH | os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            path = self.served.image.path
+            child.live(
+                partial(self._serve, memory, probe),
+                lambda error: log.say(f"server image={path} result=failed detail={error!r}", True),
+            )
+        self.generations.append((pid, memory))
+        self.well = time.monotonic()
+        if probe is not None:
+            os.close(probe)
+
+    def _serve(self, memory: Generation, probe: int | None) -> None:
+        """The server's whole life, on the host's mounts again."""
+        signal.set_wakeup_fd(-1)
+        mounts.enter_namespace(self.namespace, self.root)
+        keep = {self.served.source, *self.lines} | ({probe} if probe is not None else set())
+        child.let_go(keep)
+        Path("/proc/self/comm").write_text(SERVER_NAME)
+        earlier = [generation for _, generation in self.generations]
+        Server(self.served, self.lines, memory, self.common, earlier).run(probe)
+
+    def _reap(self) -> bool:
+        """Notes which servers have ended; True once one said that no mount is left."""
+        over = False
+        for pid, memory in self.generations:
+            if not memory.ended:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    memory.end()
+                    over = over or os.waitstatus_to_exitcode(status) == server.GONE
+        return over
+
+    def _look_after_server(self) -> None:
+        now = time.monotonic()
+        if self.common.beat != self.beat:
+            self.beat, self.well = self.common.beat, now
+        pid, memory = self.generations[-1]
+        if not memory.ended:
+            if now - self.well < SILENT:
+                return
+            os.kill(pid, signal.SIGKILL)
+            self._await_end(memory)
+        if self._may_start():
+            self.generations = [one for one in self.generations if not _is_done(one[1])]
+            self._start_server()
+
+    def _may_start(self) -> bool:
+        """Whether it is time for another server: those that all die at once must take no CPU."""
+        now = time.monotonic()
+        self.credit = min(BURST, self.credit + (now - self.started) / EACH)
+        self.started = now
+        if self.credit < 1:
+            return False
+        self.credit -= 1
+        return True
+
+    def _await_end(self, memory: Generation) -> None:
+        end = time.monotonic() + REAP
+        while not memory.ended and time.monotonic() < end:
+            self._reap()
+            time.sleep(0.005)
+
+    # Tasks
+
+    def _attend(self, seconds: float) -> None:
+        """Answers what tasks ask, or returns when there is nothing for so long."""
+        poll = select.poll()
+        full = len(self.connections) >= MOST_TASKS
+        for file in (self.wake, None if full else self.listener, *self.connections.values()):
+            if file is not None:
+                poll.register(file, select.POLLIN)
+        for fd, _ in poll.poll(seconds * 1000):
+            if fd == self.wake.fileno():
+                self.wake.recv(4096)
+            elif fd in self.connections:
+                self._answer(self.connections[fd])
+            elif self.listener is not None:
+                made, _ = self.listener.accept()
+                made.setblocking(False)
+                self.connections[made.fileno()] = made
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            asked, fds, _, _ = socket.recv_fds(connection, 64, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            asked, fds = b"", []
+        if not asked:
+            del self.connections[connection.fileno()]
+            connection.close()
+            return
+        with contextlib.suppress(OSError):  # the task is gone
+            self._do(asked, fds, connection)
+
+    def _do(self, asked: bytes, fds: list[int], task: socket.socket) -> None:
+        if asked == b"mount":
+            try:
+                clone = mounts.clone(FILE)
+            except OSError as error:
+                task.send(f"no {error.strerror}".encode())
+                return
+            try:
+                socket.send_fds(task, [b"ok"], [clone])
+            finally:
+                os.close(clone)
+        elif asked == b"serve" and fds:
+            os.set_inheritable(fds[0], False)
+            self.lines.append(fds[0])
+            # Its successor has the new line: what it had received is not lost.
+            os.kill(self.generations[-1][0], signal.SIGKILL)
+            task.send(f"ok {fuse.mount_options(self.mode)}".encode())
+        else:
+            task.send(b"no such request")
+
+    def _let_go(self) -> None:
+        """Takes the keeper's own mount off when no task will ask for it any more."""
+        now = time.monotonic()
+        if not self.common.unneeded:
+            self.needed = now
+        if not self.common.whole:
+            self.partial = now
+        over = now - self.partial > LAST or now - self.needed > UNNEEDED
+        if self.listener is not None and over and not self.connections:
+            os.unlink("sock", dir_fd=self.spot)
+            self.listener.close()
+            self.listener = None
+            mounts.umount(FILE)
+
+
+def _listener(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.bind(os.fspath(path))
+    made.listen(128)
+    made.setblocking(False)
+    return made
+
+
+def _is_done(memory: Generation) -> bool:
+    return memory.ended and memory.is_empty()
