@@ -59,6 +59,7 @@ class Conf(msgspec.Struct, frozen=True):
 
     path: str
     lines: tuple[Setting, ...]
+    partitions: frozenset[str] = frozenset()
 
     @property
     def settings(self) -> dict[str, str]:
@@ -186,8 +187,12 @@ def read(files: Files, path: str) -> Site:
 
 def read_conf(files: Files, path: str) -> Conf:
     """slurm.conf alone. Raises as `read` does."""
-    lines = tuple(slurm_conf.settings(path, lambda one: files.at(one).read_bytes().decode()))
-    return Conf(path, lines)
+
+    def text(one: str) -> str:
+        return files.at(one).read_bytes().decode()
+
+    lines = tuple(slurm_conf.settings(path, text))
+    return Conf(path, lines, frozenset(slurm_conf.partitions(path, text)))
 
 
 def find_conf(files: Files, named: str) -> Conf | None:

@@ -11,11 +11,22 @@ import msgspec
 
 from forestage.admin import site as sites
 from forestage.admin.site import Conf
-from forestage.check import disk, hooks, node, plugins, pyxis, slurm_conf, sources, uses
+from forestage.check import (
+    disk,
+    enroot,
+    hooks,
+    node,
+    plugins,
+    pyxis,
+    slurm_conf,
+    sources,
+    uses,
+)
+from forestage.check import settings as of_settings
 from forestage.check.finding import Finding, Level, Report, pieces, report
 from forestage.check.uses import Uses
 from forestage.clock import Clock
-from forestage.config import DEFAULT, Config, Settings, load_settings
+from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError
 from forestage.paths import Places
 from forestage.system.tree import Files
@@ -65,9 +76,11 @@ def _findings(target: Target) -> Iterator[Finding]:
     yield from _slurm(files, conf, used, settings, target.clock)
     config = settings.config
     hidden = slurm_conf.hidden_below(files, conf)
-    origin = _origin(settings, target.places, "cache")
+    origin = of_settings.origin(settings, target.places, "cache")
     yield from disk.findings(files, config, hidden, used.images, origin)
-    origin = _origin(settings, target.places, "sources")
+    yield from of_settings.findings(files, conf, settings, used.images, target.places)
+    yield from enroot.findings(files, config.sources)
+    origin = of_settings.origin(settings, target.places, "sources")
     yield from sources.findings(files, config.sources, used.images, origin)
     yield from node.findings(files, target.places, config)
 
@@ -83,9 +96,3 @@ def _slurm(
     yield from hooks.findings(files, site, used, clock.wall())
     if site.stack.pyxis is not None:
         yield from pyxis.findings(files, site.stack.pyxis)
-
-
-def _origin(settings: Settings, places: Places, key: str) -> str:
-    """The file that sets a key, or that would."""
-    origin = settings.origins.get(key, DEFAULT)
-    return str(places.etc / "forestage.yaml") if origin == DEFAULT else origin

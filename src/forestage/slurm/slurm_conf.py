@@ -60,6 +60,15 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
         yield Setting(line, name, value)
 
 
+def partitions(path: str, text: Text) -> Iterator[str]:
+    """The names of all partitions. Raises as `settings` does."""
+    found: dict[str, str] = {}
+    for line in _lines(path, path, text, found, [MAX_FILES]):
+        name, equals, value = line.text.partition("=")
+        if equals and name.strip().lower() == "partitionname" and value.split():
+            yield value.split()[0]
+
+
 def _beside(top: str, file: str, name: str, text: Text) -> str:
     """A relative name is one beside slurm.conf; before 23.02, beside the file that says it.
 

@@ -327,7 +327,76 @@ REST = [
     unknown("not-root", lambda node: setattr(node, "is_root", False)),
 ]
 
-PLANTED = [*SLURM, *PLUGINS, *DISK, *REST]
+SEEN = both(
+    lambda node: node.use("/lustre/a.sqsh", 20 << 20),
+    lambda node: node.use("/lustre/b.sqsh", 30 << 20),
+)
+LEFT = "/raid/enroot/data/1001/pyxis_77.0"
+
+SETTINGS = [
+    warning(
+        "partition-unknown",
+        both(
+            slurm("ClusterName=good", "PartitionName=gpu Nodes=n1\nPartitionName=DEFAULT State=UP"),
+            settings("partitions: {gpuu: {enabled: false}, gpu: {enabled: true}}\n"),
+        ),
+        f"{YAML}: partitions: one of gpu",
+    ),
+    warning(
+        "deadline-launch",
+        settings("redirect: spank\ncold: wait\ndeadline: 30m\n"),
+        f"{YAML}: deadline: 8m",
+    ),
+    warning(
+        "deadline-launch",
+        settings("partitions: {gpu: {redirect: spank, cold: wait, deadline: 30m}}\n"),
+        f"{YAML}: deadline: 8m",
+    ),
+    critical(
+        "source-in-cache",
+        both(
+            wrote("/etc/forestage/conf.d/x.yaml", "sources: [/lustre, /mnt/nvme/forestage/x]\n"),
+            lambda node: node.at("/mnt/nvme/forestage/x").mkdir(),
+        ),
+        "/etc/forestage/conf.d/x.yaml: sources without /mnt/nvme/forestage/x",
+    ),
+    warning(
+        "cache-in-source",
+        wrote("/etc/forestage/conf.d/x.yaml", "sources: [/lustre, /mnt/nvme]\n"),
+        "/etc/forestage/conf.d/x.yaml: sources: the shared file systems only",
+    ),
+    critical(
+        "max-image-size-small",
+        both(SEEN, settings("max_image_size: 1MiB\n")),
+        f"{YAML}: max_image_size: 30MiB",
+    ),
+    warning("keeps-nothing", settings("low_watermark: 0%\n"), f"{YAML}: low_watermark"),
+    warning(
+        "bind-over-redirects",
+        wrote(
+            "/etc/enroot/mounts.d/50-site.fstab", "# ours\n/lustre /lustre none bind,nosuid 0 0\n"
+        ),
+        "/etc/enroot/mounts.d/50-site.fstab: rbind instead of bind in line 2",
+    ),
+    warning(
+        "bind-over-redirects",
+        both(
+            wrote("/etc/enroot/enroot.conf", "ENROOT_MOUNT_HOME   yes # as ever\n"),
+            wrote("/etc/forestage/conf.d/x.yaml", "sources: [/lustre, /home/images]\n"),
+            lambda node: node.at("/home/images").mkdir(parents=True),
+        ),
+    ),
+    warning(
+        "containers-left",
+        both(
+            wrote("/etc/enroot/enroot.conf", "ENROOT_DATA_PATH /raid/enroot/data/$(id -u)\n"),
+            lambda node: node.at(LEFT).mkdir(parents=True),
+        ),
+        "as their owner: enroot remove --force pyxis_77.0 (forestage deletes nothing of enroot's)",
+    ),
+]
+
+PLANTED = [*SLURM, *PLUGINS, *DISK, *REST, *SETTINGS]
 
 
 @pytest.mark.parametrize("mistake", PLANTED, ids=lambda one: one.id)
@@ -359,7 +428,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     """Whoever adds a finding adds how it comes about."""
     made = findings_made()
     assert len(made) > 40
-    elsewhere = {"source-hangs", "striping"}
+    elsewhere = {"source-hangs", "striping", "max-size-small"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
 
@@ -495,6 +564,40 @@ def test_lfs_without_a_small_number_is_no_finding(
 
 
 # --- slurm.conf and plugstack.conf as sites write them
+
+
+def test_cache_smaller_than_each_image_is_found(node: GoodNode) -> None:
+    SEEN(node)
+    node.config("max_size: 1MiB\n")
+    found = {one.id: one.change for one in node.check().findings}
+    assert found["max-size-small"] == f"{node.at(YAML)}: max_size"
+
+
+def test_root_file_system_of_a_step_that_runs_is_no_finding(node: GoodNode, as_root: None) -> None:
+    node.write("/etc/enroot/enroot.conf.d/data.conf", 'ENROOT_DATA_PATH "/raid/enroot/data/${UID}"')
+    for name in ("pyxis_77.0", "pyxis_mine", "other"):
+        node.at(f"/raid/enroot/data/1001/{name}").mkdir(parents=True)
+    node.write("/proc/500/cmdline", "slurmstepd: [77.0]\0")
+    assert node.check().findings == ()
+    node.write("/proc/500/cmdline", "slurmstepd: [78.0]\0")
+    assert [one.id for one in node.check().findings] == ["containers-left"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/lustre /lustre none rbind 0 0",
+        "/scratch /scratch none bind 0 0",
+        "${HOME} ${HOME} none bind 0 0",
+        "tmpfs /tmp tmpfs size=1G 0 0",
+        "#/lustre /lustre none bind 0 0",
+        "/lustre",
+    ],
+)
+def test_mount_of_enroot_that_breaks_nothing_is_no_finding(node: GoodNode, line: str) -> None:
+    node.write("/etc/enroot/mounts.d/50-site.fstab", f"{line}\n")
+    node.write("/etc/enroot/mounts.d/readme", "/lustre /lustre none bind 0 0\n")
+    assert node.check().findings == ()
 
 
 def test_slurm_conf_that_is_named_and_unreadable_is_unknown(node: GoodNode) -> None:

@@ -1,0 +1,131 @@
+"""Findings about settings that are right one by one, and fit each other or this node badly."""
+
+import os
+from collections.abc import Iterator
+
+from forestage.admin.site import Conf
+from forestage.check.finding import Finding
+from forestage.check.uses import Used
+from forestage.config import DEFAULT, Config, Settings, dotted
+from forestage.paths import Places
+from forestage.system.tree import Files
+from forestage.units import format_duration, format_size
+
+LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
+CONTAINED = 50.0  # the same with SlurmdParameters=contain_spank
+
+
+def findings(
+    files: Files, conf: Conf | None, settings: Settings, images: tuple[Used, ...], places: Places
+) -> Iterator[Finding]:
+    """Reads where the cache and the sources lie, and how large the cache's disk is."""
+    if conf is not None:
+        yield from _partitions(conf, settings)
+        yield from _waits(conf, settings)
+    yield from _places(files, settings.config, origin(settings, places, "sources"))
+    yield from _sizes(files, settings, images, places)
+
+
+def origin(settings: Settings, places: Places, key: str) -> str:
+    """The file that sets a key, or that would."""
+    found = settings.origins.get(key, DEFAULT)
+    return str(places.etc / "forestage.yaml") if found == DEFAULT else found
+
+
+def _partitions(conf: Conf, settings: Settings) -> Iterator[Finding]:
+    for name in settings.partitions:
+        # A slurm.conf without any partition is not all that slurmctld has.
+        if conf.partitions and name not in conf.partitions:
+            key = dotted(name, next(iter(settings.partitions[name])))
+            yield Finding(
+                "partition-unknown",
+                "warning",
+                f"partitions.{name} is none of {conf.path}",
+                "What is said there holds for no job",
+                f"{settings.origins[key]}: partitions: one of"
+                f" {', '.join(sorted(conf.partitions - {'DEFAULT'}))}",
+            )
+
+
+def _waits(conf: Conf, settings: Settings) -> Iterator[Finding]:
+    longest = CONTAINED if conf.has("slurmdparameters", "contain_spank") else LAUNCH
+    for name in (None, *settings.partitions):
+        config = settings.for_partition(name)
+        if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
+            continue
+        steps_wait = config.redirect == "spank" and config.start == "wait"
+        if not steps_wait or (config.deadline or 0.0) < longest:
+            continue
+        key = dotted(name, "deadline")
+        yield Finding(
+            "deadline-launch",
+            "warning",
+            f"{key}: {format_duration(config.deadline or 0.0)} is longer than srun waits for a"
+            f" step to begin ({format_duration(longest)})",
+            "A step whose copy takes so long ends with a launch failure",
+            f"{settings.origins[key]}: deadline: {format_duration(longest * 0.8)}",
+        )
+
+
+def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
+    cache = files.real(config.cache).rstrip("/")
+    for source in config.sources:
+        real = files.real(source).rstrip("/")
+        if f"{real}/".startswith(f"{cache}/"):
+            yield Finding(
+                "source-in-cache",
+                "critical",
+                f"the source {source} lies in the cache, {config.cache}",
+                "No image below it is staged: the cache is root's alone",
+                f"{where}: sources without {source}",
+            )
+        elif f"{cache}/".startswith(f"{real}/") and real:
+            yield Finding(
+                "cache-in-source",
+                "warning",
+                f"the cache, {config.cache}, lies below the source {source}",
+                "Files of this disk are taken for images of the shared file system, and copies of"
+                " them save nothing",
+                f"{where}: sources: the shared file systems only",
+            )
+
+
+def _sizes(
+    files: Files, settings: Settings, images: tuple[Used, ...], places: Places
+) -> Iterator[Finding]:
+    """Limits below which no image of this site comes, by what jobs have asked for so far."""
+    config = settings.config
+    sizes = [image.size for image in images if image.size]
+    smallest = min(sizes, default=0)
+    if config.max_image_size is not None and sizes and config.max_image_size < smallest:
+        yield Finding(
+            "max-image-size-small",
+            "critical",
+            f"max_image_size: {format_size(config.max_image_size)} is less than each image that"
+            f" jobs asked for (the smallest has {format_size(smallest)})",
+            "Nothing is staged",
+            f"{origin(settings, places, 'max_image_size')}: max_image_size:"
+            f" {format_size(max(sizes)).replace(' ', '')}",
+        )
+    above = files.at(files.real(config.cache))
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    disk = os.statvfs(above)
+    total = disk.f_blocks * disk.f_frsize
+    if config.max_size.of(total) < smallest <= total:
+        yield Finding(
+            "max-size-small",
+            "critical",
+            f"max_size: the cache may take {format_size(config.max_size.of(total))}, less than each"
+            f" image that jobs asked for (the smallest has {format_size(smallest)})",
+            "Nothing is staged",
+            f"{origin(settings, places, 'max_size')}: max_size",
+        )
+    if config.low_watermark.of(total) == 0:
+        yield Finding(
+            "keeps-nothing",
+            "warning",
+            "low_watermark: 0 leaves no entry in the cache once its jobs are over",
+            "Each job copies its image anew",
+            f"{origin(settings, places, 'low_watermark')}: low_watermark",
+        )
