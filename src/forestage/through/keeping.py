@@ -29,8 +29,8 @@ from forestage.cache.node import Node
 from forestage.errors import Declined
 from forestage.stage.source import OpenImage
 from forestage.system import child, fuse, mounts
-from forestage.through import server
-from forestage.through.keeper import SERVER_NAME, START, State, must_be_allowed, tell
+from forestage.through import keeper, server
+from forestage.through.keeper import SERVER_NAME, State, must_be_allowed, tell
 from forestage.through.local import Local
 from forestage.through.memory import Common, Generation
 from forestage.through.server import Served, Server
@@ -87,7 +87,7 @@ class Keeper:
         Raises Declined, OSError.
         """
         self._start_server()
-        end = time.monotonic() + START
+        end = time.monotonic() + keeper.START
         while not self.common.settled:
             self._reap()
             if time.monotonic() > end or self.generations[-1][1].ended:
