@@ -55,7 +55,7 @@ class Traces:
 
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
-        layout = ["leases", "redirects", "through"]
+        layout = ["config.json", "leases", "redirects", "through"]
         # Where a keeper was, until a sweep that comes a minute later.
         layout += [one for one in self.run if re.fullmatch(r"through/[0-9a-f]+(/lock)?", one)]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]
