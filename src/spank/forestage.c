@@ -68,8 +68,8 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 	return 0;
 }
 
-/* A pyxis option by its name, else the variable that pyxis reads for it. Whether it is a path. */
-static bool pyxis_path(spank_t sp, char *option, const char *variable, char value[PATH_MAX])
+/* A pyxis option by its name, else the variable that pyxis reads for it. Empty: there is none. */
+static void pyxis_option(spank_t sp, char *option, const char *variable, char value[PATH_MAX])
 {
 	struct spank_option wanted = {.name = option, .has_arg = 1};
 	char *given = NULL;
@@ -79,19 +79,53 @@ static bool pyxis_path(spank_t sp, char *option, const char *variable, char valu
 		fits = snprintf(value, PATH_MAX, "%s", given) < PATH_MAX;
 	else
 		fits = spank_getenv(sp, variable, value, PATH_MAX) == ESPANK_SUCCESS;
-	if (fits && (value[0] == '.' || value[0] == '/'))
-		return true;
-	value[0] = '\0';
-	return false;
+	if (!fits)
+		value[0] = '\0';
+}
+
+static bool has_flag(spank_t sp, char *option)
+{
+	struct spank_option wanted = {.name = option};
+	char *none = NULL;
+
+	return spank_option_getopt(sp, &wanted, &none) == ESPANK_SUCCESS;
+}
+
+static bool begins_with(const char *value, const char *characters)
+{
+	return value[0] && strchr(characters, value[0]);
+}
+
+/*
+ * As pyxis' args.c and enroot have it: the flag, pyxis' variable (parse_bool()), then enroot's own,
+ * of which all counts as yes that does not begin like no or false.
+ */
+static char mounts_home(spank_t sp)
+{
+	char value[64];
+
+	if (has_flag(sp, "container-mount-home"))
+		return 'y';
+	if (has_flag(sp, "no-container-mount-home"))
+		return 'n';
+	if (spank_getenv(sp, "PYXIS_CONTAINER_MOUNT_HOME", value, sizeof(value)) == ESPANK_SUCCESS &&
+	    begins_with(value, "yYtT1nNfF0"))
+		return begins_with(value, "yYtT1") ? 'y' : 'n';
+	if (spank_getenv(sp, "ENROOT_MOUNT_HOME", value, sizeof(value)) == ESPANK_SUCCESS && value[0])
+		return begins_with(value, "nNfF") ? 'n' : 'y';
+	return '\0';
 }
 
 /* Once per step and node; our effective user is the job's, our real one root. */
 int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
 	(void)ac, (void)av;
-	if (refused || !pyxis_path(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image))
+	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image);
+	if (refused || !begins_with(step.image, "./"))
 		return 0;
-	pyxis_path(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save);
+	/* Of an image, a name is a registry's; what is saved to is a path in any case. */
+	pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save);
+	step.mounts_home = mounts_home(sp);
 	/* Slurm went to the step's directory, or to /tmp; the tasks and pyxis start from there. */
 	if (!getcwd(step.folder, PATH_MAX) || step.folder[0] != '/')
 		step.folder[0] = '\0';

@@ -15,8 +15,9 @@
 
 struct step {
 	char image[PATH_MAX]; /* as pyxis gets it; begins with . or / */
-	char save[PATH_MAX];  /* likewise, or empty */
+	char save[PATH_MAX];  /* what pyxis saves to, or empty */
 	char folder[PATH_MAX]; /* where the tasks start, or empty if that is deleted */
+	char mounts_home; /* whether its container is to have it: y, n, or 0 where nobody says */
 
 	/* The helper's answer. */
 	bool use;              /* else the path stays as it is */

@@ -67,7 +67,7 @@ static void add_from_step(char **env, spank_t sp, const char *name)
  * All that the helper gets, beside argv { HELPER, "step" }. The names are the Prolog's, so that one
  * parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
  * ids, directory and node name. Partition and nodes (add_from_step) are the user's word, as they
- * can change their step's environment, and so are image and save, as written. No SLURM_JOB_USER:
+ * can change their step's environment, and so are image, save and home, as written. No SLURM_JOB_USER:
  * the helper looks the name up by uid.
  */
 static void describe_step(char **env, spank_t sp, const struct step *step,
@@ -76,6 +76,7 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	const char *option = "SPANK__SLURM_SPANK_OPTION_pyxis_container";
 	/* The step manager's own: the step's may be that of the node where srun was called. */
 	const char *node = getenv("SLURMD_NODENAME");
+	char home[PATH_MAX];
 
 	add(env, "PATH=/usr/sbin:/usr/bin:/sbin:/bin");
 	add(env, "LANG=C.UTF-8");
@@ -94,6 +95,12 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	add(env, "%s_image=%s", option, step->image);
 	if (step->save[0])
 		add(env, "%s_save=%s", option, step->save);
+	if (step->mounts_home)
+		add(env, "%s=1", step->mounts_home == 'y'
+				   ? "SPANK__SLURM_SPANK_OPTION_pyxis_container_mount_home"
+				   : "SPANK__SLURM_SPANK_OPTION_pyxis_no_container_mount_home");
+	if (spank_getenv(sp, "HOME", home, sizeof(home)) == ESPANK_SUCCESS)
+		add(env, "FORESTAGE_HOME=%s", home);
 	add(env, "FORESTAGE_TIMEOUT=%ld", timeout); /* seconds until its group is killed */
 }
 
@@ -328,8 +335,8 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	 * job's namespaces. They share memory, but not the connections made from now on.
 	 */
 	bool contained = getpid() != manager;
-	/* What a step saves to is a helper's matter: a redirect may lie there. */
-	if (!contained && !step->save[0] && who.count >= 0 && !ask(&errand, RECALL_SECONDS) &&
+	/* What a step saves to, or binds, is a helper's matter: a redirect may not lie there. */
+	if (!contained && !step->save[0] && !step->mounts_home && who.count >= 0 && !ask(&errand, RECALL_SECONDS) &&
 	    hold_keeper(step)) {
 		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
 		return;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import select
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from forestage.clock import Clock
 from forestage.events import Event, read
 from forestage.hooks import boundary
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
-from forestage.slurm.job import SAVE_OPTION
+from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION, SAVE_OPTION
 from forestage.system.as_user import User
 from node import ALICE, BOB, HANGS, Node, content, until
 
@@ -350,7 +351,9 @@ def test_prolog_that_may_not_wait_at_all_leaves_the_redirect_to_the_stager(
 ) -> None:
     node.configure(deadline=0, on_error="drain")
     path = node.put("alice/image.sqsh")
-    assert node.prolog(7, path).ended == (0, "declined", "source-hangs")
+    code, result, reason = node.prolog(7, path).ended
+    assert (code, result) == (0, "declined")
+    assert reason in ("source-hangs", "deadline")  # a look may be over before it is looked for
     node.configure(on_error="drain")
     assert node.prolog(7, path, comment="stage-wait=0").outcome.result == "started"
     assert node.shows_source(path)
@@ -528,3 +531,123 @@ def test_node_that_is_switched_off_answers_at_once_and_the_next_step_is_served_a
     assert spank.lease(7) is None
     spank.places.disabled.unlink()
     assert ask(spank, 7, path)[0] == "use"
+
+
+Said = dict[str, str]
+# Directories that the container binds: with a redirect below one it would not start.
+
+YES, NO = {HOME_OPTION: "1"}, {NO_HOME_OPTION: "1"}
+
+
+@pytest.fixture
+def home(node: Node) -> Said:
+    """That a step's HOME is alice's folder on the shared file system."""
+    node.configure(redirect="spank")
+    return {"FORESTAGE_HOME": str(node.shared / "alice")}
+
+
+def set_enroot(node: Node, text: str, name: str = "enroot.conf") -> None:
+    file = node.places.root / "etc/enroot" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def answer_to(node: Node, path: Path, said: Said) -> list[str]:
+    return Helper(node, environ(node, 7, path) | said).answer()
+
+
+@pytest.mark.parametrize("said", [YES, {}], ids=["step", "site"])
+def test_image_in_a_home_that_is_mounted_stays_as_it_is(node: Node, home: Said, said: Said) -> None:
+    path = node.put("alice/image.sqsh")
+    if not said:
+        set_enroot(node, "ENROOT_MOUNT_HOME  yes\n")
+    assert answer_to(node, path, home | said) == ["leave", "below-bind"]
+    assert node.entries() == set()
+    assert noted(node, 7) == []
+
+
+@pytest.mark.parametrize("setting", ["ENROOT_MOUNT_HOME no", "#ENROOT_MOUNT_HOME yes", ""])
+def test_image_in_a_home_that_is_not_mounted_is_served(
+    node: Node, home: Said, setting: str
+) -> None:
+    set_enroot(node, setting)
+    assert answer_to(node, node.put("alice/image.sqsh"), home)[0] == "use"
+
+
+def test_step_that_wants_no_home_is_served_and_no_further_one_by_its_word(
+    node: Node, home: Said
+) -> None:
+    path = node.put("alice/image.sqsh")
+    set_enroot(node, "ENROOT_MOUNT_HOME yes\n", "enroot.conf.d/site.conf")
+    assert answer_to(node, path, home | NO)[0] == "use"
+    assert noted(node, 7) == []
+    assert answer_to(node, path, home) == ["leave", "below-bind"]
+
+
+def test_image_elsewhere_is_served_with_a_home(node: Node, home: Said) -> None:
+    assert answer_to(node, node.put("images/image.sqsh"), home | YES)[0] == "use"
+    assert answer_to(node, node.put("alice2/image.sqsh"), home | YES)[0] == "use"
+
+
+def test_home_that_is_a_link_is_followed(node: Node) -> None:
+    node.configure(redirect="spank")
+    path, link = node.put("alice/image.sqsh"), node.places.root / "home"
+    link.symlink_to(path.parent)
+    assert answer_to(node, path, {"FORESTAGE_HOME": str(link)} | YES) == ["leave", "below-bind"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{folder} {folder} none x-create=dir,bind,rw", ["leave", "below-bind"]),
+        ("{folder}/ /data none bind", ["leave", "below-bind"]),
+        ("${{HOME}} /home none bind,rw", ["leave", "below-bind"]),
+        ("{folder} /data none x-create=dir,rbind,rw", ["use"]),
+        ("{folder}/image /data none bind", ["use"]),
+        ("${{ELSE}} /data none bind", ["use"]),
+        ("# {folder} /data none bind", ["use"]),
+        ("tmpfs /tmp tmpfs bind", ["use"]),
+        ("{folder} bind", ["use"]),
+    ],
+)
+def test_directory_that_all_containers_bind_holds_no_redirect(
+    node: Node, home: Said, line: str, said: list[str]
+) -> None:
+    path = node.put("alice/image.sqsh")
+    set_enroot(node, line.format(folder=path.parent) + "\n", "mounts.d/50-site.fstab")
+    set_enroot(node, f"{path.parent} /x none bind\n", "mounts.d/50-site.fstab.rpmsave")
+    assert answer_to(node, path, home)[: len(said)] == said
+
+
+@pytest.mark.parametrize("redirected", ["bind", "spank"])
+def test_prolog_knows_the_home_by_the_uid(
+    node: Node, monkeypatch: pytest.MonkeyPatch, redirected: str
+) -> None:
+    node.configure(redirect=redirected)
+    path = node.put("alice/image.sqsh")
+    me = pwd.struct_passwd(("alice", "x", ALICE.uid, ALICE.gid, "", str(path.parent), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", {ALICE.uid: me}.__getitem__)
+    given = node.environ(7, path) | YES
+    code = Hook("prolog", given, 0.0).run(node.places, Clock())
+    assert code == 0
+    (outcome,) = node.outcomes("prolog", 7)
+    assert (outcome.result, outcome.reason) == ("declined", "below-bind")
+    assert node.binds() == {}
+    assert os.listdir(node.cache.entries) == []
+
+
+def test_job_without_a_word_of_it_is_served_as_ever(node: Node, home: Said) -> None:
+    path = node.put("alice/image.sqsh")
+    assert ask(node, 7, path)[0] == "use"
+
+
+def test_step_that_binds_the_home_takes_off_what_its_prolog_redirected(
+    node: Node, home: Said
+) -> None:
+    node.configure(redirect="bind")
+    path = node.put("alice/image.sqsh")
+    node.prolog(7, path)
+    until(lambda: str(path) in node.binds(), "the redirect")
+    assert answer_to(node, path, home | YES) == ["leave", "below-bind"]
+    assert node.binds() == {}
+    assert node.epilog(7).code == 0

@@ -5,7 +5,7 @@
  *   fake REPORT [NAME=VALUE]...
  *
  *   arg=A          a plugstack argument                cwd=DIR       the step's directory
- *   image=, save=  pyxis' options                      env=NAME=VAL  in the step's environment
+ *   image=, save=, flag=  pyxis' options               env=NAME=VAL  in the step's environment
  *   before=CMD     as root there, before user_init     between=CMD   as root, after user_init
  *   task=CMD       as root, in each task               tasks=N       1 if not given
  *   closed=1       0, 1 and 2 are closed               leak=1        descriptors without CLOEXEC
@@ -35,7 +35,7 @@
 #define MOST 32
 
 static int report = -1;
-static char *report_name, *image, *save, *context, *before, *between, *task, *cwd, *request;
+static char *report_name, *image, *save, *flag, *context, *before, *between, *task, *cwd, *request;
 static char *args[MOST], *step_env[MOST];
 static int arg_count, env_count, tasks = 1, closed, leak, contained;
 static uid_t uid = 4242;
@@ -82,6 +82,8 @@ spank_err_t spank_option_getopt(spank_t sp, struct spank_option *option, char **
 	*value = strcmp(option->name, "container-image") == 0	? image
 		 : strcmp(option->name, "container-save") == 0 ? save
 							      : NULL;
+	if (flag && strcmp(option->name, flag) == 0)
+		return option->has_arg ? ESPANK_ERROR : ESPANK_SUCCESS;
 	return option->has_arg && *value ? ESPANK_SUCCESS : ESPANK_ERROR;
 }
 
@@ -149,7 +151,7 @@ static void read_arguments(int argc, char **argv)
 	const struct {
 		const char *name;
 		char **value;
-	} known[] = {{"image", &image},	  {"save", &save},     {"context", &context},
+	} known[] = {{"image", &image},	  {"save", &save},     {"flag", &flag},	      {"context", &context},
 		     {"before", &before}, {"between", &between}, {"task", &task},
 		     {"cwd", &cwd},	  {"request", &request}};
 

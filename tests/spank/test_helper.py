@@ -73,12 +73,47 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
     }
 
 
-@pytest.mark.parametrize("save", ["name", "", "/" + "x" * 4096])
+@pytest.mark.parametrize("save", ["", "/" + "x" * 4096])
 def test_what_is_no_path_to_save_to_is_left_out(step: Step, save: str) -> None:
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
     step.run(f"save={save}")
     assert environ(step)[f"{PREFIX}image"] == str(step.image)
     assert f"{PREFIX}save" not in environ(step)
+
+
+@pytest.mark.parametrize("save", ["name.sqsh", "deep/name", "./name", "/name"])
+def test_all_that_pyxis_saves_to_is_a_path(step: Step, save: str) -> None:
+    step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
+    step.run(f"save={save}")
+    assert environ(step)[f"{PREFIX}save"] == save
+
+
+HOME, NO_HOME = f"{PREFIX}mount_home", f"{PREFIX}mount_home".replace("pyxis_", "pyxis_no_")
+
+
+@pytest.mark.parametrize(
+    ("said", "arrives"),
+    [
+        ([], set()),
+        (["flag=container-mount-home"], {HOME}),
+        (["flag=no-container-mount-home"], {NO_HOME}),
+        (["flag=no-container-mount-home", "env=ENROOT_MOUNT_HOME=y"], {NO_HOME}),
+        (["env=PYXIS_CONTAINER_MOUNT_HOME=true"], {HOME}),
+        (["env=PYXIS_CONTAINER_MOUNT_HOME=0", "env=ENROOT_MOUNT_HOME=y"], {NO_HOME}),
+        (["env=PYXIS_CONTAINER_MOUNT_HOME=what", "env=ENROOT_MOUNT_HOME=y"], {HOME}),
+        (["env=ENROOT_MOUNT_HOME=0"], {HOME}),
+        (["env=ENROOT_MOUNT_HOME=no"], {NO_HOME}),
+        (["env=ENROOT_MOUNT_HOME="], set()),
+    ],
+)
+def test_helper_hears_whether_the_container_gets_the_home_directory(
+    step: Step, said: list[str], arrives: set[str]
+) -> None:
+    step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
+    step.run(*said, "env=HOME=/home/me")
+    given = environ(step)
+    assert {HOME, NO_HOME} & given.keys() == arrives
+    assert given["FORESTAGE_HOME"] == "/home/me"
 
 
 @pytest.mark.parametrize(("bytes_long", "arrives"), [(65536, True), (65537, False)])

@@ -178,6 +178,12 @@ def test_step_that_saves_asks_the_helper(noted: Step) -> None:
     assert noted.asked() == 1
 
 
+@pytest.mark.parametrize("flag", ["container-mount-home", "no-container-mount-home"])
+def test_step_that_says_what_becomes_of_its_home_asks_the_helper(noted: Step, flag: str) -> None:
+    noted.run(f"flag={flag}")
+    assert noted.asked() == 1
+
+
 def test_step_beside_its_manager_asks_the_helper(noted: Step) -> None:
     noted.run("contained=1")
     assert noted.asked() == 1

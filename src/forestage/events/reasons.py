@@ -10,6 +10,7 @@ REASONS = {
     " node would see the redirect.",
     "outside-sources": "The admin has not named this directory in `sources:`.",
     "empty": "There is nothing to copy.",
+    "below-bind": "A redirect would have kept the job's container from starting.",
     "too-many": "The job holds as many images on this node as one job may.",
     "too-large": "The image is above the admin's `max_image_size:`.",
     "source-error": "The shared file system gave an error.",

@@ -26,6 +26,7 @@ from forestage.clock import Clock, Deadline
 from forestage.config import Config
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled, Result
+from forestage.hooks import binds
 from forestage.slurm.job import Job, Request
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
@@ -143,6 +144,7 @@ def _handled(
         with source.open_as(job.user, path, node, limit.end) as opened:
             try:
                 _check(node, opened.image, refusal)
+                _keep_clear_of_binds(node, job, opened.image, limit)
                 with (
                     _lease(node, job, opened, limit) as lease,
                     wait.begun(node, job, opened) as copying,
@@ -270,6 +272,16 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
         raise Declined("bad-path", "the path resolves to a name with control characters")
 
 
+def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> None:
+    """Raises Declined where the job's container binds a directory above; then no redirect stays."""
+    try:
+        binds.must_not_hold(found.path, job, node.places.root, limit.end)
+    except Declined:
+        # A Prolog does not see what a step asks for, and another job's redirect may be there.
+        _spare(node, job, found.path, limit)
+        raise
+
+
 def _answer(request: Request, opened: OpenImage, result: Result, shown: str) -> Answer:
     outcome = Handled(result, request=printable(request.path), via=request.via, redirect=shown)
     return Answer(_about(outcome, opened.image), opened.image)
@@ -341,9 +353,9 @@ def _way(node: Node, job: Job, found: Image, limit: Wait) -> str:
 
 
 def _spare(node: Node, job: Job, saved: str, limit: Wait) -> None:
-    """Keeps redirects away from a path that the job saves to.
+    """Keeps redirects away from a path that the job saves to, or whose directory it binds.
 
-    --container-save meets a read-only file where one lies, whoever made it.
+    Both meet a redirect that lies there, whoever made it.
     """
     with lock.held(node.cache.space_lock, limit.end.left()):
         lease = node.leases.read(job.id)

@@ -37,7 +37,9 @@ HELD_UP = 5.0  # seconds that a step waits before its user reads why
 PYXIS_TELLS = frozenset(
     ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
 )
-AS_DECIDED = frozenset(("registry", "outside-sources", "too-large", "off", "disabled", "config"))
+AS_DECIDED = frozenset(
+    ("registry", "outside-sources", "too-large", "below-bind", "off", "disabled", "config")
+)
 
 Say = Callable[[str], None]
 
@@ -210,6 +212,8 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
     outcome = first.outcome
     answer = _further(node, first)
     if answer is None or outcome.redirect != "spank" or outcome.reason:
+        return None
+    if job.mounts_home is False:  # a further step need not say so
         return None
     further = msgspec.structs.replace(outcome, result=answer.outcome.result, via="option", wait=0.0)
     event = msgspec.to_builtins(events.of_job(job, "step", further))

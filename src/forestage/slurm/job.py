@@ -17,6 +17,8 @@ from forestage.units import parse_duration, printable, quote
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
 IMAGE_OPTION = _OPTION + "image"
 SAVE_OPTION = _OPTION + "save"
+HOME_OPTION = _OPTION + "mount_home"
+NO_HOME_OPTION = _OPTION.removesuffix("container_") + "no_container_mount_home"
 
 MAX_HINTED = 16
 """Paths read from one comment; more are reported. A comment may be long, a hook's time is not."""
@@ -52,6 +54,8 @@ class Job(msgspec.Struct, frozen=True):
     """A job on this node, as its Prolog or Epilog sees it, or one of its steps does.
 
     `nodelist` is what Slurm wrote, n[1-4,7]; `step_nodelist` that of the step, a user's word.
+    `mounts_home` is whether its container is to have the user's home directory, `home` what a step
+    calls so; None and "" where nobody says it.
     """
 
     id: int
@@ -65,6 +69,8 @@ class Job(msgspec.Struct, frozen=True):
     step: int | None = None
     nodelist: str = ""
     step_nodelist: str = ""
+    mounts_home: bool | None = None
+    home: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Job":
@@ -93,6 +99,13 @@ class Job(msgspec.Struct, frozen=True):
             # The second is what releases before 23.02.6 have.
             nodelist=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""),
             step_nodelist=environ.get("SLURM_STEP_NODELIST", ""),
+            # pyxis refuses both together.
+            mounts_home=True
+            if HOME_OPTION in environ
+            else False
+            if NO_HOME_OPTION in environ
+            else None,
+            home=environ.get("FORESTAGE_HOME", ""),
         )
 
 
