@@ -22,8 +22,6 @@ from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through,
 CGROUPS = Path("/sys/fs/cgroup")
 CONF = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\nConstrainCores=yes\n"
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
