@@ -395,6 +395,8 @@ def prove(node: Node, item: Item, progress: Progress) -> Verdict | None:
                 raise Failed("io", what, "evict it if its file `boot` is damaged") from None
             undo.callback(os.close, note)
         (verdict,) = verify.verify(node, [item], False, progress, "after a restart").verdicts
+        if verdict.error:
+            raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
         if note is not None and verdict.result == "ok":
             os.pwrite(note, PROVEN, 0)
             os.ftruncate(note, len(PROVEN))

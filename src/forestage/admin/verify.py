@@ -8,6 +8,7 @@ A bad entry goes although it is leased or pinned (docs/decisions/0012). Its redi
 first, so that nobody opens it any more; a process that has it open keeps it.
 """
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from forestage.admin.compare import Compared, SourceFailed
 from forestage.admin.inventory import Item
 from forestage.cache import digest, image, redirect
 from forestage.cache.image import Access
-from forestage.cache.layout import Entry
+from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
 from forestage.cache.part import chunk_count
 from forestage.errors import ForestageError
@@ -40,7 +41,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """One entry. `chunks`: numbers of the bad ones, the first is 0.
 
     `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
-    or `stays` says why not; neither in a dry run.
+    or `stays` says why not; neither in a dry run. `error`: it could not be verified, for this.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Verdict(msgspec.Struct, frozen=True):
     pinned: bool = False
     evicted: bool = False
     stays: str = ""
+    error: str = ""
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -66,6 +68,11 @@ class VerifyReport(msgspec.Struct, frozen=True):
     def bad(self) -> int:
         """How many entries are bad."""
         return sum(1 for one in self.verdicts if one.result == "bad")
+
+    @property
+    def failed(self) -> int:
+        """How many could not be verified because the node is at fault."""
+        return sum(1 for one in self.verdicts if one.error)
 
 
 def verify(
@@ -81,7 +88,13 @@ def verify(
     for number, item in enumerate(wanted, start=1):
         what = item.path or item.key
         done = _counting(progress, number, len(wanted), what)
-        found.append(_one(node, item, dry_run, done, no_source))
+        try:
+            found.append(_one(node, item, dry_run, done, no_source))
+        except (ForestageError, OSError) as error:
+            if isinstance(error, PermissionError) and os.geteuid() != 0:
+                raise
+            # Of this entry, whatever it is: the others are verified all the same.
+            found.append(msgspec.structs.replace(_unjudged(item), error=str(error)))
     return VerifyReport(dry_run, tuple(found))
 
 
@@ -91,8 +104,8 @@ def _counting(progress: Progress, number: int, of: int, what: str) -> compare.Do
     )
 
 
-def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: str) -> Verdict:
-    verdict = Verdict(
+def _unjudged(item: Item) -> Verdict:
+    return Verdict(
         key=item.key,
         path=item.path,
         size=item.entry.identity.size if item.entry else 0,
@@ -100,22 +113,32 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
         jobs=item.jobs,
         pinned=item.pinned,
     )
+
+
+def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: str) -> Verdict:
+    verdict = _unjudged(item)
     if item.entry is None:
         detail = "its record cannot be read, or is not of this image"
         bad = msgspec.structs.replace(verdict, result="bad", detail=detail)
         return bad if dry_run else _evicted(node, item, bad, None)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(node.cache.image(item.key), flags)
+        copy = open_copy(node.cache.image(item.key))
     except FileNotFoundError:
         return msgspec.structs.replace(verdict, detail="it was evicted just now")
-    try:
+    except BlockingIOError:
+        detail = "its owner holds a lease on the copy, which has to be given back within a minute"
+        return msgspec.structs.replace(verdict, detail=detail)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        bad = msgspec.structs.replace(verdict, result="bad", detail="it cannot be opened")
+        return bad if dry_run else _evicted(node, item, bad, None)
+    with copy:
+        fd = copy.fileno()
         verdict = _judged(node, item.entry, verdict, fd, done, no_source)
         # `fd` is still open, so no other file can have this one's inode number.
         is_kept = verdict.result != "bad" or dry_run
         return verdict if is_kept else _evicted(node, item, verdict, fd)
-    finally:
-        os.close(fd)
 
 
 def _judged(
@@ -228,7 +251,7 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdic
     stays = ""
     try:
         with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-            if _is_still_there(node, item.key, fd):
+            if _is_still_there(node, item, fd):
                 binds = [bind for bind in redirect.binds(cache) if bind.key == item.key]
                 try:
                     redirect.unmount(binds, user)
@@ -242,12 +265,13 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdic
     return msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
 
 
-def _is_still_there(node: Node, key: str, fd: int | None) -> bool:
+def _is_still_there(node: Node, item: Item, fd: int | None) -> bool:
     """Whether the entry is the one that was verified, and not a newer copy of the same image."""
-    if fd is None:  # it was damaged
-        return os.path.lexists(node.cache.entry_dir(key)) and node.cache.read(key) is None
+    if fd is None:  # its record is damaged, or its image cannot be opened
+        there = os.path.lexists(node.cache.entry_dir(item.key))
+        return there and node.cache.read(item.key) == item.entry
     try:
-        facts = node.cache.image(key).lstat()
+        facts = node.cache.image(item.key).lstat()
     except FileNotFoundError:
         return False
     return os.path.samestat(facts, os.fstat(fd))
@@ -275,7 +299,7 @@ def _sentences(one: Verdict, dry_run: bool) -> list[str]:
     if one.chunks:
         numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
         found.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers})")
-    found += [one.detail] if one.detail else []
+    found += [text for text in (one.detail, one.error) if text]
     if one.result != "bad":
         return found
     if one.jobs:

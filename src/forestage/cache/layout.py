@@ -11,6 +11,7 @@ A published entry is read without a lock: it appears by one rename and leaves by
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import stat
@@ -58,6 +59,17 @@ class StoredEntry(msgspec.Struct, frozen=True):
     used: float
     pinned: bool
     entry: Entry | None
+
+
+def open_copy(path: Path) -> io.FileIO:
+    """Opens a copy for reading, without waiting for its owner. Raises OSError.
+
+    It belongs to the source's owner (docs/decisions/0026), who may hold a lease on it (F_SETLEASE).
+    An open that waits would wait for as long as they like, up to the kernel's lease-break-time,
+    45 s. So this raises BlockingIOError then. Nobody gets such a lease on a file that is open.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return io.FileIO(os.open(path, flags))
 
 
 class Cache:

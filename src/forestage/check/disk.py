@@ -67,6 +67,16 @@ def findings(
             line,
         )
         return
+    if under.quotas:
+        yield Finding(
+            "cache-quota",
+            "warning",
+            f"{under.point} has quotas for users or groups; a copy belongs to its image's owner",
+            "A copy counts against its owner's quota there, also after the job: what they write may"
+            " fail (EDQUOT)",
+            f"{origin}: cache: on a file system without quotas for users and groups (those for"
+            " projects do no harm)",
+        )
     cache = Cache(files.at(real))
     if not _is_ours(cache.root):
         yield Finding(

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, open_copy
 from forestage.cache.readers import Readers
 
 
@@ -20,7 +20,7 @@ class _File:
     """
 
     def __init__(self, path: Path, readers: Readers | None) -> None:
-        self._file = path.open("rb", buffering=0)
+        self._file = open_copy(path)
         self.fd = self._file.fileno()
         self.inode = os.fstat(self.fd).st_ino
         self.readers = readers
