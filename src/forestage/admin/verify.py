@@ -75,13 +75,32 @@ class VerifyReport(msgspec.Struct, frozen=True):
         return sum(1 for one in self.verdicts if one.error)
 
 
+class Manner(msgspec.Struct, frozen=True):
+    """How entries are verified.
+
+    `no_source` says why the sources are left alone: then only the checksums count. `doubted`: what
+    cannot be verified is bad. The copies are read at `rate` bytes per second.
+    """
+
+    no_source: str = ""
+    doubted: bool = False
+    rate: int | None = None
+
+
+THOROUGH = Manner()
+
+
 def verify(
-    node: Node, items: Iterable[Item], dry_run: bool, progress: Progress, no_source: str = ""
+    node: Node,
+    items: Iterable[Item],
+    dry_run: bool,
+    progress: Progress,
+    manner: Manner = THOROUGH,
 ) -> VerifyReport:
     """Verifies these, one after the other, and evicts the bad ones.
 
-    `no_source` says why the sources are left alone: then only the checksums count. `progress` is
-    called with what is being done. Raises PermissionError for users who may not read the cache.
+    `progress` is called with what is being done. Raises PermissionError for users who may not read
+    the cache.
     """
     wanted = tuple(items)
     found = []
@@ -89,7 +108,7 @@ def verify(
         what = item.path or item.key
         done = _counting(progress, number, len(wanted), what)
         try:
-            found.append(_one(node, item, dry_run, done, no_source))
+            found.append(_one(node, item, dry_run, done, manner))
         except (ForestageError, OSError) as error:
             if isinstance(error, PermissionError) and os.geteuid() != 0:
                 raise
@@ -115,7 +134,7 @@ def _unjudged(item: Item) -> Verdict:
     )
 
 
-def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: str) -> Verdict:
+def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Manner) -> Verdict:
     verdict = _unjudged(item)
     if item.entry is None:
         detail = "its record cannot be read, or is not of this image"
@@ -127,7 +146,11 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
         return msgspec.structs.replace(verdict, detail="it was evicted just now")
     except BlockingIOError:
         detail = "its owner holds a lease on the copy, which has to be given back within a minute"
-        return msgspec.structs.replace(verdict, detail=detail)
+        held = msgspec.structs.replace(verdict, detail=detail)
+        if not manner.doubted:
+            return held
+        held = msgspec.structs.replace(held, result="bad")
+        return held if dry_run else _evicted(node, item, held, None)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
@@ -135,14 +158,16 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
         return bad if dry_run else _evicted(node, item, bad, None)
     with copy:
         fd = copy.fileno()
-        verdict = _judged(node, item.entry, verdict, fd, done, no_source)
+        verdict = _judged(node, item.entry, verdict, fd, done, manner)
+        if manner.doubted and verdict.result == "unverifiable":
+            verdict = msgspec.structs.replace(verdict, result="bad")
         # `fd` is still open, so no other file can have this one's inode number.
         is_kept = verdict.result != "bad" or dry_run
         return verdict if is_kept else _evicted(node, item, verdict, fd)
 
 
 def _judged(
-    node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, no_source: str
+    node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, manner: Manner
 ) -> Verdict:
     """The verdict on the open copy, by its source or else by the checksums of its copying."""
     wrong = attribute_errors(entry, fd)
@@ -152,9 +177,9 @@ def _judged(
     threads = engines.tuning(node.config).threads
 
     def against(expected: compare.Expected) -> Compared:
-        return compare.compare(fd, entry.identity.size, chunk, threads, expected, done)
+        return compare.compare(fd, entry.identity.size, chunk, threads, expected, done, manner.rate)
 
-    why = no_source
+    why = manner.no_source
     if not why:
         found = _by_source(node, entry, against)
         if isinstance(found, Compared):

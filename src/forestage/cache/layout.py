@@ -199,6 +199,7 @@ class Cache:
         (part / "owner.json").unlink(missing_ok=True)
         (part / "waited").unlink(missing_ok=True)
         (part / "boot").write_text(boot_id())
+        os.utime(part / "boot", (entry.created, entry.created))  # when its bytes were last read
         records.sync(part / "image")
         with contextlib.suppress(FileNotFoundError):
             records.sync(part / "map")

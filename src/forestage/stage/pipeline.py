@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage import events, log, peers, trace
-from forestage.cache import digest, evict, hot, image, readers, space
+from forestage.cache import digest, doubt, evict, hot, image, readers, space
 from forestage.cache.layout import Entry
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
@@ -79,6 +79,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         must_be_unchanged(task)
         trace.point("checked")
         _mirror_access(task)
+        doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
         task.node.cache.publish(_entry(task))
     trace.point("published")
 
