@@ -34,7 +34,7 @@ from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
 from forestage.cache import doubt, redirect
 from forestage.cache import evict as eviction
-from forestage.cache.layout import Cache
+from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import Part, boot_id
@@ -42,7 +42,7 @@ from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.slurm.queue import Slurm, why_over
-from forestage.system import lock, records
+from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.through import leftover
@@ -53,7 +53,6 @@ PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in betw
 PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
 PROVE_RATE = 256 << 20  # bytes per second for that; jobs use the disk
 DOUBT_TIME = 3600.0  # seconds of reading per sweep while no job is served
-PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -385,14 +384,13 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
 def due_entries(node: Node) -> tuple[Due, ...]:
     """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
     since, now = doubt.known(node.places).since, node.clock.wall()
-    proven = (boot_id().encode(), PROVEN)
     unproven, doubted, old = [], [], []
     for item in inventory.gather(node).items:
         directory = node.cache.entry_dir(item.key)
         read = _read_at(directory)
         if since and read < since:
             doubted.append(Due(item, Manner("after an error of the disk", doubted=True)))
-        elif _boot_of(directory) not in proven:
+        elif not node.cache.is_proven(item.key):
             unproven.append(Due(item, Manner("after a restart")))
         elif now - read > PROVE_EVERY:
             old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE))))
@@ -457,14 +455,6 @@ def _read_at(directory: Path) -> float:
         return os.lstat(directory / "boot").st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return 0.0
-
-
-def _boot_of(directory: Path) -> bytes:
-    """The boot that wrote an entry; b"" where that cannot be read."""
-    try:
-        return records.read(directory / "boot")
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
-        return b""
 
 
 def pieces(done: SweepReport) -> list[Piece]:

@@ -25,6 +25,7 @@ from forestage.errors import Failed
 from forestage.system import mounts, records
 
 FORMAT = "1\n"
+PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
 
 # CACHEDIR.TAG: its signature is fixed, and backup programs leave a folder that has one out.
 _CACHEDIR_TAG = (
@@ -147,11 +148,33 @@ class Cache:
         return True
 
     def find(self, image: Image) -> Entry | None:
-        """The published entry with exactly this image's bytes and access rights, if it is here."""
+        """The published entry with exactly this image's bytes and access rights, if it is here.
+
+        None also where its bytes are not proven: a stager does that (`take_back`), or a sweep.
+        """
         entry = self.read(image.key)
         if entry is None or entry.identity != image.identity or entry.access != image.access:
             return None
-        return entry
+        return entry if self.is_proven(image.key) else None
+
+    def is_proven(self, key: str) -> bool:
+        """Whether an entry was written in this boot, or read and compared since.
+
+        It was made durable before it had its name, but disks have been seen to lose confirmed
+        writes in a power cut.
+        """
+        try:
+            return records.read(self.entry_dir(key) / "boot") in (boot_id().encode(), PROVEN)
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+            return False
+
+    def take_back(self, key: str) -> None:
+        """Makes an entry a part again, so that a stager proves it. Under the key's and space lock.
+
+        Nobody sees its file: what is not proven is not served, and a boot ends all redirects.
+        """
+        self.entry_dir(key).rename(self.part_dir(key))
+        (self.part_dir(key) / "entry.json").unlink(missing_ok=True)
 
     def read(self, key: str) -> Entry | None:
         """The record of a published entry; None where there is none, or it is damaged."""

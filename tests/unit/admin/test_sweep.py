@@ -20,6 +20,7 @@ from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
 from forestage.cache import doubt
 from forestage.cache import redirect as redirects
+from forestage.cache.layout import PROVEN
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
@@ -396,7 +397,7 @@ def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -
     (site.node.cache.entry_dir(noteless) / "boot").unlink()  # the crash may have taken it
     done = swept(site)
     assert {one.key: one.result for one in done.verified} == {old: "ok", noteless: "ok"}
-    assert (site.node.cache.entry_dir(old) / "boot").read_bytes() == sweep.PROVEN
+    assert (site.node.cache.entry_dir(old) / "boot").read_bytes() == PROVEN
     spoil(site, old)  # what happens from now on is for `forestage verify`
     assert swept(site).verified == ()
 
@@ -438,7 +439,7 @@ def test_entry_copied_anew_meanwhile_is_not_noted_as_proven(
     monkeypatch.setattr(verify, "verify", slowly)
     assert [one.result for one in swept(site).verified] == ["ok"]
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
-    assert (site.places.root / "old/boot").read_bytes() == sweep.PROVEN
+    assert (site.places.root / "old/boot").read_bytes() == PROVEN
 
 
 def test_entry_that_cannot_be_noted_is_not_verified(
