@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -70,7 +71,7 @@ def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, n
     nvme.lose_end_of(node.cache.image(node.identity(bad).key))
 
     assert node.prolog(3, bad).outcome.result == "hit"
-    assert read(bad) == 5  # EIO; a plain bind tells nobody
+    assert read(bad) == errno.EIO  # a plain bind tells nobody
     node.epilog(3)
 
     for path, data in ((bad, image(2)), (good, image(1))):
@@ -88,6 +89,15 @@ def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, n
     assert node.prolog(5, good).outcome.result == "hit"
     assert node.prolog(6, bad).outcome.result == "copied"
     assert (read(good), read(bad)) == (image(1), image(2))
+
+
+def test_bad_block_that_the_very_first_job_meets_is_seen(node: Node, nvme: Disk) -> None:
+    path = node.put("a.sqsh", image(1))
+    assert node.prolog(1, path).outcome.result == "copied"
+    nvme.lose_end_of(node.cache.image(node.identity(path).key))
+    assert read(path) == errno.EIO
+    node.epilog(1)
+    assert node.prolog(2, path).said == ("declined", "disk-errors")
 
 
 def published(shown: Shown, node: Node) -> Through:
