@@ -29,8 +29,8 @@ LOCK_TIMEOUT = 1.0  # seconds; another hook looks at the same then
 NVME_TIMEOUT = 10.0  # seconds; a controller that is resetting answers late
 
 # block/blk-core.c, print_req_error(); before 5.1 it did not say what was done.
-_ERROR = re.compile(r"(?:I/O|critical medium|protection) error, dev (\S+), sector \d+(?: op \S+)?")
-_LEG = re.compile(r"(nvme\d+)c\d+(n\d+)")  # one path of several to an NVMe
+_ERROR = r"(?:I/O|critical medium|protection) error, dev (\S+), sector \d+(?: op \S+)?"
+_LEG = r"(nvme\d+)c\d+(n\d+)"  # one path of several to an NVMe
 
 
 class Disk(msgspec.Struct, frozen=True):
@@ -127,8 +127,8 @@ def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
     """
     found = []
     for line in lines:
-        match = _ERROR.search(line)
-        if match is None or _LEG.sub(r"\1\2", match[1]) not in names:
+        match = re.search(_ERROR, line)  # compiled here: most hooks only ask for the doubt
+        if match is None or re.sub(_LEG, r"\1\2", match[1]) not in names:
             continue
         if " op " not in match[0] or match[0].endswith("(READ)"):
             found.append(match[0])
