@@ -25,7 +25,7 @@ import msgspec
 from forestage import events
 from forestage.cache import evict, image
 from forestage.cache.image import Access, Image
-from forestage.cache.layout import Cache, Entry
+from forestage.cache.layout import PROVEN, Cache, Entry
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
@@ -86,6 +86,7 @@ def fill(cache: Cache, count: int) -> None:
         (directory / "image").write_bytes(bytes(4096))
         (directory / "entry.json").write_bytes(msgspec.json.encode(entry))
         (directory / "used").touch()
+        (directory / "boot").write_bytes(PROVEN)
 
 
 def per_call(work: object, times: int) -> float:

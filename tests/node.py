@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,6 +357,43 @@ def read_as(user: User, path: Path) -> bytes | None:
         return None
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
+
+
+@contextlib.contextmanager
+def leased(path: Path, user: User = ALICE) -> Iterator[Callable[[], bool]]:
+    """A process of the user's has a write lease on the file (F_SETLEASE) and never gives it back.
+
+    What is yielded says whether the kernel still lets it: after lease-break-time, 45 s, somebody
+    who waited for the lease gets it.
+    """
+    code = (
+        "import fcntl, os, signal, sys\n"
+        "signal.signal(signal.SIGIO, signal.SIG_IGN)\n"
+        "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
+        "print('taken', flush=True)\n"
+        "signal.pause()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-ISc", code, path],
+        user=user.uid,
+        group=user.gid,
+        extra_groups=[],
+        stdout=subprocess.PIPE,
+    )
+
+    def held() -> bool:
+        rows = map(str.split, Path("/proc/locks").read_text().splitlines())
+        return any("LEASE" in row and str(holder.pid) in row for row in rows)
+
+    with holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"taken\n"
+            assert held()
+            yield held
+        finally:
+            holder.kill()
 
 
 def _tmpfs(path: Path, options: str) -> None:

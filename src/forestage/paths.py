@@ -60,6 +60,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "through"
 
     @property
+    def disk(self) -> Path:
+        """What is known of errors of the cache's disk, see cache/doubt.py."""
+        return self.run / "disk.json"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

@@ -89,11 +89,16 @@ static int open_image(const struct step *step, int copied)
 		return fd;
 	snprintf(copy_path, sizeof(copy_path), "/proc/self/fd/%d", copied);
 	/* A server may grant what mode and ACL do not show: they have to open the copy as well. */
-	int copy = open(copy_path, O_RDONLY | O_CLOEXEC);
+	int copy = open(copy_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
 	int error = errno;
-	close(copy >= 0 ? copy : fd);
+	/* A lease of its owner's (F_SETLEASE): the kernel checks the rights before that. */
+	bool readable = copy >= 0 || error == EWOULDBLOCK;
+	if (copy >= 0)
+		close(copy);
+	if (!readable)
+		close(fd);
 	errno = error;
-	return copy >= 0 ? fd : -1;
+	return readable ? fd : -1;
 }
 
 /* With the job's groups, which a task does not have yet. */

@@ -8,6 +8,9 @@ import shlex
 import pytest
 from companion import KEY, OLD_KEY, UID, Step
 
+from forestage.system.as_user import User
+from node import leased
+
 
 def options(mounts: str, path: object) -> list[tuple[str, set[str]]]:
     """The mounts at a path, each with its root and its flags."""
@@ -168,3 +171,10 @@ def test_mount_that_is_not_ours_stays(step: Step) -> None:
     ran = step.run(f"before=mount --bind {other} {step.image}", f"task=cat {step.image}")
     assert ran.out == "somebody's\n"
     assert "another file" in ran.logged
+
+
+def test_lease_on_the_copy_does_not_hold_up_the_task(step: Step) -> None:
+    with leased(step.entry(), User("root", 0, 0)) as held:
+        ran = step.run(f"task=stat -c %i {step.image}")
+        assert ran.out.split() == [str(step.entry().stat().st_ino)]
+        assert held()

@@ -1,8 +1,7 @@
 """What the cache's disk forgets when the power goes, though it had confirmed it.
 
-Parts are good for one boot, so bytes of an earlier one must never come into an entry. An entry is
-served until the first sweep after the boot has read it, so until then its forgotten bytes are what
-jobs may see: no test can ask for more than docs/operations.md promises.
+Parts are good for one boot, so bytes of an earlier one must never come into an entry. Nor is an
+entry served before a stager or a sweep has read it in the new boot: no job sees forgotten bytes.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from forestage.admin.sweep import PROVEN
-from forestage.cache.layout import Cache
+from forestage.cache.layout import PROVEN, Cache
 
 Inode = tuple[int, int]  # device and number; a tmpfs never gives a number twice
 
@@ -22,7 +20,6 @@ class Disk:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._meant: dict[Inode, bytes] = {}  # of entries: what was written there
-        self._gone: dict[Inode, bytes] = {}  # the same of what was deleted under a redirect
         self._old: set[Inode] = set()  # of parts of earlier boots
 
     def grows_old(self) -> None:
@@ -45,18 +42,17 @@ class Disk:
         return 1
 
     def read(self, path: Path) -> bytes:
-        """A file's bytes; of what was forgotten, those that were written."""
+        """An entry's bytes; of what was forgotten, those that were written."""
         with path.open("rb") as file:
             data = file.read()
-            return (self._meant | self._gone).get(_inode(os.fstat(file.fileno())), data)
+            return self._meant.get(_inode(os.fstat(file.fileno())), data)
 
     def bad(self) -> set[str]:
         """The keys of the entries that hold other bytes than were written."""
-        return {key for key in self._keys() if self._of(key) in self._meant}
+        return {key for key in self._keys() if self._is_bad(key)}
 
     def is_deleted(self) -> None:
-        """No sweep will read what a redirect may still show."""
-        self._gone |= self._meant
+        """Somebody has deleted it all."""
         self._meant.clear()
 
     def is_proven(self) -> None:
@@ -68,6 +64,10 @@ class Disk:
         """No entry is made of what an earlier boot left half done."""
         for key in self._keys():
             assert self._of(key) not in self._old, f"{key} was begun in an earlier boot"
+
+    def _is_bad(self, key: str) -> bool:
+        meant = self._meant.get(self._of(key) or (0, 0))
+        return meant is not None and self._cache.image(key).read_bytes() != meant  # else: mended
 
     def _is_due(self, key: str) -> bool:
         entry = self._cache.read(key)

@@ -160,7 +160,7 @@ class Lab:
         try:
             with source.path.open("rb") as handle:
                 facts = os.fstat(handle.fileno())
-                data = self.disk.read(Path(f"/proc/self/fd/{handle.fileno()}"))
+                data = handle.read()
         except FileNotFoundError:
             return MISSING
         known = [v.owner for v in source.versions if v is not None and v.owner.uid == facts.st_uid]

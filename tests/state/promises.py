@@ -241,7 +241,7 @@ class Promises(RuleBasedStateMachine):
         if answer[0] == "use":
             facts = path.stat()
             owner = ALICE if facts.st_uid == ALICE.uid else BOB
-            copy = Version(self.lab.disk.read(path), owner, facts.st_mode & 0o7777)
+            copy = Version(path.read_bytes(), owner, facts.st_mode & 0o7777)
         else:
             copy = self.known[key]
         assert copy in stay.source.versions[stay.since :], answer

@@ -108,12 +108,18 @@ class _Copy:
 
 
 def compare(
-    fd: int, size: int, chunk: int, threads: int, expected: Expected, done: Done
+    fd: int,
+    size: int,
+    chunk: int,
+    threads: int,
+    expected: Expected,
+    done: Done,
+    rate: int | None = None,
 ) -> Compared:
-    """Compares all of the open copy. Raises SourceFailed, OSError."""
+    """Compares all of the open copy, at `rate` bytes per second. Raises SourceFailed, OSError."""
     copy = _Copy(fd)
     try:
-        return _Run(copy, size, chunk, expected).all(threads, done)
+        return _Run(copy, size, chunk, expected, Throttle(rate)).all(threads, done)
     finally:
         copy.close()
 
@@ -121,7 +127,10 @@ def compare(
 class _Run:
     """What the threads of one comparison share."""
 
-    def __init__(self, copy: _Copy, size: int, chunk: int, expected: Expected) -> None:
+    def __init__(
+        self, copy: _Copy, size: int, chunk: int, expected: Expected, throttle: Throttle
+    ) -> None:
+        self.throttle = throttle
         self.copy = copy
         self.size = size
         self.chunk = chunk
@@ -167,6 +176,7 @@ class _Run:
         start = number * self.chunk
         want = min(self.chunk, self.size - start)
         running = digest.Running()
+        self.throttle.take(want, threading.Event())
         try:
             for piece in self.copy.pieces(start, buffer, want):
                 running.add(piece)

@@ -14,7 +14,9 @@ A lease is released only if Slurm says that its job is over on this node. The or
 
 Entries that an earlier boot wrote are compared once with their own checksums: they were synced
 before they were published, but disks have been seen to lose confirmed writes in a power cut. The
-source is not read for that, since a whole cluster may have restarted at once.
+source is not read for that, since a whole cluster may have restarted at once. All others are read
+again now and then, slowly, as blocks of a disk go bad; and all at once while there is doubt in the
+disk (cache/doubt.py), which ends with that.
 """
 
 import contextlib
@@ -29,10 +31,10 @@ from forestage import events
 from forestage.admin import evict, inventory, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
-from forestage.admin.verify import Progress, Verdict
+from forestage.admin.verify import Manner, Progress, Verdict
+from forestage.cache import doubt, redirect
 from forestage.cache import evict as eviction
-from forestage.cache import redirect
-from forestage.cache.layout import Cache
+from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import Part, boot_id
@@ -40,7 +42,7 @@ from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.slurm.queue import Slurm, why_over
-from forestage.system import lock, records
+from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.through import leftover
@@ -48,7 +50,9 @@ from forestage.through import leftover
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write; then a part is only in the way
 PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a whole cache
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
-PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
+PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
+PROVE_RATE = 256 << 20  # bytes per second for that; jobs use the disk
+DOUBT_TIME = 3600.0  # seconds of reading per sweep while no job is served
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -104,6 +108,13 @@ class SweepReport(msgspec.Struct, frozen=True):
         return sum(1 for one in self.verified if one.result == "bad")
 
 
+class Due(msgspec.Struct, frozen=True):
+    """An entry that is to be read, and how."""
+
+    item: Item
+    manner: Manner
+
+
 def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepReport:
     """Cleans up after crashes; as root. `progress` is called with what is being done.
 
@@ -113,23 +124,28 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     run = _Run(node, dry_run)
     made = run.tried(inventory.is_made, node)
     stale: tuple[StaleLease, ...] = ()
-    doubt = ""
+    unanswered = ""
     try:
         stale = stale_leases(node.leases, slurm)
     except (ForestageError, OSError) as error:
         _raise_if_not_root(error)
-        doubt = str(error)
+        unanswered = str(error)
     released = tuple(run.each(stale))
     run.tried(run.strays, stale)
     keepers = run.tried(run.hanging_keepers, node) or ()
     parts: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
-    unproven: tuple[Item, ...] = ()
+    due: tuple[Due, ...] = ()
     if made:
         parts = run.tried(run.dead_parts, stale) or ()
         evicted = run.tried(run.evicted, stale) or ()
-        unproven = run.tried(unproven_entries, node) or ()
-    verified = () if dry_run else tuple(run.proofs(unproven, progress))
+        if not dry_run:
+            doubt.look(node.places, node.cache, node.clock)
+            doubt.look_at_media(node.places, node.cache, node.clock)
+        due = run.tried(due_entries, node) or ()
+    verified = () if dry_run else tuple(run.proofs(due, progress))
+    if made and not dry_run:
+        run.tried(end_doubt, node)
     done = SweepReport(
         dry_run=dry_run,
         released=released,
@@ -139,8 +155,8 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         keepers=keepers,
         evicted=evicted,
         verified=verified,
-        unproven=tuple(item.key for item in unproven) if dry_run else (),
-        doubt=doubt,
+        unproven=tuple(one.item.key for one in due) if dry_run else (),
+        doubt=unanswered,
         problems=tuple(run.problems),
     )
     if not dry_run:
@@ -323,16 +339,17 @@ class _Run:
         leased = frozenset(use.key for lease in self._staying(stale) for use in lease.uses)
         return evict.plan_at_rest(node, leased).victims
 
-    def proofs(self, items: tuple[Item, ...], progress: Progress) -> Iterator[Verdict]:
-        """Verifies what an earlier boot wrote; bad entries are evicted, healthy ones noted.
+    def proofs(self, due: tuple[Due, ...], progress: Progress) -> Iterator[Verdict]:
+        """Reads what is due; bad entries are evicted, healthy ones noted.
 
-        Ends after PROVING_TIME: the rest stays unproven, and the next sweep goes on with it.
+        Ends after a time: the rest stays due, and the next sweep goes on with it.
         """
-        until = self.node.clock.monotonic() + PROVING_TIME
-        for item in items:
+        doubted = any(one.manner.doubted for one in due)
+        until = self.node.clock.monotonic() + (DOUBT_TIME if doubted else PROVING_TIME)
+        for one in due:
             if self.node.clock.monotonic() > until:
                 return
-            verdict = self.tried(lambda one: prove(self.node, one, progress), item)
+            verdict = self.tried(lambda one: prove(self.node, one, progress), one)
             if verdict is not None:
                 yield verdict
 
@@ -364,18 +381,37 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
     events.append(node.places.events, found)
 
 
-def unproven_entries(node: Node) -> tuple[Item, ...]:
-    """The entries that an earlier boot wrote and that no sweep has verified since."""
-    proven = (boot_id().encode(), PROVEN)
-    items = inventory.gather(node).items
-    return tuple(item for item in items if _boot_of(node.cache.entry_dir(item.key)) not in proven)
+def due_entries(node: Node) -> tuple[Due, ...]:
+    """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
+    since, now = doubt.known(node.places).since, node.clock.wall()
+    unproven, doubted, old = [], [], []
+    for item in inventory.gather(node).items:
+        directory = node.cache.entry_dir(item.key)
+        read = _read_at(directory)
+        if since and read < since:
+            doubted.append(Due(item, Manner("after an error of the disk", doubted=True)))
+        elif not node.cache.is_proven(item.key):
+            unproven.append(Due(item, Manner("after a restart")))
+        elif now - read > PROVE_EVERY:
+            old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE))))
+    old.sort(key=lambda one: one[0])
+    return (*doubted, *unproven, *(due for _, due in old))
 
 
-def prove(node: Node, item: Item, progress: Progress) -> Verdict | None:
+def end_doubt(node: Node) -> None:
+    """Ends the doubt in the disk once no entry is left that was not read since it began."""
+    since = doubt.known(node.places).since
+    items = inventory.gather(node).items if since else ()
+    if since and all(_read_at(node.cache.entry_dir(item.key)) >= since for item in items):
+        doubt.end(node.places, since)
+
+
+def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
     """Compares an entry with its checksums, past the page cache; a bad one is evicted.
 
     A healthy one is noted, so that no other sweep reads it; None: it was evicted. Raises OSError.
     """
+    item = due.item
     with contextlib.ExitStack() as undo:
         note = None
         if item.entry is not None:  # else it is bad, whatever else is there
@@ -394,10 +430,16 @@ def prove(node: Node, item: Item, progress: Progress) -> Verdict | None:
                 what = f"entry {item.key} cannot be noted as verified: {error.strerror}"
                 raise Failed("io", what, "evict it if its file `boot` is damaged") from None
             undo.callback(os.close, note)
-        (verdict,) = verify.verify(node, [item], False, progress, "after a restart").verdicts
+        # An error of the disk while it is read makes doubt that is younger than this.
+        began = node.clock.wall()
+        (verdict,) = verify.verify(node, [item], False, progress, due.manner).verdicts
+        if verdict.error:
+            raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
         if note is not None and verdict.result == "ok":
             os.pwrite(note, PROVEN, 0)
             os.ftruncate(note, len(PROVEN))
+        if note is not None and verdict.result != "bad":
+            os.utime(note, (began, began))
     return verdict
 
 
@@ -407,12 +449,12 @@ def _open_note(here: int) -> int:
     return os.open("boot", flags, 0o600, dir_fd=here)
 
 
-def _boot_of(directory: Path) -> bytes:
-    """The boot that wrote an entry; b"" where that cannot be read."""
+def _read_at(directory: Path) -> float:
+    """When an entry was last read whole, in seconds since the epoch; 0 where that is unknown."""
     try:
-        return records.read(directory / "boot")
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
-        return b""
+        return os.lstat(directory / "boot").st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return 0.0
 
 
 def pieces(done: SweepReport) -> list[Piece]:
@@ -427,7 +469,7 @@ def pieces(done: SweepReport) -> list[Piece]:
     lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
     lines += [f"keeper of {short(key)}: {would}ended, it hung" for key in done.keepers]
     lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
-    lines += [f"{short(key)}: would be verified, an earlier boot wrote it" for key in done.unproven]
+    lines += [f"{short(key)}: would be read and verified" for key in done.unproven]
     for one in done.verified:
         if one.result == "bad":
             end = f"stays: {one.stays}" if one.stays else "evicted"
@@ -435,7 +477,7 @@ def pieces(done: SweepReport) -> list[Piece]:
             lines.append(f"{short(one.key)}: bad ({why}), {end}")
     healthy = sum(1 for one in done.verified if one.result == "ok")
     if healthy:
-        lines.append(f"{count(healthy, 'entry', 'entries')} of an earlier boot verified: healthy")
+        lines.append(f"{count(healthy, 'entry', 'entries')} read and verified: healthy")
     if done.doubt:
         lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")
     lines += [f"Problem: {problem}" for problem in done.problems]

@@ -8,6 +8,7 @@ A bad entry goes although it is leased or pinned (docs/decisions/0012). Its redi
 first, so that nobody opens it any more; a process that has it open keeps it.
 """
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from forestage.admin.compare import Compared, SourceFailed
 from forestage.admin.inventory import Item
 from forestage.cache import digest, image, redirect
 from forestage.cache.image import Access
-from forestage.cache.layout import Entry
+from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
 from forestage.cache.part import chunk_count
 from forestage.errors import ForestageError
@@ -40,7 +41,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """One entry. `chunks`: numbers of the bad ones, the first is 0.
 
     `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
-    or `stays` says why not; neither in a dry run.
+    or `stays` says why not; neither in a dry run. `error`: it could not be verified, for this.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Verdict(msgspec.Struct, frozen=True):
     pinned: bool = False
     evicted: bool = False
     stays: str = ""
+    error: str = ""
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -67,21 +69,51 @@ class VerifyReport(msgspec.Struct, frozen=True):
         """How many entries are bad."""
         return sum(1 for one in self.verdicts if one.result == "bad")
 
+    @property
+    def failed(self) -> int:
+        """How many could not be verified because the node is at fault."""
+        return sum(1 for one in self.verdicts if one.error)
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """How entries are verified.
+
+    `no_source` says why the sources are left alone: then only the checksums count. `doubted`: what
+    cannot be verified is bad. The copies are read at `rate` bytes per second.
+    """
+
+    no_source: str = ""
+    doubted: bool = False
+    rate: int | None = None
+
+
+THOROUGH = Manner()
+
 
 def verify(
-    node: Node, items: Iterable[Item], dry_run: bool, progress: Progress, no_source: str = ""
+    node: Node,
+    items: Iterable[Item],
+    dry_run: bool,
+    progress: Progress,
+    manner: Manner = THOROUGH,
 ) -> VerifyReport:
     """Verifies these, one after the other, and evicts the bad ones.
 
-    `no_source` says why the sources are left alone: then only the checksums count. `progress` is
-    called with what is being done. Raises PermissionError for users who may not read the cache.
+    `progress` is called with what is being done. Raises PermissionError for users who may not read
+    the cache.
     """
     wanted = tuple(items)
     found = []
     for number, item in enumerate(wanted, start=1):
         what = item.path or item.key
         done = _counting(progress, number, len(wanted), what)
-        found.append(_one(node, item, dry_run, done, no_source))
+        try:
+            found.append(_one(node, item, dry_run, done, manner))
+        except (ForestageError, OSError) as error:
+            if isinstance(error, PermissionError) and os.geteuid() != 0:
+                raise
+            # Of this entry, whatever it is: the others are verified all the same.
+            found.append(msgspec.structs.replace(_unjudged(item), error=str(error)))
     return VerifyReport(dry_run, tuple(found))
 
 
@@ -91,8 +123,8 @@ def _counting(progress: Progress, number: int, of: int, what: str) -> compare.Do
     )
 
 
-def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: str) -> Verdict:
-    verdict = Verdict(
+def _unjudged(item: Item) -> Verdict:
+    return Verdict(
         key=item.key,
         path=item.path,
         size=item.entry.identity.size if item.entry else 0,
@@ -100,26 +132,42 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, no_source: s
         jobs=item.jobs,
         pinned=item.pinned,
     )
+
+
+def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Manner) -> Verdict:
+    verdict = _unjudged(item)
     if item.entry is None:
         detail = "its record cannot be read, or is not of this image"
         bad = msgspec.structs.replace(verdict, result="bad", detail=detail)
         return bad if dry_run else _evicted(node, item, bad, None)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(node.cache.image(item.key), flags)
+        copy = open_copy(node.cache.image(item.key))
     except FileNotFoundError:
         return msgspec.structs.replace(verdict, detail="it was evicted just now")
-    try:
-        verdict = _judged(node, item.entry, verdict, fd, done, no_source)
+    except BlockingIOError:
+        detail = "its owner holds a lease on the copy, which has to be given back within a minute"
+        held = msgspec.structs.replace(verdict, detail=detail)
+        if not manner.doubted:
+            return held
+        held = msgspec.structs.replace(held, result="bad")
+        return held if dry_run else _evicted(node, item, held, None)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        bad = msgspec.structs.replace(verdict, result="bad", detail="it cannot be opened")
+        return bad if dry_run else _evicted(node, item, bad, None)
+    with copy:
+        fd = copy.fileno()
+        verdict = _judged(node, item.entry, verdict, fd, done, manner)
+        if manner.doubted and verdict.result == "unverifiable":
+            verdict = msgspec.structs.replace(verdict, result="bad")
         # `fd` is still open, so no other file can have this one's inode number.
         is_kept = verdict.result != "bad" or dry_run
         return verdict if is_kept else _evicted(node, item, verdict, fd)
-    finally:
-        os.close(fd)
 
 
 def _judged(
-    node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, no_source: str
+    node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, manner: Manner
 ) -> Verdict:
     """The verdict on the open copy, by its source or else by the checksums of its copying."""
     wrong = attribute_errors(entry, fd)
@@ -129,9 +177,9 @@ def _judged(
     threads = engines.tuning(node.config).threads
 
     def against(expected: compare.Expected) -> Compared:
-        return compare.compare(fd, entry.identity.size, chunk, threads, expected, done)
+        return compare.compare(fd, entry.identity.size, chunk, threads, expected, done, manner.rate)
 
-    why = no_source
+    why = manner.no_source
     if not why:
         found = _by_source(node, entry, against)
         if isinstance(found, Compared):
@@ -228,7 +276,7 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdic
     stays = ""
     try:
         with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-            if _is_still_there(node, item.key, fd):
+            if _is_still_there(node, item, fd):
                 binds = [bind for bind in redirect.binds(cache) if bind.key == item.key]
                 try:
                     redirect.unmount(binds, user)
@@ -242,12 +290,13 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdic
     return msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
 
 
-def _is_still_there(node: Node, key: str, fd: int | None) -> bool:
+def _is_still_there(node: Node, item: Item, fd: int | None) -> bool:
     """Whether the entry is the one that was verified, and not a newer copy of the same image."""
-    if fd is None:  # it was damaged
-        return os.path.lexists(node.cache.entry_dir(key)) and node.cache.read(key) is None
+    if fd is None:  # its record is damaged, or its image cannot be opened
+        there = os.path.lexists(node.cache.entry_dir(item.key))
+        return there and node.cache.read(item.key) == item.entry
     try:
-        facts = node.cache.image(key).lstat()
+        facts = node.cache.image(item.key).lstat()
     except FileNotFoundError:
         return False
     return os.path.samestat(facts, os.fstat(fd))
@@ -275,7 +324,7 @@ def _sentences(one: Verdict, dry_run: bool) -> list[str]:
     if one.chunks:
         numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
         found.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers})")
-    found += [one.detail] if one.detail else []
+    found += [text for text in (one.detail, one.error) if text]
     if one.result != "bad":
         return found
     if one.jobs:

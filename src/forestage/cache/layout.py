@@ -11,6 +11,7 @@ A published entry is read without a lock: it appears by one rename and leaves by
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import stat
@@ -24,6 +25,7 @@ from forestage.errors import Failed
 from forestage.system import mounts, records
 
 FORMAT = "1\n"
+PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
 
 # CACHEDIR.TAG: its signature is fixed, and backup programs leave a folder that has one out.
 _CACHEDIR_TAG = (
@@ -58,6 +60,17 @@ class StoredEntry(msgspec.Struct, frozen=True):
     used: float
     pinned: bool
     entry: Entry | None
+
+
+def open_copy(path: Path) -> io.FileIO:
+    """Opens a copy for reading, without waiting for its owner. Raises OSError.
+
+    It belongs to the source's owner (docs/decisions/0026), who may hold a lease on it (F_SETLEASE).
+    An open that waits would wait for as long as they like, up to the kernel's lease-break-time,
+    45 s. So this raises BlockingIOError then. Nobody gets such a lease on a file that is open.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return io.FileIO(os.open(path, flags))
 
 
 class Cache:
@@ -135,11 +148,33 @@ class Cache:
         return True
 
     def find(self, image: Image) -> Entry | None:
-        """The published entry with exactly this image's bytes and access rights, if it is here."""
+        """The published entry with exactly this image's bytes and access rights, if it is here.
+
+        None also where its bytes are not proven: a stager does that (`take_back`), or a sweep.
+        """
         entry = self.read(image.key)
         if entry is None or entry.identity != image.identity or entry.access != image.access:
             return None
-        return entry
+        return entry if self.is_proven(image.key) else None
+
+    def is_proven(self, key: str) -> bool:
+        """Whether an entry was written in this boot, or read and compared since.
+
+        It was made durable before it had its name, but disks have been seen to lose confirmed
+        writes in a power cut.
+        """
+        try:
+            return records.read(self.entry_dir(key) / "boot") in (boot_id().encode(), PROVEN)
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+            return False
+
+    def take_back(self, key: str) -> None:
+        """Makes an entry a part again, so that a stager proves it. Under the key's and space lock.
+
+        Nobody sees its file: what is not proven is not served, and a boot ends all redirects.
+        """
+        self.entry_dir(key).rename(self.part_dir(key))
+        (self.part_dir(key) / "entry.json").unlink(missing_ok=True)
 
     def read(self, key: str) -> Entry | None:
         """The record of a published entry; None where there is none, or it is damaged."""
@@ -187,6 +222,7 @@ class Cache:
         (part / "owner.json").unlink(missing_ok=True)
         (part / "waited").unlink(missing_ok=True)
         (part / "boot").write_text(boot_id())
+        os.utime(part / "boot", (entry.created, entry.created))  # when its bytes were last read
         records.sync(part / "image")
         with contextlib.suppress(FileNotFoundError):
             records.sync(part / "map")

@@ -289,7 +289,9 @@ def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tup
         fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         identity = image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))
         try:
-            os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_CLOEXEC)
+            os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except BlockingIOError:  # a lease of its owner's; the rights were checked before that
+            pass
         except PermissionError:
             return _Target(identity, readable=False), []
         return _Target(identity, readable=True), [fd]

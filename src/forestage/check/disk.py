@@ -6,12 +6,13 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.cache import evict
+from forestage.cache import doubt, evict
 from forestage.cache.layout import Cache
 from forestage.check.finding import Finding
 from forestage.check.uses import Used
 from forestage.config import Config
 from forestage.errors import Failed
+from forestage.paths import Places
 from forestage.system import tree as tree
 from forestage.system.tree import Files
 from forestage.units import format_size
@@ -67,6 +68,26 @@ def findings(
             line,
         )
         return
+    if under.quotas:
+        yield Finding(
+            "cache-quota",
+            "warning",
+            f"{under.point} has quotas for users or groups; a copy belongs to its image's owner",
+            "A copy counts against its owner's quota there, also after the job: what they write may"
+            " fail (EDQUOT)",
+            f"{origin}: cache: on a file system without quotas for users and groups (those for"
+            " projects do no harm)",
+        )
+    disk = doubt.known(Places(files.root))
+    if disk.since:
+        yield Finding(
+            "disk-errors",
+            "critical",
+            f"the disk of {config.cache} has lost data: {disk.why}",
+            "No job gets a copy of this node until the sweep has read every entry again; all read"
+            " the shared path",
+            "forestage sweep, or wait for its timer; if it comes again, replace the disk",
+        )
     cache = Cache(files.at(real))
     if not _is_ours(cache.root):
         yield Finding(

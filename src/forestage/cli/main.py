@@ -199,6 +199,8 @@ def verify(
     show(done, view.pieces(done), as_json)
     if done.bad:
         ctx.exit(Exit.BAD)
+    if done.failed:
+        ctx.exit(Exit.FAILED)
 
 
 @main.command()

@@ -31,6 +31,8 @@ REASONS = {
     "evicted-stays": "What was evicted could not be deleted.",
     "lease-damaged": "A lease file on the node cannot be read.",
     "config": "The configuration on the node could not be used: see `forestage config`.",
+    "disk-errors": "The cache's disk has lost data. Nothing is served from it until the sweep has"
+    " read every entry again; jobs read the shared path meanwhile.",
     "cache-not-mounted": "The cache's disk was not mounted: see `forestage status`.",
     "cache-not-ours": "The cache's directory is not root's alone.",
     "cache-format": "The cache was written by another release.",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import evict, redirect
+from forestage.cache import doubt, evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
@@ -91,6 +91,7 @@ def _release(
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(str(stays))
             return Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
+    doubt.look(places, cache, clock)  # this job may have failed for it, the next one need not
     return Released("released", unmounted=count)
 
 

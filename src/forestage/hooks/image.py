@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import image, redirect
+from forestage.cache import doubt, image, redirect
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
@@ -256,6 +256,7 @@ def _refusal(node: Node, job: Job, request: Request) -> Declined | None:
         if job.hints.off:
             return Declined("off", "the job says stage=off")
         node.cache.prepare(node.config.require_mount)
+        doubt.must_not_be(node.places)
     except Declined as declined:
         return declined
     except OSError as error:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from forestage.cache import digest
-from forestage.cache.layout import Cache, Entry
+from forestage.cache.layout import Cache, Entry, open_copy
 from forestage.cache.part import ENTRY_BYTES, Owner, boot_id, chunk_count
 from forestage.system import lock
 
@@ -154,7 +154,9 @@ def _chunk(
             noted = os.pread(digests.fileno(), ENTRY_BYTES, number * ENTRY_BYTES)
         if not any(noted):
             return Pending(start, size) if is_copied else Absent()
-        return Present((directory / "image").open("rb", buffering=0), start, size, noted)
+        return Present(open_copy(directory / "image"), start, size, noted)
+    except BlockingIOError:  # a lease of its owner's: one event loop must not wait for that
+        return Absent()
     except FileNotFoundError:
         # A copy that is queued has no map yet.
         return Pending(start, size) if is_copied and directory.is_dir() else None

@@ -23,10 +23,10 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from forestage import log
-from forestage.cache import readers
+from forestage.cache import doubt, readers
 from forestage.cache.node import Node
 from forestage.config import Peering
-from forestage.errors import ConfigError, ForestageError, PeerError, Problem
+from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
 from forestage.peers import auth, local_chunks, sessions
 from forestage.peers.auth import MAX_TEXT, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
@@ -73,6 +73,8 @@ class Service:
 
     def __init__(self, node: Node, prover: Prover, counters: Counters) -> None:
         self.cache = node.cache
+        self.places = node.places
+        self.clock = node.clock
         self.through = node.places.through
         self.now: Callable[[], float] = node.clock.monotonic
         self.prover = prover
@@ -93,6 +95,9 @@ class Service:
                 self.counters.refused(request.remote or "", refused.why)
             return web.Response(status=refused.status)
         except OSError as error:  # of the cache's disk, or the client has gone
+            if error.errno == errno.EIO:  # it may not read the kernel's log, nor write to the cache
+                with contextlib.suppress(OSError, Failed):
+                    doubt.begin(self.places, self.clock, "the peer service could not read a chunk")
             if not isinstance(error, ConnectionError):
                 self.counters.refused(request.remote or "", str(error))
             if request.transport is not None:  # half of the response may be sent already

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage import events, log, peers, trace
-from forestage.cache import digest, evict, hot, image, readers, space
+from forestage.cache import digest, doubt, evict, hot, image, readers, space
 from forestage.cache.layout import Entry
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
@@ -25,7 +25,7 @@ from forestage.stage import chunks, engines, queue, source
 from forestage.stage.meanwhile import meanwhile
 from forestage.stage.source import Source, Truncated, Unreadable
 from forestage.stage.task import Task
-from forestage.system import lock
+from forestage.system import lock, records
 from forestage.units import format_rate
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         must_be_unchanged(task)
         trace.point("checked")
         _mirror_access(task)
+        doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
         task.node.cache.publish(_entry(task))
     trace.point("published")
 
@@ -101,9 +102,30 @@ def claim(task: Task) -> Owner:
         node.cache.drop_part(task.key)
     # Both at once, so that who asked earlier is also seen earlier by those in the queue.
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        _take_back(task, owner)
         owner = msgspec.structs.replace(owner, since=node.clock.monotonic())
         task.part.write_owner(owner)
     return owner
+
+
+def _take_back(task: Task, owner: Owner) -> None:
+    """Resumes from the entry of an earlier boot, if there is one: its bytes have to be proven.
+
+    To read it from this node's disk is quicker than to read the source, which a whole cluster may
+    do after a restart. What the disk has lost comes from the source, as with any resumed part.
+    """
+    cache = task.node.cache
+    entry = cache.read(task.key)
+    if entry is None or task.part.directory.exists() or cache.is_proven(task.key):
+        return
+    try:
+        digests = records.read(cache.entry_dir(task.key) / "map")
+    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        return
+    is_whole = len(digests) == chunk_count(task.image.size, owner.chunk) * ENTRY_BYTES
+    fits = (entry.engine, entry.chunk) == (owner.engine, owner.chunk) and is_whole
+    if fits and entry.digest and entry.digest == digest.of_image(digests):
+        cache.take_back(task.key)
 
 
 def _open_settled(task: Task) -> Source:

@@ -19,7 +19,7 @@ import msgspec
 from forestage import trace
 from forestage.cache import image, redirect
 from forestage.cache.image import SUPERBLOCK, Access, Facts, Identity, Image
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import Config
@@ -256,7 +256,7 @@ def _copied_head(cache: Cache, wanted: Image) -> bytes:
     try:
         if cache.find(wanted) is None:
             return b""
-        with cache.image(wanted.key).open("rb") as copy:
+        with open_copy(cache.image(wanted.key)) as copy:
             return copy.read(image.SUPERBLOCK)
     except OSError:
         return b""

@@ -15,15 +15,21 @@ NETWORK = {
     *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
 }
 
+_QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 and xfs in mountinfo
+
 
 class Filesystem(msgspec.Struct, frozen=True):
-    """A mount: where, of which kind, from what, on which device (major:minor)."""
+    """A mount: where, of which kind, from what, on which device (major:minor).
+
+    `quotas`: its users or groups have such (mount(8)), whether or not there is a limit for one.
+    """
 
     point: str
     kind: str
     source: str
     device: str
     read_only: bool = False
+    quotas: bool = False
 
     @property
     def network(self) -> bool:
@@ -106,7 +112,8 @@ def listed(mountinfo: str) -> tuple[Filesystem, ...]:
         # A disk with errors goes read-only in the last field alone (errors=remount-ro).
         options = {*line.split(" ")[5].split(","), *of_disk.split(",")}
         read_only = not options.isdisjoint(("ro", "emergency_ro"))
-        found.append(Filesystem(mount.point, kind, source, mount.device, read_only))
+        quotas = any(one.partition("=")[0] in _QUOTAS for one in options)
+        found.append(Filesystem(mount.point, kind, source, mount.device, read_only, quotas))
     return tuple(found)
 
 

@@ -4,12 +4,15 @@
 memory, but for the reading itself.
 """
 
+import contextlib
+import errno
 import os
 from pathlib import Path
 
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, open_copy
 from forestage.cache.readers import Readers
+from forestage.system import lock
 
 
 class _File:
@@ -20,7 +23,7 @@ class _File:
     """
 
     def __init__(self, path: Path, readers: Readers | None) -> None:
-        self._file = path.open("rb", buffering=0)
+        self._file = open_copy(path)
         self.fd = self._file.fileno()
         self.inode = os.fstat(self.fd).st_ino
         self.readers = readers
@@ -47,6 +50,8 @@ class Local:
         self._past: _File | None = None
         self._seen = 0, 0  # the inodes of the marks and of the part's image that are open
         self._dropped = False
+        self._is_evicted = False
+        self.spoilt = 0  # the inode of an entry that gave an I/O error
 
     @property
     def whole(self) -> bool:
@@ -85,6 +90,22 @@ class Local:
         self._past = self._file
         self._file = self.readers = None
 
+    def evict_spoilt(self) -> None:
+        """Evicts the entry that gave an I/O error. Raises OSError, Failed.
+
+        What is open here stays open: its other blocks are right. Redirects, if it has any, go with
+        the next Prolog that names the path.
+        """
+        inode, self.spoilt = self.spoilt, 0
+        with (
+            lock.held(self.cache.space_lock, lock.SPACE_TIMEOUT),
+            contextlib.suppress(FileNotFoundError),  # somebody else was faster
+        ):
+            if self.cache.image(self.image.key).stat().st_ino == inode:
+                self.cache.evict(self.image.key)
+        self._is_evicted = True
+        self.cache.delete_evicted()
+
     def has(self, offset: int, size: int) -> bool:
         file = self._file
         return file is not None and file.has(offset, size)
@@ -104,7 +125,9 @@ class Local:
                 if not count:
                     return False
                 done += count
-        except OSError:  # this node's disk: the source has the same
+        except OSError as error:  # this node's disk: the source has the same
+            if error.errno == errno.EIO and file.readers is None and not self._is_evicted:
+                self.spoilt = file.inode
             return False
         # A stager clears marks before it overwrites anything, and may set them again in between.
         same = before == file.cleared() and file.has(offset, len(into))

@@ -251,9 +251,30 @@ class Server:
                     self._count(read, of_source=False)
                     self._reply(read, buffer[: read.size])
                 else:
-                    self._from_source(read)
+                    self._copy_failed(read)
             self.on_disk.pop((read.line, read.unique), None)
             self.disk_hangs = False
+            if self.local.spoilt:
+                self._evict_spoilt()
+
+    def _copy_failed(self, read: Read) -> None:
+        """Has the source answer; once the entry is what is shown, only if it has the same bytes."""
+        if self.common.whole:
+            with contextlib.suppress(OSError):  # the read will say so
+                facts = os.fstat(self.served.source)
+                if image.identity(facts, self.source_is.path) != self.source_is:
+                    self._reply(read, error=errno.EIO)
+                    return
+        self._from_source(read)
+
+    def _evict_spoilt(self) -> None:
+        """After a bad block: the next job is to have no hit that ends in an I/O error."""
+        key = self.served.image.key
+        try:
+            self.local.evict_spoilt()
+            log.say(f"through key={key} result=evicted detail='it cannot be read'", by_slurm=True)
+        except (Failed, OSError) as error:
+            log.say(f"through key={key} result=failed detail={str(error)!r}", by_slurm=True)
 
     def _read_source(self) -> None:
         buffer = memoryview(mmap.mmap(-1, fuse.MAX_READ))

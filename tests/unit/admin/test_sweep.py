@@ -15,10 +15,12 @@ import pytest
 
 from commands import CHUNK, NOW, Frozen, Site
 from forestage import events
-from forestage.admin import sources, sweep, verify
+from forestage.admin import compare, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
+from forestage.cache import doubt
 from forestage.cache import redirect as redirects
+from forestage.cache.layout import PROVEN
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
@@ -395,7 +397,7 @@ def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -
     (site.node.cache.entry_dir(noteless) / "boot").unlink()  # the crash may have taken it
     done = swept(site)
     assert {one.key: one.result for one in done.verified} == {old: "ok", noteless: "ok"}
-    assert (site.node.cache.entry_dir(old) / "boot").read_bytes() == sweep.PROVEN
+    assert (site.node.cache.entry_dir(old) / "boot").read_bytes() == PROVEN
     spoil(site, old)  # what happens from now on is for `forestage verify`
     assert swept(site).verified == ()
 
@@ -437,7 +439,7 @@ def test_entry_copied_anew_meanwhile_is_not_noted_as_proven(
     monkeypatch.setattr(verify, "verify", slowly)
     assert [one.result for one in swept(site).verified] == ["ok"]
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
-    assert (site.places.root / "old/boot").read_bytes() == sweep.PROVEN
+    assert (site.places.root / "old/boot").read_bytes() == PROVEN
 
 
 def test_entry_that_cannot_be_noted_is_not_verified(
@@ -510,6 +512,80 @@ def test_verifying_stops_after_its_time_and_next_sweep_goes_on(
     read = [[one.key for one in swept(site).verified] for _ in range(3)]
     assert [len(keys) for keys in read] == [1, 1, 0]
     assert {*read[0], *read[1]} == keys
+
+
+# --- what a disk loses later
+
+
+def read_before(site: Site, key: str, seconds: float) -> None:
+    """The entry was last read so long ago."""
+    os.utime(site.node.cache.entry_dir(key) / "boot", (NOW - seconds, NOW - seconds))
+
+
+def test_each_entry_is_read_again_now_and_then_slowly_and_the_oldest_first(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+    real = compare.compare
+
+    def noted(*given: Any) -> compare.Compared:
+        rates.append(given[-1])
+        return real(*given)
+
+    monkeypatch.setattr(compare, "compare", noted)
+    keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
+    for key, days in zip(keys, (8, 9, 6), strict=True):
+        read_before(site, key, days * 86400)
+    spoil(site, keys[0])
+    done = swept(site)
+    assert [(one.key, one.result) for one in done.verified] == [(keys[1], "ok"), (keys[0], "bad")]
+    assert rates == [sweep.PROVE_RATE] * 2
+    assert swept(site).verified == ()
+    assert site.keys() == {keys[1], keys[2]}
+
+
+def doubted(site: Site) -> bool:
+    return bool(doubt.known(site.places).since)
+
+
+def test_doubt_ends_once_every_entry_was_read(site: Site) -> None:
+    keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
+    spoil(site, keys[0])
+    doubt.begin(site.places, site.world.clock, "a bad block")
+    read_before(site, keys[2], -1)  # copied since
+    done = swept(site)
+    assert {one.key: one.result for one in done.verified} == {keys[0]: "bad", keys[1]: "ok"}
+    assert not doubted(site)
+    assert swept(site).verified == ()
+
+
+def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(site: Site) -> None:
+    """It would keep the doubt, and hits away, for ever."""
+    site.publish(site.image("a.sqsh", b"squashfs" * CHUNK), digests=False)
+    doubt.begin(site.places, site.world.clock, "a bad block")
+    (verdict,) = swept(site).verified
+    assert (verdict.result, verdict.evicted) == ("bad", True)
+    assert not doubted(site)
+
+
+def test_doubt_stays_while_an_entry_cannot_be_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish(site.image("a.sqsh"))
+    doubt.begin(site.places, site.world.clock, "a bad block")
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "_open_note", lambda here: os.open("/nowhere", os.O_RDONLY))
+        assert swept(site).problems
+        assert doubted(site)
+    swept(site)
+    assert not doubted(site)
+
+
+def test_dry_run_leaves_the_doubt(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh"))
+    doubt.begin(site.places, site.world.clock, "a bad block")
+    assert swept(site, dry_run=True).unproven == (key,)
+    assert doubted(site)
 
 
 # --- room

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from commands import CHUNK, Site
 from forestage.admin import compare, verify
 from forestage.cache import digest, redirect
+from forestage.cache.layout import Entry
 from forestage.cache.lease import Use
 from forestage.cli.main import World, main
 from forestage.cli.world import Exit
@@ -25,7 +26,7 @@ from forestage.errors import Failed
 from forestage.stage import reading
 from forestage.stage.source import Unreadable
 from forestage.system import lock
-from node import ALICE, BOB, Node, content
+from node import ALICE, BOB, Node, content, leased
 
 DATA = os.urandom(3 * CHUNK + 4711)
 SPOT = CHUNK + 12345
@@ -377,12 +378,16 @@ def test_empty_cache_is_healthy(site: Site) -> None:
 # --- on a node, with redirects and other users
 
 
-def verified(node: Node, code: int = Exit.OK) -> dict[str, Any]:
+def verdicts(node: Node, code: int = Exit.OK) -> list[dict[str, Any]]:
     world = World(node.places, Clock())
     done = CliRunner().invoke(main, ["verify", "--all", "--json"], obj=world)
     assert done.exit_code == code, done.output
-    (verdict,) = json.loads(done.stdout)["verdicts"]
-    return dict(verdict)
+    return list(json.loads(done.stdout)["verdicts"])
+
+
+def verified(node: Node, code: int = Exit.OK) -> dict[str, Any]:
+    (verdict,) = verdicts(node, code)
+    return verdict
 
 
 def spoil_entry(node: Node, key: str) -> None:
@@ -436,3 +441,41 @@ def test_stuck_redirect_does_not_keep_bad_entry(
     assert node.entries() == set()
     assert node.prolog(2, path).outcome.result == "copied"
     assert path.read_bytes() == content()
+
+
+def test_leased_copy_and_failing_entry_keep_no_other_from_being_verified(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [node.put(f"{name}.sqsh", content(seed)) for seed, name in enumerate("abc", 1)]
+    for job, path in enumerate(paths, 1):
+        node.prolog(job, path)
+    real = verify.attribute_errors
+
+    def fails(entry: Entry, fd: int) -> str:
+        if entry.identity.path == str(paths[1]):
+            raise OSError(errno.EUCLEAN, "Structure needs cleaning")
+        return real(entry, fd)
+
+    monkeypatch.setattr(verify, "attribute_errors", fails)
+    with leased(paths[0]) as held:
+        found = verdicts(node, Exit.FAILED)
+        assert held()
+    by_path = {one["path"]: one for one in found}
+    results = [by_path[str(path)]["result"] for path in paths]
+    assert results == ["unverifiable", "unverifiable", "ok"]
+    assert "lease" in by_path[str(paths[0])]["detail"]
+    assert "Structure needs cleaning" in by_path[str(paths[1])]["error"]
+    assert len(node.entries()) == 3
+
+
+def test_copy_that_cannot_be_opened_is_evicted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = node.put("a.sqsh")
+    node.prolog(1, path)
+
+    def fails(copy: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(verify, "open_copy", fails)
+    assert verified(node, Exit.BAD)["evicted"]
+    assert node.entries() == set()
+    assert node.shows_source(path)

@@ -296,6 +296,12 @@ DISK = [
         ),
         "/etc/forestage/conf.d/x.yaml: cache: /mnt/nvme/forestage",
     ),
+    warning("cache-quota", mount_of_cache("/dev/md0 rw", "/dev/md0 rw,usrquota,prjquota")),
+    warning("cache-quota", mount_of_cache("/dev/md0 rw", "/dev/md0 rw,grpjquota=aquota.group")),
+    critical(
+        "disk-errors",
+        wrote("/run/forestage/disk.json", '{"since": 1.0, "why": "nvme0n1 counts 3 media errors"}'),
+    ),
     critical("cache-not-ours", lambda node: node.at("/mnt/nvme/forestage").chmod(0o755)),
     critical("cache-full", wrote("/etc/forestage/conf.d/x.yaml", "min_free: 100%\n")),
     warning("cache-small", lambda node: node.use("/lustre/big.sqsh", 1 << 50)),

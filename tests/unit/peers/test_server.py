@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from forestage.cache import doubt
+from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import PeerError
 from forestage.peers import server
+from forestage.peers.auth import KeyFile
 from forestage.peers.server import Pace
+from forestage.peers.stats import Counters
 
 
 @pytest.fixture
@@ -155,3 +161,18 @@ def test_upload_that_is_late_is_refused_and_takes_no_room(
 def test_upload_without_rate_does_not_wait(slept: list[float]) -> None:
     assert asyncio.run(Pace(None, Now()).wait_turn(1 << 40, 0.0))
     assert slept == []
+
+
+@pytest.mark.parametrize(("error", "is_bad"), [(errno.EIO, True), (errno.ENOSPC, False)])
+def test_chunk_that_the_disk_does_not_give_begins_doubt(
+    staging_node: Node, monkeypatch: pytest.MonkeyPatch, error: int, is_bad: bool
+) -> None:
+    async def fails(request: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    counters = Counters(staging_node.places.peer, 0.0)
+    service = server.Service(staging_node, KeyFile(b"k" * 64), counters)
+    monkeypatch.setattr(service, "_answer", fails)
+    request = SimpleNamespace(remote="n2", transport=None)
+    assert asyncio.run(service.handle(request)).status == 500  # type: ignore[arg-type]
+    assert bool(doubt.known(staging_node.places).since) is is_bad

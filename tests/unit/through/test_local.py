@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forestage.cache.image import Access, Identity, Image
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, Entry
 from forestage.cache.readers import Readers
 from forestage.through import leftover, local
 from forestage.through.local import Local
@@ -79,3 +80,41 @@ def test_marks_are_cleared_before_their_directory_goes(found: Local, tmp_path: P
     leftover.remove(tmp_path / "spot")
     assert not found.has(0, 4096)
     assert not (tmp_path / "spot").exists()
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
+    """An entry that is open, and gives an I/O error from now on."""
+    cache = Cache(tmp_path / "cache")
+    cache.prepare(require_mount=False)
+    part = cache.part(IMAGE.key)
+    part.directory.mkdir()
+    part.image.write_bytes(bytes(IMAGE.size))
+    cache.publish(Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks"))
+    made = Local(cache, IMAGE, tmp_path / "spot")
+    made.look()
+    assert made.whole
+
+    def fails(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    return made
+
+
+def test_entry_that_gives_an_error_is_evicted_once(failing: Local) -> None:
+    assert not failing.read(0, memoryview(bytearray(4096)))
+    assert failing.spoilt
+    failing.evict_spoilt()
+    assert list(failing.cache.entries.iterdir()) == []
+    assert not failing.read(0, memoryview(bytearray(4096)))
+    assert not failing.spoilt
+
+
+def test_newer_copy_of_the_same_image_stays(failing: Local) -> None:
+    failing.read(0, memoryview(bytearray(4096)))
+    copy = failing.cache.image(IMAGE.key)
+    copy.rename(copy.with_name("old"))
+    copy.write_bytes(bytes(IMAGE.size))
+    failing.evict_spoilt()
+    assert copy.exists()
