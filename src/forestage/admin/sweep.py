@@ -129,6 +129,8 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         parts = run.tried(run.dead_parts, stale) or ()
         evicted = run.tried(run.evicted, stale) or ()
         unproven = run.tried(unproven_entries, node) or ()
+        if not dry_run:
+            run.tried(eviction.drop_dead_locks, node.cache)
     verified = () if dry_run else tuple(run.proofs(unproven, progress))
     done = SweepReport(
         dry_run=dry_run,

@@ -281,6 +281,20 @@ def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str
     return tuple(dropped)
 
 
+def drop_dead_locks(cache: Cache) -> None:
+    """Removes the locks of keys that have neither an entry nor a part.
+
+    Needs no lock of the space: a key that comes back this moment has its lock held, or makes a new
+    one.
+    """
+    locks = [file for file in cache.locks.glob("*.lock") if file != cache.space_lock]
+    known = {one.name for above in (cache.entries, cache.parts) for one in above.iterdir()}
+    for file in locks:
+        if file.stem not in known:
+            with contextlib.suppress(OSError):  # something else by that name
+                lock.remove_if_free(file)
+
+
 def _bytes_if_there(directory: Path) -> int:
     try:
         return tree_bytes(directory)

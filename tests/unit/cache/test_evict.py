@@ -356,6 +356,22 @@ def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_
     assert {path.name for path in cache.parts.iterdir()} == {"resumable"}
 
 
+def test_locks_of_keys_that_are_gone_are_removed(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    entry = publish(make_image()).key
+    half(cache, "part", boot_id())
+    for key in (entry, "part", "gone", "begins"):
+        cache.key_lock(key).touch()
+    cache.space_lock.touch()
+    (cache.locks / "folder.lock").mkdir()
+    with lock.held(cache.key_lock("begins"), 0):
+        evict.drop_dead_locks(cache)
+    names = {file.name for file in cache.locks.iterdir()}
+    keys = (entry, "part", "begins", "space", "folder")
+    assert names == {f"{key}.lock" for key in keys}
+
+
 def test_unfinished_part_goes_before_a_whole_entry(
     cache: Cache, leases: Leases, publish: Publish, make_image: Make
 ) -> None:

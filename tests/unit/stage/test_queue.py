@@ -256,6 +256,17 @@ def test_copies_at_once_are_limited_by_max_copies(
     assert ahead(most) is waits
 
 
+@pytest.mark.usefixtures("nobody_stalls")
+def test_one_users_jobs_leave_half_of_the_places_to_others(
+    staging_node: Node, ahead: Waits, others: Add
+) -> None:
+    lease(staging_node, "a", "b", KEY)
+    for key in "ab":
+        others(key, 1.0, placed=True)
+    assert ahead(4)
+    assert not ahead(6)
+
+
 @pytest.mark.parametrize(
     ("placed", "still", "waits"),
     [
