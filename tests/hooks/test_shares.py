@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from forestage.cache import evict
 from forestage.cache.part import MAX_CHUNKS
+from forestage.config import Config
 from node import ALICE, BOB, Node, User, content
 
 MIB = 1 << 20
@@ -117,3 +119,75 @@ def test_second_user_of_an_image_is_noted_at_the_end_of_their_job(node: Node) ->
     node.prolog(2, path, BOB)
     node.epilog(2)
     assert [one.user for one in node.cache.stored_entries()] == [None]
+
+
+def fill(node: Node, size: int) -> None:
+    """Takes so many bytes of the cache's disk, as other data of the site does."""
+    (node.nvme / "enroot").write_bytes(bytes(size))
+
+
+def disk(node: Node) -> tuple[int, int]:
+    """Its bytes, and those that are free."""
+    facts = os.statvfs(node.nvme)
+    return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+
+
+DEFAULTS = {"max_size": None, "min_free": None, "low_watermark": None, "unpack_ratio": None}
+
+
+def test_defaults_leave_half_of_the_disk_and_a_fifth_beside_what_others_take(node: Node) -> None:
+    node.configure(**DEFAULTS)
+    for job in range(1, 13):
+        stage(node, job, (ALICE, BOB)[job % 2], f"alice/{job}", 4 * MIB)
+        assert evict.measure(node.cache, node.cache.stored_entries(), Config()).used < 33 * MIB
+    assert len(node.entries()) > 3
+    fill(node, 26 * MIB)
+    node.prolog(50, comment="stage=off")
+    node.epilog(50)
+    total, free = disk(node)
+    assert free >= total // 5 + 4 * MIB  # a fifth of what the cache may take then
+    assert node.entries()
+
+
+def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
+    """The disk is as full as it may be at rest, and enroot unpacks to it."""
+    keys = staged(node, 1, BOB, 10)
+    node.configure(unpack_ratio=3, min_free="20%")
+    total, free = disk(node)
+    fill(node, free - total // 5 - MIB)
+    path = node.put("bob/1", content(1, IMAGE), BOB)
+    ran = node.prolog(20, node.shared / "bob/10", BOB)
+    assert ran.outcome.result == "hit"
+    assert disk(node)[1] >= total // 5 + 3 * MIB
+    # No more than that, the least recently used first, and not what the job has.
+    assert len(keys - node.entries()) == 2
+    assert ran.outcome.key in node.entries()
+    assert path.exists()
+
+
+def test_job_that_finds_enough_room_to_unpack_evicts_nothing(node: Node) -> None:
+    keys = staged(node, 1, BOB, 10)
+    node.configure(unpack_ratio=3, min_free="20%")
+    node.prolog(20, node.shared / "bob/10", BOB)
+    assert node.entries() == keys
+
+
+def test_nobody_elses_entries_go_for_a_container_above_the_share(node: Node) -> None:
+    keys = staged(node, 1, BOB, 5)
+    path = node.put("alice/image", content(30, MIB))
+    node.prolog(30, path)
+    node.configure(unpack_ratio=100, max_size=ROOM)
+    assert disk(node)[1] < 100 * MIB
+    assert node.prolog(31, path).outcome.result == "hit"
+    assert keys <= node.entries()
+    # His own would go.
+    node.prolog(32, node.shared / "bob/1", BOB)
+    assert len(keys & node.entries()) == 1
+
+
+def test_short_way_knows_how_much_has_to_be_free(node: Node) -> None:
+    path = node.staged(1)
+    node.configure(redirect="spank", unpack_ratio=3, min_free="20%")
+    node.prolog(2, path)
+    lines = node.leases.shown(2).read_text().splitlines()
+    assert f"room\t{round(disk(node)[0] / 5)}\t3" in lines

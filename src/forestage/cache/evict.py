@@ -224,6 +224,26 @@ def make_room(
     return made.victims
 
 
+def leave_room(
+    cache: Cache, leases: Leases, config: Config, need: int, user: int, timeout: float
+) -> tuple[str, ...]:
+    """Evicts until `need` bytes beside `min_free` are free for a job, or as many as may be.
+
+    Returns the keys. It is the user's room: nobody else's entry goes for more than their share.
+    `timeout` in seconds is for the space lock. Raises lock.Busy, Failed, OSError.
+    """
+    with lock.held(cache.space_lock, timeout):
+        stored = cache.stored_entries()
+        under_way = copies(cache)
+        under_way[user] += need
+        room = measure(cache, stored, config)
+        goal = Goal(free=room.min_free + need, used=room.used)
+        made = plan(stored, leases.keys(), room, goal, copies=under_way, user=user)
+        _evict(cache, made)
+    cache.delete_evicted()
+    return made.victims
+
+
 def tidy(
     cache: Cache, leases: Leases, config: Config, timeout: float = lock.SPACE_TIMEOUT
 ) -> tuple[str, ...]:

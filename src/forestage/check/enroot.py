@@ -23,13 +23,13 @@ _OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c:
 
 def findings(files: Files, sources: tuple[str, ...]) -> Iterator[Finding]:
     """Nothing where enroot has no configuration."""
-    settings = _settings(files)
+    known = settings(files)
     yield from _binds(files, sources)
-    yield from _home(files, sources, settings)
-    yield from _left_behind(files, settings)
+    yield from _home(files, sources, known)
+    yield from _left_behind(files, known)
 
 
-def _settings(files: Files) -> dict[str, str]:
+def settings(files: Files) -> dict[str, str]:
     """enroot.conf and what lies beside it: a name, white space, a value that a shell expands."""
     found = {}
     parts = [f"{CONF}.d/{name}" for name in files.names(f"{CONF}.d") if name.endswith(".conf")]

@@ -142,6 +142,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             values.SHARE,
         ),
     ] = Amount(share=0.5)
+    unpack_ratio: Annotated[
+        int,
+        Key(
+            "How many times its size an image takes on that disk unpacked; 0: it is not unpacked.",
+            values.whole(0, 100),
+        ),
+    ] = 3
     redirect: Annotated[
         Redirect, JobKey("How the path shows the copy: bind (whole node), spank (one step), none.")
     ] = "bind"
