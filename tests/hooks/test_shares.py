@@ -165,6 +165,15 @@ def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
     assert path.exists()
 
 
+def test_job_that_declines_staging_evicts_nothing(node: Node) -> None:
+    keys = staged(node, 1, BOB, 10)
+    path = node.shared / "bob/10"
+    node.prolog(20, path, BOB)  # whose redirect has the next job's Prolog look at the image
+    node.configure(unpack_ratio=100)
+    assert node.prolog(21, path, BOB, comment="stage=off").said == ("declined", "off")
+    assert node.entries() == keys
+
+
 def test_job_that_finds_enough_room_to_unpack_evicts_nothing(node: Node) -> None:
     keys = staged(node, 1, BOB, 10)
     node.configure(unpack_ratio=3, min_free="20%")

@@ -123,7 +123,8 @@ def _leave_room(node: Node, job: Job, answers: Sequence[Answer]) -> None:
     For the largest: steps come one after the other, mostly. It is only a favour: a job that finds
     too little has no more without us.
     """
-    found = [answer.image for answer in answers if answer.image]
+    served = [answer for answer in answers if answer.outcome.result not in ("declined", "failed")]
+    found = [answer.image for answer in served if answer.image]
     need = max((room.unpacked(node.cache, node.config, one) for one in found), default=0)
     with contextlib.suppress(ForestageError, OSError):
         if need and not room.is_free(node.cache, node.config, need):
