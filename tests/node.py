@@ -171,6 +171,7 @@ class Node:
             "sources": [str(self.shared)],
             "low_watermark": "100%",
             "min_free": 0,
+            "unpack_ratio": 0,
             "cold": "wait",
             "chunk_size": "1M",  # the smallest, so that small images have several
             **keys,

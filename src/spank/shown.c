@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -20,6 +21,7 @@ struct note {
 	char *event;  /* the rest of this one's JSON */
 	char *say;    /* to the user, or empty */
 	char *answer; /* as a helper would give it */
+	char *room;   /* bytes that stay free on the cache's disk, and the ratio of unpacking */
 };
 
 /* All of a file that only root could write. False where there is none, or more than fits. */
@@ -82,6 +84,8 @@ static bool find(char *text, const char *asked, const char *uid, struct note *no
 			return false;
 		if (strcmp(kind, "events") == 0)
 			note->events = line;
+		else if (strcmp(kind, "room") == 0)
+			note->room = line;
 		else if (strcmp(kind, "boot") == 0 && !same_boot(line))
 			return false;
 		else if (strcmp(kind, "file") == 0 && !unchanged(line))
@@ -93,7 +97,7 @@ static bool find(char *text, const char *asked, const char *uid, struct note *no
 			note->say = strsep(&line, "\t");
 			note->answer = line;
 			if (line && strcmp(of, asked) == 0 && strcmp(whose, uid) == 0)
-				return note->events;
+				return note->events && note->room;
 		}
 	}
 	return false;
@@ -160,6 +164,23 @@ static void write_event(const struct note *note, uint32_t number, long long tota
 	close(fd);
 }
 
+/* Whether a step may unpack the entry on its disk, or a helper has to evict before. */
+static bool has_room(const struct step *step, const char *room)
+{
+	unsigned long long min_free, ratio, free;
+	struct statvfs disk;
+	struct stat st;
+
+	if (step->through) /* its size is not known here, and its copy was made room for */
+		return true;
+	if (sscanf(room, "%llu\t%llu", &min_free, &ratio) != 2 || stat(step->entry, &st) ||
+	    statvfs(step->entry, &disk))
+		return false;
+	free = (unsigned long long)disk.f_bavail * disk.f_frsize;
+	return ratio == 0 ||
+	       (free >= min_free && free - min_free >= ratio * (unsigned long long)st.st_blocks * 512);
+}
+
 /* The entry, opened, or the keeper of the copy that is under way. */
 static bool is_there(const struct step *step, struct copy *copy)
 {
@@ -195,7 +216,7 @@ void recall(const struct asker *who, struct step *step)
 	    understand(note.answer, step) || !step->use)
 		return;
 	/* First what is this node's: a file server that hangs may keep the rest. */
-	if (!is_there(step, &copy) ||
+	if (!is_there(step, &copy) || !has_room(step, note.room) ||
 	    !act_as(who->uid, who->gid, who->count, who->groups))
 		return;
 	bool same = leads_there(step);

@@ -65,7 +65,7 @@ def test_no_more_than_max_copies_at_once_and_the_rest_in_order(
     node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(queue, "STALLED_AFTER", 3600.0)  # who waits at the gate keeps its place
-    node.configure(max_copies=most)
+    node.configure(max_copies=most, max_user_share="100%")
     paths = [node.put(f"alice/{n}.sqsh", image(n)) for n in range(5)]
     points.at("reserved", gate, nth=None)
     hooks = []

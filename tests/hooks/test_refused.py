@@ -81,10 +81,8 @@ def _link_loop(node: Node) -> str:
 
 
 def _too_big_for_the_disk(node: Node) -> str:
-    with open(node.put("alice/it"), "r+b") as file:
-        file.truncate(1 << 40)
-    node.configure(on_error="drain")
-    return str(node.shared / "alice/it")
+    node.configure(on_error="drain", max_size="100K")
+    return str(node.put("alice/it"))
 
 
 def _text(text: str) -> Callable[[Node], str]:

@@ -176,6 +176,20 @@ def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
     assert all(node.shows_source(path) for path in paths)
 
 
+def test_locks_of_images_that_are_gone_are_removed(node: Node, running: Running) -> None:
+    """Each version of each image leaves one."""
+    for job in range(1, 6):
+        node.staged(job, data=content(job))
+        node.epilog(job)
+    kept = sorted(node.entries())[0]
+    for key in node.entries() - {kept}:
+        node.cache.evict(key)
+    assert len(list(node.cache.locks.iterdir())) == 6
+    swept(node, running)
+    names = {file.name for file in node.cache.locks.iterdir()}
+    assert names == {"space.lock", f"{kept}.lock"}
+
+
 def test_lease_names_its_node(node: Node) -> None:
     """Slurm's name for it, by which a job that was requeued to another one is recognised."""
     path = node.staged(7)

@@ -44,7 +44,7 @@ def note(
     result: Result = "hit",
 ) -> None:
     places, leases = Places(step.folder), Leases(LEASES)
-    decided = shown.decided_by(places)
+    decided = [*shown.decided_by(places), "room\t0\t3"]
     leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (Use(KEY),)))
     found = Handled(result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank")
     event = Event(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
@@ -144,6 +144,10 @@ UNUSUAL = {
     "record that is too long": "yes 'image\t' | head -c 65536 >> {leases}/77.shown",
     "record of another release": "sed -i '1s/1/2/' {leases}/77.shown",
     "record of another boot": "sed -i 's/^boot\t.*/boot\tx/' {leases}/77.shown",
+    "record without a word of room": "sed -i '/^room/d' {leases}/77.shown",
+    "record with a damaged word of room": "sed -i 's/^room.*/room\t0/' {leases}/77.shown",
+    "disk without what stays free": "sed -i 's/^room.*/room\t{huge}\t1/' {leases}/77.shown",
+    "disk without room to unpack": "sed -i 's/^room.*/room\t0\t{huge}/' {leases}/77.shown",
     "record with a damaged line": "sed -i 's/^file.*disabled.*/file\t/' {leases}/77.shown",
     "record without what is decided": "sed -i 's/^image\t.*/image\t\t/' {leases}/77.shown",
     "lease that a hook confirmed": "touch {leases}/77.json",
@@ -168,7 +172,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("work", UNUSUAL)
 def test_what_is_unusual_asks_the_helper(noted: Step, work: str) -> None:
     noted.answers("leave\tas the test wants it")
-    noted.run(f"before={UNUSUAL[work].format(noted.folder, key=KEY, leases=LEASES)}")
+    noted.run(f"before={UNUSUAL[work].format(noted.folder, key=KEY, leases=LEASES, huge=10**15)}")
     assert noted.asked() == 1
     assert not Places(noted.folder).events.exists()
 

@@ -49,7 +49,13 @@ class Lab:
     @contextlib.contextmanager
     def opened(cls, node: Node, tmp_path: Path, **config: object) -> Iterator[Lab]:
         """A lab for one test; the next one is in this machine's own boot again."""
-        config = {"low_watermark": "60%", "user_messages": "none", **config}
+        # The model knows nothing of users.
+        config = {
+            "low_watermark": "60%",
+            "max_user_share": "100%",
+            "user_messages": "none",
+            **config,
+        }
         with Boot.told_by(tmp_path / "boot_id") as boot, _cold_starts():
             yield cls(node, boot, **config)
 

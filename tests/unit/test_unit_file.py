@@ -12,7 +12,7 @@ from forestage.cli.world import Exit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "packaging/systemd"
-SERVICES = ("forestage-peer", "forestage-sweep", "forestage-metrics")
+SERVICES = ("forestage-peer", "forestage-sweep", "forestage-metrics", "forestage-room")
 # systemd.exec(5): what gives a service a mount namespace of its own.
 OWN_MOUNTS = re.compile(
     r"^(Private(Tmp|Devices|Mounts|Users|IPC)|Protect\w+|RootDirectory|RootImage|MountFlags|TemporaryFileSystem"
@@ -49,7 +49,13 @@ def test_services_that_see_redirects_have_no_mounts_of_their_own() -> None:
         assert not OWN_MOUNTS.search(unit(f"forestage-{name}.service"))
 
 
-@pytest.mark.parametrize("name", ["sweep", "metrics"])
+def test_room_is_made_wherever_the_sweep_runs() -> None:
+    """`forestage enable` and the admins know of the sweep's timer."""
+    assert "\nWants=forestage-room.timer\n" in unit("forestage-sweep.timer")
+    assert "\nPartOf=forestage-sweep.timer\n" in unit("forestage-room.timer")
+
+
+@pytest.mark.parametrize("name", ["sweep", "metrics", "room"])
 def test_timer_starts_its_service_again_and_again(name: str) -> None:
     timer = unit(f"forestage-{name}.timer")
     assert re.search(r"^OnUnitInactiveSec=\d+min$", timer, re.MULTILINE)

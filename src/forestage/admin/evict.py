@@ -106,7 +106,8 @@ def plan_at_rest(node: Node, leased: frozenset[str]) -> evict.Plan:
     """What evicting to the low watermark would evict now, with these keys leased."""
     stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
-    return evict.plan(stored, leased, room, evict.room_at_rest(room))
+    goal = evict.room_at_rest(room)
+    return evict.plan(stored, leased, room, goal, copies=evict.copies(node.cache))
 
 
 def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:

@@ -143,6 +143,8 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
             doubt.look(node.places, node.cache, node.clock)
             doubt.look_at_media(node.places, node.cache, node.clock)
         due = run.tried(due_entries, node) or ()
+        if not dry_run:
+            run.tried(eviction.drop_dead_locks, node.cache)
     verified = () if dry_run else tuple(run.proofs(due, progress))
     if made and not dry_run:
         run.tried(end_doubt, node)

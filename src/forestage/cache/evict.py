@@ -1,13 +1,15 @@
 """Evicts entries: a pure plan from what is here, who uses it and the room, and its execution.
 
-Order: damaged entries, superseded ones, then the least recently used; leased and pinned ones never
-(only admin/verify removes those, if their bytes are wrong).
+Order: damaged entries, superseded ones, those of users who take more than their share, then the
+least recently used; leased and pinned ones never (only admin/verify removes those, if their bytes
+are wrong). For a user above their share nobody else's entry goes.
 Plans are made and entries renamed away under the space lock; their bytes are deleted outside it.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,15 +22,22 @@ from forestage.errors import Declined
 from forestage.system import lock
 from forestage.units import format_size
 
+NOBODY: Mapping[int, int] = {}
+
 
 class Room(msgspec.Struct, frozen=True):
-    """Bytes: free on the file system, used by the cache, and the limits of the configuration."""
+    """Bytes: free on the file system, used by the cache, and the limits of the configuration.
+
+    `low` and `share` (of one user) are parts of what the cache may take: `max_size`, or less where
+    others have filled the disk.
+    """
 
     free: int
     used: int
     max_size: int
     min_free: int
     low: int
+    share: int
 
 
 class Goal(msgspec.Struct, frozen=True):
@@ -62,26 +71,56 @@ def plan(
     room: Room,
     goal: Goal,
     superseded_path: str = "",
+    copies: Mapping[int, int] = NOBODY,
+    user: int | None = None,
 ) -> Plan:
-    """Pure: the entries to evict, in order.
+    """Pure: the entries to evict, in order; `user` is who asks for room, None where nobody does.
 
     Damaged entries go first, then superseded ones (an older identity of a path that has a newer
-    entry, or of `superseded_path`), then the least recently used. Leased and pinned ones never.
+    entry, or of `superseded_path`), then those of users above their share until they are within it,
+    then the least recently used. The last only if `user` is not above theirs. Leased and pinned
+    entries never go.
+
+    A user takes what is only theirs: entries that nobody else has used, and `copies`, the bytes
+    that their copies will have. Root has no share to keep to: what it warms is for all.
     """
     everything = list(stored)
     old = superseded(everything, superseded_path)
-    candidates = sorted(
+    left = sorted(
         (s for s in everything if s.key not in leased and not s.pinned),
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
     )
+    taken = _taken(everything, copies)
     victims: list[str] = []
     freed = 0
-    for candidate in candidates:
-        if _met(room, goal, freed):
-            break
-        victims.append(candidate.key)
-        freed += candidate.bytes
+
+    def is_above(user: int | None) -> bool:
+        return bool(user) and taken[user or 0] > room.share
+
+    def pick(may_go: Callable[[StoredEntry], bool]) -> None:
+        nonlocal left, freed
+        stay = []
+        for one in left:
+            if _met(room, goal, freed) or not may_go(one):
+                stay.append(one)
+                continue
+            victims.append(one.key)
+            freed += one.bytes
+            taken[one.user or 0] -= one.bytes
+        left = stay
+
+    pick(lambda one: one.entry is None or one.key in old)
+    pick(lambda one: is_above(one.user))
+    pick(lambda one: not is_above(user))
     return Plan(tuple(victims), freed, _met(room, goal, freed))
+
+
+def _taken(stored: Iterable[StoredEntry], copies: Mapping[int, int]) -> Counter[int]:
+    """Pure: the bytes that are only one user's, by their uid."""
+    taken = Counter(copies)
+    for one in stored:
+        taken[one.user or 0] += one.bytes
+    return taken
 
 
 def _met(room: Room, goal: Goal, freed: int) -> bool:
@@ -123,22 +162,38 @@ def at_least(cache: Cache, config: Config) -> Room:
 def _room(cache: Cache, config: Config, used: int) -> Room:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
+    free = disk.f_bavail * disk.f_frsize
     max_size = config.max_size.of(total)
+    min_free = config.min_free.of(total)
+    # Evicting does not change it: what is no longer used is free.
+    may_take = max(0, min(max_size, used + free - min_free))
     return Room(
-        free=disk.f_bavail * disk.f_frsize,
+        free=free,
         used=used,
         max_size=max_size,
-        min_free=config.min_free.of(total),
-        low=config.low_watermark.of(max_size),
+        min_free=min_free,
+        low=config.low_watermark.of(may_take),
+        share=config.max_user_share.of(may_take),
     )
 
 
+def copies(cache: Cache) -> Counter[int]:
+    """The bytes on disk of the copies under way, by the uid of the user each is for."""
+    found: Counter[int] = Counter()
+    for directory in cache.parts.iterdir():
+        owner = Part(directory).owner()
+        if owner is not None:
+            found[owner.uid] += _bytes_if_there(directory)
+    return found
+
+
 def make_room(
-    cache: Cache, leases: Leases, config: Config, path: str, size: int
+    cache: Cache, leases: Leases, config: Config, path: str, size: int, user: int | None = None
 ) -> tuple[str, ...]:
     """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
-    Raises Declined, and evicts nothing, where even everything evictable would not do.
+    `user` is the uid of who asks. Raises Declined, and evicts nothing, where even everything that
+    may go for them would not do.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         room = at_least(cache, config)
@@ -153,14 +208,37 @@ def make_room(
             room = measure(cache, stored, config)
         if _met(room, goal, 0):
             return ()
-        made = plan(stored, leases.keys(), room, goal, path)
+        under_way = copies(cache)
+        under_way[user or 0] += size
+        made = plan(stored, leases.keys(), room, goal, path, under_way, user)
         if not made.enough:
             raise Declined(
                 "no-room",
                 f"needs {format_size(size)}; {format_size(room.free)} are free, of which"
                 f" {format_size(room.min_free)} stay so, and {format_size(made.freed)} can be"
-                f" evicted (the cache may take {format_size(room.max_size)})",
+                f" evicted (the cache may take {format_size(room.max_size)}, one user"
+                f" {format_size(room.share)} where others' entries would have to go)",
             )
+        _evict(cache, made)
+    cache.delete_evicted()
+    return made.victims
+
+
+def leave_room(
+    cache: Cache, leases: Leases, config: Config, need: int, user: int, timeout: float
+) -> tuple[str, ...]:
+    """Evicts until `need` bytes beside `min_free` are free for a job, or as many as may be.
+
+    Returns the keys. It is the user's room: nobody else's entry goes for more than their share.
+    `timeout` in seconds is for the space lock. Raises lock.Busy, Failed, OSError.
+    """
+    with lock.held(cache.space_lock, timeout):
+        stored = cache.stored_entries()
+        under_way = copies(cache)
+        under_way[user] += need
+        room = measure(cache, stored, config)
+        goal = Goal(free=room.min_free + need, used=room.used)
+        made = plan(stored, leases.keys(), room, goal, copies=under_way, user=user)
         _evict(cache, made)
     cache.delete_evicted()
     return made.victims
@@ -181,7 +259,8 @@ def tidy(
         if not _met(room, room_at_rest(room), 0):
             stored = cache.stored_entries()
             room = measure(cache, stored, config)
-            made = plan(stored, leases.keys(), room, room_at_rest(room))
+            goal = room_at_rest(room)
+            made = plan(stored, leases.keys(), room, goal, copies=copies(cache))
             _evict(cache, made)
             victims = made.victims
     cache.delete_evicted()
@@ -220,6 +299,20 @@ def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str
             cache.drop_part(part.directory.name)
             dropped.append(part.directory.name)
     return tuple(dropped)
+
+
+def drop_dead_locks(cache: Cache) -> None:
+    """Removes the locks of keys that have neither an entry nor a part.
+
+    Needs no lock of the space: a key that comes back this moment has its lock held, or makes a new
+    one.
+    """
+    locks = [file for file in cache.locks.glob("*.lock") if file != cache.space_lock]
+    known = {one.name for above in (cache.entries, cache.parts) for one in above.iterdir()}
+    for file in locks:
+        if file.stem not in known:
+            with contextlib.suppress(OSError):  # something else by that name
+                lock.remove_if_free(file)
 
 
 def _bytes_if_there(directory: Path) -> int:

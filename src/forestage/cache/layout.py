@@ -1,7 +1,9 @@
 """The cache on the node's disk: its layout, look-up, and publishing a finished copy.
 
     <root>/CACHEDIR.TAG  format
-    <root>/entries/<key>/{image, map, entry.json, boot, used, pinned}  used: mtime is the last use
+    <root>/entries/<key>/{image, map, entry.json, boot, used, pinned}
+                         used: mtime is the last use, the text the uid of the only user so far;
+                         empty from the second user on, so that it has one size and no race
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
     <root>/evicted/<key>.<n>                     evicted, soon deleted
     <root>/locks/{<key>.lock, space.lock}
@@ -53,6 +55,7 @@ class StoredEntry(msgspec.Struct, frozen=True):
     """A directory below entries/: `bytes` on disk, `used` in seconds since the epoch.
 
     `entry` is None where entry.json cannot be read; such a one is never served, only evicted.
+    `user` is the uid of the only user so far, None where several used it or nobody knows.
     """
 
     key: str
@@ -60,6 +63,7 @@ class StoredEntry(msgspec.Struct, frozen=True):
     used: float
     pinned: bool
     entry: Entry | None
+    user: int | None = None
 
 
 def open_copy(path: Path) -> io.FileIO:
@@ -207,18 +211,20 @@ class Cache:
             used=_mtime(directory / "used", directory),
             pinned=(directory / "pinned").exists(),
             entry=self.read(directory.name),
+            user=_only_user(directory / "used"),
         )
 
-    def publish(self, entry: Entry) -> None:
+    def publish(self, entry: Entry, user: int | None = None) -> None:
         """Turns the finished part into an entry. The caller holds the key's lock.
 
-        The image's bytes must be complete; they are made durable here, before the name is.
+        The image's bytes must be complete; they are made durable here, before the name is. `user`
+        is the uid of the first user.
         """
         part = self.part_dir(entry.key)
         (part / "spare").unlink(missing_ok=True)  # what is written next may need its room
         self.part(entry.key).forget_peers()
         records.write(part / "entry.json", msgspec.json.encode(entry))
-        records.write(part / "used", b"")
+        records.write(part / "used", b"" if user is None else b"%d" % user)
         (part / "owner.json").unlink(missing_ok=True)
         (part / "waited").unlink(missing_ok=True)
         (part / "boot").write_text(boot_id())
@@ -232,9 +238,13 @@ class Cache:
         part.rename(self.entry_dir(entry.key))
         records.sync_directory(self.entries)
 
-    def touch(self, key: str, now: float) -> None:
-        """Notes a use at `now` (seconds since the epoch)."""
-        os.utime(self.entry_dir(key) / "used", (now, now), follow_symlinks=False)
+    def touch(self, key: str, now: float, user: int | None = None) -> None:
+        """Notes a use at `now` (seconds since the epoch), by the user with this uid."""
+        used = self.entry_dir(key) / "used"
+        if user is not None and _only_user(used) not in (None, user):
+            with contextlib.suppress(OSError):  # only a matter of shares
+                os.truncate(used, 0)
+        os.utime(used, (now, now), follow_symlinks=False)
 
     def evict(self, key: str) -> None:
         """Moves an entry away by one rename; `delete_evicted` deletes it later.
@@ -328,6 +338,13 @@ def _mtime(path: Path, otherwise: Path) -> float:
         return os.lstat(path).st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return os.lstat(otherwise).st_mtime
+
+
+def _only_user(used: Path) -> int | None:
+    try:
+        return int(records.read(used) or b"x")
+    except (OSError, ValueError, records.Damaged):
+        return None
 
 
 def _short(text: bytes) -> str:

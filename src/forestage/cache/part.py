@@ -24,10 +24,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from forestage.cache.image import Image
+from forestage.errors import Declined
 from forestage.system import records
+from forestage.units import format_size
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
+MAX_CHUNKS = (
+    1 << 18
+)  # of an image: a copy of so many takes 80 MiB of memory, with 16 MiB each 4 TiB
 MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not asked of peers
 HOT_PIECE = 1024 * 1024  # bytes
 Phase = Literal["queued", "copying"]
@@ -161,11 +166,12 @@ class Part:
         return now - max(times)
 
     def allocated(self) -> int:
-        """Bytes of disk that the image's file has."""
-        try:
-            return os.lstat(self.image).st_blocks * 512
-        except (FileNotFoundError, NotADirectoryError):
-            return 0
+        """Bytes of disk that image and map have."""
+        blocks = 0
+        for file in (self.image, self.map):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                blocks += os.lstat(file).st_blocks
+        return blocks * 512
 
     def resumable_in(self, boot: str) -> bool:
         """Whether somebody could go on with it in this boot."""
@@ -195,6 +201,21 @@ class Part:
 def chunk_count(size: int, chunk: int) -> int:
     """Pure: how many chunks an image of `size` bytes has."""
     return -(-size // chunk)
+
+
+def must_be_countable(image: Image, chunk: int) -> None:
+    """Pure: raises Declined for an image of more than MAX_CHUNKS.
+
+    What a copy takes of memory grows with their number, and a file of 8 PiB takes its user no more
+    than a truncate(1). So this comes before a lease, a keeper or a stager.
+    """
+    if chunk_count(image.size, chunk) > MAX_CHUNKS:
+        raise Declined(
+            "too-large",
+            f"{image.path} has {format_size(image.size)}, more than {MAX_CHUNKS} chunks of"
+            f" {format_size(chunk)}",
+            "the admin can set a larger `chunk_size:`",
+        )
 
 
 def missing_chunks(digests: bytes, size: int, chunk: int) -> list[int]:

@@ -6,12 +6,14 @@
     boot    BOOT-ID
     events  PATH                                       where a step is noted
     file    PATH  INODE  SIZE  MTIME_NS  CTIME_NS      must still be so; zeros: must not be there
+    room    MIN_FREE  RATIO                            bytes; times the entry's, for what unpacks it
     image   ASKED  UID  EVENT  SAY  use  ENTRY  PATH  INODE  SIZE  MTIME_NS  CTIME_NS  TELL
 
-The files are those of the configuration, the off switch, and, last, the lease: whatever a hook
-changes in it makes the record void. So a race with a hook costs a helper's run, never more. The
-end of an image's line is the helper's answer (hooks/step.py), EVENT the rest of its event's JSON,
-SAY a line for the user. `src/spank/shown.c` reads this.
+Where less than both is free on the entry's disk, the helper is asked, which evicts. The files are
+those of the configuration, the off switch, and, last, the lease: whatever a hook changes in it
+makes the record void. So a race with a hook costs a helper's run, never more. The end of an image's
+line is the helper's answer (hooks/step.py), EVENT the rest of its event's JSON, SAY a line for the
+user. `src/spank/shown.c` reads this.
 """
 
 import contextlib
@@ -21,8 +23,11 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.cache import room
+from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.part import boot_id
+from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import Places
 from forestage.system import records
@@ -60,10 +65,15 @@ def decided_by(places: Places) -> list[str]:
     return []
 
 
+def of_room(cache: Cache, config: Config) -> str:
+    """Returns the line that says how much has to be free for a step that unpacks an image."""
+    return _line("room", room.min_free(cache, config), config.unpack_ratio)
+
+
 def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Shown]) -> None:
     """Adds images to a job's record, if its lease holds them. Under the space lock.
 
-    `decided` is from before they were handled. Raises Failed, OSError.
+    `decided` is from before they were handled, and what `of_room` says. Raises Failed, OSError.
     """
     lease = leases.read(job)
     if lease is None or lease.off or not decided:

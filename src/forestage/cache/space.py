@@ -33,6 +33,18 @@ def data_chunks(source: int, size: int, chunk: int) -> set[int]:
     return found
 
 
+def needed(size: int, chunk: int, data: set[int]) -> int:
+    """Pure: the bytes that `reserve` takes for the image and its map; holes take none."""
+    last = chunk_count(size, chunk) - 1
+    short = (last + 1) * chunk - size if last in data else 0
+    return len(data) * chunk - short + map_bytes(size, chunk)
+
+
+def map_bytes(size: int, chunk: int) -> int:
+    """Pure: the length of the map of an image of `size` bytes."""
+    return chunk_count(size, chunk) * ENTRY_BYTES
+
+
 def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
     """Makes the part's files and takes their space at once. Raises OSError (ENOSPC)."""
     with opened(part.image) as fd:
@@ -47,8 +59,8 @@ def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
 def reserve_small(part: Part, size: int, chunk: int) -> None:
     """Takes the space of all but the image. Raises OSError (ENOSPC)."""
     with opened(part.map) as fd:
-        allocate(fd, 0, chunk_count(size, chunk) * ENTRY_BYTES)
-        os.ftruncate(fd, chunk_count(size, chunk) * ENTRY_BYTES)
+        allocate(fd, 0, map_bytes(size, chunk))
+        os.ftruncate(fd, map_bytes(size, chunk))
     with opened(part.spare) as fd:
         allocate(fd, 0, SPARE)
 

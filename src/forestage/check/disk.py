@@ -13,6 +13,7 @@ from forestage.check.uses import Used
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import Places
+from forestage.slurm import enroot
 from forestage.system import tree as tree
 from forestage.system.tree import Files
 from forestage.units import format_size
@@ -97,7 +98,7 @@ def findings(
             "Nothing is staged: others could change what jobs read",
             f"chown root: {config.cache}; chmod 0700 {config.cache} (if nobody else uses it)",
         )
-    yield from _room(cache, config, images, origin)
+    yield from _room(files, cache, config, images, origin)
 
 
 def _is_ours(root: Path) -> bool:
@@ -110,7 +111,30 @@ def _is_ours(root: Path) -> bool:
     return owned and not facts.st_mode & 0o077
 
 
-def _room(cache: Cache, config: Config, images: tuple[Used, ...], origin: str) -> Iterator[Finding]:
+def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -> Iterator[Finding]:
+    """Where enroot unpacks to the cache's disk: whether jobs find room there."""
+    told = enroot.settings(files.text, files.names).get("ENROOT_DATA_PATH", "")
+    fixed = told.partition("$")[0].rstrip("/")  # ${UID}, $HOME: what is above them tells the disk
+    mounted = files.filesystems()
+    disk = tree.under(mounted, files.real(config.cache))
+    if not fixed.startswith("/") or disk != tree.under(mounted, files.real(fixed)):
+        return
+    if config.unpack_ratio and min_free:
+        return
+    yield Finding(
+        "enroot-beside",
+        "warning",
+        f"enroot unpacks to {told}, on the cache's disk, and"
+        f" {'no room is made for it' if min_free else 'min_free is 0'}",
+        "A container that finds the disk full fails (no space left on device), which it would not"
+        " without the cache",
+        f"{origin}: " + ("unpack_ratio: 3" if min_free else "min_free: 20%"),
+    )
+
+
+def _room(
+    files: Files, cache: Cache, config: Config, images: tuple[Used, ...], origin: str
+) -> Iterator[Finding]:
     """What entries may take if all others are evicted, compared with the largest image."""
     above = cache.root
     while not above.exists() and above != above.parent:
@@ -125,6 +149,7 @@ def _room(cache: Cache, config: Config, images: tuple[Used, ...], origin: str) -
         used = evict.measure(cache, cache.stored_entries(), config).used
     room = min(config.max_size.of(total), used + free - config.min_free.of(total))
     largest = max(images, key=lambda image: image.size, default=Used(""))
+    yield from _unpacked_beside(files, config, config.min_free.of(total), origin)
     if room <= 0:
         yield Finding(
             "cache-full",

@@ -124,13 +124,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_size: Annotated[
         Amount, Key("The most the cache may take: a size, or a share of its disk.", values.CAPACITY)
-    ] = Amount(share=0.9)
+    ] = Amount(share=0.6)
     min_free: Annotated[
         Amount, Key("What always stays free on that disk: a size, or a share.", values.AMOUNT)
-    ] = Amount(share=0.05)
+    ] = Amount(share=0.2)
     low_watermark: Annotated[
-        Amount, Key("The Epilog and the timer evict down to this share of max_size.", values.SHARE)
+        Amount,
+        Key(
+            "At rest the cache takes this share of its room: max_size, or what others leave it.",
+            values.SHARE,
+        ),
     ] = Amount(share=0.8)
+    max_user_share: Annotated[
+        Amount,
+        Key(
+            "For more than this share of room and copies, a user takes nothing from others.",
+            values.SHARE,
+        ),
+    ] = Amount(share=0.5)
+    unpack_ratio: Annotated[
+        int,
+        Key(
+            "How many times its size an image takes on that disk unpacked; 0: it is not unpacked.",
+            values.whole(0, 100),
+        ),
+    ] = 3
     redirect: Annotated[
         Redirect, JobKey("How the path shows the copy: bind (whole node), spank (one step), none.")
     ] = "bind"

@@ -12,7 +12,7 @@ REASONS = {
     "empty": "There is nothing to copy.",
     "below-bind": "A redirect would have kept the job's container from starting.",
     "too-many": "The job holds as many images on this node as one job may.",
-    "too-large": "The image is above the admin's `max_image_size:`.",
+    "too-large": "The image is above the admin's `max_image_size:`, or has too many chunks.",
     "source-error": "The shared file system gave an error.",
     "source-hangs": "The shared file system did not answer in time.",
     "no-room": "The cache could not make room: what it holds is leased or pinned, the image is"

@@ -111,4 +111,4 @@ def _note_use(cache: Cache, lease: Lease, now: float) -> None:
     """The end of a job is a use as well: a week-long job's image is not the least recently used."""
     for use in lease.uses:
         if cache.read(use.key) is not None:
-            cache.touch(use.key, now)
+            cache.touch(use.key, now, lease.user.uid)

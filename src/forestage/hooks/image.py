@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import doubt, image, redirect
+from forestage.cache import doubt, image, redirect, room
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
@@ -113,7 +113,26 @@ def handle(
     """
     runs = [_run(node, job, request, limit, refusal) for request in requests]
     begun = [next(run) for run in runs]
-    return [answer or next(filter(None, run)) for answer, run in zip(begun, runs, strict=True)]
+    answers = [answer or next(filter(None, run)) for answer, run in zip(begun, runs, strict=True)]
+    _leave_room(node, job, answers)
+    return answers
+
+
+def _leave_room(node: Node, job: Job, answers: Sequence[Answer]) -> None:
+    """Evicts for what the job's containers take if enroot unpacks them on the cache's disk.
+
+    For the largest: steps come one after the other, mostly. It is only a favour: a job that finds
+    too little has no more without us.
+    """
+    served = [answer for answer in answers if answer.outcome.result not in ("declined", "failed")]
+    found = [answer.image for answer in served if answer.image]
+    need = max((room.unpacked(node.cache, node.config, one) for one in found), default=0)
+    with contextlib.suppress(ForestageError, OSError):
+        if need and not room.is_free(node.cache, node.config, need):
+            # Mostly there is enough.
+            from forestage.cache import evict
+
+            evict.leave_room(node.cache, node.leases, node.config, need, job.user.uid, GIVE_UP)
 
 
 def _run(

@@ -205,6 +205,8 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
             contextlib.suppress(ForestageError, OSError),
             lock.held(node.cache.space_lock, image.GIVE_UP),
         ):
+            if decided:
+                decided = [*decided, shown.of_room(node.cache, node.config)]
             shown.note(node.leases, job.id, decided, images)
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """Brings a source into a part, from wherever the part already is."""
 
+    def needs(self, source: Source) -> int:
+        """The bytes of disk that image and map will take in all."""
+
     def reserve(self, source: Source, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
 
@@ -45,6 +48,10 @@ class Chunks:
     def __init__(self, tuning: Tuning, downloads: int = 8) -> None:
         self.tuning = tuning
         self.downloads = downloads
+
+    def needs(self, source: Source) -> int:
+        data = space.data_chunks(source.buffered, source.size, self.tuning.chunk)
+        return space.needed(source.size, self.tuning.chunk, data)
 
     def reserve(self, source: Source, part: Part) -> None:
         data = space.data_chunks(source.buffered, source.size, self.tuning.chunk)
@@ -76,6 +83,9 @@ class Rsync:
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
+
+    def needs(self, source: Source) -> int:
+        return source.size + space.map_bytes(source.size, self.tuning.chunk)
 
     def reserve(self, source: Source, part: Part) -> None:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.

@@ -61,6 +61,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     trace.point("claimed")
     owner = queue.wait_turn(task.node, task.key, owner, stop)
     opened = _open_settled(task)
+    _make_room(task, opened, figures)
     with contextlib.suppress(OSError):  # only a matter of speed
         hot.inherit(task.node.cache, task.image)
     owner = _begin(task, owner)
@@ -80,7 +81,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         trace.point("checked")
         _mirror_access(task)
         doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
-        task.node.cache.publish(_entry(task))
+        task.node.cache.publish(_entry(task), task.job.user.uid)
     trace.point("published")
 
 
@@ -173,21 +174,29 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
     return len(wrong)
 
 
+def _make_room(task: Task, opened: Source, figures: Figures) -> None:
+    """Makes room for what the copy will allocate, or raises Declined before it is begun.
+
+    Holes of the source cost nothing: who wrote no bytes must not evict what others did.
+    """
+    node = task.node
+    need = max(0, engines.of(node.config).needs(opened) - task.part.allocated())
+    figures.evicted += evict.make_room(
+        node.cache, node.leases, node.config, task.image.path, need, task.job.user.uid
+    )
+
+
 def _reserve(task: Task, opened: Source, figures: Figures) -> None:
-    """Makes room and takes it at once, so that no copy fails half-way for want of space."""
-    node, engine = task.node, engines.of(task.node.config)
-    for attempt in (1, 2):
-        need = max(0, task.image.size - task.part.allocated())
-        victims = evict.make_room(node.cache, node.leases, node.config, task.image.path, need)
-        figures.evicted += victims
-        try:
-            engine.reserve(opened, task.part)
-        except OSError as error:
-            # Another copy, or somebody else on this disk, was faster; look once more.
-            if error.errno != errno.ENOSPC or attempt == 2:
-                raise
-        else:
-            return
+    """Takes the room at once, so that no copy fails half-way for want of space."""
+    engine = engines.of(task.node.config)
+    try:
+        engine.reserve(opened, task.part)
+    except OSError as error:
+        # Another copy, or somebody else on this disk, was faster; look once more.
+        if error.errno != errno.ENOSPC:
+            raise
+        _make_room(task, opened, figures)
+        engine.reserve(opened, task.part)
 
 
 @contextlib.contextmanager

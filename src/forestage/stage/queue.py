@@ -8,8 +8,10 @@
                                                         place up to whoever does
 
 Among copies of one need, a user with fewer copies under way goes first, then who asked first. A
-copy that a job needs keeps its place until it ends, or stalls. Each stager judges for itself, from
-the same records; places are taken under the space lock.
+copy that a job needs keeps its place until it ends, or stalls: so the copies that one user's jobs
+need get no more than `max_user_share` of the places, one at least, and the others are there when
+somebody else asks. Each stager judges for itself, from the same records; places are taken under the
+space lock.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ import msgspec
 from forestage.cache import readers
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
+from forestage.config import Config
 from forestage.errors import Failed, Stopped
 from forestage.stage.meanwhile import meanwhile
 from forestage.system import lock
@@ -47,17 +50,32 @@ class Copy(msgspec.Struct, frozen=True):
     placed: bool = False
 
 
-def turn(key: str, copies: Sequence[Copy], places: int) -> Turn:
-    """Pure: what the copy of this key does now; `places` copies may be under way at once."""
+def turn(key: str, copies: Sequence[Copy], places: int, share: int) -> Turn:
+    """Pure: what the copy of this key does now; `places` copies may be under way at once.
+
+    Of these, one user's jobs get `share` for copies that they need.
+    """
     placed = [copy for copy in copies if copy.placed]
-    queue = in_line(copies)
     free = max(0, places - len(placed))
     if any(copy.key == key for copy in placed):
-        needed = sum(copy.need != "none" for copy in queue)
         idle = sorted((c for c in placed if c.need == "none"), key=lambda c: (-c.since, c.key))
+        begin = _beginning(copies, free + len(idle), share)
+        needed = sum(copy.need != "none" for copy in begin)
         gives_way = [copy.key for copy in idle][: max(0, needed - free)]
         return "stop" if key in gives_way else "go"
-    return "go" if key in [copy.key for copy in queue][:free] else "wait"
+    return "go" if key in [copy.key for copy in _beginning(copies, free, share)] else "wait"
+
+
+def _beginning(copies: Sequence[Copy], free: int, share: int) -> list[Copy]:
+    """Pure: those that begin if so many places are free."""
+    # What nobody needs gives way, and so holds nothing up.
+    busy = Counter(copy.uid for copy in copies if copy.placed and copy.need != "none")
+    begin: list[Copy] = []
+    for copy in in_line(copies):
+        if len(begin) < free and (copy.need == "none" or busy[copy.uid] < share):
+            begin.append(copy)
+            busy[copy.uid] += copy.need != "none"
+    return begin
 
 
 def in_line(copies: Sequence[Copy]) -> list[Copy]:
@@ -74,12 +92,20 @@ def in_line(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def begins_after(
-    key: str, copies: Sequence[Copy], places: int, left: Mapping[str, float | None]
+    key: str, copies: Sequence[Copy], places: int, share: int, left: Mapping[str, float | None]
 ) -> float:
     """Pure: seconds, at least, until the copy of this key, which waits, has a place.
 
     `left` is what each copy under way needs until its end; None where that cannot be said.
     """
+    (own,) = (copy for copy in copies if copy.key == key)
+    mine = [copy for copy in copies if copy.uid == own.uid]
+    return max(_free_after(key, copies, places, left), _free_after(key, mine, share, left))
+
+
+def _free_after(
+    key: str, copies: Sequence[Copy], places: int, left: Mapping[str, float | None]
+) -> float:
     # Those that nobody needs give way.
     ends = sorted(left.get(c.key) or 0.0 for c in copies if c.placed and c.need != "none")
     ahead = [copy.key for copy in in_line(copies)].index(key)
@@ -102,7 +128,12 @@ def wait_turn(node: Node, key: str, owner: Owner, stop: threading.Event) -> Owne
 
 
 def _turn(node: Node, key: str) -> Turn:
-    return turn(key, gather(node, key), node.config.max_copies)
+    return turn(key, gather(node, key), node.config.max_copies, share(node.config))
+
+
+def share(config: Config) -> int:
+    """Pure: how many of the places the copies get that one user's jobs need."""
+    return max(1, config.max_user_share.of(config.max_copies))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from forestage import trace
-from forestage.cache import image, redirect
+from forestage.cache import image, part, redirect
 from forestage.cache.image import SUPERBLOCK, Access, Facts, Identity, Image
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
@@ -246,6 +246,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
             key = found.image.key if found.image else ""
             redirect.unmount_stale(node.cache, frozenset((path, found.path)), key, user, end)
         judged = image.judge(found, node.config.max_image_size)
+        part.must_be_countable(judged, node.config.chunk_size)
         if binds:
             image.must_be_squashfs(found)
         yield OpenImage(judged, user, -1, line)

@@ -189,7 +189,9 @@ class Eta:
         if self.key not in (copy.key for copy in copies if not copy.placed):
             return 0.0  # it has a place by now, or has ended
         left = {copy.key: self._left(copy.key) for copy in copies if copy.placed}
-        return queue.begins_after(self.key, copies, self.node.config.max_copies, left)
+        config = self.node.config
+        share = queue.share(config)
+        return queue.begins_after(self.key, copies, config.max_copies, share, left)
 
     def _left(self, key: str) -> float | None:
         """Seconds that another copy needs, at its rate so far."""

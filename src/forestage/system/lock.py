@@ -2,6 +2,11 @@
 
 Order, where both are held: key first, then space. Space is held for milliseconds only, and never
 across a look at the shared file system.
+
+A lock file goes only while it is held, by `remove_if_free`. Whoever has opened it before gets the
+lock of a file without a name then, sees that by st_nlink, and opens the path again:
+
+    A opens the file     R locks it, unlinks it, lets it go     A locks it: st_nlink is 0, once more
 """
 
 import contextlib
@@ -28,7 +33,7 @@ class Busy(Failed):
 def held(path: Path, timeout: float) -> Iterator[None]:
     """Holds the lock file `path` (flock(2), gone when the process is). Raises Busy, OSError.
 
-    `timeout` in seconds; 0 tries once. The file stays: unlinking it would split those who wait.
+    `timeout` in seconds; 0 tries once. The file stays.
     """
     fd = _taken_at_once(path)
     if fd is not None:
@@ -78,7 +83,7 @@ def _taken_at_once(path: Path) -> int | None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        if os.fstat(fd).st_nlink == 0:  # the cache was deleted in between
+        if os.fstat(fd).st_nlink == 0:  # removed since it was opened, or the whole cache was
             return None
         undo.pop_all()
     return fd
@@ -101,21 +106,29 @@ def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
         yield
 
 
+def remove_if_free(path: Path) -> None:
+    """Removes a lock file that nobody holds now. Raises OSError."""
+    with contextlib.suppress(Busy), held(path, 0):
+        path.unlink(missing_ok=True)
+
+
 def is_free(path: Path) -> bool:
     """Whether nobody holds the lock now. Raises OSError.
 
     Probes with LOCK_SH, so that probes do not collide. A probe can make an exclusive try fail:
     acquire with a timeout above 0. Reading suffices: the peer service has the cache read-only.
     """
-    try:
-        # Something else may have the lock's name: a FIFO must not hold up who looks.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+    while True:
+        try:
+            # Something else may have the lock's name: a FIFO must not hold up who looks.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)

@@ -28,7 +28,7 @@ FULL = Status(
     leases=(Holder(4242, "alice", NOW - 90, (Leased("k" * 32, LONG, True),)),),
     problems=("a lease is damaged",),
     disk=Disk("/mnt/nvme", 1000 * G, 400 * G),
-    room=Room(400 * G, 500 * G, 900 * G, 50 * G, 720 * G),
+    room=Room(400 * G, 500 * G, 900 * G, 50 * G, 720 * G, 450 * G),
     entries=Counts(12, 3, 1, 1, 0),
     copies=(
         Copy(

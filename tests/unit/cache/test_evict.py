@@ -39,14 +39,15 @@ def stored(
     size: int = 10,
     pinned: bool = False,
     damaged: bool = False,
+    user: int | None = None,
 ) -> StoredEntry:
     identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0)
     entry = None if damaged else Entry(key, identity, Access(0, 0, 0o644), created, "rsync")
-    return StoredEntry(key, size, used, pinned, entry)
+    return StoredEntry(key, size, used, pinned, entry, user)
 
 
 def room(free: int = 0, used: int = 100) -> Room:
-    return Room(free=free, used=used, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT)
+    return Room(free, used, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT, share=50)
 
 
 def want(free: int) -> Goal:
@@ -128,6 +129,104 @@ def test_plans(
     assert plan(things, frozenset(leased.split()), room(), goal, path) == expected
 
 
+ALICE, BOB = 1, 2
+
+
+@pytest.mark.parametrize(
+    ("things", "copies", "user", "goal", "expected"),
+    [
+        pytest.param(
+            [stored("b", 1, user=BOB)],
+            {ALICE: 50},
+            ALICE,
+            want(10),
+            Plan(("b",), 10, True),
+            id="within the share another's may go",
+        ),
+        pytest.param(
+            [stored("b", 1, user=BOB)],
+            {ALICE: 51},
+            ALICE,
+            want(10),
+            Plan((), 0, False),
+            id="above it none of another's goes",
+        ),
+        pytest.param(
+            [stored("b", 1, user=BOB), stored("s", 2), stored("a", 3, user=ALICE)],
+            {ALICE: 41},
+            ALICE,
+            want(20),
+            Plan(("a", "b"), 20, True),
+            id="first their own, until they are within it",
+        ),
+        pytest.param(
+            [stored("s", 1), stored("b", 2, user=BOB)],
+            {ALICE: 51},
+            ALICE,
+            want(10),
+            Plan((), 0, False),
+            id="what several used is no one's to evict",
+        ),
+        pytest.param(
+            [stored("s", 1, size=100), stored("t", 2)],
+            {ALICE: 50},
+            ALICE,
+            want(1),
+            Plan(("s",), 100, True),
+            id="nor does it count",
+        ),
+        pytest.param(
+            [stored("a", 1, size=60, user=ALICE), stored("b", 2, user=BOB)],
+            {},
+            ALICE,
+            want(0),
+            Plan((), 0, True),
+            id="free room is anybody's",
+        ),
+        pytest.param(
+            [stored("a", 1, user=ALICE), *(stored(f"b{n}", 2 + n, user=BOB) for n in range(6))],
+            {ALICE: 20},
+            ALICE,
+            want(20),
+            Plan(("b0", "a"), 20, True),
+            id="another who is above theirs goes first",
+        ),
+        pytest.param(
+            [stored("a", 1, user=ALICE), *(stored(f"b{n}", 2 + n, user=BOB) for n in range(6))],
+            {},
+            None,
+            want(10),
+            Plan(("b0",), 10, True),
+            id="also where nobody asks",
+        ),
+        pytest.param(
+            [stored("old", 9, "/x", 1, user=BOB), stored("new", 1, "/x", 2, user=BOB)],
+            {ALICE: 99},
+            ALICE,
+            want(10),
+            Plan(("old",), 10, True),
+            id="superseded ones are nobody's",
+        ),
+        pytest.param(
+            [stored("w", 1, size=99, user=0), stored("b", 2, user=BOB)],
+            {0: 99},
+            0,
+            want(109),
+            Plan(("w", "b"), 109, True),
+            id="root has no share to keep to",
+        ),
+    ],
+)
+def test_nobody_evicts_others_entries_for_more_than_their_share(
+    things: list[StoredEntry],
+    copies: dict[int, int],
+    user: int | None,
+    goal: Goal,
+    expected: Plan,
+) -> None:
+    assert plan(things, frozenset(), room(), goal, "", copies, user) == expected
+
+
 THINGS = st.lists(
     st.builds(
         stored,
@@ -138,6 +237,7 @@ THINGS = st.lists(
         size=st.integers(0, 100),
         pinned=st.booleans(),
         damaged=st.booleans(),
+        user=st.sampled_from([None, 0, ALICE, BOB]),
     ),
     max_size=12,
     unique_by=lambda one: one.key,
@@ -147,11 +247,20 @@ ROOMS = st.builds(room, free=st.integers(0, 300), used=st.integers(0, 1000))
 GOALS = st.builds(Goal, free=st.integers(0, 800), used=st.integers(-100, 1000))
 
 
-@given(THINGS, KEYS, ROOMS, GOALS, st.sampled_from(["", "/x"]))
+COPIES = st.dictionaries(st.sampled_from([0, ALICE, BOB]), st.integers(0, 100))
+
+
+@given(THINGS, KEYS, ROOMS, GOALS, st.sampled_from(["", "/x"]), COPIES, st.sampled_from([None, 1]))
 def test_every_plan_keeps_the_rules(
-    things: list[StoredEntry], leased: frozenset[str], at: Room, goal: Goal, path: str
+    things: list[StoredEntry],
+    leased: frozenset[str],
+    at: Room,
+    goal: Goal,
+    path: str,
+    copies: dict[int, int],
+    user: int | None,
 ) -> None:
-    made = plan(things, leased, at, goal, path)
+    made = plan(things, leased, at, goal, path, copies, user)
     by_key = {one.key: one for one in things}
 
     def met(victims: tuple[str, ...]) -> bool:
@@ -166,11 +275,22 @@ def test_every_plan_keeps_the_rules(
     # Stops as soon as the goal is met, and gives up only when all that may go is gone.
     assert not made.victims or not met(made.victims[:-1])
     evictable = {one.key for one in things if one.key not in leased and not one.pinned}
-    assert made.enough or set(made.victims) == evictable
+    taken = copies.get(ALICE, 0) + sum(
+        one.bytes for one in things if one.user == ALICE and one.key not in made.victims
+    )
+    above = user == ALICE and taken > at.share
+    assert made.enough or above or set(made.victims) == evictable
+    # Whatever has to go for one above their share: others keep theirs up to their own.
+    worthless = evict.superseded(things, path) | {one.key for one in things if one.entry is None}
+    lost = sum(by_key[key].bytes for key in made.victims if by_key[key].user == BOB)
+    if above and lost and not worthless:
+        before = copies.get(BOB, 0) + sum(one.bytes for one in things if one.user == BOB)
+        last = next(key for key in reversed(made.victims) if by_key[key].user == BOB)
+        assert before - lost + by_key[last].bytes > at.share
 
 
 def test_room_for_a_copy_keeps_min_free_and_max_size() -> None:
-    at = Room(free=100, used=50, max_size=80, min_free=7, low=60)
+    at = Room(free=100, used=50, max_size=80, min_free=7, low=60, share=40)
     assert room_for_copy(at, 20) == Goal(free=27, used=60)
     assert room_at_rest(at) == Goal(free=7, used=60)
     # Larger than the cache may ever be: no eviction can help, so there is none.
@@ -234,6 +354,22 @@ def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_
         assert {path.name for path in cache.parts.iterdir()} == {"alive", "resumable"}
     evict.tidy(cache, leases, ALL_MAY_STAY)
     assert {path.name for path in cache.parts.iterdir()} == {"resumable"}
+
+
+def test_locks_of_keys_that_are_gone_are_removed(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    entry = publish(make_image()).key
+    half(cache, "part", boot_id())
+    for key in (entry, "part", "gone", "begins"):
+        cache.key_lock(key).touch()
+    cache.space_lock.touch()
+    (cache.locks / "folder.lock").mkdir()
+    with lock.held(cache.key_lock("begins"), 0):
+        evict.drop_dead_locks(cache)
+    names = {file.name for file in cache.locks.iterdir()}
+    keys = (entry, "part", "begins", "space", "folder")
+    assert names == {f"{key}.lock" for key in keys}
 
 
 def test_unfinished_part_goes_before_a_whole_entry(

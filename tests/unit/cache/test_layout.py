@@ -307,3 +307,27 @@ def test_bytes_are_those_on_disk(tmp_path: Path) -> None:
     os.posix_fallocate(fd, 0, 1 << 20)
     os.close(fd)
     assert tree_bytes(tmp_path) >= 1 << 20
+
+
+def test_only_user_of_an_entry_is_known_until_there_is_another(
+    cache: Cache, make_image: Make
+) -> None:
+    wanted = make_image()
+    cache.part_dir(wanted.key).mkdir()
+    cache.part(wanted.key).image.write_bytes(b"x" * wanted.size)
+    cache.publish(Entry(wanted.key, wanted.identity, wanted.access, 1.0, "rsync"), user=7)
+    users = []
+    for user in (None, 7, 8, 7):
+        cache.touch(wanted.key, 5.0, user)
+        users += [one.user for one in cache.stored_entries()]
+    assert users == [7, 7, None, None]
+    assert cache.stored_entries()[0].used == 5.0
+
+
+@pytest.mark.parametrize("text", [b"", b"many", b"\xff", b"7" * 5000])
+def test_entry_of_which_no_user_can_be_told_is_nobodys(
+    cache: Cache, publish: Publish, make_image: Make, text: bytes
+) -> None:
+    key = publish(make_image()).key
+    (cache.entry_dir(key) / "used").write_bytes(text)
+    assert cache.stored_entries()[0].user is None

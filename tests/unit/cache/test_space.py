@@ -169,3 +169,19 @@ def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
     runs = [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7)]
     small = [(keep, 0, 7 * ENTRY_BYTES), (keep, 0, space.SPARE)]
     assert kernel.asked == runs + small
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "needed"),
+    [
+        (3 * CHUNK, {0, 1, 2}, 3 * CHUNK + 48),
+        (3 * CHUNK, {1}, CHUNK + 48),
+        (2 * CHUNK + 5, {2}, 5 + 48),
+        (2 * CHUNK + 5, {0}, CHUNK + 48),
+        (1000 * CHUNK, set(), 16_000),
+    ],
+)
+def test_needed_is_what_reserve_takes(part: Part, size: int, data: set[int], needed: int) -> None:
+    assert space.needed(size, CHUNK, data) == needed
+    space.reserve(part, size, CHUNK, data)
+    assert needed <= part.allocated() < needed + 3 * BLOCK

@@ -304,6 +304,19 @@ DISK = [
     ),
     critical("cache-not-ours", lambda node: node.at("/mnt/nvme/forestage").chmod(0o755)),
     critical("cache-full", wrote("/etc/forestage/conf.d/x.yaml", "min_free: 100%\n")),
+    warning(
+        "enroot-beside",
+        wrote("/etc/enroot/enroot.conf", "ENROOT_DATA_PATH /mnt/nvme/enroot/${UID}\n"),
+        f"{YAML}: min_free: 20%",
+    ),
+    warning(
+        "enroot-beside",
+        both(
+            wrote("/etc/enroot/enroot.conf", "ENROOT_DATA_PATH /mnt/nvme/enroot\n"),
+            wrote("/etc/forestage/conf.d/x.yaml", "min_free: 1%\nunpack_ratio: 0\n"),
+        ),
+        f"{YAML}: unpack_ratio: 3",
+    ),
     warning("cache-small", lambda node: node.use("/lustre/big.sqsh", 1 << 50)),
 ]
 
@@ -465,6 +478,12 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
     "no pyxis": removed(PYXIS),
     "nobody reads through": both(
         removed(PYXIS, "/dev/fuse"), settings("redirect: spank\ncold: shared\n")
+    ),
+    "enroot on another disk": wrote("/etc/enroot/enroot.conf", "ENROOT_DATA_PATH /home/.enroot\n"),
+    "enroot wherever the user says": wrote("/etc/enroot/enroot.conf", "ENROOT_DATA_PATH $HOME\n"),
+    "enroot beside the cache, with room": both(
+        wrote("/etc/enroot/enroot.conf", "ENROOT_DATA_PATH /mnt/nvme/enroot\n"),
+        wrote("/etc/forestage/conf.d/x.yaml", "min_free: 1\n"),
     ),
     "a flag implies Alloc": flags("Contain,DeferBatch"),
     "no Prolog waits so long": settings("deadline: 5m\n"),

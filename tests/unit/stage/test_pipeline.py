@@ -37,6 +37,7 @@ Looking = Callable[[Path], OpenImage]
 Patch = pytest.MonkeyPatch
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
+NEEDED = len(CONTENT) + 3 * digest.BYTES  # with its map
 SECOND = 1_000_000_000
 
 
@@ -82,6 +83,9 @@ class During:
     def __init__(self, task: Task, then: Callable[[], None]) -> None:
         self.real = engines.of(task.node.config)
         self.then = then
+
+    def needs(self, source: Source) -> int:
+        return self.real.needs(source)
 
     def reserve(self, source: Source, part: Part) -> None:
         self.real.reserve(source, part)
@@ -369,7 +373,7 @@ def rooms(monkeypatch: Patch) -> list[int]:
     asked: list[int] = []
 
     def noting(*arguments: object) -> tuple[str, ...]:
-        asked.append(arguments[-1])  # type: ignore[arg-type]
+        asked.append(arguments[-2])  # type: ignore[arg-type]
         return ("victim",)
 
     monkeypatch.setattr(evict, "make_room", noting)
@@ -389,7 +393,7 @@ def test_space_that_others_took_meanwhile_is_looked_for_once_more(
 
     monkeypatch.setattr(space, "allocate", full_once)
     assert run(task).evicted == ["victim"] * 2
-    assert rooms == [len(CONTENT)] * 2
+    assert rooms == [NEEDED] * 2
 
 
 def test_resumed_copy_asks_only_for_the_space_that_is_missing(
@@ -402,7 +406,23 @@ def test_resumed_copy_asks_only_for_the_space_that_is_missing(
     for _ in range(2):
         with pytest.raises(Stopped):
             run(task)
-    assert rooms == [len(CONTENT), 0]
+    assert rooms == [NEEDED, 0]
+
+
+def test_room_is_looked_for_before_anything_that_grows_with_the_size(
+    task: Task, monkeypatch: Patch
+) -> None:
+    phases: list[str | None] = []
+
+    def full(*_: object) -> None:
+        owner = task.part.owner()
+        phases.append(owner and owner.phase)
+        raise Declined("no-room", "full")
+
+    monkeypatch.setattr(evict, "make_room", full)
+    monkeypatch.setattr(pipeline, "strike_wrong_chunks", lambda *_: phases.append("struck"))
+    assert not refused(task, "no-room")
+    assert phases == ["queued"]
 
 
 def test_damaged_entry_of_the_key_is_replaced(
@@ -456,6 +476,9 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
     used: list[Peers | None] = []
 
     class Stub:
+        def needs(self, *_: object) -> int:
+            return 0
+
         def reserve(self, *_: object) -> None: ...
 
         def copy(self, *arguments: Peers | None) -> int:

@@ -85,7 +85,41 @@ def test_line_is_by_need_then_user_then_time(copies: list[Copy], expected: str) 
     ],
 )
 def test_turn_with_two_places(copies: list[Copy], expected: Turn) -> None:
-    assert turn("me", copies, 2) == expected
+    assert turn("me", copies, 2, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        pytest.param([runs("x"), waits("me", 1)], "go", id="within it"),
+        pytest.param([runs("x"), runs("y"), waits("me", 1)], "wait", id="above, and places free"),
+        pytest.param([runs("x"), runs("y"), waits("me", 1, uid=BOB)], "go", id="another user"),
+        pytest.param([runs("x"), waits("a", 1), waits("me", 2)], "wait", id="the first of two"),
+        pytest.param(
+            [runs("x"), runs("y"), waits("a", 1, "now"), waits("me", 2, uid=BOB)], "go", id="passes"
+        ),
+        pytest.param(
+            [runs("x"), runs("y"), waits("me", 1, "none")], "go", id="unneeded, it gives way"
+        ),
+        pytest.param(
+            [runs("x", need="none"), runs("y", need="none"), waits("me", 1)],
+            "go",
+            id="unneeded ones are no share",
+        ),
+        pytest.param(
+            [runs("me", need="none", uid=BOB), runs("w"), runs("x"), runs("y"), waits("a", 1)],
+            "go",
+            id="gives no way to who is above",
+        ),
+        pytest.param(
+            [runs("me", need="none"), runs("w"), runs("x"), runs("y"), waits("a", 1, uid=BOB)],
+            "stop",
+            id="gives way to who is within",
+        ),
+    ],
+)
+def test_one_users_jobs_get_two_of_four_places(copies: list[Copy], expected: Turn) -> None:
+    assert turn("me", copies, 4, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,7 +139,15 @@ def test_turn_with_two_places(copies: list[Copy], expected: Turn) -> None:
 def test_place_is_free_at_the_earliest_when_those_before_have_ended(
     copies: list[Copy], expected: float
 ) -> None:
-    assert begins_after("me", copies, 2, {"x": 30.0, "y": 10.0, "new": None}) == expected
+    assert begins_after("me", copies, 2, 2, {"x": 30.0, "y": 10.0, "new": None}) == expected
+
+
+@pytest.mark.parametrize(("uid", "expected"), [(ALICE, 10.0), (BOB, 0.0)])
+def test_place_is_free_at_the_earliest_when_the_user_is_within_their_share(
+    uid: int, expected: float
+) -> None:
+    copies = [runs("x"), runs("y"), waits("me", 1, uid=uid)]
+    assert begins_after("me", copies, 4, 2, {"x": 30.0, "y": 10.0}) == expected
 
 
 KEY = "m"  # between the others by name
@@ -212,6 +254,17 @@ def test_copies_at_once_are_limited_by_max_copies(
     others("a", 9.0, placed=True)
     others("b", 2.0)
     assert ahead(most) is waits
+
+
+@pytest.mark.usefixtures("nobody_stalls")
+def test_one_users_jobs_leave_half_of_the_places_to_others(
+    staging_node: Node, ahead: Waits, others: Add
+) -> None:
+    lease(staging_node, "a", "b", KEY)
+    for key in "ab":
+        others(key, 1.0, placed=True)
+    assert ahead(4)
+    assert not ahead(6)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,119 @@ def test_file_system_without_locks_is_an_error_and_not_a_soft_lock(
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.raises((OSError, NotImplementedError)), lock.held(tmp_path / "a.lock", 0):
         pass
+
+
+def test_lock_that_is_held_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with lock.held(path, 0):
+        lock.remove_if_free(path)
+        assert path.exists()
+        assert not lock.is_free(path)
+    lock.remove_if_free(path)
+    assert not path.exists()
+    lock.remove_if_free(path)
+    assert not path.exists()
+
+
+Happens = Callable[[], object]
+
+
+@pytest.fixture
+def before_flock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Happens], None]:
+    """Has something happen between the next open of a lock file and its flock."""
+    real = fcntl.flock
+
+    def arrange(happens: Happens) -> None:
+        def flock(*arguments: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", real)
+            happens()
+            real(*arguments)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    return arrange
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_lock_that_is_removed_after_it_was_opened_is_not_split(
+    tmp_path: Path, before_flock: Callable[[Happens], None], is_there: bool
+) -> None:
+    path = tmp_path / "a.lock"
+    if is_there:
+        path.touch()
+    before_flock(lambda: lock.remove_if_free(path))
+    with lock.held(path, 60):
+        with pytest.raises(lock.Busy), lock.held(path, 0):
+            pass
+        assert not lock.is_free(path)
+
+
+def test_lock_that_is_removed_while_somebody_waits_for_it_is_not_split(
+    tmp_path: Path, before_flock: Callable[[Happens], None]
+) -> None:
+    """The one who waits is in filelock by then."""
+    path = tmp_path / "a.lock"
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def removed() -> None:
+            fcntl.flock(other, fcntl.LOCK_UN)
+            lock.remove_if_free(path)
+
+        real = lock._taken_at_once
+        with pytest.MonkeyPatch.context() as patch:
+
+            def then(path: Path) -> int | None:
+                patch.undo()
+                taken = real(path)
+                before_flock(removed)
+                return taken
+
+            patch.setattr(lock, "_taken_at_once", then)
+            with lock.held(path, 60), pytest.raises(lock.Busy), lock.held(path, 0):
+                pass
+
+
+def test_lock_of_which_a_new_one_is_held_is_not_free(
+    tmp_path: Path, before_flock: Callable[[Happens], None]
+) -> None:
+    path = tmp_path / "a.lock"
+    path.touch()
+    with contextlib.ExitStack() as later:
+
+        def replaced() -> None:
+            lock.remove_if_free(path)
+            later.enter_context(lock.held(path, 0))
+
+        before_flock(replaced)
+        assert not lock.is_free(path)
+
+
+def test_lock_that_is_removed_all_the_time_is_nobodys_twice(tmp_path: Path) -> None:
+    """Several count in one file, which comes out right only if one does so at a time."""
+    path, count = tmp_path / "a.lock", tmp_path / "count"
+    count.write_text("0")
+
+    def work() -> None:
+        for _ in range(100):
+            with lock.held(path, 60):
+                count.write_text(str(int(count.read_text()) + 1))
+            lock.remove_if_free(path)
+
+    children = [forked(work) for _ in range(4)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert count.read_text() == "400"
+
+
+def forked(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)  # never on into pytest
+    return child
 
 
 def test_lock_makes_no_folder(tmp_path: Path) -> None:

@@ -1,0 +1,202 @@
+"""Files that are large in name only, and users who want everything: others keep what they have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from forestage.cache import evict
+from forestage.cache.part import MAX_CHUNKS
+from forestage.config import Config
+from node import ALICE, BOB, Node, User, content
+
+MIB = 1 << 20
+IMAGE = MIB  # bytes
+ROOM = 12 * MIB
+
+
+def holes(node: Node, name: str, size: int) -> Path:
+    """An image that has its size from truncate(1), and next to nothing on disk."""
+    path = node.put(name, content(7, 4096))
+    os.truncate(node.server / name, size)
+    return path
+
+
+def stage(node: Node, job: int, user: User, name: str, size: int = IMAGE) -> str:
+    """Runs a job of the user's through Prolog and Epilog; gives its image's key, "" for none."""
+    ran = node.prolog(job, node.put(name, content(job, size), user), user)
+    node.epilog(job)
+    return ran.outcome.key if ran.outcome.result == "copied" else ""
+
+
+def staged(node: Node, first: int, user: User, count: int) -> set[str]:
+    keys = {stage(node, job, user, f"{user.name}/{job}") for job in range(first, first + count)}
+    assert "" not in keys
+    return keys
+
+
+def test_file_of_8_pib_is_declined_before_anything_grows_with_its_size(node: Node) -> None:
+    node.configure(on_error="drain")
+    path = holes(node, "alice/huge.sqsh", 8 << 50)
+    ran = node.prolog(1, path)
+    assert ran.ended == (0, "declined", "too-large")
+    assert "chunk_size" in ran.outcome.detail
+    assert (node.lease(1), node.parts(), node.outcomes("stager")) == (None, [], ())
+
+
+def test_most_chunks_are_staged_and_one_more_is_not(node: Node) -> None:
+    small = holes(node, "alice/small.sqsh", 64 * MIB)
+    assert node.prolog(1, small).outcome.result == "copied"
+    over = holes(node, "alice/over.sqsh", MAX_CHUNKS * MIB + 1)
+    assert node.prolog(2, over).said == ("declined", "too-large")
+
+
+def test_file_of_holes_evicts_nothing(node: Node) -> None:
+    node.configure(max_size=ROOM, max_user_share="100%")
+    keys = staged(node, 1, BOB, 10)
+    ran = node.prolog(20, holes(node, "alice/hole.sqsh", 57 * MIB))
+    assert ran.outcome.result == "copied"
+    assert node.entries() == keys | {ran.outcome.key}
+
+
+def test_image_larger_than_the_cache_is_declined_before_it_is_begun(node: Node) -> None:
+    node.configure(max_size=ROOM, chunk_size="1M")
+    keys = staged(node, 1, BOB, 4)
+    assert node.prolog(20, node.put("alice/big", content(2, 13 * MIB))).said == (
+        "declined",
+        "no-room",
+    )
+    assert node.entries() == keys
+    assert node.parts() == []
+
+
+def test_one_user_cannot_evict_everybody(node: Node) -> None:
+    node.configure(max_size=ROOM)
+    keys = staged(node, 1, BOB, 5)
+    for job in range(20, 40):
+        assert stage(node, job, ALICE, f"alice/{job}")
+    assert keys <= node.entries()
+    # Half is hers, and what was free beside it.
+    assert len(node.entries() - keys) == 6
+
+
+def test_user_above_their_share_leaves_room_to_others(node: Node) -> None:
+    node.configure(max_size=ROOM)
+    staged(node, 1, ALICE, 11)
+    keys = staged(node, 20, BOB, 4)
+    assert keys <= node.entries()
+    node.configure(max_size=ROOM, low_watermark="50%")
+    node.prolog(40, node.shared / "bob/20", BOB)
+    node.epilog(40)
+    assert keys <= node.entries()
+
+
+def test_share_of_one_user_is_no_matter_while_there_is_room(node: Node) -> None:
+    node.configure(max_size=ROOM)
+    keys = staged(node, 1, ALICE, 10)
+    assert node.entries() == keys
+
+
+def test_image_that_two_users_used_counts_against_none(node: Node) -> None:
+    node.configure(max_size=ROOM)
+    keys = staged(node, 1, BOB, 5)
+    common = staged(node, 10, ALICE, 6)
+    for job in range(10, 16):
+        ran = node.prolog(50 + job, node.shared / f"alice/{job}", BOB)
+        assert ran.outcome.result == "hit"
+        node.epilog(50 + job)
+    # Half of the cache would be hers, were those counted, and they would go before any of his.
+    new = staged(node, 20, ALICE, 2)
+    assert common | new <= node.entries()
+    assert len(keys & node.entries()) < 5
+
+
+def test_second_user_of_an_image_is_noted_at_the_end_of_their_job(node: Node) -> None:
+    path = node.put("alice/image")
+    node.prolog(1, path)
+    node.epilog(1)
+    assert [one.user for one in node.cache.stored_entries()] == [ALICE.uid]
+    node.prolog(2, path, BOB)
+    node.epilog(2)
+    assert [one.user for one in node.cache.stored_entries()] == [None]
+
+
+def fill(node: Node, size: int) -> None:
+    """Takes so many bytes of the cache's disk, as other data of the site does."""
+    (node.nvme / "enroot").write_bytes(bytes(size))
+
+
+def disk(node: Node) -> tuple[int, int]:
+    """Its bytes, and those that are free."""
+    facts = os.statvfs(node.nvme)
+    return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+
+
+DEFAULTS = {"max_size": None, "min_free": None, "low_watermark": None, "unpack_ratio": None}
+
+
+def test_defaults_leave_half_of_the_disk_and_a_fifth_beside_what_others_take(node: Node) -> None:
+    node.configure(**DEFAULTS)
+    for job in range(1, 13):
+        stage(node, job, (ALICE, BOB)[job % 2], f"alice/{job}", 4 * MIB)
+        assert evict.measure(node.cache, node.cache.stored_entries(), Config()).used < 33 * MIB
+    assert len(node.entries()) > 3
+    fill(node, 26 * MIB)
+    node.prolog(50, comment="stage=off")
+    node.epilog(50)
+    total, free = disk(node)
+    assert free >= total // 5 + 4 * MIB  # a fifth of what the cache may take then
+    assert node.entries()
+
+
+def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
+    """The disk is as full as it may be at rest, and enroot unpacks to it."""
+    keys = staged(node, 1, BOB, 10)
+    node.configure(unpack_ratio=3, min_free="20%")
+    total, free = disk(node)
+    fill(node, free - total // 5 - MIB)
+    path = node.put("bob/1", content(1, IMAGE), BOB)
+    ran = node.prolog(20, node.shared / "bob/10", BOB)
+    assert ran.outcome.result == "hit"
+    assert disk(node)[1] >= total // 5 + 3 * MIB
+    # No more than that, the least recently used first, and not what the job has.
+    assert len(keys - node.entries()) == 2
+    assert ran.outcome.key in node.entries()
+    assert path.exists()
+
+
+def test_job_that_declines_staging_evicts_nothing(node: Node) -> None:
+    keys = staged(node, 1, BOB, 10)
+    path = node.shared / "bob/10"
+    node.prolog(20, path, BOB)  # whose redirect has the next job's Prolog look at the image
+    node.configure(unpack_ratio=100)
+    assert node.prolog(21, path, BOB, comment="stage=off").said == ("declined", "off")
+    assert node.entries() == keys
+
+
+def test_job_that_finds_enough_room_to_unpack_evicts_nothing(node: Node) -> None:
+    keys = staged(node, 1, BOB, 10)
+    node.configure(unpack_ratio=3, min_free="20%")
+    node.prolog(20, node.shared / "bob/10", BOB)
+    assert node.entries() == keys
+
+
+def test_nobody_elses_entries_go_for_a_container_above_the_share(node: Node) -> None:
+    keys = staged(node, 1, BOB, 5)
+    path = node.put("alice/image", content(30, MIB))
+    node.prolog(30, path)
+    node.configure(unpack_ratio=100, max_size=ROOM)
+    assert disk(node)[1] < 100 * MIB
+    assert node.prolog(31, path).outcome.result == "hit"
+    assert keys <= node.entries()
+    # His own would go.
+    node.prolog(32, node.shared / "bob/1", BOB)
+    assert len(keys & node.entries()) == 1
+
+
+def test_short_way_knows_how_much_has_to_be_free(node: Node) -> None:
+    path = node.staged(1)
+    node.configure(redirect="spank", unpack_ratio=3, min_free="20%")
+    node.prolog(2, path)
+    lines = node.leases.shown(2).read_text().splitlines()
+    assert f"room\t{round(disk(node)[0] / 5)}\t3" in lines
