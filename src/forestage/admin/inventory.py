@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import msgspec
 
-from forestage.cache import evict, unmount
+from forestage.cache import elsewhere, evict, unmount
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases
@@ -163,7 +163,10 @@ def held(cache: Cache) -> Held:
     gone = {bind.mount.root: bind.mount for bind in unmount.binds(cache) if not bind.key}
     works = [functools.partial(_size, mount) for mount in gone.values()]
     found = as_user.each(works, int, unmount.TIMEOUT, LOOKS, unmount.AT_ONCE)
-    return Held(sum(size or 0 for size in found), found.count(None))
+    # A bind that was covered stays beneath.
+    others = elsewhere.find(cache, covered=True)
+    hidden = {one.mount.root for one in others if not one.key} - gone.keys()
+    return Held(sum(size or 0 for size in found), found.count(None) + len(hidden))
 
 
 def _size(hidden: mounts.Mount) -> int:

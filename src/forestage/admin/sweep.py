@@ -31,8 +31,8 @@ from forestage.admin import evict, inventory, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Progress, Verdict
+from forestage.cache import elsewhere, redirect, unmount
 from forestage.cache import evict as eviction
-from forestage.cache import redirect, unmount
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
@@ -244,6 +244,9 @@ class _Run:
             self._unmount(node.cache, going, functools.partial(owner_of, node.cache))
         left = {bind.mount.id for bind in unmount.binds(node.cache)}
         self.unmounted += [one.bind.path for one in going if one.bind.mount.id not in left]
+        self.problems += elsewhere.clear(
+            node.cache, node.leases, total=unmount.SWEEP_TOTAL
+        ).problems
 
     def _unmount(
         self, cache: Cache, going: list[unmount.Going], whose: Callable[[unmount.Bind], User]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import evict, redirect, unmount
+from forestage.cache import elsewhere, evict, redirect, unmount
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
@@ -88,11 +88,19 @@ def _release(
             going = let_go(cache, leases, lease, places, job.id, claims, clock.wall())
         try:
             unmount.unmount(going, lambda bind: job.user)
+            if going:  # else nothing can have been inherited
+                _clear_elsewhere(cache, leases, clock.wall())
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(str(stays))
             return Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
     return Released("released", unmounted=len(going))
+
+
+def _clear_elsewhere(cache: Cache, leases: Leases, now: float) -> None:
+    """In other mount namespaces. What stays there is told by the sweep, which tries again."""
+    with contextlib.suppress(Failed, OSError):
+        elsewhere.clear(cache, leases, now)
 
 
 def let_go(
