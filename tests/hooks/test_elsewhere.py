@@ -154,19 +154,42 @@ def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
 
 
 def test_link_does_not_lead_root_to_another_file(
-    node: Node, private: Callable[..., Private], before: Arrange
+    node: Node, private: Callable[..., Private], before: Arrange, after: Arrange
 ) -> None:
-    """The source is opened as root, and shown to a user who may not walk there."""
+    """The source is opened as root, and would be shown to a user who may not walk there."""
     path = node.put("alice/sub/image.sqsh")
     node.prolog(1, path)
     secret = node.put("bob/sub/image.sqsh", content(3), BOB)
-    secret.parent.chmod(0o700)
     container = private(*USERS)
+    folder, away = node.server / "alice/sub", node.server / "alice/away"
 
     def swapped() -> None:
-        (node.server / "alice/sub").rename(node.server / "alice/old")
-        (node.server / "alice/sub").symlink_to(secret.parent)
+        folder.rename(away)
+        folder.symlink_to(secret.parent)
+
+    def swapped_back() -> None:
+        folder.unlink()
+        away.rename(folder)
 
     before(elsewhere, "_source", swapped)
+    after(elsewhere, "_source", swapped_back)
     node.epilog(1)
-    assert container.reads(node.shared / "alice/old/image.sqsh") == content()
+    assert node.shows_source(path)
+    assert container.reads(path) == content(), "the sweep tries again"
+
+
+def test_no_later_redirect_is_laid_over_an_older_one(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    """It would be as old as that one day."""
+    path = node.staged(1)
+    container = private(*USERS)
+    node.put("alice/image.sqsh", content(2))
+    node.prolog(2, path)
+    node.epilog(1)
+    assert node.shows_entry(path, node.identity(path).key)
+    assert elsewhere.clear(node.cache, node.leases).off == 0
+    assert container.reads(path) == content()
+    node.epilog(2)
+    node.put("alice/image.sqsh", content(3))
+    assert container.reads(path) == content(3)

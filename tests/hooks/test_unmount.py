@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from forestage.admin import inventory, sweep, unredirect, verify
 from forestage.cache import unmount
+from forestage.cache.node import Node as Here
 from forestage.clock import Clock, Deadline
+from forestage.config import Config
+from forestage.slurm.queue import Slurm
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from node import BOB, HANGS, Arrange, Later, Node, content, until
@@ -45,8 +49,9 @@ def test_hung_path_keeps_no_redirect_of_another_user_on(
     node: Node, hang: Callable[[Path], Path]
 ) -> None:
     """Both lie on the same file system; what hangs is between it and one of them."""
-    hung, other = node.staged(1), node.put("bob/b.sqsh", content(2), BOB)
+    other = node.put("bob/b.sqsh", content(2), BOB)
     node.prolog(2, other, user=BOB)
+    hung = node.staged(1)  # the newest is the first to go
     node.leases.drop(2)  # as if its Epilog had been killed
     tries = hang(hung)
     ran = node.epilog(1)
@@ -121,3 +126,53 @@ def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
     (node.cache.locks / f"{bind.mount.id}.unmount").touch()
     assert node.prolog(2, path).outcome.redirect == "kept"  # type: ignore[union-attr]
     unmount.wait(node.cache, [bind], Deadline.after(0.0, Clock()))
+
+
+def _sweep(node: Node, path: Path) -> None:
+    node.leases.drop(1)
+    sweep.sweep(here(node), Slurm(""), False, lambda text: None)
+
+
+def _verify(node: Node, path: Path) -> None:
+    node.cache.image(node.identity(path).key).chmod(0o600)  # not what its record says
+    items = inventory.gather(here(node)).items
+    assert verify.verify(here(node), items, False, lambda text: None).bad == 1
+
+
+def _changed(node: Node, path: Path) -> None:
+    node.put("alice/image.sqsh", content(2))
+    assert node.prolog(2, path).said == ("copied", "")
+
+
+def here(node: Node) -> Here:
+    return Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+
+
+WAYS: dict[str, Callable[[Node, Path], object]] = {
+    "epilog": lambda node, path: node.epilog(1),
+    "prolog": _changed,
+    "prolog that saves": lambda node, path: node.prolog(2, node.put("b.sqsh"), saves=str(path)),
+    "sweep": _sweep,
+    "unredirect": lambda node, path: unredirect.unredirect(here(node)),
+    "verify": _verify,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_lock_is_free_while_a_redirect_is_unmounted(
+    node: Node, monkeypatch: pytest.MonkeyPatch, way: Callable[[Node, Path], object]
+) -> None:
+    """For that its path is walked, which may hang; and all hooks of the node stand in line."""
+    path, was_free = node.staged(1), node.places.root / "free"
+    (bind,) = unmount.binds(node.cache)
+    reach = as_user.reach
+
+    def noting(point: str, user: User) -> int:
+        with was_free.open("a") as file:
+            file.write(f"{lock.is_free(node.cache.space_lock)}\n")
+        return reach(point, user)
+
+    monkeypatch.setattr(as_user, "reach", noting)
+    way(node, path)
+    assert set(was_free.read_text().split()) == {"True"}
+    assert bind not in unmount.binds(node.cache)

@@ -161,7 +161,15 @@ def test_mount_of_roots_is_not_touched(node: Node, mount: Callable[..., Own]) ->
     assert (shown(own), set(node.binds())) == ([0], {str(path)})
 
 
-@pytest.mark.parametrize("swap", ["link", "directory"])
+def test_mount_of_roots_over_a_users_is_not_touched(node: Node, mount: Callable[..., Own]) -> None:
+    path = node.staged(1, "alice/own/image.sqsh")
+    own = mount("-o", "allow_other")
+    mounts.mount("none", str(own.point), 0, "tmpfs")
+    assert node.epilog(1).outcome.reason == "redirect"
+    assert (shown(own), set(node.binds())) == ([ALICE.uid, 0], {str(path)})
+
+
+@pytest.mark.parametrize("swap", ["link", "directory", "another mount"])
 def test_users_mount_is_put_back_nowhere_else(
     node: Node, mount: Callable[..., Own], before: Arrange, swap: str
 ) -> None:
@@ -169,7 +177,15 @@ def test_users_mount_is_put_back_nowhere_else(
     node.staged(1, "alice/own/image.sqsh")
     own, victim = mount(), node.put("bob/sub/file", user=BOB).parent
 
+    home = node.places.root / "home"  # not on the shared file system
+    (home / "own").mkdir(parents=True)
+    os.chown(home / "own", ALICE.uid, ALICE.gid)
+
     def swapped() -> None:
+        if swap == "another mount":
+            (node.server / "alice").rename(node.server / "away")
+            (node.server / "alice").symlink_to(home)
+            return
         (node.server / "alice/own").rename(node.server / "alice/away")
         if swap == "link":
             (node.server / "alice/own").symlink_to(victim)
