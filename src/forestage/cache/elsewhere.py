@@ -81,14 +81,14 @@ def find(cache: Cache, proc: Path = HOST, covered: bool = False) -> list[Foreign
 
 def _namespaces(proc: Path) -> Iterator[tuple[int, int]]:
     """A process of each mount namespace but ours."""
-    seen = {(proc / "self/ns/mnt").stat().st_ino}
-    for directory in proc.iterdir():
+    seen = {os.readlink(f"{proc}/self/ns/mnt")}
+    for directory in os.scandir(proc):  # of thousands, perhaps: no Path for each
         if directory.name.isdigit():
             with contextlib.suppress(OSError):  # it has just ended
-                namespace = (directory / "ns/mnt").stat().st_ino
-                if namespace not in seen:
-                    seen.add(namespace)
-                    yield int(directory.name), namespace
+                name = os.readlink(f"{directory.path}/ns/mnt")  # mnt:[4026531841]
+                if name not in seen:
+                    seen.add(name)
+                    yield int(directory.name), int(name[5:-1])
 
 
 def unneeded(found: Iterable[Foreign], keys: frozenset[str]) -> list[Foreign]:
