@@ -15,7 +15,7 @@ import pytest
 from far import Far
 from fault import CHUNKS, Points, Until, beside, image, served
 
-from forestage.cache import redirect
+from forestage.cache import unmount
 from forestage.stage import queue, source
 from forestage.system import mounts
 from node import ALICE, BOB, Later, Node, read_as, until
@@ -271,7 +271,7 @@ def test_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
 def test_redirect_on_a_dead_source_keeps_no_other_from_going(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Far], None]
 ) -> None:
-    monkeypatch.setattr(redirect, "UNMOUNT_TIMEOUT", 0.5)
+    monkeypatch.setattr(unmount, "TIMEOUT", 0.5)
     node.configure(on_error="drain")
     before, after = node.put("alice/before.sqsh"), node.put("alice/after.sqsh")
     paths = [before, far.put("one.sqsh", image()), far.put("two.sqsh", image(2)), after]
@@ -288,12 +288,13 @@ def test_redirect_on_a_dead_source_keeps_no_other_from_going(
     reason = "hangs" if harm is Far.hang else ""
     assert f"still redirected: {paths[2]} ({reason}" in ran.outcome.detail
     assert set(node.binds()) == {str(path) for path in paths[1:3]}
-    # The next Epilog of any job does the rest, once the file system answers or was unmounted.
+    # A later Epilog of any job does the rest, once the file system answers or was unmounted.
     assert node.prolog(5, before).said == ("hit", "")
     if harm is Far.hang:
         far.answer()
     else:
         far.end()
         mounts.umount(str(far.point))
-    assert beside(lambda: node.epilog(5)).said == ("released", "")
+    later = Later(unmount.LEFT_TO_SWEEP)
+    assert beside(lambda: node.epilog(5, clock=later)).said == ("released", "")
     assert node.binds() == {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forestage.cache import redirect
+from forestage.cache import unmount
 from forestage.peers import auth, connection, protocol
 from forestage.stage import source
 from forestage.system import lock
@@ -16,7 +16,7 @@ LIMITS = (
     (auth, "PATIENCE"),
     (source, "HOOK_TIMEOUT"),
     (source, "STAGER_TIMEOUT"),
-    (redirect, "UNMOUNT_TIMEOUT"),
+    (unmount, "TIMEOUT"),
     (connection, "CONNECT"),
     (connection, "STALL"),
     (protocol, "HANDSHAKE"),

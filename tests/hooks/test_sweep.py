@@ -11,15 +11,13 @@ import pytest
 
 from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
-from forestage.cache import redirect
 from forestage.cache.lease import Use
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.slurm.queue import JobState, Slurm
-from forestage.system import as_user, lock
-from forestage.system.as_user import User
-from node import ALICE, BOB, HANGS, Node, content, until
+from forestage.system import lock
+from node import BOB, HANGS, Node, content, until
 
 _fork = multiprocessing.get_context("fork")
 
@@ -77,22 +75,6 @@ def test_redirects_that_no_lease_needs_any_more_are_unmounted(node: Node, runnin
     assert node.shows_source(stray)
     assert node.shows_entry(other, node.identity(other).key)
     assert node.binds() == {str(other): node.identity(other).key}
-
-
-def test_hanging_redirect_is_reported_by_the_mount_below(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the sweep waits for it once, and not for each owner's paths."""
-
-    def hangs(binds: list[redirect.Bind], user: User) -> None:
-        raise as_user.TooSlow("no answer")
-
-    node.prolog(7, node.put("alice/a.sqsh"))
-    (bind,) = redirect.binds(node.cache)
-    monkeypatch.setattr(redirect, "_unmount_all", hangs)
-    with pytest.raises(redirect.StillMounted) as caught:
-        redirect.unmount([bind], ALICE)
-    assert caught.value.hung == {bind.mount.parent}
 
 
 def test_epilog_after_sweep_does_no_harm(node: Node, running: Running) -> None:

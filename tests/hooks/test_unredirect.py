@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
-
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -71,11 +68,9 @@ def test_broken_configuration_keeps_no_redirect(node: Node) -> None:
 def test_busy_lock_keeps_no_redirect(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     path = node.staged(7)
 
-    def busy(path: Path, timeout: float) -> contextlib.AbstractContextManager[None]:
-        raise lock.Busy(f"{path.name} is held by another process")
-
-    monkeypatch.setattr(lock, "held_if_writable", busy)
-    done = undo(node)
+    monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
+    with lock.held(node.cache.space_lock, 0):
+        done = undo(node)
     assert (done.paths, len(done.problems)) == ((str(path),), 1)
     assert node.shows_source(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -11,14 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from forestage.admin import status
+from forestage.admin.inventory import Held
+from forestage.cache import evict, unmount
+from forestage.cache.node import Node as Here
+from forestage.clock import Clock
+from forestage.config import Config
 from forestage.system import mounts
-from node import ALICE, BOB, Node, content, read_as, until
+from forestage.system.as_user import User
+from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 
 class Own:
-    """Alice's squashfuse, in her folder, of a squashfs with an image."""
+    """Alice's squashfuse, in her folder, of a squashfs with an image; as `user`."""
 
-    def __init__(self, node: Node, folder: Path, *options: str) -> None:
+    def __init__(self, node: Node, folder: Path, *options: str, user: User = ALICE) -> None:
         node.put("alice/own/below", b"")
         self.point = node.shared / "alice/own"
         self.image = self.point / "image.sqsh"
@@ -34,14 +42,21 @@ class Own:
         mounts.mount(str(device), "/dev/fuse", mounts.MS_BIND)
         conf.write_text("user_allow_other\n")
         mounts.mount(str(conf), "/etc/fuse.conf", mounts.MS_BIND)
-        self.server = subprocess.Popen(
-            ["squashfuse", "-f", *options, file, self.point],
-            user=ALICE.uid,
-            group=ALICE.gid,
+        self.server = self.serve(file, self.point, *options, user=user)
+
+    @staticmethod
+    def serve(
+        file: Path, point: Path, *options: str, user: User = ALICE
+    ) -> subprocess.Popen[bytes]:
+        server = subprocess.Popen(
+            ["squashfuse", "-f", *options, file, point],
+            user=user.uid,
+            group=user.gid,
             extra_groups=[],
         )
         # Root may not look in.
-        until(lambda: f" {self.point} " in Path("/proc/self/mounts").read_text(), "the mount")
+        until(lambda: f" {point} " in Path("/proc/self/mounts").read_text(), "the mount")
+        return server
 
     def end(self) -> None:
         self.server.kill()
@@ -52,9 +67,9 @@ class Own:
 def mount(node: Node, tmp_path: Path) -> Iterator[Callable[..., Own]]:
     made: list[Own] = []
 
-    def mounting(*options: str) -> Own:
+    def mounting(*options: str, user: User = ALICE) -> Own:
         node.configure(on_error="drain")
-        made.append(Own(node, tmp_path, *options))
+        made.append(Own(node, tmp_path, *options, user=user))
         return made[-1]
 
     yield mounting
@@ -90,3 +105,130 @@ def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
     node.configure(on_error="drain")
     assert node.prolog(3, own.image).ended == (0, "declined", "source-error")
     assert [node.epilog(job).code for job in (2, 3)] == [0, 0]
+
+
+# --- over a directory in which a redirect lies
+
+
+def shown(own: Own) -> list[int]:
+    """The uids of those whose file systems lie on that directory."""
+    point = str(own.point)
+    return [one.fuse_user for one in mounts.current() if one.point == point]
+
+
+@pytest.mark.parametrize("harm", [signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("options", [(), ("-o", "allow_other")])
+def test_redirect_beneath_users_mount_is_unmounted_and_the_mount_stays(
+    node: Node, mount: Callable[..., Own], harm: int, options: tuple[str, ...]
+) -> None:
+    """Whether its server is well, stopped or dead; another job of hers may be at work in it."""
+    path, other = node.staged(1, "alice/own/image.sqsh"), node.staged(2, "alice/other.sqsh")
+    own = mount(*options)
+    own.server.send_signal(harm)
+    if harm == signal.SIGKILL:
+        own.server.wait()
+    assert node.epilog(2).said == ("released", "")
+    assert set(node.binds()) == {str(path)}, "a job still needs it"
+    assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
+    assert shown(own) == [ALICE.uid]
+    assert not other.samefile(node.cache.image(node.identity(other).key))
+    if harm == signal.SIGCONT:
+        assert read_as(ALICE, own.image) == content(5)
+    flags = [line for line in Path("/proc/self/mounts").read_text().splitlines() if "own" in line]
+    assert all("nosuid,nodev" in line for line in flags)
+
+
+def test_redirect_beneath_two_mounts_of_a_user_is_unmounted(
+    node: Node, mount: Callable[..., Own]
+) -> None:
+    node.staged(1, "alice/own/image.sqsh")
+    own = mount()
+    outer = own.serve(node.shared / "alice/own.sqsh", node.shared / "alice")
+    try:
+        outer.send_signal(signal.SIGSTOP)
+        assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
+        found = {one.point for one in mounts.current() if one.fuse_user == ALICE.uid}
+        assert found == {str(own.point), str(own.point.parent)}
+    finally:
+        outer.kill()
+        outer.wait()
+
+
+def test_mount_of_roots_is_not_touched(node: Node, mount: Callable[..., Own]) -> None:
+    path = node.staged(1, "alice/own/image.sqsh")
+    own = mount("-o", "allow_other", user=User("root", 0, 0))
+    assert node.epilog(1).outcome.reason == "redirect"
+    assert (shown(own), set(node.binds())) == ([0], {str(path)})
+
+
+def test_mount_of_roots_over_a_users_is_not_touched(node: Node, mount: Callable[..., Own]) -> None:
+    path = node.staged(1, "alice/own/image.sqsh")
+    own = mount("-o", "allow_other")
+    mounts.mount("none", str(own.point), 0, "tmpfs")
+    assert node.epilog(1).outcome.reason == "redirect"
+    assert (shown(own), set(node.binds())) == ([ALICE.uid, 0], {str(path)})
+
+
+@pytest.mark.parametrize("swap", ["link", "directory", "another mount"])
+def test_users_mount_is_put_back_nowhere_else(
+    node: Node, mount: Callable[..., Own], before: Arrange, swap: str
+) -> None:
+    """Root walks to where it was; its user may have put a link there, or another's directory."""
+    node.staged(1, "alice/own/image.sqsh")
+    own, victim = mount(), node.put("bob/sub/file", user=BOB).parent
+
+    home = node.places.root / "home"  # not on the shared file system
+    (home / "own").mkdir(parents=True)
+    os.chown(home / "own", ALICE.uid, ALICE.gid)
+
+    def swapped() -> None:
+        if swap == "another mount":
+            (node.server / "alice").rename(node.server / "away")
+            (node.server / "alice").symlink_to(home)
+            return
+        (node.server / "alice/own").rename(node.server / "alice/away")
+        if swap == "link":
+            (node.server / "alice/own").symlink_to(victim)
+        else:
+            (node.server / "bob/sub").rename(node.server / "alice/own")
+
+    before(unmount, "_put_back", swapped)
+    node.epilog(1)
+    assert node.binds() == {}
+    assert shown(own) == []
+    assert [one for one in mounts.current() if one.fuse_user] == []
+
+
+def test_kernel_that_cannot_put_it_back_takes_it_off(
+    node: Node, mount: Callable[..., Own], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(path: str) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    node.staged(1, "alice/own/image.sqsh")
+    own = mount()
+    monkeypatch.setattr(mounts, "clone", missing)
+    assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
+    assert shown(own) == []
+
+
+@pytest.mark.parametrize("harm", [signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL])
+def test_space_that_a_hidden_redirect_holds_is_shown(
+    node: Node, mount: Callable[..., Own], harm: int
+) -> None:
+    """Its entry was evicted, nothing finds its bytes, and the disk is full of them."""
+    path = node.staged(1, "alice/own/image.sqsh")
+    key, taken = node.identity(path).key, node.cache.stored_entries()
+    own = mount()
+    own.server.send_signal(harm)
+    node.leases.drop(1)
+    here = Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+    assert status.gather(here).held == Held()
+    assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)
+    found = status.gather(here)
+    size = sum(one.bytes for one in taken)
+    assert 0 < found.held.bytes <= size
+    assert found.held.unknown == 0
+    text = " ".join(str(piece) for piece in status.pieces(found, 0.0))
+    assert "by redirects of evicted entries" in text
+    assert (shown(own), set(node.binds())) == ([ALICE.uid], {str(path)}), "only looked at"

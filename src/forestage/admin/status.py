@@ -48,7 +48,7 @@ class Status(msgspec.Struct, frozen=True):
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
     peer service of this node sent to others, if one runs or has run since boot. `off` says what
     has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
-    that jobs read through a server.
+    that jobs read through a server. `held` is what redirects of evicted entries keep on the disk.
     """
 
     cache: str
@@ -63,6 +63,7 @@ class Status(msgspec.Struct, frozen=True):
     served: Uploaded | None = None
     off: str = ""
     through: tuple[str, ...] = ()
+    held: inventory.Held = inventory.Held()
 
 
 def gather(node: Node) -> Status:
@@ -93,6 +94,7 @@ def gather(node: Node) -> Status:
         room=evict.measure(node.cache, node.cache.stored_entries(), node.config),
         entries=counts(holdings.items),
         copies=copies.gather(node),
+        held=inventory.held(node.cache),
     )
 
 
@@ -152,6 +154,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         facts += [
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
             ("used", f"{format_size(room.used)} by the cache"),
+            *_held(status.held),
             ("max_size", f"{format_size(room.max_size)}, the most it may take"),
             ("low_watermark", f"{format_size(room.low)}, where evicting at rest stops"),
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
@@ -164,6 +167,13 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
         facts.append(("served", f"{sent} to other nodes"))
     return facts
+
+
+def _held(held: inventory.Held) -> list[tuple[str, str]]:
+    if held == inventory.Held():
+        return []
+    more = f", and {held.unknown} that cannot be reached" if held.unknown else ""
+    return [("held", f"{format_size(held.bytes)} by redirects of evicted entries{more}")]
 
 
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:

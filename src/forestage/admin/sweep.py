@@ -20,6 +20,7 @@ disk (cache/doubt.py), which ends with that.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from forestage.admin import evict, inventory, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
-from forestage.cache import doubt, redirect
+from forestage.cache import doubt, elsewhere, redirect, unmount
 from forestage.cache import evict as eviction
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
@@ -197,18 +198,13 @@ def _raise_if_not_root(error: Exception) -> None:
 
 
 class _Run:
-    """One sweep at work. `problems` and `unmounted` (paths no longer redirected) grow meanwhile.
-
-    `hung` are the ids of mounts on which a path did not answer in time: nothing else on them is
-    tried, since each try would take as long.
-    """
+    """One sweep at work. `problems` and `unmounted` (paths no longer redirected) grow meanwhile."""
 
     def __init__(self, node: Node, dry_run: bool) -> None:
         self.node = node
         self.dry_run = dry_run
         self.problems: list[str] = []
         self.unmounted: list[str] = []
-        self.hung: set[int] = set()
 
     def tried(self, work: Callable[[T], R], subject: T) -> R | None:
         """What `work` returns; None, and a problem noted, where it fails in an expected way."""
@@ -241,69 +237,45 @@ class _Run:
             released = ReleasedLease(one.job, one.why, user.name, one.lease.node)
         if self.dry_run:
             return released
-        with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
-            if leases.mark(one.job) != one.mark:
-                return None
-            try:
-                number = epilog.let_go(cache, leases, one.lease, node.places, one.job, user)
-            except (ForestageError, OSError) as error:  # the lease is gone, its redirect a stray
-                number = self._note_stuck(error)
+        with contextlib.ExitStack() as claims:
+            with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
+                if leases.mark(one.job) != one.mark:
+                    return None
+                now = node.clock.wall()  # what hangs is tried once, with the strays
+                going = epilog.let_go(cache, leases, one.lease, node.places, one.job, claims, now)
+            number = self._unmount(cache, going, lambda bind: user)
         return msgspec.structs.replace(released, redirects=number)
 
     def strays(self, stale: tuple[StaleLease, ...]) -> None:
-        """Unmounts redirects that no lease asks for, one owner's for each hold of the lock.
-
-        Where a path hangs, that costs a waiting hook one timeout, not one for each owner.
-        """
+        """Unmounts redirects that no lease asks for, each as its entry's owner."""
+        node = self.node
         if self.dry_run:
             needed = {use.path for lease in self._staying(stale) for use in lease.uses}
-            bound = redirect.binds(self.node.cache)
+            bound = unmount.binds(node.cache)
             self.unmounted += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
             return
-        tried: set[User] = set()
-        while self._strays_of_next_owner(tried):
-            self.pause()
+        with contextlib.ExitStack() as claims:
+            with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
+                node.leases.drop_unfinished()
+                unmount.forget(node.cache)
+                going = redirect.claim_unneeded(node.cache, node.leases, node.places, None, claims)
+            self._unmount(node.cache, going, functools.partial(owner_of, node.cache))
+        left = {bind.mount.id for bind in unmount.binds(node.cache)}
+        self.unmounted += [one.bind.path for one in going if one.bind.mount.id not in left]
+        self.problems += elsewhere.clear(
+            node.cache, node.leases, total=unmount.SWEEP_TOTAL
+        ).problems
 
-    def _strays_of_next_owner(self, tried: set[User]) -> bool:
-        """Those of an owner who is not in `tried` yet; returns whether there was one."""
-        node = self.node
-        with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
-            node.leases.drop_unfinished()
-            stray = redirect.unneeded(redirect.binds(node.cache), node.leases.redirected())
-            if not stray:  # what is left is where redirects are made
-                redirect.unmount_unneeded(node.cache, node.leases, node.places, ROOT, None)
-                return False
-            owned: dict[User, list[redirect.Bind]] = {}
-            for bind in stray:
-                owned.setdefault(owner_of(node.cache, bind), []).append(bind)
-            for owner in [one for one in owned if one not in tried]:
-                binds = [bind for bind in owned[owner] if bind.mount.parent not in self.hung]
-                tried.add(owner)
-                if len(binds) < len(owned[owner]):
-                    skipped = (bind.path for bind in owned[owner] if bind not in binds)
-                    self.problems.append(
-                        f"not tried, as their file system hangs: {', '.join(skipped)}"
-                    )
-                if binds:
-                    self._unmount(binds, owner)
-                    return True
-            return False
-
-    def _unmount(self, binds: list[redirect.Bind], owner: User) -> None:
+    def _unmount(
+        self, cache: Cache, going: list[unmount.Going], whose: Callable[[unmount.Bind], User]
+    ) -> int:
+        """Returns how many have gone; a problem is noted for those that stay."""
         try:
-            redirect.unmount(binds, owner)
-        except (ForestageError, OSError) as error:
-            self._note_stuck(error)
-        left = {bind.mount.id for bind in redirect.binds(self.node.cache)}
-        self.unmounted += [bind.path for bind in binds if bind.mount.id not in left]
-
-    def _note_stuck(self, error: Exception) -> int:
-        """Notes that redirects stay; returns how many others were unmounted."""
-        self.problems.append(str(error))
-        if not isinstance(error, redirect.StillMounted):
-            return 0
-        self.hung |= error.hung
-        return error.off
+            unmount.unmount(going, whose, unmount.SWEEP_TOTAL)
+        except unmount.StillMounted as stays:
+            self.problems.append(str(stays))
+            return stays.off
+        return len(going)
 
     def dead_parts(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
         """Deletes parts that nobody will resume; returns their keys."""

@@ -5,15 +5,16 @@ own file. Leases stay, so that nothing a job holds is evicted.
 """
 
 import contextlib
+import functools
 from pathlib import Path
 
 import msgspec
 
 from forestage.admin import sources
-from forestage.cache import redirect
+from forestage.cache import unmount
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
-from forestage.cache.redirect import Bind
+from forestage.cache.unmount import Bind
 from forestage.errors import ForestageError
 from forestage.system import lock
 from forestage.system.as_user import User
@@ -39,18 +40,21 @@ def unredirect(node: Node) -> Unredirected:
     undone: list[str] = []
     problems: list[str] = []
     for cache in _caches(node):
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as claims:
             try:
-                stack.enter_context(lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT))
+                with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
+                    going = unmount.claim(cache, unmount.binds(cache), claims)
             except lock.Busy as busy:  # unmounting is right without it as well
                 problems.append(str(busy))
-            for bind in reversed(redirect.binds(cache)):
-                try:
-                    redirect.unmount([bind], owner_of(cache, bind))
-                except (ForestageError, OSError) as error:
-                    problems.append(f"{bind.path}: {error}")
-                else:
-                    undone.append(bind.path)
+                going = unmount.claim(cache, unmount.binds(cache), claims)
+            try:
+                unmount.unmount(going, functools.partial(owner_of, cache), unmount.SWEEP_TOTAL)
+            except (ForestageError, OSError) as error:
+                problems.append(str(error))
+        left = {bind.mount.id: bind.path for bind in unmount.binds(cache)}
+        undone += [one.bind.path for one in going if one.bind.mount.id not in left]
+        elsewhere = left.keys() - {one.bind.mount.id for one in going}
+        problems += [f"{left[one]}: another process unmounts it" for one in elsewhere]
     return Unredirected(tuple(undone), tuple(problems))
 
 

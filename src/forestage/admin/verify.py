@@ -8,6 +8,7 @@ A bad entry goes although it is leased or pinned (docs/decisions/0012). Its redi
 first, so that nobody opens it any more; a process that has it open keeps it.
 """
 
+import contextlib
 import errno
 import os
 from collections import Counter
@@ -19,7 +20,7 @@ import msgspec
 from forestage.admin import compare, sources
 from forestage.admin.compare import Compared, SourceFailed
 from forestage.admin.inventory import Item
-from forestage.cache import digest, image, redirect
+from forestage.cache import digest, image, unmount
 from forestage.cache.image import Access
 from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
@@ -274,16 +275,19 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdic
     cache = node.cache
     user = sources.owner(item.entry.access) if item.entry else sources.invoking_user()
     stays = ""
+    going: list[unmount.Going] = []
     try:
-        with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-            if _is_still_there(node, item, fd):
-                binds = [bind for bind in redirect.binds(cache) if bind.key == item.key]
-                try:
-                    redirect.unmount(binds, user)
-                except (ForestageError, OSError) as error:
-                    # It is evicted all the same: the next Prolog that names the path unmounts it.
-                    stays = f"its redirect is still there: {error}"
-                cache.evict(item.key)
+        with contextlib.ExitStack() as claims:
+            with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+                if _is_still_there(node, item, fd):
+                    binds = [bind for bind in unmount.binds(cache) if bind.key == item.key]
+                    going = unmount.claim(cache, binds, claims)
+                    cache.evict(item.key)
+            try:
+                unmount.unmount(going, lambda bind: user)
+            except (ForestageError, OSError) as error:
+                # It is evicted all the same: the next Prolog that names the path unmounts it.
+                stays = f"its redirect is still there: {error}"
         cache.delete_evicted()
     except (ForestageError, OSError) as error:
         stays = str(error)

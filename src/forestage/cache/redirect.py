@@ -14,11 +14,14 @@ from typing import Literal
 
 import msgspec
 
-from forestage.cache import image
+from forestage.cache import image, unmount
 from forestage.cache.image import Identity, Image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node
+from forestage.cache.unmount import Bind as Bind
+from forestage.cache.unmount import Going
+from forestage.cache.unmount import binds as binds
 from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed
@@ -27,23 +30,9 @@ from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
-UNMOUNT_TIMEOUT = 5.0  # seconds; walking to a path on a dead file system may take for ever
-CHASES = 20  # tries to reach a redirect whose path is being renamed
-MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
 
 Step = Literal["keep", "mount", "unmount"]
 Shown = Literal["kept", "mounted"]
-
-
-class Bind(msgspec.Struct, frozen=True):
-    """One of our binds as the kernel shows it. `key` is "" where the entry is gone or going."""
-
-    mount: mounts.Mount
-    key: str
-
-    @property
-    def path(self) -> str:
-        return self.mount.point
 
 
 class _Target(msgspec.Struct, frozen=True):
@@ -51,16 +40,6 @@ class _Target(msgspec.Struct, frozen=True):
 
     identity: Identity
     readable: bool
-
-
-def binds(cache: Cache) -> list[Bind]:
-    """Every bind of this cache on the node, oldest first."""
-    found = []
-    for mount, inside in mounts.binds_from(mounts.current(), cache.real):
-        parts = inside.split("/")
-        is_entry = parts[0] == "entries" and parts[2:] == ["image"]
-        found.append(Bind(mount, parts[1] if is_entry else ""))
-    return found
 
 
 def next_step(bound: list[Bind], path: str, key: str) -> Step:
@@ -82,86 +61,17 @@ def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
     return [one for one in bound if one.path in paths and (not one.key or one.key != key)]
 
 
-class StillMounted(Failed):
-    """Redirects whose sources are dead: `off` others have gone. The next Epilog tries again.
-
-    `hung` are the ids of the mounts below those that could not be reached in time.
-    """
-
-    def __init__(self, stuck: list[str], off: int, hung: frozenset[int] = frozenset()) -> None:
-        super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
-        self.off = off
-        self.hung = hung
-
-
-def unmount(taken: list[Bind], user: User) -> None:
-    """Takes binds off their paths, newest first; `user` gets where a squashed root does not.
-
-    One whose source hangs or is dead keeps no other from going. Raises OSError, and StillMounted at
-    last.
-    """
-    stuck: list[str] = []
-    dead: set[int] = set()
-    left = taken[::-1]
-    while left:
-        try:
-            unreached = _unmount_all(left, user)
-        except as_user.TooSlow:
-            there = {mount.id for mount in mounts.current()}
-            left = [bind for bind in left if bind.mount.id in there]
-            # The first of them, and those beside it would hang as well, each for as long.
-            hung = [bind for bind in left if bind.mount.parent == left[0].mount.parent]
-            stuck += [f"{bind.path} (hangs)" for bind in hung]
-            dead |= {bind.mount.parent for bind in hung}
-            left = [bind for bind in left if bind not in hung]
-        else:
-            stuck += [f"{left[n].path} ({os.strerror(number)})" for n, number in unreached]
-            break
-    if stuck:
-        raise StillMounted(stuck, len(taken) - len(stuck), frozenset(dead))
-
-
-def _unmount_all(binds: list[Bind], user: User) -> list[tuple[int, int]]:
-    """Those that could not be reached, each with its errno. Raises OSError, as_user.TooSlow."""
-
-    def work() -> as_user.Found[list[tuple[int, int]]]:
-        unreached = []
-        for n, bind in enumerate(binds):
-            try:
-                _follow(bind, user)
-            except OSError as error:
-                unreached.append((n, error.errno or 0))
-        return unreached, []
-
-    return as_user.call(work, list[tuple[int, int]], UNMOUNT_TIMEOUT)[0]
-
-
-def _follow(bind: Bind, user: User) -> None:
-    """Takes off one bind. A user may rename the folders above it all the time: it goes along."""
-    point, failed = bind.path, OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-    for _ in range(CHASES):
-        try:
-            if mounts.unmount_same(bind.mount, as_user.reach(point, user)):
-                return
-        except OSError as error:  # of a path that may lead nowhere by now
-            failed = error
-        found = [mount.point for mount in mounts.current() if mount.id == bind.mount.id]
-        if not found:  # gone already
-            return
-        if found[-1] == point and failed.errno not in (errno.EBUSY, *MOVED):
-            break
-        point = found[-1]
-    raise failed
-
-
 def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end: Deadline) -> None:
     """Unmounts what shows something else than the entry `key` at one of the paths.
 
     Raises StillMounted, lock.Busy, OSError.
     """
-    if stale(binds(cache), paths, key):
-        with lock.held_if_writable(cache.space_lock, end.left()):
-            unmount(stale(binds(cache), paths, key), user)
+    while found := stale(binds(cache), paths, key):
+        with contextlib.ExitStack() as claims:
+            with lock.held_if_writable(cache.space_lock, end.left()):
+                going = unmount.claim(cache, stale(binds(cache), paths, key), claims)
+            unmount.unmount(going, lambda bind: user)
+        unmount.wait(cache, found, end)
 
 
 def mount(
@@ -224,37 +134,58 @@ def _mount(
 ) -> Shown:
     """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not."""
     for _ in range(3):
-        # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
-        target, identity = _open_target(cache, wanted, user, deadline.left())
-        try:
-            with lock.held(cache.space_lock, deadline.left()):
-                bound = binds(cache)
-                step = next_step(bound, wanted.path, wanted.key)
-                if step == "unmount":
-                    unmount(stale(bound, frozenset({wanted.path}), wanted.key), user)
-                    continue
-                # `unredirect` switches staging off, then takes this lock: no bind is made after
-                # that.
-                if step == "mount" and (off := switch.by_file(places)):
-                    raise Declined("disabled", off)
-                if step == "mount" and identity != wanted.identity:
-                    raise Declined("changed", f"{wanted.path} was changed or replaced just now")
-                # Lease first: an Epilog that runs next takes off what no lease mentions.
-                note()
-                if step == "mount":
-                    _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
-                return "mounted" if step == "mount" else "kept"
-        finally:
-            os.close(target)
+        shown = _mount_once(cache, places, user, wanted, deadline, note)
+        if shown:
+            return shown
+        # Without the lock, as this may hang.
+        unmount_stale(cache, frozenset({wanted.path}), wanted.key, user, deadline)
+        unmount.wait(cache, [bind for bind in binds(cache) if bind.path == wanted.path], deadline)
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
 
 
-def unmount_unneeded(
-    cache: Cache, leases: Leases, places: Places, user: User, ended: Lease | None
-) -> int:
-    """Unmounts every redirect that no lease needs and returns how many. Under the space lock.
+def _mount_once(
+    cache: Cache,
+    places: Places,
+    user: User,
+    wanted: Image,
+    deadline: Deadline,
+    note: Callable[[], None],
+) -> Shown | None:
+    """None where a bind has to go first, or goes just now."""
+    # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
+    target, identity = _open_target(cache, wanted, user, deadline.left())
+    try:
+        with lock.held(cache.space_lock, deadline.left()):
+            bound = [bind for bind in binds(cache) if bind.path == wanted.path]
+            step = next_step(bound, wanted.path, wanted.key)
+            # One that an Epilog has claimed goes, though it shows the right entry.
+            if step == "unmount" or any(unmount.is_going(cache, bind) for bind in bound):
+                return None
+            # `unredirect` switches staging off, then takes this lock: no bind is made after that.
+            if step == "mount" and (off := switch.by_file(places)):
+                raise Declined("disabled", off)
+            if step == "mount" and identity != wanted.identity:
+                raise Declined("changed", f"{wanted.path} was changed or replaced just now")
+            # Lease first: an Epilog that runs next takes off what no lease mentions.
+            note()
+            if step == "mount":
+                _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
+            return "mounted" if step == "mount" else "kept"
+    finally:
+        os.close(target)
 
-    `user` and `ended` are the job's whose lease was dropped just now, if it could be read.
+
+def claim_unneeded(
+    cache: Cache,
+    leases: Leases,
+    places: Places,
+    ended: Lease | None,
+    claims: contextlib.ExitStack,
+    now: float | None = None,
+) -> list[Going]:
+    """Claims every redirect that no lease needs, for `unmount.unmount`. Under the space lock.
+
+    `ended` is the lease that was dropped just now, if it could be read; `now`: see `unmount.claim`.
     """
     if places.redirects.exists():
         for spot in places.redirects.iterdir():
@@ -263,8 +194,7 @@ def unmount_unneeded(
     needed = leases.redirected()
     taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
     taken = list({bind.mount.id: bind for bind in taken}.values())
-    unmount(taken, user)
-    return len(taken)
+    return unmount.claim(cache, taken, claims, now)
 
 
 def _left_by(lease: Lease) -> list[Bind]:

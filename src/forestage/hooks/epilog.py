@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import doubt, evict, redirect
+from forestage.cache import doubt, elsewhere, evict, redirect, unmount
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
@@ -21,7 +21,6 @@ from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock
-from forestage.system.as_user import User
 from forestage.units import printable
 
 
@@ -81,30 +80,47 @@ def _release(
     job: Job,
     patience: float,
 ) -> Released:
-    with lock.held_if_writable(cache.space_lock, patience):
-        if lease is not None:
-            with contextlib.suppress(OSError):  # only a note for evict
-                _note_use(cache, lease, clock.wall())
+    with contextlib.ExitStack() as claims:
+        with lock.held_if_writable(cache.space_lock, patience):
+            if lease is not None:
+                with contextlib.suppress(OSError):  # only a note for evict
+                    _note_use(cache, lease, clock.wall())
+            going = let_go(cache, leases, lease, places, job.id, claims, clock.wall())
         try:
-            count = let_go(cache, leases, lease, places, job.id, job.user)
-        except redirect.StillMounted as stays:
+            unmount.unmount(going, lambda bind: job.user)
+            if going:  # else nothing can have been inherited
+                _clear_elsewhere(cache, leases, clock.wall())
+        except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(str(stays))
             return Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
     doubt.look(places, cache, clock)  # this job may have failed for it, the next one need not
-    return Released("released", unmounted=count)
+    return Released("released", unmounted=len(going))
+
+
+def _clear_elsewhere(cache: Cache, leases: Leases, now: float) -> None:
+    """In other mount namespaces. What stays there is told by the sweep, which tries again."""
+    with contextlib.suppress(Failed, OSError):
+        elsewhere.clear(cache, leases, now)
 
 
 def let_go(
-    cache: Cache, leases: Leases, lease: Lease | None, places: Places, job: int, user: User
-) -> int:
-    """Drops the lease, then unmounts each redirect that no lease mentions; returns how many.
+    cache: Cache,
+    leases: Leases,
+    lease: Lease | None,
+    places: Places,
+    job: int,
+    claims: contextlib.ExitStack,
+    now: float | None = None,
+) -> list[unmount.Going]:
+    """Drops the lease, then claims each redirect that no lease mentions; returns these.
 
-    Under the space lock. `lease` is None where it is damaged. Raises OSError, Failed.
+    Under the space lock, which nothing that may hang is done under: they are unmounted after it.
+    `lease` is None where it is damaged. Raises OSError, Failed.
     """
     leases.drop(job)
     # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
-    return redirect.unmount_unneeded(cache, leases, places, user, lease)
+    return redirect.claim_unneeded(cache, leases, places, lease, claims, now)
 
 
 def _note_use(cache: Cache, lease: Lease, now: float) -> None:

@@ -11,7 +11,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -117,11 +117,7 @@ def ask(
     `keep`. OSErrors of `work` are raised again here.
     Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid == 0:
-        _answer(work, theirs, keep)
-    theirs.close()
+    pid, ours = _begin(work, keep)
     with contextlib.ExitStack() as undo:
         undo.callback(_reap, pid)
         on_error = undo.enter_context(contextlib.ExitStack())
@@ -135,6 +131,54 @@ def ask(
         value = msgspec.json.decode(got.value, type=answer)
         on_error.pop_all()
         return value, ours
+
+
+def each(
+    works: Sequence[Callable[[], T]], answer: type[T], timeout: float, total: float, at_once: int
+) -> list[T | None]:
+    """Runs each of `works` in a child of its own, `at_once` of them together; returns their values.
+
+    None for one that died, failed, or did not answer within `timeout` seconds, or by the end of the
+    `total` for all. A child that hangs is killed and left behind; it keeps no other waiting.
+    """
+    found: list[T | None] = [None] * len(works)
+    left = list(enumerate(works))[::-1]
+    running: dict[socket.socket, tuple[int, int, float]] = {}  # number, pid, until
+    end = time.monotonic() + total
+    while True:
+        while left and len(running) < at_once and time.monotonic() < end:
+            number, work = left.pop()
+            pid, ours = _begin(_bare(work), ())
+            running[ours] = number, pid, min(end, time.monotonic() + timeout)
+        if not running:
+            return found
+        first = min(until for _, _, until in running.values())
+        answered, _, _ = select.select([*running], [], [], max(0.0, first - time.monotonic()))
+        for ours, (number, pid, until) in list(running.items()):
+            if ours in answered:
+                data = ours.recv(_LONGEST)
+                got = msgspec.json.decode(data, type=_Answer) if data else _Answer(errno=1)
+                if not got.errno:
+                    found[number] = msgspec.json.decode(got.value, type=answer)
+            elif time.monotonic() < until:
+                continue
+            del running[ours]
+            ours.close()
+            _reap(pid)
+
+
+def _bare(work: Callable[[], T]) -> Callable[[], Found[T]]:
+    return lambda: (work(), [])
+
+
+def _begin(work: Callable[[], Found[T]], keep: tuple[int, ...]) -> tuple[int, socket.socket]:
+    """The child that does `work`, and the socket on which its answer comes."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        _answer(work, theirs, keep)
+    theirs.close()
+    return pid, ours
 
 
 def receive_fds(line: socket.socket) -> list[int]:

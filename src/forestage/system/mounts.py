@@ -16,18 +16,23 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 CLONE_NEWNS = 0x00020000
 _SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100  # on every architecture
+_SYS_MOVE_MOUNT, _FROM_FD, _TO_FD = 429, 4, 0x40
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """One line of mountinfo, octal escapes undone. `root` is the path inside its file system."""
+    """One line of mountinfo, octal escapes undone. `root` is the path inside its file system.
+
+    `fuse_user` is the uid of the user who mounted a FUSE file system; 0: root did, or it is none.
+    """
 
     id: int
     parent: int
     device: str
     root: str
     point: str
+    fuse_user: int = 0
 
 
 def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
@@ -89,14 +94,33 @@ def clone(path: str) -> int:
     return fd
 
 
+def attach(tree: int, target: int) -> None:
+    """Mounts what `clone` returned on an open file or directory: move_mount(2). Raises OSError."""
+    flags = _FROM_FD | _TO_FD
+    _check(_libc.syscall(_SYS_MOVE_MOUNT, tree, b"", target, b"", flags), f"descriptor {target}")
+
+
 def listed(mountinfo: str) -> list[Mount]:
     """Parses mountinfo; `os.fsdecode`d text in, mounts in the kernel's order (oldest first) out."""
     mounts = []
     # Not splitlines(): a mount point may hold a form feed, and the kernel escapes only \n.
     for line in filter(None, mountinfo.split("\n")):
-        number, parent, device, root, point = line.split(" ", 5)[:5]
-        mounts.append(Mount(int(number), int(parent), device, _plain(root), _plain(point)))
+        number, parent, device, root, point, rest = line.split(" ", 5)
+        user = _fuse_user(rest)
+        mounts.append(Mount(int(number), int(parent), device, _plain(root), _plain(point), user))
     return mounts
+
+
+def _fuse_user(rest: str) -> int:
+    """The user of a FUSE, of what follows the mount point: "rw - fuse.x source rw,user_id=7"."""
+    if not rest.partition(" - ")[2].startswith("fuse"):
+        return 0
+    # Neither name nor source of a mount holds a space as it is: the last field is the kernel's.
+    for option in rest.rsplit(" ", 1)[-1].split(","):
+        name, _, value = option.partition("=")
+        if name == "user_id" and value.isdigit():
+            return int(value)
+    return 0
 
 
 def current() -> list[Mount]:
@@ -106,44 +130,97 @@ def current() -> list[Mount]:
 
 def holder(mounts: list[Mount], path: str) -> Mount | None:
     """The mount that `path` lies on: the longest mount point above it, the newest of equals."""
-    above = [m for m in mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
+    above = [m for m in mounts if is_below(path, m.point)]
     # sorted() keeps the kernel's order among equals, where the last one covers the others.
     return sorted(above, key=lambda m: len(m.point))[-1] if above else None
 
 
-def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
-    """Binds of files below `directory`, each with its path inside it, wherever they are mounted.
+class Origin(msgspec.Struct, frozen=True):
+    """A directory as mountinfo names what is bound from below it: device, path inside it with /."""
+
+    device: str
+    root: str
+
+
+def origin(mounts: list[Mount], directory: str) -> Origin | None:
+    """Pure: where `directory` lies; None where no mount is known above it."""
+    base = holder(mounts, directory)
+    if base is None:
+        return None
+    inside = directory[len(base.point.rstrip("/")) :]
+    return Origin(base.device, base.root.rstrip("/") + inside + "/")
+
+
+def binds_of(mounts: list[Mount], origin: Origin) -> list[tuple[Mount, str]]:
+    """Pure: binds of files below `origin`, each with its path inside it, wherever they are mounted.
 
     They are known by device and by path inside the file system, so no other program's mounts and no
     file that a user made can look like ours. A deleted file's path ends in `//deleted`.
     """
-    base = holder(mounts, directory)
-    if base is None:
-        return []
-    inside = directory[len(base.point.rstrip("/")) :]
-    prefix = base.root.rstrip("/") + inside + "/"
     return [
-        (m, m.root[len(prefix) :])
+        (m, m.root[len(origin.root) :])
         for m in mounts
-        if m.device == base.device and m.root.startswith(prefix)
+        if m.device == origin.device and m.root.startswith(origin.root)
     ]
 
 
-def unmount_same(bind: Mount, fd: int) -> bool:
+def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
+    """Pure: `binds_of` a directory of the same mount table."""
+    found = origin(mounts, directory)
+    return binds_of(mounts, found) if found else []
+
+
+def same_place(here: list[Mount], there: list[Mount], hides: Mount) -> str:
+    """Pure: the path `here` of what a mount hides in another namespace, `there`; "" for none."""
+    under = next((mount for mount in there if mount.id == hides.parent), None)
+    if under is None or not is_below(hides.point, under.point):
+        return ""
+    inside = under.root.rstrip("/") + hides.point[len(under.point.rstrip("/")) :]
+    for mount in here:
+        if mount.device == under.device and is_below(inside, mount.root):
+            return mount.point.rstrip("/") + inside[len(mount.root.rstrip("/")) :]
+    return ""
+
+
+def cover(mounts: list[Mount], hidden: Mount) -> Mount | None:
+    """Pure: a user's FUSE that was mounted over a directory above `hidden`; the outermost of them.
+
+    The walk to `hidden` leads into it, though `hidden` does not lie on it.
+    """
+    by_id = {mount.id: mount for mount in mounts}
+    found: Mount | None = None
+    at: Mount | None = hidden
+    # On the way: each mount's own point must be met, and nothing over it.
+    over = [m for m in mounts if m.parent == hidden.id and m.point == hidden.point]
+    while at is not None:
+        parent = by_id.get(at.parent)
+        over += [m for m in mounts if m.parent == at.parent and m.id != at.id]
+        over = [m for m in over if m.fuse_user and is_below(at.point, m.point)]
+        found = min(over, key=lambda m: len(m.point), default=found)
+        over, at = [], parent if parent is not at else None
+    return found
+
+
+def is_below(path: str, point: str) -> bool:
+    """Pure: whether a path is `point` or lies below it."""
+    return path == point or path.startswith(point.rstrip("/") + "/")
+
+
+def unmount_same(bind: Mount, fd: int, proc: str = "/proc") -> bool:
     """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 
     Job owners may rename and link around their files, so the path was opened first, and must have
-    led to the mount that was meant.
+    led to the mount that was meant. `proc`: where the node's procfs is reached.
     """
-    if mount_id(fd) != bind.id:
+    if mount_id(fd, proc) != bind.id:
         return False
-    umount(f"/proc/self/fd/{fd}")
+    umount(f"{proc}/self/fd/{fd}")
     return True
 
 
-def mount_id(fd: int) -> int:
+def mount_id(fd: int, proc: str = "/proc") -> int:
     """The id, as in mountinfo, of the mount that an open descriptor lies on."""
-    for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+    for line in Path(f"{proc}/self/fdinfo/{fd}").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "mnt_id":
             return int(value)

@@ -18,13 +18,13 @@ from forestage import events
 from forestage.admin import compare, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
-from forestage.cache import doubt
+from forestage.cache import doubt, unmount
 from forestage.cache import redirect as redirects
-from forestage.cache.layout import PROVEN
+from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
-from forestage.cache.redirect import Bind, StillMounted
+from forestage.cache.unmount import Bind, Going, StillMounted
 from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
@@ -90,19 +90,26 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
     """What the kernel's table shows; who takes a redirect off takes it out of here."""
     table: list[Bind] = []
 
-    def unmount(taken: list[Bind], user: User) -> None:
-        for bind in taken:
-            table.remove(bind)
+    def claim(
+        cache: Cache, wanted: list[Bind], claims: object, now: float | None = None
+    ) -> list[Going]:
+        return [Going(bind, cache) for bind in wanted]
 
-    monkeypatch.setattr(redirects, "binds", lambda cache: list(table))
-    monkeypatch.setattr(redirects, "unmount", unmount)
+    def take_off(going: list[Going], whose: object, total: float = 0) -> None:
+        for one in going:
+            table.remove(one.bind)
+
+    for module in (redirects, unmount):
+        monkeypatch.setattr(module, "binds", lambda cache: list(table))
+    monkeypatch.setattr(unmount, "claim", claim)
+    monkeypatch.setattr(unmount, "unmount", take_off)
     return table
 
 
-def bind(path: str, key: str = "k" * 32, number: int = 1, parent: int = 0) -> Bind:
+def bind(path: str, key: str = "k" * 32, number: int = 1) -> Bind:
     from forestage.system.mounts import Mount
 
-    return Bind(Mount(number, parent, "0:1", f"/entries/{key}/image", path), key)
+    return Bind(Mount(number, 0, "0:1", f"/entries/{key}/image", path), key)
 
 
 class Watching(Frozen):
@@ -275,12 +282,12 @@ def test_stray_redirect_is_reached_as_entrys_owner(
     bound.append(bind(str(image), site.publish(image)))
     asked: list[int] = []
 
-    def unmount(taken: list[Bind], user: User) -> None:
-        for one in taken:
-            asked.append(user.uid)
-            bound.remove(one)
+    def take_off(going: list[Going], whose: Callable[[Bind], User], total: float = 0) -> None:
+        for one in going:
+            asked.append(whose(one.bind).uid)
+            bound.remove(one.bind)
 
-    monkeypatch.setattr(redirects, "unmount", unmount)
+    monkeypatch.setattr(unmount, "unmount", take_off)
     assert swept(site).redirects == (str(image),)
     assert asked == [4242]
 
@@ -288,54 +295,15 @@ def test_stray_redirect_is_reached_as_entrys_owner(
 def test_lease_goes_though_its_path_hangs(
     site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hangs(taken: list[Bind], user: User) -> None:
-        if taken:
-            raise Failed("redirect", f"{taken[0].path} hangs; its redirect is still there")
+    def hangs(going: list[Going], whose: object, total: float = 0) -> None:
+        if going:
+            raise StillMounted([f"{going[0].bind.path} (hangs)"], 0)
 
     hold(site, 7, Use("k", "/lustre/a"))
     bound.append(bind("/lustre/a"))
-    monkeypatch.setattr(redirects, "unmount", hangs)
+    monkeypatch.setattr(unmount, "unmount", hangs)
     done = swept(site, slurm({7: None}))
     assert (jobs(site), "hangs" in done.problems[0]) == ((), True)
-
-
-def owned_by(bind: Bind) -> User:
-    return User(bind.key, 1000, 1000)
-
-
-def test_strays_of_two_owners_take_the_lock_twice(
-    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where paths hang, each of them costs a timeout."""
-    paused = watch(site)
-    monkeypatch.setattr(sweep, "owner_of", lambda cache, bind: owned_by(bind))
-    bound += [bind("/lustre/a", "alice", 1), bind("/lustre/b", "bob", 2)]
-    bound += [bind("/lustre/c", "alice", 3)]
-    assert swept(site).redirects == ("/lustre/a", "/lustre/c", "/lustre/b")
-    assert paused == [True] * 2
-
-
-def test_hanging_file_system_is_tried_once(
-    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep, "owner_of", lambda cache, bind: owned_by(bind))
-    dead, well = 5, 6
-    bound += [bind("/dead/a", "alice", 1, dead), bind("/dead/b", "bob", 2, dead)]
-    bound += [bind("/well/c", "carol", 3, well)]
-    asked: list[str] = []
-
-    def unmount(taken: list[Bind], user: User) -> None:
-        for one in taken:
-            asked.append(one.path)
-            if one.mount.parent == dead:
-                raise StillMounted([one.path], 0, frozenset({dead}))
-            bound.remove(one)
-
-    monkeypatch.setattr(redirects, "unmount", unmount)
-    done = swept(site)
-    assert asked == ["/dead/a", "/well/c"]
-    assert done.redirects == ("/well/c",)
-    assert any("/dead/b" in problem for problem in done.problems)
 
 
 # --- parts

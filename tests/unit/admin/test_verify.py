@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from commands import CHUNK, Site
 from forestage.admin import compare, verify
-from forestage.cache import digest, redirect
+from forestage.cache import digest, unmount
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Use
 from forestage.cli.main import World, main
@@ -436,7 +436,7 @@ def test_stuck_redirect_does_not_keep_bad_entry(
         raise Failed("redirect", "it hangs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(redirect, "unmount", hangs)
+        patch.setattr(unmount, "unmount", hangs)
         assert "its redirect is still there" in verified(node, Exit.BAD)["stays"]
     assert node.entries() == set()
     assert node.prolog(2, path).outcome.result == "copied"

@@ -88,17 +88,6 @@ def test_bind_of_anything_but_a_live_entry_has_no_key(
     assert (found.path, found.key) == ("/lustre/a", key)
 
 
-def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me: User) -> None:
-    monkeypatch.setattr(redirect.as_user, "call", None)
-    redirect.unmount([], me)
-
-
-def test_redirect_that_is_gone_already_is_taken_off(tmp_path: Path, me: User) -> None:
-    (tmp_path / "file").touch()
-    paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
-    redirect.unmount([Bind(Mount(-1, 0, "0:0", "/", path), "") for path in paths], me)
-
-
 @pytest.mark.parametrize(
     ("uses", "found"),
     [

@@ -8,16 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache import redirect
+from forestage.cache import redirect, unmount
 from forestage.cache.image import Image
-from forestage.cache.layout import Entry
+from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
+from forestage.cache.unmount import Bind, Going
 from forestage.config import Config
 from forestage.hooks import epilog
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import UNKNOWN, Limits
 from forestage.system import lock
+from forestage.system.as_user import User
+from forestage.system.mounts import Mount
 from forestage.units import Amount
 
 Patch = pytest.MonkeyPatch
@@ -72,17 +75,22 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
     staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
 ) -> None:
     holding(staging_node, asking, "0a")
-    given: list[object] = []
-    monkeypatch.setattr(
-        redirect, "unmount_unneeded", lambda *arguments: (given.append(arguments[-2:]), 3)[1]
-    )
+    bind = Bind(Mount(-1, 0, "0:0", "/", "/lustre/a"), "0a")
+    ended: list[Lease | None] = []
+    users: list[User] = []
+
+    def claim_unneeded(
+        cache: Cache, leases: object, places: object, lease: Lease, *_: object
+    ) -> list[Going]:
+        ended.append(lease)
+        return [Going(bind, cache)] * 3
+
+    monkeypatch.setattr(redirect, "claim_unneeded", claim_unneeded)
+    monkeypatch.setattr(unmount, "unmount", lambda going, whose: users.append(whose(bind)))
     (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
-    assert outcome.unmounted == 3
-    ((user, lease),) = given  # type: ignore[misc]
-    assert user == asking.user
-    assert lease == Lease(
-        asking.id, asking.user, 0.0, str(staging_node.cache.root), (Use("0a", "/lustre/a"),)
-    )
+    assert (outcome.unmounted, users) == (3, [asking.user])
+    root = str(staging_node.cache.root)
+    assert ended == [Lease(asking.id, asking.user, 0.0, root, (Use("0a", "/lustre/a"),))]
 
 
 def test_job_that_was_switched_off_leaves_no_lease(

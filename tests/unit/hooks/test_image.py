@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import squashfs
-from forestage.cache import redirect
+from forestage.cache import redirect, unmount
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
@@ -347,7 +347,7 @@ def test_refused_request_is_looked_at_where_a_redirect_may_be_stale(
         (Declined("missing", "does not exist"), ("declined", "disabled")),
         (OSError(5, "I/O error"), ("declined", "disabled")),
         # ... but a stale redirect that stays is.
-        (redirect.StillMounted(["/lustre/a"], 0), ("failed", "redirect")),
+        (unmount.StillMounted(["/lustre/a"], 0), ("failed", "redirect")),
     ],
 )
 def test_refused_request_fails_only_where_an_outdated_file_stays(

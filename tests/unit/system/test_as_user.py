@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 from forestage.errors import Failed
 from forestage.system import as_user
 from forestage.system.as_user import User
-from node import until
+from node import children_left, until
 
 NOBODY = User("", 65534, 65533)
 TIMEOUT = 600.0  # what hangs, pytest ends sooner
@@ -226,3 +227,32 @@ def test_call_leaks_no_descriptor() -> None:
         with contextlib.suppress(Failed, as_user.TooSlow):
             as_user.call(work, type(None), 0.05)
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_each_answers_for_itself(tmp_path: Path) -> None:
+    """One that hangs, dies or fails is None, and keeps no other from its answer."""
+
+    def hangs() -> int:
+        while True:
+            signal.pause()
+
+    def dies() -> int:
+        os._exit(1)
+
+    def fails() -> int:
+        return os.open(tmp_path / "nothing", os.O_RDONLY)
+
+    works = [lambda: 1, hangs, dies, fails, lambda: 2]
+    assert as_user.each(works, int, 3.0, TIMEOUT, 3) == [1, None, None, None, 2]
+    until(lambda: not children_left(), "the child that hung to die")
+
+
+def test_no_more_than_some_work_at_once_and_none_after_the_end(tmp_path: Path) -> None:
+    def hangs(n: int) -> int:
+        (tmp_path / str(n)).touch()
+        while True:
+            signal.pause()
+
+    works = [functools.partial(hangs, n) for n in range(5)]
+    assert as_user.each(works, int, TIMEOUT, 3.0, 2) == [None] * 5
+    assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.system import mounts
-from forestage.system.mounts import Mount, binds_from, holder, listed
+from forestage.system.mounts import Mount, binds_from, cover, holder, listed
 
 TABLE = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -37,6 +37,68 @@ def test_only_binds_of_the_caches_own_file_system_and_folder_are_ours() -> None:
         ("/lustre/a b.sqsh", "entries/0a/image"),
         ("/lustre/b", "evicted/0b.0/image//deleted"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("rest", "user"),
+    [
+        ("- fuse.sshfs host:/x rw,user_id=1000,group_id=1000", 1000),
+        ("shared:5 master:7 - fuse none rw,user_id=7,group_id=0,allow_other", 7),
+        ("- fuse.x user_id=9 rw,user_id=0,group_id=0", 0),
+        ("- fuse rw,user_id=9 rw,user_id=8,group_id=0", 8),
+        ("- fusectl none rw", 0),
+        ("- tmpfs fuse rw,user_id=5", 0),
+    ],
+)
+def test_user_of_a_fuse_is_what_the_kernel_says(rest: str, user: int) -> None:
+    """Type and source are words of that user."""
+    (found,) = listed(f"7 1 0:5 / /x rw,nosuid,nodev {rest}\n")
+    assert found.fuse_user == user
+
+
+@pytest.mark.parametrize(
+    ("point", "parent", "user", "covers"),
+    [
+        ("/lustre/a", 2, 1000, True),
+        ("/lustre/a/b", 2, 1000, True),
+        ("/lustre/a/b/img", 2, 1000, True),  # never so: the newer one's parent is the older
+        ("/lustre/a/b/img", 3, 1000, True),
+        ("/lustre", 2, 1000, True),
+        ("/lustre", 1, 1000, True),
+        ("/lustre/a", 2, 0, False),  # root's
+        ("/lustre/a/b/im", 2, 1000, False),
+        ("/lustre/c", 2, 1000, False),
+        ("/lustre/a", 9, 1000, False),  # itself beneath another mount
+    ],
+)
+def test_users_mount_on_the_way_covers_what_lies_below(
+    point: str, parent: int, user: int, covers: bool
+) -> None:
+    bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
+    table = [
+        Mount(1, 0, "254:0", "/", "/"),
+        Mount(2, 1, "0:40", "/", "/lustre"),
+        bind,
+        Mount(5, 2, "0:41", "/", "/lustre/other", 1000),
+        Mount(4, parent, "0:42", "/", point, user),
+    ]
+    found = cover(table, bind)
+    assert (found is not None and found.id == 4) == covers
+
+
+def test_redirect_on_a_users_mount_is_not_covered_by_it() -> None:
+    bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/img")
+    table = [Mount(1, 0, "0:1", "/", "/"), Mount(2, 1, "0:2", "/", "/lustre/a", 1000), bind]
+    assert cover(table, bind) is None
+
+
+def test_outermost_cover_is_the_first_to_go() -> None:
+    bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
+    inner, outer = (
+        Mount(n, 2, "0:4", "/", at, 7) for n, at in ((5, "/lustre/a/b"), (6, "/lustre/a"))
+    )
+    table = [Mount(1, 0, "0:1", "/", "/"), Mount(2, 1, "0:2", "/", "/lustre"), bind, inner, outer]
+    assert cover(table, bind) == outer
 
 
 def test_cache_in_a_subvolume_is_found_by_its_path_inside_the_file_system() -> None:

@@ -1,0 +1,182 @@
+"""Our binds in the mount namespaces of other processes, and how they are taken off there.
+
+Who makes a private mount namespace (rootless podman, unshare(1)) while a redirect lies keeps a
+copy of it, and its bytes, as long as that namespace lives; unmounting on the node does not reach
+it.
+
+    namespace of root's           umount2(2) in it, as on the node
+    namespace of a user's         the bind is locked there (EINVAL, also for root), so the source's
+                                  own file is laid over it: cloned here, moved there; Linux 5.2
+
+A bind whose entry a job holds stays: the companion makes such in each task. The lease is there
+before the bind, so leases that are read after the namespaces tell of every one that was found.
+What a process finds in its own namespace is its user's to arrange, /proc too: nothing is opened by
+a path there but what hides the source, and that counts only if it is the very mount.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache import unmount
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.system import as_user, child, mounts
+from forestage.system.mounts import Mount
+
+HOST = Path("/proc")
+
+
+class Foreign(msgspec.Struct, frozen=True):
+    """A bind of ours in the mount namespace (an inode) of a process.
+
+    `key` is "" where the entry is gone, `source` the path on the node of what it hides, "" where
+    the node does not have that.
+    """
+
+    pid: int
+    namespace: int
+    mount: Mount
+    key: str
+    source: str = ""
+
+    @property
+    def bind(self) -> unmount.Bind:
+        return unmount.Bind(self.mount, self.key)
+
+
+class Left(msgspec.Struct, frozen=True):
+    """How many were taken off or covered, and sentences about those that stay."""
+
+    off: int = 0
+    problems: tuple[str, ...] = ()
+
+
+def find(cache: Cache, proc: Path = HOST, covered: bool = False) -> list[Foreign]:
+    """The binds of this cache in other namespaces than ours; `covered`: those that are, as well."""
+    here = mounts.current()
+    origin = mounts.origin(here, cache.real)
+    if origin is None:
+        return []
+    found = []
+    for pid, namespace in _namespaces(proc):
+        with contextlib.suppress(OSError):  # it has just ended
+            raw = (proc / str(pid) / "mountinfo").read_bytes()
+            # Nearly all have none of ours: not even parsed.
+            if os.fsencode(origin.root) not in raw:
+                continue
+            table = mounts.listed(os.fsdecode(raw))
+            over = {(mount.parent, mount.point) for mount in table}
+            for mount, inside in mounts.binds_of(table, origin):
+                if covered or (mount.id, mount.point) not in over:
+                    source = mounts.same_place(here, table, mount)
+                    found.append(Foreign(pid, namespace, mount, unmount.key_of(inside), source))
+    return found
+
+
+def _namespaces(proc: Path) -> Iterator[tuple[int, int]]:
+    """A process of each mount namespace but ours."""
+    seen = {os.readlink(f"{proc}/self/ns/mnt")}
+    for directory in os.scandir(proc):  # of thousands, perhaps: no Path for each
+        if directory.name.isdigit():
+            with contextlib.suppress(OSError):  # it has just ended
+                name = os.readlink(f"{directory.path}/ns/mnt")  # mnt:[4026531841]
+                if name not in seen:
+                    seen.add(name)
+                    yield int(directory.name), int(name[5:-1])
+
+
+def unneeded(found: Iterable[Foreign], keys: frozenset[str]) -> list[Foreign]:
+    """Pure: those whose entry is gone, or held by no job."""
+    return [one for one in found if one.key not in keys]
+
+
+def clear(cache: Cache, leases: Leases, now: float | None = None, total: float = 0.0) -> Left:
+    """Takes off, or covers, what no lease holds in other namespaces. Not under a lock.
+
+    Within unmount.TIMEOUT or `total` seconds: what is not reached is for the sweep. With `now`
+    (seconds since the epoch), what hung a while ago is left to it too. Raises OSError; Failed for a
+    damaged lease, which may hold any entry.
+    """
+    found = find(cache)
+    gone = unneeded(found, leases.keys()) if found else []
+    if now is not None:
+        gone = [one for one in gone if not unmount.hung_lately(cache, one.bind, now)]
+    return _take_off(cache, gone, total)
+
+
+def _take_off(cache: Cache, gone: list[Foreign], total: float) -> Left:
+    by_namespace: dict[int, list[Foreign]] = {}
+    for one in gone[::-1]:  # the newest lies on top
+        by_namespace.setdefault(one.namespace, []).append(one)
+    works = [functools.partial(_in_namespace, ones) for ones in by_namespace.values()]
+    timeout = max(unmount.TIMEOUT, total)
+    answers = as_user.each(works, list[int], unmount.TIMEOUT, timeout, unmount.AT_ONCE)
+    off, problems = 0, []
+    for ones, numbers in zip(by_namespace.values(), answers, strict=True):
+        for one, number in zip(ones, numbers or [errno.ETIMEDOUT] * len(ones), strict=True):
+            unmount.note(unmount.Going(one.bind, cache), hung=numbers is None)
+            what = f"{one.mount.point} in the mount namespace of process {one.pid}"
+            off += not number
+            problems += [f"still redirected: {what} ({os.strerror(number)})"] if number else []
+    return Left(off, tuple(problems))
+
+
+def _in_namespace(ones: list[Foreign]) -> list[int]:
+    """In a child: an errno for each, 0 for those that are off or covered."""
+    child.leave_job()
+    numbers = []
+    # By descriptor, as all paths of that namespace are its user's.
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    sources = [_source(one) for one in ones]
+    try:
+        namespace = os.open(f"/proc/{ones[0].pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        root = os.open(f"/proc/{ones[0].pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if os.fstat(namespace).st_ino != ones[0].namespace:
+            raise ProcessLookupError
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, and its namespace perhaps
+        return [0] * len(ones)
+    mounts.enter_namespace(namespace, root)
+    os.fchdir(proc)
+    for one, source in zip(ones, sources, strict=True):
+        try:
+            _off_or_covered(one.mount, source)
+            numbers.append(0)
+        except OSError as error:
+            numbers.append(error.errno or errno.EIO)
+    return numbers
+
+
+def _source(one: Foreign) -> int | None:
+    """A clone of the file that the bind hides, as the node has it now; None where it has none."""
+    if not one.source:
+        return None
+    try:
+        file = os.open(one.source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A link on the way could lead root where that user may not go; and another redirect may
+        # lie there now.
+        if os.readlink(f"/proc/self/fd/{file}") != one.source:
+            return None
+        table = {mount.id: mount for mount in mounts.current()}
+        under = table.get(mounts.mount_id(file))
+        if under is None or under.point == one.source:
+            return None
+        return mounts.clone(f"/proc/self/fd/{file}")
+    except OSError:
+        return None
+
+
+def _off_or_covered(bind: Mount, source: int | None) -> None:
+    spot = os.open(bind.point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not mounts.unmount_same(bind, spot, "."):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    except OSError as error:
+        if error.errno != errno.EINVAL or source is None:
+            raise
+        mounts.attach(source, spot)

@@ -1,0 +1,268 @@
+"""Takes our binds off their paths: outside the space lock, since walking to a path may hang.
+
+Which ones go is decided under the space lock, and each is claimed there. What others do meanwhile:
+
+    who                        sees a claimed bind             and so
+    a hook that mounts         `is_going`                      waits, then mounts anew
+    a hook that unmounts       its own claim fails             leaves it to who has it
+    a job that just reads      the copy, then the source       right bytes, both times
+    who claims it is killed    the claim is gone with it       the bind counts as before
+
+A claim is a lock file named by the mount's id, `<root>/locks/<id>.unmount`. A mount is taken off by
+its id, and while a bind is claimed no hook mounts over its path. So no other mount is hit, though
+the kernel uses ids again. If somebody else unmounts it first (umount(8), or the kernel, because the
+file was replaced), the worst that can happen is that another path shows its source.
+
+A path that hung keeps the file, with the path in it: hooks leave it to the sweep for a while.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.layout import Cache
+from forestage.clock import Deadline
+from forestage.errors import Failed
+from forestage.system import as_user, child, lock, mounts
+from forestage.system.as_user import User
+
+TIMEOUT = 2.0  # seconds for one path, and for all of a hook's
+SWEEP_TOTAL = 120.0  # seconds for all of a sweep's; nobody waits for it
+AT_ONCE = 32  # children
+SUFFIX = ".unmount"
+LEFT_TO_SWEEP = 1800.0  # seconds in which hooks do not try a path again that hung
+COVERS = 8  # mounts that users may have over one redirect
+CHASES = 20  # tries to reach a redirect whose path is being renamed
+MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
+
+
+class Bind(msgspec.Struct, frozen=True):
+    """One of our binds as the kernel shows it. `key` is "" where the entry is gone or going."""
+
+    mount: mounts.Mount
+    key: str
+
+    @property
+    def path(self) -> str:
+        return self.mount.point
+
+
+class Going(msgspec.Struct, frozen=True):
+    """A bind that was claimed: nobody else takes it off, and nobody counts on it."""
+
+    bind: Bind
+    cache: Cache
+
+
+class StillMounted(Failed):
+    """Redirects whose paths could not be reached: `off` others have gone. The sweep tries again."""
+
+    def __init__(self, stuck: list[str], off: int) -> None:
+        super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
+        self.off = off
+
+
+def binds(cache: Cache) -> list[Bind]:
+    """Every bind of this cache on the node, oldest first."""
+    found = []
+    for mount, inside in mounts.binds_from(mounts.current(), cache.real):
+        found.append(Bind(mount, key_of(inside)))
+    return found
+
+
+def key_of(inside: str) -> str:
+    """Pure: the key of the entry that a path inside the cache is the image of; "" for none."""
+    parts = inside.split("/")
+    return parts[1] if parts[0] == "entries" and parts[2:] == ["image"] else ""
+
+
+def claim(
+    cache: Cache, wanted: Iterable[Bind], claims: contextlib.ExitStack, now: float | None = None
+) -> list[Going]:
+    """Claims binds that are to go, until `claims` is closed; returns those to `unmount`.
+
+    Under the space lock. Left out is what another process takes off, what is gone, and, with `now`
+    (seconds since the epoch), what hung a while ago. Raises OSError.
+    """
+    mine = []
+    for bind in wanted:
+        with contextlib.suppress(lock.Busy):
+            if now is None or not hung_lately(cache, bind, now):
+                claims.enter_context(_claimed(cache, bind))
+                mine.append(bind)
+    # Looked at again: who had the claim before may have taken it off in between.
+    there = {mount.id for mount in mounts.current()} if mine else set()
+    return [Going(bind, cache) for bind in mine if bind.mount.id in there]
+
+
+@contextlib.contextmanager
+def _claimed(cache: Cache, bind: Bind) -> Iterator[None]:
+    file = _file(cache, bind)
+    # On a disk that is read-only or gone nobody mounts.
+    with lock.held_if_writable(file, 0):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if file.stat().st_size == 0:  # else it says that the path hung
+                    file.unlink()
+
+
+def _file(cache: Cache, bind: Bind) -> Path:
+    return cache.locks / f"{bind.mount.id}{SUFFIX}"
+
+
+def hung_lately(cache: Cache, bind: Bind, now: float) -> bool:
+    """Whether its path hung in the last LEFT_TO_SWEEP seconds; mount ids are the whole node's."""
+    file = _file(cache, bind)
+    try:
+        return (
+            file.read_bytes() == os.fsencode(bind.path)
+            and abs(now - file.stat().st_mtime) < LEFT_TO_SWEEP
+        )
+    except OSError:
+        return False
+
+
+def note(one: Going, hung: bool) -> None:
+    """Notes that a path hung, or that it does no more."""
+    file = _file(one.cache, one.bind)
+    with contextlib.suppress(OSError):  # it only spares others the wait
+        if hung or file.exists():
+            file.write_bytes(os.fsencode(one.bind.path) if hung else b"")
+
+
+def forget(cache: Cache) -> None:
+    """Deletes what is noted of mounts that have gone. Under the space lock. Raises OSError."""
+    here = {_file(cache, bind) for bind in binds(cache)}
+    for file in cache.locks.glob(f"*{SUFFIX}"):
+        if file not in here and lock.is_free(file):
+            file.unlink(missing_ok=True)
+
+
+def is_going(cache: Cache, bind: Bind) -> bool:
+    """Whether another process takes this bind off now. Under the space lock. Raises OSError."""
+    return not lock.is_free(_file(cache, bind))
+
+
+def wait(cache: Cache, going: Iterable[Bind], end: Deadline) -> None:
+    """Waits until nobody takes these off any more. Not under a lock. Raises lock.Busy."""
+    for bind in going:
+        while is_going(cache, bind):
+            if end.left() <= 0:
+                raise lock.Busy(f"the redirect of {bind.path} is being unmounted, and")
+            end.clock.sleep(lock.POLL)
+
+
+def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.0) -> None:
+    """Takes the binds off, each path in a child of its own, within TIMEOUT or `total` seconds.
+
+    Not under a lock. `whose` is the user who can reach a bind's path where root is squashed.
+    Raises StillMounted at last: what hangs keeps no other from going.
+    """
+    paths: dict[str, list[Going]] = {}
+    for one in going[::-1]:  # the newest lies on top
+        paths.setdefault(one.bind.path, []).append(one)
+    table = mounts.current() if going else []
+    # A user's FUSE may hang whenever they like: what lies below it comes last.
+    ordered = sorted(paths.values(), key=lambda at: _below_a_users(table, at[0].bind.path))
+    works = [
+        functools.partial(_take_off, [one.bind.mount for one in at], whose(at[0].bind))
+        for at in ordered
+    ]
+    answers = as_user.each(works, list[int], TIMEOUT, max(TIMEOUT, total), AT_ONCE)
+    there = {mount.id for mount in mounts.current()} if None in answers else set()
+    stuck = []
+    for at, numbers in zip(ordered, answers, strict=True):
+        for n, one in enumerate(at):
+            hung = numbers is None and one.bind.mount.id in there
+            note(one, hung)
+            if hung:
+                stuck.append(f"{one.bind.path} (hangs)")
+            elif numbers and numbers[n]:
+                stuck.append(f"{one.bind.path} ({os.strerror(numbers[n])})")
+    if stuck:
+        raise StillMounted(stuck, len(going) - len(stuck))
+
+
+def _below_a_users(table: list[mounts.Mount], path: str) -> bool:
+    return any(mount.fuse_user and mounts.is_below(path, mount.point) for mount in table)
+
+
+def _take_off(binds: list[mounts.Mount], user: User) -> list[int]:
+    """In a child: an errno for each, 0 for those that are gone."""
+    # One that hangs for ever cannot be killed: in a job's cgroup it would drain the node.
+    child.leave_job()
+    numbers = []
+    for bind in binds:
+        try:
+            with _uncovered(bind, user):
+                _follow(bind, user)
+            numbers.append(0)
+        except OSError as error:
+            numbers.append(error.errno or errno.EIO)
+    return numbers
+
+
+@contextlib.contextmanager
+def _uncovered(bind: mounts.Mount, user: User) -> Iterator[None]:
+    """Lifts what users have mounted over a directory above a bind, so that it can be reached.
+
+    A FUSE of theirs, with a server that is dead or stopped, would keep it for ever. It is put back:
+    a job of its user may be at work in it. Before Linux 5.2 it cannot be, and is gone.
+    """
+    with contextlib.ExitStack() as back:
+        for _ in range(COVERS):
+            cover = mounts.cover(mounts.current(), bind)
+            if cover is None:
+                break
+            _lift(cover, user, back)
+        yield
+
+
+def _lift(cover: mounts.Mount, user: User, back: contextlib.ExitStack) -> None:
+    # Opening the root of a mount asks its server nothing.
+    top = as_user.reach(cover.point, user)
+    # Another one may lie on it: that goes first.
+    found = [one for one in mounts.current() if one.id == mounts.mount_id(top)]
+    if not found or not found[0].fuse_user or found[0].point != cover.point:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    tree = None
+    with contextlib.suppress(OSError):
+        tree = mounts.clone(f"/proc/self/fd/{top}")
+    mounts.umount(f"/proc/self/fd/{top}")
+    if tree is not None:
+        back.callback(_put_back, tree, found[0], user)
+
+
+def _put_back(tree: int, was: mounts.Mount, user: User) -> None:
+    with contextlib.suppress(OSError):
+        spot = as_user.reach(was.point, user)
+        # No link may lead root elsewhere: to a directory of that user's own, as fusermount3(1)
+        # wants it, on the mount where it was.
+        its_own = os.fstat(spot).st_uid == was.fuse_user
+        if its_own and mounts.mount_id(spot) == was.parent:
+            mounts.attach(tree, spot)
+
+
+def _follow(bind: mounts.Mount, user: User) -> None:
+    """Takes off one bind. A user may rename the folders above it all the time: it goes along."""
+    point, failed = bind.point, OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    for _ in range(CHASES):
+        try:
+            if mounts.unmount_same(bind, as_user.reach(point, user)):
+                return
+        except OSError as error:  # of a path that may lead nowhere by now
+            failed = error
+        found = [mount.point for mount in mounts.current() if mount.id == bind.id]
+        if not found:  # gone already
+            return
+        if found[-1] == point and failed.errno not in (errno.EBUSY, *MOVED):
+            break
+        point = found[-1]
+    raise failed

@@ -1,0 +1,195 @@
+"""A mount namespace that was made while a redirect lay: it does not keep the redirect's bytes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage.admin import inventory
+from forestage.admin.inventory import Held
+from forestage.cache import elsewhere
+from forestage.system import mounts
+from node import BOB, Arrange, Node, content, until
+
+USERS = ("--user", "--map-root-user")
+
+
+class Private:
+    """A program of Bob's in a mount namespace of its own, or of root's, as `options` say."""
+
+    def __init__(self, *options: str, first: str = ":") -> None:
+        who = {"user": BOB.uid, "group": BOB.gid, "extra_groups": []} if options else {}
+        first = f"{first}; exec sleep inf"
+        argv = ["unshare", *options, "--mount", "--propagation", "private", "sh", "-c", first]
+        self.program = subprocess.Popen(argv, **who)  # type: ignore[call-overload]
+        comm = Path(f"/proc/{self.program.pid}/comm")
+        until(lambda: comm.read_text() == "sleep\n" or self.program.poll(), "the namespace")
+        if self.program.returncode:
+            pytest.skip("no user namespaces here")
+
+    def reads(self, path: Path) -> bytes:
+        return Path(f"/proc/{self.program.pid}/root{path}").read_bytes()
+
+    def binds(self, node: Node) -> int:
+        """How many redirects it sees."""
+        return len([one for one in elsewhere.find(node.cache) if one.pid == self.program.pid])
+
+    def end(self) -> None:
+        self.program.kill()
+        self.program.wait()
+
+
+@pytest.fixture
+def private() -> Iterator[Callable[..., Private]]:
+    made: list[Private] = []
+
+    def making(*options: str, first: str = ":") -> Private:
+        made.append(Private(*options, first=first))
+        return made[-1]
+
+    yield making
+    for one in made:
+        one.end()
+
+
+@pytest.mark.parametrize("options", [(), USERS], ids=["root", "user"])
+def test_private_namespace_shows_the_source_once_the_job_is_over(
+    node: Node, private: Callable[..., Private], options: tuple[str, ...]
+) -> None:
+    path = node.staged(1)
+    container = private(*options)
+    assert container.binds(node) == 1
+    assert node.epilog(1).said == ("released", "")
+    assert container.binds(node) == 0
+    node.put("alice/image.sqsh", content(2))
+    assert container.reads(path) == content(2)
+
+
+@pytest.mark.parametrize("options", [(), USERS], ids=["root", "user"])
+def test_bind_whose_entry_a_job_holds_stays(
+    node: Node, private: Callable[..., Private], options: tuple[str, ...]
+) -> None:
+    """The companion makes such in each task of its job."""
+    path, other = node.staged(1), node.staged(2, "alice/other.sqsh")
+    node.configure(redirect="none")
+    node.prolog(3, path)
+    container = private(*options)
+    node.epilog(2)
+    assert container.binds(node) == 1
+    node.epilog(1)
+    assert (container.binds(node), node.binds()) == (1, {})
+    assert container.reads(path) == content()
+    assert str(other) not in node.binds()
+
+
+def test_sweep_of_a_later_day_finds_what_an_epilog_left(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    path = node.staged(1)
+    container = private(*USERS)
+    node.leases.drop(1)
+    for bind in mounts.current():
+        if bind.point == str(path):
+            mounts.umount(bind.point)
+    assert container.binds(node) == 1
+    left = elsewhere.clear(node.cache, node.leases)
+    assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
+    assert elsewhere.clear(node.cache, node.leases).off == 0, "it is covered once"
+
+
+def test_bind_of_an_evicted_entry_is_told_and_counted(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    """Nothing can be mounted over a file that was deleted (ENOENT)."""
+    path = node.staged(1)
+    container = private(*USERS)
+    node.leases.drop(1)
+    mounts.umount(str(path))
+    node.cache.evict(node.identity(path).key)
+    node.cache.delete_evicted()
+    left = elsewhere.clear(node.cache, node.leases)
+    assert left.off == 0
+    assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
+    assert inventory.held(node.cache) == Held(0, unknown=1)
+
+
+def test_space_of_a_covered_bind_is_counted_once_its_entry_is_evicted(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    path = node.staged(1)
+    private(*USERS)
+    node.epilog(1)
+    assert inventory.held(node.cache) == Held()
+    node.cache.evict(node.identity(path).key)
+    node.cache.delete_evicted()
+    assert inventory.held(node.cache) == Held(0, unknown=1)
+
+
+HOSTILE = {
+    "no proc": "mount -t tmpfs none /proc",
+    "false proc": "mount -t tmpfs none /proc; mkdir -p /proc/self;"
+    " for n in $(seq 3 30); do ln -s {other} /proc/self/$n; done; ln -s . /proc/self/fd",
+    "false path": "mount -t tmpfs none {parent}; ln -s {other} {path}",
+}
+
+
+@pytest.mark.parametrize("first", HOSTILE.values(), ids=HOSTILE)
+def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
+    node: Node, private: Callable[..., Private], first: str
+) -> None:
+    path, other = node.staged(1), node.put("bob/b.sqsh", content(2), BOB)
+    node.prolog(2, other, user=BOB)
+    places = {"other": other, "path": path, "parent": path.parent}
+    container = private(*USERS, first=first.format(**places))
+    assert node.epilog(1).said == ("released", "")
+    assert set(node.binds()) == {str(other)}
+    key = node.identity(other).key
+    left = [one for one in elsewhere.find(node.cache) if one.pid == container.program.pid]
+    assert [one.mount.point for one in left if one.key == key] == [str(other)]
+    hidden = "parent" in first
+    assert len(left) == 1 + hidden
+
+
+def test_link_does_not_lead_root_to_another_file(
+    node: Node, private: Callable[..., Private], before: Arrange, after: Arrange
+) -> None:
+    """The source is opened as root, and would be shown to a user who may not walk there."""
+    path = node.put("alice/sub/image.sqsh")
+    node.prolog(1, path)
+    secret = node.put("bob/sub/image.sqsh", content(3), BOB)
+    container = private(*USERS)
+    folder, away = node.server / "alice/sub", node.server / "alice/away"
+
+    def swapped() -> None:
+        folder.rename(away)
+        folder.symlink_to(secret.parent)
+
+    def swapped_back() -> None:
+        folder.unlink()
+        away.rename(folder)
+
+    before(elsewhere, "_source", swapped)
+    after(elsewhere, "_source", swapped_back)
+    node.epilog(1)
+    assert node.shows_source(path)
+    assert container.reads(path) == content(), "the sweep tries again"
+
+
+def test_no_later_redirect_is_laid_over_an_older_one(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    """It would be as old as that one day."""
+    path = node.staged(1)
+    container = private(*USERS)
+    node.put("alice/image.sqsh", content(2))
+    node.prolog(2, path)
+    node.epilog(1)
+    assert node.shows_entry(path, node.identity(path).key)
+    assert elsewhere.clear(node.cache, node.leases).off == 0
+    assert container.reads(path) == content()
+    node.epilog(2)
+    node.put("alice/image.sqsh", content(3))
+    assert container.reads(path) == content(3)

@@ -1,0 +1,178 @@
+"""Redirects are unmounted beside each other and outside the lock: who hangs harms nobody else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forestage.admin import inventory, sweep, unredirect, verify
+from forestage.cache import unmount
+from forestage.cache.node import Node as Here
+from forestage.clock import Clock, Deadline
+from forestage.config import Config
+from forestage.slurm.queue import Slurm
+from forestage.system import as_user, lock
+from forestage.system.as_user import User
+from node import BOB, HANGS, Arrange, Later, Node, content, until
+
+_fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Has a path hang for who would unmount it; returns a file with a line for each try: whether
+    the space lock was free."""
+    reach = as_user.reach
+    tries = node.places.root / "tries"
+
+    def hanging(path: Path) -> Path:
+        def reached(point: str, user: User) -> int:
+            if point != str(path):
+                return reach(point, user)
+            with tries.open("a") as file:
+                file.write(f"{lock.is_free(node.cache.space_lock)}\n")
+            while True:
+                signal.pause()
+
+        monkeypatch.setattr(as_user, "reach", reached)
+        monkeypatch.setattr(unmount, "TIMEOUT", 3.0)  # seconds
+        return tries
+
+    return hanging
+
+
+def test_hung_path_keeps_no_redirect_of_another_user_on(
+    node: Node, hang: Callable[[Path], Path]
+) -> None:
+    """Both lie on the same file system; what hangs is between it and one of them."""
+    other = node.put("bob/b.sqsh", content(2), BOB)
+    node.prolog(2, other, user=BOB)
+    hung = node.staged(1)  # the newest is the first to go
+    node.leases.drop(2)  # as if its Epilog had been killed
+    tries = hang(hung)
+    ran = node.epilog(1)
+    assert (ran.ended, ran.outcome.unmounted) == ((0, "released", "redirect"), 1)
+    assert f"{hung} (hangs)" in ran.outcome.detail
+    assert set(node.binds()) == {str(hung)}
+    assert node.shows_source(other)
+    assert tries.read_text() == "True\n", "it must not hang under the node's lock"
+
+
+def test_path_that_hung_costs_later_epilogs_nothing(
+    node: Node, hang: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = hang(node.staged(1))
+    node.epilog(1)
+    other = node.put("bob/b.sqsh", content(2), BOB)
+    for job in (2, 3):
+        node.prolog(job, other, user=BOB)
+        assert node.epilog(job).said == ("released", "")
+    assert len(tries.read_text().splitlines()) == 1
+    monkeypatch.undo()
+    node.prolog(4, other, user=BOB)
+    assert node.epilog(4, clock=Later(unmount.LEFT_TO_SWEEP)).outcome.unmounted == 2
+    assert node.binds() == {}
+
+
+def test_redirect_that_hung_is_kept_for_a_job_that_wants_it(
+    node: Node, hang: Callable[[Path], Path]
+) -> None:
+    path = node.staged(1)
+    hang(path)
+    node.epilog(1)
+    assert node.prolog(2, path).said == ("hit", "")
+    assert node.binds() == {str(path): node.identity(path).key}
+
+
+def _prolog(node: Node, path: Path, waits: Path) -> None:
+    real = unmount.wait
+
+    def wait(*arguments: object) -> None:
+        waits.touch()
+        real(*arguments)  # type: ignore[arg-type]
+
+    unmount.wait = wait
+    node.prolog(2, path)
+
+
+def test_job_that_begins_between_decision_and_unmount_has_its_redirect(
+    node: Node, before: Arrange
+) -> None:
+    """It finds the right redirect, which the Epilog of another job is about to take off."""
+    path, waits = node.staged(1), node.places.root / "waits"
+    begins = _fork.Process(target=_prolog, args=(node, path, waits))
+
+    def job_begins() -> None:
+        begins.start()
+        until(waits.exists, "the Prolog to meet what goes")
+
+    before(unmount, "unmount", job_begins)
+    assert node.epilog(1).outcome.unmounted == 1
+    begins.join(HANGS)
+    assert begins.exitcode == 0
+    (outcome,) = node.outcomes("prolog", 2)
+    assert (outcome.result, outcome.redirect) == ("hit", "mounted")  # type: ignore[union-attr]
+    assert node.shows_entry(path, node.identity(path).key)
+    assert [use.path for use in node.held(2).uses] == [str(path)]
+
+
+def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
+    path = node.staged(1)
+    (bind,) = unmount.binds(node.cache)
+    (node.cache.locks / f"{bind.mount.id}.unmount").touch()
+    assert node.prolog(2, path).outcome.redirect == "kept"  # type: ignore[union-attr]
+    unmount.wait(node.cache, [bind], Deadline.after(0.0, Clock()))
+
+
+def _sweep(node: Node, path: Path) -> None:
+    node.leases.drop(1)
+    sweep.sweep(here(node), Slurm(""), False, lambda text: None)
+
+
+def _verify(node: Node, path: Path) -> None:
+    node.cache.image(node.identity(path).key).chmod(0o600)  # not what its record says
+    items = inventory.gather(here(node)).items
+    assert verify.verify(here(node), items, False, lambda text: None).bad == 1
+
+
+def _changed(node: Node, path: Path) -> None:
+    node.put("alice/image.sqsh", content(2))
+    assert node.prolog(2, path).said == ("copied", "")
+
+
+def here(node: Node) -> Here:
+    return Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+
+
+WAYS: dict[str, Callable[[Node, Path], object]] = {
+    "epilog": lambda node, path: node.epilog(1),
+    "prolog": _changed,
+    "prolog that saves": lambda node, path: node.prolog(2, node.put("b.sqsh"), saves=str(path)),
+    "sweep": _sweep,
+    "unredirect": lambda node, path: unredirect.unredirect(here(node)),
+    "verify": _verify,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_lock_is_free_while_a_redirect_is_unmounted(
+    node: Node, monkeypatch: pytest.MonkeyPatch, way: Callable[[Node, Path], object]
+) -> None:
+    """For that its path is walked, which may hang; and all hooks of the node stand in line."""
+    path, was_free = node.staged(1), node.places.root / "free"
+    (bind,) = unmount.binds(node.cache)
+    reach = as_user.reach
+
+    def noting(point: str, user: User) -> int:
+        with was_free.open("a") as file:
+            file.write(f"{lock.is_free(node.cache.space_lock)}\n")
+        return reach(point, user)
+
+    monkeypatch.setattr(as_user, "reach", noting)
+    way(node, path)
+    assert set(was_free.read_text().split()) == {"True"}
+    assert bind not in unmount.binds(node.cache)
