@@ -172,6 +172,7 @@ class Node:
             "low_watermark": "100%",
             "min_free": 0,
             "cold": "wait",
+            "redirect": "bind",
             "chunk_size": "1M",  # the smallest, so that small images have several
             **keys,
         }

@@ -11,6 +11,7 @@
  *   timeout=SECONDS   how long it may take, and with it the step's start; default 540, at most 570
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,6 +29,10 @@ SPANK_PLUGIN(forestage, 1)
  * seconds go to the helper's end (helper.c), the rest to Slurm's own part of the start.
  */
 #define MOST_SECONDS 570
+
+/* Slurm loads us: by this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). */
+#define RUN "/run/forestage"
+#define MARK RUN "/companion"
 
 static const char *helper = "/usr/lib/forestage/bin/forestage";
 static long timeout = 540; /* seconds; below MOST_SECONDS, so that other plugins may be slow */
@@ -50,6 +55,16 @@ static bool understand_argument(const char *argument)
 	return *end == '\0' && timeout >= 1 && timeout <= MOST_SECONDS;
 }
 
+/* In slurmd, so that the first job after a boot finds it; in steps, for one that is added later. */
+static void leave_mark(void)
+{
+	mkdir(RUN, 0755);
+	int fd = open(MARK, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+
+	if (fd >= 0)
+		close(fd);
+}
+
 /* In slurmd as well, so that a mistake in plugstack.conf is seen when it starts. */
 int slurm_spank_init(spank_t sp, int ac, char **av)
 {
@@ -63,6 +78,8 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 			    "helper=/PATH nor timeout=SECONDS (1 to %d): %s", MOST_SECONDS, av[i]);
 		refused = true;
 	}
+	if (!refused)
+		leave_mark();
 	if (spank_context() == S_CTX_REMOTE)
 		remember_manager();
 	return 0;

@@ -20,6 +20,7 @@ from companion import (  # noqa: E402
     FOLDER,
     KEY,
     LEASES,
+    MARK,
     OLD_KEY,
     SANITIZERS,
     SERVED,
@@ -37,6 +38,7 @@ OTHERS = {
         "KILLED_MS": (2000, 60000),
     },
     "through.c": {"ANSWER_SECONDS": (5, 2)},
+    "forestage.c": {"RUN": ('"/run/forestage"', f'"{MARK.parent}"')},
     "shown.c": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
 }
 
@@ -89,7 +91,7 @@ def step(program: Path) -> Iterator[Step]:
     step.image.write_text("the image\n")
     step.answers(step.use())
     yield step
-    for left in (folder, LEASES):
+    for left in (folder, LEASES, MARK.parent):
         shutil.rmtree(left, ignore_errors=True)
 
 

@@ -166,13 +166,22 @@ class Hook:
 
     def _config(self, job: Job, places: Places) -> Config:
         """Reads what the admin decided for the job's partition. Raises ConfigError."""
-        from forestage.config import load_settings, switch
+        from forestage.config import decided, load_settings, switch
 
         found = load_settings(places.etc, places.config).for_partition(job.partition)
+        if found.redirect == "auto":
+            found = decided(found, self._has_companion(places))
         # Not while it is off: during an upgrade old and new code may meet.
         off = switch.by_file(places)
         self.drains = found.on_error == "drain" and self.name != "step" and not off
         return found
+
+    def _has_companion(self, places: Places) -> bool:
+        """Whether the job's steps get the companion; it is what runs a step's hook."""
+        from forestage.slurm import companion
+
+        conf = self.environ.get("SLURM_CONF", "")
+        return self.name == "step" or companion.is_loaded(places.loaded, conf)
 
     def _nodes(self, job: Job, places: Places, clock: Clock) -> tuple[list[Node], Declined | None]:
         """The node to work on, and why nothing may be staged on it now.

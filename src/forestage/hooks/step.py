@@ -38,7 +38,10 @@ PYXIS_TELLS = frozenset(
     ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
 )
 AS_DECIDED = frozenset(
-    ("registry", "outside-sources", "too-large", "below-bind", "off", "disabled", "config")
+    (
+        *("registry", "outside-sources", "too-large", "below-bind"),
+        *("off", "disabled", "config", "set-id", "unlisted"),
+    )
 )
 
 Say = Callable[[str], None]

@@ -129,6 +129,16 @@ def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
     ]
 
 
+def kind(fd: int) -> str:
+    """The type of the file system that an open descriptor lies on; "" where that is not seen."""
+    number = str(mount_id(fd))
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
+        mounted, _, rest = line.partition(" ")
+        if mounted == number:
+            return rest.partition(" - ")[2].split(" ")[0]
+    return ""
+
+
 def unmount_same(bind: Mount, fd: int) -> bool:
     """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 
