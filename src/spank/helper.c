@@ -66,8 +66,8 @@ static void add_from_step(char **env, spank_t sp, const char *name)
 /*
  * All that the helper gets, beside argv { HELPER, "step" }. The names are the Prolog's, so that one
  * parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
- * ids, directory and node name. Partition and nodes (add_from_step) are the user's word, as they
- * can change their step's environment, and so are image, save and home, as written. No SLURM_JOB_USER:
+ * ids, directory and node name. Partition and the step's nodes (add_from_step) are the user's word,
+ * as they can change their step's environment, and so are image, save and home, as written. No SLURM_JOB_USER:
  * the helper looks the name up by uid.
  */
 static void describe_step(char **env, spank_t sp, const struct step *step,
@@ -88,7 +88,6 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	if (step->folder[0])
 		add(env, "SLURM_JOB_WORK_DIR=%s", step->folder);
 	add_from_step(env, sp, "SLURM_JOB_PARTITION");
-	add_from_step(env, sp, "SLURM_JOB_NODELIST");
 	add_from_step(env, sp, "SLURM_STEP_NODELIST");
 	if (node)
 		add(env, "SLURMD_NODENAME=%s", node);

@@ -64,7 +64,6 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
         "SLURM_STEP_ID": "4294967291",
         "SLURM_JOB_WORK_DIR": str(step.folder),
         "SLURM_JOB_PARTITION": "batch",
-        "SLURM_JOB_NODELIST": "n[1-4]",
         "SLURM_STEP_NODELIST": "n[2-3]",
         "SLURMD_NODENAME": "n1",
         f"{PREFIX}image": str(step.image),
@@ -121,8 +120,8 @@ def test_nodes_arrive_whole_or_not_at_all(step: Step, bytes_long: int, arrives: 
     # Half a list would name other nodes; a longer one might keep the helper from starting.
     nodes = "n" * bytes_long
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
-    step.run(f"env=SLURM_JOB_NODELIST={nodes}", "env=SLURM_JOB_PARTITION=batch")
-    assert environ(step).get("SLURM_JOB_NODELIST") == (nodes if arrives else None)
+    step.run(f"env=SLURM_STEP_NODELIST={nodes}", "env=SLURM_JOB_PARTITION=batch")
+    assert environ(step).get("SLURM_STEP_NODELIST") == (nodes if arrives else None)
     assert environ(step)["SLURM_JOB_PARTITION"] == "batch"
 
 

@@ -86,6 +86,12 @@ class Leases:
         """Where the companion finds what the job's steps are shown (cache/shown.py)."""
         return self.directory / f"{job}.shown"
 
+    def nodelist(self, job: int) -> str:
+        """The nodes that Slurm named to the job's Prolog (hooks/boundary.py); "" if unknown."""
+        with contextlib.suppress(OSError):
+            return os.fsdecode((self.directory / f"{job}.nodes").read_bytes())
+        return ""
+
     def read(self, job: int) -> Lease | None:
         """One job's lease. Raises Failed if it is damaged."""
         return _decode(self.file(job))

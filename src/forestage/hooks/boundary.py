@@ -58,6 +58,7 @@ def _main(name: Name) -> int:
     if name == "step" and os.environ.get("SLURM_SCRIPT_CONTEXT") != "spank_step":
         os.write(2, BY_HAND)
         return USAGE
+    note_nodes(name, os.environ, "/run/forestage")
     if nothing_to_do(name, os.environ, "/run/forestage/leases"):
         hook.say("result=none")
         hook.answer("leave", "no-image")
@@ -81,6 +82,27 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
     if name == "step":
         return not environ.get(IMAGE_OPTION)
     return not os.path.exists(f"{leases}/{environ.get('SLURM_JOB_ID', '')}.json")
+
+
+def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
+    """Keeps the nodes that Slurm named to a Prolog, for steps; costs no import, never errs.
+
+    They are whom a copy may ask: a step's own list is its user's word. Beside the lease, as most
+    jobs with images in their steps only have none before the first of these.
+    """
+    file = f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.nodes"
+    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    try:
+        if name == "prolog" and ("[" in listed or "," in listed):
+            if os.path.exists(f"{run}/companion"):  # else no step asks
+                os.makedirs(f"{run}/leases", 0o700, exist_ok=True)  # noqa: PTH103 - pathlib is an import
+                fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                os.write(fd, os.fsencode(listed))
+                os.close(fd)
+        elif name != "step":
+            os.unlink(file)  # noqa: PTH108
+    except OSError:  # a copy asks nobody, and is only slower
+        return
 
 
 class Hook:

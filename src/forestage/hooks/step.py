@@ -99,10 +99,11 @@ def named(job: Job) -> Job:
 
 
 def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Declined | None]:
-    """Returns the job with the hints that its Prolog noted; a step sees no comment.
+    """Returns the job with what its Prolog noted: hints, since a step sees no comment, and nodes.
 
     A lease that cannot be read is a refusal, unless there is one already.
     """
+    job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id))
     try:
         lease = node.leases.read(job.id)
     except Failed as damaged:
