@@ -90,6 +90,7 @@ class StillMounted(Failed):
 
     def __init__(self, stuck: list[str], off: int, hung: frozenset[int] = frozenset()) -> None:
         super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
+        self.stuck = stuck
         self.off = off
         self.hung = hung
 

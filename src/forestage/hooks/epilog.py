@@ -89,9 +89,17 @@ def _release(
             count = let_go(cache, leases, lease, places, job.id, job.user)
         except redirect.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
-            detail = printable(str(stays))
+            detail = printable(_stuck(stays.stuck, lease))
             return Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
     return Released("released", unmounted=count)
+
+
+def _stuck(stuck: list[str], lease: Lease | None) -> str:
+    """Pure: what stays redirected. Other users' paths are in no event of this one's."""
+    own = [f"{use.path} (" for use in lease.uses if use.path] if lease else []
+    named = [one for one in stuck if any(one.startswith(path) for path in own)]
+    others = len(stuck) - len(named)
+    return f"still redirected: {', '.join(named + [f'{others} of other jobs'] * (others > 0))}"
 
 
 def let_go(
