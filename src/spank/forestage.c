@@ -33,13 +33,15 @@ SPANK_PLUGIN(forestage, 1)
 /* Slurm loads us: by this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). */
 #define RUN "/run/forestage"
 #define MARK RUN "/companion"
+#define EXTERN_STEP 0xfffffffcu /* SLURM_EXTERN_CONT of slurm.h */
 
 static const char *helper = "/usr/lib/forestage/bin/forestage";
 static long timeout = 540; /* seconds; below MOST_SECONDS, so that other plugins may be slow */
 static bool refused;
 
 /* Completed in user_init; the tasks are forked later and inherit it. */
-static struct step step = {.keeper = -1};
+static struct step also[MOST_HINTED];
+static struct step step = {.keeper = -1, .also = also};
 
 static bool understand_argument(const char *argument)
 {
@@ -133,12 +135,33 @@ static char mounts_home(spank_t sp)
 	return '\0';
 }
 
+/*
+ * Whether the Prolog noted images of the job's comment (cache/lease.py). By access(2), which looks with
+ * our real user, root. A job's extern step has no process that could read them.
+ */
+static bool is_hinted(spank_t sp)
+{
+	char name[64];
+	uint32_t job = 0, number = 0;
+
+	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS || number == EXTERN_STEP)
+		return false;
+	snprintf(name, sizeof(name), LEASES "/%u.hinted", job);
+	return access(name, F_OK) == 0;
+}
+
 /* Once per step and node; our effective user is the job's, our real one root. */
 int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
 	(void)ac, (void)av;
+	if (refused)
+		return 0;
+	step.hinted = is_hinted(sp);
 	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image);
-	if (refused || !begins_with(step.image, "./"))
+	if (!begins_with(step.image, "./"))
+		step.image[0] = '\0';
+	if (!step.image[0] && !step.hinted)
 		return 0;
 	/* Of an image, a name is a registry's; what is saved to is a path in any case. */
 	pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save);
@@ -146,23 +169,30 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	/* Slurm went to the step's directory, or to /tmp; the tasks and pyxis start from there. */
 	if (!getcwd(step.folder, PATH_MAX) || step.folder[0] != '/')
 		step.folder[0] = '\0';
-	if (step.image[0] == '/' || step.folder[0])
+	if (step.image[0] == '/' || step.folder[0] || step.hinted)
 		ask_helper(sp, helper, timeout, &step);
 	return 0;
+}
+
+static void show(spank_t sp, const struct step *one)
+{
+	const char *image = one->image, *wrong;
+	int task = 0;
+
+	if (!one->use || !(wrong = redirect(sp, one)))
+		return;
+	slurm_info("forestage: %s stays as it is: %s: %s", image, wrong, strerror(errno));
+	spank_get_item(sp, S_TASK_ID, &task);
+	if (one->tell && task == 0)
+		slurm_spank_log("forestage: %s is read from where it is: %s", image, wrong);
 }
 
 /* In each task, as root, when it has joined the job's own namespaces. */
 int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 {
-	const char *image = step.image, *wrong;
-	int task = 0;
-
 	(void)ac, (void)av;
-	if (!step.use || !(wrong = redirect(sp, &step)))
-		return 0;
-	slurm_info("forestage: %s stays as it is: %s: %s", image, wrong, strerror(errno));
-	spank_get_item(sp, S_TASK_ID, &task);
-	if (step.tell && task == 0)
-		slurm_spank_log("forestage: %s is read from where it is: %s", image, wrong);
+	show(sp, &step);
+	for (int i = 0; i < step.count; i++)
+		show(sp, &step.also[i]);
 	return 0;
 }

@@ -39,7 +39,7 @@ OTHERS = {
     },
     "through.c": {"ANSWER_SECONDS": (5, 2)},
     "forestage.c": {"RUN": ('"/run/forestage"', f'"{MARK.parent}"')},
-    "shown.c": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
+    "forestage.h": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
 }
 
 
@@ -49,11 +49,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the callbacks run as root")
     folder = tmp_path_factory.mktemp("spank")
     own = [adapted(source, folder) for source in FOLDER.glob("*.c")]
+    adapted(FOLDER / "forestage.h", folder)
     out, sources = folder / "fake", [*HERE.glob("*.c"), *own]
     command: list[str | Path] = [
         "gcc",
         "-std=gnu11",
-        f"-I{FOLDER}",
+        f"-I{folder}",
         *WARNINGS,
         *SANITIZERS,
         "-o",

@@ -80,7 +80,8 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
     if name == "prolog":
         return IMAGE_OPTION not in environ and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
     if name == "step":
-        return not environ.get(IMAGE_OPTION)
+        hinted = f"{leases}/{environ.get('SLURM_JOB_ID', '')}.hinted"
+        return not (environ.get(IMAGE_OPTION) or os.path.exists(hinted))
     return not os.path.exists(f"{leases}/{environ.get('SLURM_JOB_ID', '')}.json")
 
 
@@ -99,7 +100,7 @@ def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
                 fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
                 os.write(fd, os.fsencode(listed))
                 os.close(fd)
-        elif name != "step":
+        elif name != "step" and os.path.exists(file):
             os.unlink(file)  # noqa: PTH108
     except OSError:  # a copy asks nobody, and is only slower
         return
@@ -169,6 +170,8 @@ class Hook:
         for node in nodes:
             done = step.step(node, job, limit, say, refusal)
         # At once: the log can wait, the step does not.
+        for words in done.also:
+            _write("also", *words)
         self.answer(*done.answer)
         step.note_shown(nodes[0], job, decided, done.answers)
         return done.outcomes

@@ -147,6 +147,12 @@ def test_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing:
     assert nothing_to_do("step", environ, "/nowhere") is nothing
 
 
+def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> None:
+    (tmp_path / "7.hinted").touch()
+    assert not nothing_to_do("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert nothing_to_do("step", {"SLURM_JOB_ID": "77"}, str(tmp_path))
+
+
 def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
