@@ -173,6 +173,7 @@ class Node:
             "min_free": 0,
             "unpack_ratio": 0,
             "cold": "wait",
+            "redirect": "bind",
             "chunk_size": "1M",  # the smallest, so that small images have several
             **keys,
         }

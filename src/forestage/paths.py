@@ -50,6 +50,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "disabled"
 
     @property
+    def loaded(self) -> Path:
+        """The companion leaves it when Slurm loads it; see slurm/companion.py."""
+        return self.run / "companion"
+
+    @property
     def redirects(self) -> Path:
         """Where a redirect is made read-only before it is mounted over a job's path."""
         return self.run / "redirects"

@@ -11,6 +11,7 @@
  *   timeout=SECONDS   how long it may take, and with it the step's start; default 540, at most 570
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,12 +30,18 @@ SPANK_PLUGIN(forestage, 1)
  */
 #define MOST_SECONDS 570
 
+/* Slurm loads us: by this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). */
+#define RUN "/run/forestage"
+#define MARK RUN "/companion"
+#define EXTERN_STEP 0xfffffffcu /* SLURM_EXTERN_CONT of slurm.h */
+
 static const char *helper = "/usr/lib/forestage/bin/forestage";
 static long timeout = 540; /* seconds; below MOST_SECONDS, so that other plugins may be slow */
 static bool refused;
 
 /* Completed in user_init; the tasks are forked later and inherit it. */
-static struct step step = {.keeper = -1};
+static struct step also[MOST_HINTED];
+static struct step step = {.keeper = -1, .also = also};
 
 static bool understand_argument(const char *argument)
 {
@@ -50,6 +57,16 @@ static bool understand_argument(const char *argument)
 	return *end == '\0' && timeout >= 1 && timeout <= MOST_SECONDS;
 }
 
+/* In slurmd, so that the first job after a boot finds it; in steps, for one that is added later. */
+static void leave_mark(void)
+{
+	mkdir(RUN, 0755);
+	int fd = open(MARK, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+
+	if (fd >= 0)
+		close(fd);
+}
+
 /* In slurmd as well, so that a mistake in plugstack.conf is seen when it starts. */
 int slurm_spank_init(spank_t sp, int ac, char **av)
 {
@@ -63,6 +80,8 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 			    "helper=/PATH nor timeout=SECONDS (1 to %d): %s", MOST_SECONDS, av[i]);
 		refused = true;
 	}
+	if (!refused)
+		leave_mark();
 	if (spank_context() == S_CTX_REMOTE)
 		remember_manager();
 	return 0;
@@ -116,12 +135,33 @@ static char mounts_home(spank_t sp)
 	return '\0';
 }
 
+/*
+ * Whether the Prolog noted images of the job's comment (cache/lease.py). By access(2), which looks with
+ * our real user, root. A job's extern step has no process that could read them.
+ */
+static bool is_hinted(spank_t sp)
+{
+	char name[64];
+	uint32_t job = 0, number = 0;
+
+	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS || number == EXTERN_STEP)
+		return false;
+	snprintf(name, sizeof(name), LEASES "/%u.hinted", job);
+	return access(name, F_OK) == 0;
+}
+
 /* Once per step and node; our effective user is the job's, our real one root. */
 int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
 	(void)ac, (void)av;
+	if (refused)
+		return 0;
+	step.hinted = is_hinted(sp);
 	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image);
-	if (refused || !begins_with(step.image, "./"))
+	if (!begins_with(step.image, "./"))
+		step.image[0] = '\0';
+	if (!step.image[0] && !step.hinted)
 		return 0;
 	/* Of an image, a name is a registry's; what is saved to is a path in any case. */
 	pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save);
@@ -129,23 +169,30 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	/* Slurm went to the step's directory, or to /tmp; the tasks and pyxis start from there. */
 	if (!getcwd(step.folder, PATH_MAX) || step.folder[0] != '/')
 		step.folder[0] = '\0';
-	if (step.image[0] == '/' || step.folder[0])
+	if (step.image[0] == '/' || step.folder[0] || step.hinted)
 		ask_helper(sp, helper, timeout, &step);
 	return 0;
+}
+
+static void show(spank_t sp, const struct step *one)
+{
+	const char *image = one->image, *wrong;
+	int task = 0;
+
+	if (!one->use || !(wrong = redirect(sp, one)))
+		return;
+	slurm_info("forestage: %s stays as it is: %s: %s", image, wrong, strerror(errno));
+	spank_get_item(sp, S_TASK_ID, &task);
+	if (one->tell && task == 0)
+		slurm_spank_log("forestage: %s is read from where it is: %s", image, wrong);
 }
 
 /* In each task, as root, when it has joined the job's own namespaces. */
 int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 {
-	const char *image = step.image, *wrong;
-	int task = 0;
-
 	(void)ac, (void)av;
-	if (!step.use || !(wrong = redirect(sp, &step)))
-		return 0;
-	slurm_info("forestage: %s stays as it is: %s: %s", image, wrong, strerror(errno));
-	spank_get_item(sp, S_TASK_ID, &task);
-	if (step.tell && task == 0)
-		slurm_spank_log("forestage: %s is read from where it is: %s", image, wrong);
+	show(sp, &step);
+	for (int i = 0; i < step.count; i++)
+		show(sp, &step.also[i]);
 	return 0;
 }

@@ -28,7 +28,14 @@ struct step {
 	bool tell;             /* whether the user wants to hear that it did not work */
 
 	int keeper;            /* connected to it; -1 where that was not possible */
+
+	bool hinted;           /* the job's comment names images, which its steps are to be shown too */
+	int count;             /* of `also`, as the helper answered */
+	struct step *also;     /* MOST_HINTED of them */
 };
+
+#define MOST_HINTED 16 /* MAX_HINTED in slurm/job.py */
+#define LEASES "/run/forestage/leases"
 
 /* What is to show at the path, opened; -1 where it is not. */
 struct copy {

@@ -66,8 +66,8 @@ static void add_from_step(char **env, spank_t sp, const char *name)
 /*
  * All that the helper gets, beside argv { HELPER, "step" }. The names are the Prolog's, so that one
  * parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
- * ids, directory and node name. Partition and nodes (add_from_step) are the user's word, as they
- * can change their step's environment, and so are image, save and home, as written. No SLURM_JOB_USER:
+ * ids, directory and node name. Partition and the step's nodes (add_from_step) are the user's word,
+ * as they can change their step's environment, and so are image, save and home, as written. No SLURM_JOB_USER:
  * the helper looks the name up by uid.
  */
 static void describe_step(char **env, spank_t sp, const struct step *step,
@@ -88,11 +88,11 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	if (step->folder[0])
 		add(env, "SLURM_JOB_WORK_DIR=%s", step->folder);
 	add_from_step(env, sp, "SLURM_JOB_PARTITION");
-	add_from_step(env, sp, "SLURM_JOB_NODELIST");
 	add_from_step(env, sp, "SLURM_STEP_NODELIST");
 	if (node)
 		add(env, "SLURMD_NODENAME=%s", node);
-	add(env, "%s_image=%s", option, step->image);
+	if (step->image[0])
+		add(env, "%s_image=%s", option, step->image);
 	if (step->save[0])
 		add(env, "%s_save=%s", option, step->save);
 	if (step->mounts_home)
@@ -229,6 +229,20 @@ const char *understand(const char *line, struct step *step)
 	return NULL;
 }
 
+/* One more image: shown at its resolved path, whatever links lead there. */
+static void understand_also(const char *line, struct step *step)
+{
+	struct step *one = &step->also[step->count];
+
+	if (step->count == MOST_HINTED)
+		return;
+	*one = (struct step){.keeper = -1};
+	if (!understand(line, one) && one->use) {
+		memcpy(one->image, one->path, PATH_MAX);
+		step->count++;
+	}
+}
+
 /* Reads the helper's lines until it answers. NULL, or why there is no answer. */
 static const char *listen_to(int out, uid_t uid, long timeout, struct step *step)
 {
@@ -258,9 +272,11 @@ static const char *listen_to(int out, uid_t uid, long timeout, struct step *step
 		have += (size_t)n;
 		for (char *newline; (newline = memchr(line, '\n', have));) {
 			*newline = '\0';
-			if (strncmp(line, "say\t", 4) != 0)
+			if (strncmp(line, "also\t", 5) == 0)
+				understand_also(line + 5, step);
+			else if (strncmp(line, "say\t", 4) != 0)
 				return understand(line, step);
-			if (said++ < LINES_SAID)
+			else if (said++ < LINES_SAID)
 				slurm_spank_log("%s", line + 4);
 			have -= (size_t)(newline + 1 - line);
 			memmove(line, newline + 1, have);
@@ -336,14 +352,15 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	 */
 	bool contained = getpid() != manager;
 	/* What a step saves to, or binds, is a helper's matter: a redirect may not lie there. */
-	if (!contained && !step->save[0] && !step->mounts_home && who.count >= 0 && !ask(&errand, RECALL_SECONDS) &&
-	    hold_keeper(step)) {
+	if (!contained && !step->save[0] && !step->mounts_home && !step->hinted && who.count >= 0 &&
+	    !ask(&errand, RECALL_SECONDS) && hold_keeper(step)) {
 		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
 		return;
 	}
 	if (contained && timeout > CONTAINED_SECONDS)
 		timeout = CONTAINED_SECONDS;
 	step->use = step->through = false;
+	step->count = 0;
 	describe_step(env, sp, step, &who, timeout);
 	errand.argv = argv;
 	errand.env = env;
@@ -352,6 +369,9 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 		free(*each);
 	if (wrong)
 		slurm_info("forestage: %s stays as it is: %s: %s", step->image, helper, wrong);
-	if (!contained) /* a process beside the step manager would keep the connection for itself */
+	/* A process beside the step manager would keep the connections for itself. */
+	for (int i = contained ? step->count : 0; i < step->count; i++)
+		hold_keeper(&step->also[i]);
+	if (!contained)
 		hold_keeper(step);
 }

@@ -11,7 +11,6 @@
 
 #include "forestage.h"
 
-#define LEASES "/run/forestage/leases"
 #define FIRST_LINE "forestage 1"
 #define RECORD_BYTES 65536
 #define EVENT_BYTES (RECORD_BYTES + 200)

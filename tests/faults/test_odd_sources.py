@@ -212,11 +212,11 @@ def test_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: Fa
     node.configure(sources=[str(far.point), "/mnt/other"])
     path = put(far)
     assert asked_for(far, lambda: node.prolog(0, "/etc/passwd")) == 0
-    assert asked_for(far, lambda: node.prolog(1, path)) <= 42
-    assert asked_for(far, lambda: node.prolog(2, path)) <= 26
+    assert asked_for(far, lambda: node.prolog(1, path)) <= 48
+    assert asked_for(far, lambda: node.prolog(2, path)) <= 32
     assert asked_for(far, lambda: node.epilog(2)) == 0
     assert asked_for(far, lambda: node.epilog(1)) <= 4
-    assert asked_for(far, lambda: node.prolog(3, path)) <= 16
+    assert asked_for(far, lambda: node.prolog(3, path)) <= 22
 
 
 @pytest.mark.long
@@ -285,8 +285,8 @@ def test_redirect_on_a_dead_source_keeps_no_other_from_going(
 
     assert (ran.code, ran.outcome.result, ran.outcome.unmounted) == (0, "released", 2)
     assert ran.outcome.reason == "redirect"
-    reason = "hangs" if harm is Far.hang else ""
-    assert f"still redirected: {paths[2]} ({reason}" in ran.outcome.detail
+    # Whose job that was does not matter to this one's user.
+    assert ran.outcome.detail == "still redirected: 2 of other jobs"
     assert set(node.binds()) == {str(path) for path in paths[1:3]}
     # A later Epilog of any job does the rest, once the file system answers or was unmounted.
     assert node.prolog(5, before).said == ("hit", "")

@@ -74,3 +74,40 @@ def test_only_the_part_of_the_nodes_jobs_with_bind_is_refused(node: Node) -> Non
     assert node.prolog(1, node.put("alice/data", LOG)).outcome.result == "copied"
     assert node.prolog(2, node.put("alice/image.sqsh", content())).outcome.result == "copied"
     assert node.binds() == {}
+
+
+def test_image_that_its_owner_writes_stays_writable(node: Node) -> None:
+    path = node.put("bob/new.sqsh", content(), user=BOB)
+    with path.open("r+b") as written:
+        assert ask(node, 1, path, "hint") == ("declined", "written")
+        written.write(b"h")
+    assert (node.binds(), node.entries()) == ({}, set())
+    assert ask(node, 2, path, "hint") == ("copied", "")
+
+
+def test_image_with_a_set_id_bit_is_not_redirected(node: Node) -> None:
+    path = node.put("bob/odd.sqsh", content(), user=BOB, mode=0o4755)
+    assert ask(node, 1, path, "hint") == ("declined", "set-id")
+    assert node.shows_source(path)
+
+
+def test_image_in_a_directory_that_the_user_cannot_list_is_not_redirected(node: Node) -> None:
+    path = node.put("bob/image.sqsh", content(), user=BOB)
+    (node.server / "bob").chmod(0o711)
+    assert ask(node, 1, path, "hint") == ("declined", "unlisted")
+    assert node.prolog(2, path, user=BOB).said == ("copied", "")
+
+
+def test_job_of_a_node_with_the_companion_redirects_for_its_steps_only(node: Node) -> None:
+    node.configure(redirect=None)
+    (node.places.root / "plugstack.conf").write_text("optional /opt/forestage.so\n")
+    path = node.put("bob/progress.log", LOG, user=BOB)
+    assert ask(node, 1, path, "hint") == ("declined", "not-squashfs")
+    node.places.run.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch()  # as the companion does it
+    assert ask(node, 2, path, "hint") == ("started", "")
+    assert node.binds() == {}
+    (node.places.root / "plugstack.conf").write_text("")
+    image = node.put("bob/image.sqsh", content(), user=BOB)
+    assert ask(node, 3, image, "hint") == ("copied", "")
+    assert node.binds() == {str(image): node.identity(image).key}

@@ -137,6 +137,7 @@ class Site:
             "sources": ["/shared"],
             "low_watermark": "100%",
             "cold": "wait",
+            "redirect": "bind",
             "deadline": "30s",
             "partitions": {"plain": {"enabled": False}},
             **keys,

@@ -114,6 +114,22 @@ def test_node_sees_nothing_of_a_step_that_runs(spank: Site) -> None:
     assert spank.leases() == []
 
 
+def test_batch_script_and_its_steps_show_what_the_comment_names(spank: Site) -> None:
+    """As a user needs it who runs enroot by hand, with `redirect:` as it is by default."""
+    spank.configure(redirect="auto")
+    image = spank.image("hinted")
+    look = f"stat -c %i {image}"
+    comment = f"--comment=stage={image}"
+    assert spank.sbatch("true", comment).code == 0
+    spank.await_stagers()
+    job = spank.sbatch(f"{look}\nsrun {look}", comment)
+    shown = set(map(int, job.stdout.split()))
+    assert len(job.stdout.split()) == 2
+    assert len(shown) == 1
+    assert shown != {spank.source(image).stat().st_ino}
+    assert [one.result for one in served(spank, job.job, "n1")] == ["hit", "hit"]
+
+
 def test_two_steps_on_all_nodes_make_one_copy_on_each(spank: Site) -> None:
     image, nodes = spank.image("wide", mib=4), spank.cluster.nodes
     step = f"srun --container-image={image} {SHOW}"

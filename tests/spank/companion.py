@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 SERVED = "from afar\n"  # as long as the image
 Keeper = Callable[[str], None]
 LEASES = Path(f"/tmp/forestage-spank-leases-{os.getpid()}")
+MARK = Path(f"/tmp/forestage-spank-run-{os.getpid()}/companion")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from companion import (  # noqa: E402
     FOLDER,
     KEY,
     LEASES,
+    MARK,
     OLD_KEY,
     SANITIZERS,
     SERVED,
@@ -37,7 +38,8 @@ OTHERS = {
         "KILLED_MS": (2000, 60000),
     },
     "through.c": {"ANSWER_SECONDS": (5, 2)},
-    "shown.c": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
+    "forestage.c": {"RUN": ('"/run/forestage"', f'"{MARK.parent}"')},
+    "forestage.h": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
 }
 
 
@@ -47,11 +49,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the callbacks run as root")
     folder = tmp_path_factory.mktemp("spank")
     own = [adapted(source, folder) for source in FOLDER.glob("*.c")]
+    adapted(FOLDER / "forestage.h", folder)
     out, sources = folder / "fake", [*HERE.glob("*.c"), *own]
     command: list[str | Path] = [
         "gcc",
         "-std=gnu11",
-        f"-I{FOLDER}",
+        f"-I{folder}",
         *WARNINGS,
         *SANITIZERS,
         "-o",
@@ -89,7 +92,7 @@ def step(program: Path) -> Iterator[Step]:
     step.image.write_text("the image\n")
     step.answers(step.use())
     yield step
-    for left in (folder, LEASES):
+    for left in (folder, LEASES, MARK.parent):
         shutil.rmtree(left, ignore_errors=True)
 
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from companion import FOLDER, WARNINGS, Step
+from companion import FOLDER, MARK, WARNINGS, Step
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,19 @@ def test_helper_ends_before_srun_would_kill_the_step(
 
 def test_slurmd_names_it_at_its_start(step: Step) -> None:
     assert any("helpr" in line for line in step.run("arg=helpr", "context=slurmd").lines("error"))
+
+
+@pytest.mark.parametrize("context", [["context=slurmd"], []])
+def test_prolog_can_see_that_slurm_loads_it(step: Step, context: list[str]) -> None:
+    step.run(*context)
+    assert MARK.stat().st_mode & 0o777 == 0o644
+    assert MARK.stat().st_uid == 0
+
+
+@pytest.mark.parametrize("given", [["context=local"], ["arg=helpr", "context=slurmd"]])
+def test_companion_that_will_not_act_leaves_no_mark(step: Step, given: list[str]) -> None:
+    step.run(*given)
+    assert not MARK.exists()
 
 
 def test_user_at_srun_is_not_bothered_with_it(step: Step) -> None:

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from companion import GID, UID, Step
+from companion import GID, JOB, LEASES, OLD_KEY, UID, Step
 
 from node import until
 
@@ -64,7 +64,6 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
         "SLURM_STEP_ID": "4294967291",
         "SLURM_JOB_WORK_DIR": str(step.folder),
         "SLURM_JOB_PARTITION": "batch",
-        "SLURM_JOB_NODELIST": "n[1-4]",
         "SLURM_STEP_NODELIST": "n[2-3]",
         "SLURMD_NODENAME": "n1",
         f"{PREFIX}image": str(step.image),
@@ -121,8 +120,8 @@ def test_nodes_arrive_whole_or_not_at_all(step: Step, bytes_long: int, arrives: 
     # Half a list would name other nodes; a longer one might keep the helper from starting.
     nodes = "n" * bytes_long
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
-    step.run(f"env=SLURM_JOB_NODELIST={nodes}", "env=SLURM_JOB_PARTITION=batch")
-    assert environ(step).get("SLURM_JOB_NODELIST") == (nodes if arrives else None)
+    step.run(f"env=SLURM_STEP_NODELIST={nodes}", "env=SLURM_JOB_PARTITION=batch")
+    assert environ(step).get("SLURM_STEP_NODELIST") == (nodes if arrives else None)
     assert environ(step)["SLURM_JOB_PARTITION"] == "batch"
 
 
@@ -284,3 +283,53 @@ def test_contained_wait_is_short_as_nobody_can_end_it(step: Step) -> None:
     step.answers("leave\tnone", first=f"printenv FORESTAGE_TIMEOUT > {out}")
     step.run("contained=1")
     assert out.read_text() == "50\n"
+
+
+@pytest.fixture
+def hinted(step: Step) -> Step:
+    """A step of a job whose comment names another image, as its Prolog noted it."""
+    LEASES.mkdir()
+    (LEASES / f"{JOB}.hinted").touch()
+    (step.folder / "shared/other.sqsh").write_text("an older image\n")
+    return step
+
+
+def other(step: Step) -> str:
+    """The helper's answer for that one."""
+    path = step.folder / "shared/other.sqsh"
+    st = path.stat()
+    numbers = (st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns, 1)
+    return "\t".join(["also", "use", str(step.entry(OLD_KEY)), str(path), *map(str, numbers)])
+
+
+@pytest.mark.parametrize("image", ["", "docker://ubuntu"])
+def test_step_without_an_image_is_shown_what_the_jobs_comment_names(
+    hinted: Step, image: str
+) -> None:
+    first = f"cat /proc/$$/environ > {hinted.folder}/environ"
+    hinted.answers(other(hinted), "leave\tno-image", first=first)
+    ran = hinted.run("tasks=2", f"task=stat -c %i {hinted.folder}/shared/other.sqsh", image=image)
+    assert ran.out.split() == [str(hinted.entry(OLD_KEY).stat().st_ino)] * 2
+    assert f"{PREFIX}image" not in environ(hinted)
+    assert ran.logged == ""
+
+
+def test_step_with_an_image_is_shown_both(hinted: Step) -> None:
+    hinted.answers(other(hinted), hinted.use())
+    ran = hinted.run(f"task=stat -c %i {hinted.image} {hinted.folder}/shared/other.sqsh")
+    entries = (hinted.entry(), hinted.entry(OLD_KEY))
+    assert ran.out.split() == [str(entry.stat().st_ino) for entry in entries]
+
+
+def test_more_images_than_a_comment_has_are_left_out(hinted: Step) -> None:
+    hinted.answers(*[other(hinted)] * 40, hinted.use())
+    ran = hinted.run(f"task=stat -c %i {hinted.image}")
+    assert ran.out.split() == [str(hinted.entry().stat().st_ino)]
+
+
+@pytest.mark.parametrize("line", ["also", "also\t", "also\tuse\t/x", "also\tleave\tnone"])
+def test_odd_line_for_one_more_image_is_passed_over(hinted: Step, line: str) -> None:
+    hinted.answers(line, hinted.use())
+    ran = hinted.run(f"task=stat -c %i {hinted.image}")
+    shown = hinted.image if line == "also" else hinted.entry()  # no answer at all
+    assert ran.out.split() == [str(shown.stat().st_ino)]

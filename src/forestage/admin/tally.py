@@ -17,6 +17,8 @@ WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 RATES = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
 """Bytes per second: from one stream over a slow link to NVMe's own pace."""
 
+HAD = ("hit", "joined")  # results of an image that was here, or came by another job's copy
+
 REMEMBERED = 10_000
 """Jobs whose first step repeats what their Prolog was counted for; a node has some hundreds."""
 
@@ -112,9 +114,13 @@ class Tally(msgspec.Struct):
         self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
         if self._repeats_prolog(event, outcome):
             return None
+        if event.hook == "prolog" and outcome.redirect == "spank" and outcome.result in HAD:
+            # Nobody has seen the copy yet: the step that is shown it is the start.
+            self.expected[event.job].remove(outcome.key)
+            return None
         _more(self.starts, outcome.result)
         is_local = outcome.redirect in ("mounted", "kept", "spank")
-        if not (is_local and outcome.result in ("hit", "joined")):
+        if not (is_local and outcome.result in HAD):
             return Start()
         _more(self.spared, outcome.result, outcome.size)
         return Start(spared=outcome.size)

@@ -72,7 +72,8 @@ class Image(msgspec.Struct, frozen=True):
 class Facts(msgspec.Struct, frozen=True):
     """What was found at a path; `judge` decides what it means. `path` is "" if it is not text.
 
-    `head` is the file's first SUPERBLOCK bytes, where they were asked for.
+    The rest was asked for where the whole node would see a redirect: `head` is the file's first
+    SUPERBLOCK bytes; whether the user can list its directory; whether somebody writes to it.
     """
 
     path: str
@@ -80,6 +81,8 @@ class Facts(msgspec.Struct, frozen=True):
     mode: int
     image: Image | None = None
     head: bytes = b""
+    listed: bool = False
+    written: bool = False
 
 
 def wanted_path(request: Request, work_dir: str) -> str:
@@ -139,13 +142,26 @@ def is_squashfs(head: bytes) -> bool:
     return len(head) >= SUPERBLOCK and head[:4] == _MAGIC and tuple(version) == _VERSION
 
 
-def must_be_squashfs(found: Facts) -> None:
+def must_suit_the_node(found: Facts) -> None:
     """Pure: raises Declined for what may not be redirected for the whole node.
 
-    Everybody on the node would find the file read-only and immovable: an image can bear that, but
-    not somebody else's log or data, which any user who can read it may name. `found` must
-    have been opened with `copied_head`.
+    Everybody on the node would find the file read-only, immovable and nosuid: an image that is
+    complete can bear that, but not somebody else's log or program, which any user who can read it
+    may name. `found` must have been opened with `copied_head`.
     """
+    must_be_squashfs(found)
+    spank = "`redirect: spank` stages such files as well"
+    if found.image and found.image.access.mode & (stat.S_ISUID | stat.S_ISGID):
+        raise Declined("set-id", f"{found.path} is set-user-ID or set-group-ID", spank)
+    if not found.listed:
+        what = f"this user cannot list the directory of {found.path}"
+        raise Declined("unlisted", what, spank)
+    if found.written:
+        raise Declined("written", f"{found.path} is open for writing on this node", spank)
+
+
+def must_be_squashfs(found: Facts) -> None:
+    """Pure: raises Declined for what is no image: somebody's log or data, for all we know."""
     if not is_squashfs(found.head):
         raise Declined(
             "not-squashfs",

@@ -14,6 +14,7 @@ under, so that no entry is evicted between being found and being leased.
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -85,6 +86,29 @@ class Leases:
     def shown(self, job: int) -> Path:
         """Where the companion finds what the job's steps are shown (cache/shown.py)."""
         return self.directory / f"{job}.shown"
+
+    def nodelist(self, job: int) -> str:
+        """The nodes that Slurm named to the job's Prolog (hooks/boundary.py); "" if unknown."""
+        with contextlib.suppress(OSError):
+            return os.fsdecode((self.directory / f"{job}.nodes").read_bytes())
+        return ""
+
+    def hints(self, job: int) -> Path:
+        """By this the companion knows that each step of the job is to be shown more images."""
+        return self.directory / f"{job}.hinted"
+
+    def note_hinted(self, job: int, paths: Sequence[str]) -> None:
+        """Notes what the job's comment named: resolved paths without control characters.
+
+        Under the space lock, with a lease that holds their entries.
+        """
+        records.write(self.hints(job), os.fsencode("\n".join(paths)))
+
+    def hinted(self, job: int) -> tuple[str, ...]:
+        """The images that the job's comment named, and its Prolog found."""
+        with contextlib.suppress(OSError):
+            return tuple(os.fsdecode(self.hints(job).read_bytes()).split("\n"))
+        return ()
 
     def read(self, job: int) -> Lease | None:
         """One job's lease. Raises Failed if it is damaged."""
@@ -159,7 +183,8 @@ class Leases:
         """
         alone = (
             file
-            for file in self.directory.glob("*.shown")
+            for kind in ("*.shown", "*.hinted")
+            for file in self.directory.glob(kind)
             if not file.with_suffix(".json").exists()
         )
         for file in (*self.directory.glob(".*.*.*"), *alone):  # the first as records.py names them
@@ -168,7 +193,7 @@ class Leases:
     def drop(self, job: int) -> None:
         """Ends a job's lease. Under the space lock."""
         # The lease last: a sweep that finds one does what is left here.
-        for file in (self.shown(job), self.file(job)):
+        for file in (self.shown(job), self.hints(job), self.file(job)):
             try:
                 file.unlink(missing_ok=True)
             except IsADirectoryError:

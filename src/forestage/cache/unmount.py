@@ -64,6 +64,7 @@ class StillMounted(Failed):
 
     def __init__(self, stuck: list[str], off: int) -> None:
         super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
+        self.stuck = stuck
         self.off = off
 
 

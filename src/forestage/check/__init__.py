@@ -73,6 +73,7 @@ def _findings(target: Target) -> Iterator[Finding]:
             )
         yield from _slurm(files, conf, used, Settings(Config(), {}, {}), target.clock)
         return
+    settings = plugins.decided(files, conf, settings)
     yield from _slurm(files, conf, used, settings, target.clock)
     config = settings.config
     hidden = slurm_conf.hidden_below(files, conf)

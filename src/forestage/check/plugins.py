@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from forestage.admin.site import COMPANION, Plugin, Site, plugin_folders
+from forestage.admin import site as sites
+from forestage.admin.site import COMPANION, Conf, Plugin, Site, plugin_folders
 from forestage.check.finding import Finding
-from forestage.config import Config, Settings, dotted
+from forestage.config import DEFAULT, Config, Settings, dotted
+from forestage.config import decided as of_auto
 from forestage.errors import Failed
 from forestage.slurm import plugstack
 from forestage.system import run
@@ -27,6 +29,22 @@ _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 _RELEASE = re.compile(r"\b(\d+\.\d+)\.\d+")
 
 
+def decided(files: Files, conf: Conf | None, settings: Settings) -> Settings:
+    """Returns the settings with what `redirect: auto` means on this node."""
+    ours = sites.with_conf(files, conf).stack.companion if conf else None
+    loads = ours is not None and ours.exists and conf is not None and _fits(files, conf, ours)
+    auto = of_auto(Config(), loads).redirect
+    partitions = {
+        name: {
+            key: auto if key == "redirect" and one == "auto" else one for key, one in own.items()
+        }
+        for name, own in settings.partitions.items()
+    }
+    return msgspec.structs.replace(
+        settings, config=of_auto(settings.config, loads), partitions=partitions
+    )
+
+
 def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack = site.stack
@@ -34,6 +52,16 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     everywhere = [(name, settings.for_partition(name)) for name in (None, *settings.partitions)]
     yield from _through(files, everywhere)
     if ours is None:
+        if settings.config.redirect == "bind" and settings.origins["redirect"] == DEFAULT:
+            yield Finding(
+                "companion-advised",
+                "warning",
+                f"{stack.file} does not name the companion, so `redirect: auto` is bind",
+                "The first job of an image gains nothing on a node, `srun --container-image` in a"
+                " batch script is not seen, and a redirect is the whole node's",
+                f"{stack.file}: optional {COMPANION}, before pyxis (package forestage-spank); or"
+                " `redirect: bind` in the configuration",
+            )
         if any(config.redirect == "spank" for _, config in everywhere):
             yield Finding(
                 "companion-absent",
@@ -96,7 +124,7 @@ def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
     where = ours.line.where
     required = ours.line.required
     built_for = _release(files.text(f"{ours.path}{RELEASE}") or "")
-    slurm = _slurm(files, site)
+    slurm = _slurm(files, site.conf)
     loads = "slurmd does not start" if required else "No step gets an image staged"
     if not ours.exists:
         yield Finding(
@@ -133,9 +161,15 @@ def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
         )
 
 
-def _slurm(files: Files, site: Site) -> str:
+def _fits(files: Files, conf: Conf, ours: Plugin) -> bool:
+    """Whether the companion is for this node's Slurm, as far as that can be told."""
+    built_for, slurm = _release(files.text(f"{ours.path}{RELEASE}") or ""), _slurm(files, conf)
+    return not (built_for and slurm) or built_for == slurm
+
+
+def _slurm(files: Files, conf: Conf) -> str:
     """The release of the slurmd on this node."""
-    beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders(site.conf)]
+    beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders(conf)]
     installed = [one for one in beside if (files.mode(one) or 0) & 0o111]
     program = files.program("slurmd") or next(iter(installed), "")
     if not program:

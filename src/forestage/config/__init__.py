@@ -11,6 +11,7 @@ from forestage.config.keys import (
     Metering,
     Peering,
     UserMessages,
+    decided,
     value_of,
 )
 from forestage.config.load import DEFAULT, Overrides, Row, Settings, dotted, load_settings
@@ -28,6 +29,7 @@ __all__ = [
     "Row",
     "Settings",
     "UserMessages",
+    "decided",
     "dotted",
     "load_settings",
     "parse_address",

@@ -14,7 +14,7 @@ from forestage.config import values
 from forestage.config.values import UP_TO_64, Address, Notation, parse_address
 from forestage.units import Amount
 
-Redirect: TypeAlias = Literal["bind", "spank", "none"]
+Redirect: TypeAlias = Literal["auto", "spank", "bind", "none"]
 UserMessages: TypeAlias = Literal["none", "problems", "all"]
 Engine: TypeAlias = Literal["chunks", "rsync"]
 Direct: TypeAlias = Literal["auto", "on", "off"]
@@ -150,8 +150,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 3
     redirect: Annotated[
-        Redirect, JobKey("How the path shows the copy: bind (whole node), spank (one step), none.")
-    ] = "bind"
+        Redirect,
+        JobKey(
+            "The path shows the copy to a step (spank), the node (bind), none; auto prefers spank."
+        ),
+    ] = "auto"
     engine: Annotated[
         Engine, Key("chunks copies with several threads, rsync runs that program.")
     ] = "chunks"
@@ -221,6 +224,13 @@ def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
             yield above + name, key
         else:
             yield from _keys(hint, f"{name}.")
+
+
+def decided(config: Config, companion: bool) -> Config:
+    """Pure: `config` with what `redirect: auto` means on a node that has the companion, or not."""
+    if config.redirect != "auto":
+        return config
+    return msgspec.structs.replace(config, redirect="spank" if companion else "bind")
 
 
 KEYS: Mapping[str, Key] = dict(_keys(Config))

@@ -8,6 +8,11 @@ REASONS = {
     "not-a-file": "Only regular files are staged.",
     "not-squashfs": "With `redirect: bind` only squashfs images are staged, since everybody on the"
     " node would see the redirect.",
+    "set-id": "With `redirect: bind` nothing is staged that gives another user's rights, since the"
+    " redirect would take them from everybody on the node.",
+    "unlisted": "With `redirect: bind` only files are staged whose directory the user can list.",
+    "written": "A process of this node had the file open for writing, and a redirect for the whole"
+    " node would have been in its way.",
     "outside-sources": "The admin has not named this directory in `sources:`.",
     "empty": "There is nothing to copy.",
     "below-bind": "A redirect would have kept the job's container from starting.",

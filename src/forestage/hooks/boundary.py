@@ -58,6 +58,7 @@ def _main(name: Name) -> int:
     if name == "step" and os.environ.get("SLURM_SCRIPT_CONTEXT") != "spank_step":
         os.write(2, BY_HAND)
         return USAGE
+    note_nodes(name, os.environ, "/run/forestage")
     if nothing_to_do(name, os.environ, "/run/forestage/leases"):
         hook.say("result=none")
         hook.answer("leave", "no-image")
@@ -79,8 +80,30 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
     if name == "prolog":
         return IMAGE_OPTION not in environ and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
     if name == "step":
-        return not environ.get(IMAGE_OPTION)
+        hinted = f"{leases}/{environ.get('SLURM_JOB_ID', '')}.hinted"
+        return not (environ.get(IMAGE_OPTION) or os.path.exists(hinted))
     return not os.path.exists(f"{leases}/{environ.get('SLURM_JOB_ID', '')}.json")
+
+
+def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
+    """Keeps the nodes that Slurm named to a Prolog, for steps; costs no import, never errs.
+
+    They are whom a copy may ask: a step's own list is its user's word. Beside the lease, as most
+    jobs with images in their steps only have none before the first of these.
+    """
+    file = f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.nodes"
+    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    try:
+        if name == "prolog" and ("[" in listed or "," in listed):
+            if os.path.exists(f"{run}/companion"):  # else no step asks
+                os.makedirs(f"{run}/leases", 0o700, exist_ok=True)  # noqa: PTH103 - pathlib is an import
+                fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                os.write(fd, os.fsencode(listed))
+                os.close(fd)
+        elif name != "step" and os.path.exists(file):
+            os.unlink(file)  # noqa: PTH108
+    except OSError:  # a copy asks nobody, and is only slower
+        return
 
 
 class Hook:
@@ -147,6 +170,8 @@ class Hook:
         for node in nodes:
             done = step.step(node, job, limit, say, refusal)
         # At once: the log can wait, the step does not.
+        for words in done.also:
+            _write("also", *words)
         self.answer(*done.answer)
         step.note_shown(nodes[0], job, decided, done.answers)
         return done.outcomes
@@ -166,13 +191,22 @@ class Hook:
 
     def _config(self, job: Job, places: Places) -> Config:
         """Reads what the admin decided for the job's partition. Raises ConfigError."""
-        from forestage.config import load_settings, switch
+        from forestage.config import decided, load_settings, switch
 
         found = load_settings(places.etc, places.config).for_partition(job.partition)
+        if found.redirect == "auto":
+            found = decided(found, self._has_companion(places))
         # Not while it is off: during an upgrade old and new code may meet.
         off = switch.by_file(places)
         self.drains = found.on_error == "drain" and self.name != "step" and not off
         return found
+
+    def _has_companion(self, places: Places) -> bool:
+        """Whether the job's steps get the companion; it is what runs a step's hook."""
+        from forestage.slurm import companion
+
+        conf = self.environ.get("SLURM_CONF", "")
+        return self.name == "step" or companion.is_loaded(places.loaded, conf)
 
     def _nodes(self, job: Job, places: Places, clock: Clock) -> tuple[list[Node], Declined | None]:
         """The node to work on, and why nothing may be staged on it now.

@@ -92,7 +92,7 @@ def _release(
                 _clear_elsewhere(cache, leases, clock.wall())
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
-            detail = printable(str(stays))
+            detail = printable(_stuck(stays.stuck, lease))
             return Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
     doubt.look(places, cache, clock)  # this job may have failed for it, the next one need not
     return Released("released", unmounted=len(going))
@@ -102,6 +102,14 @@ def _clear_elsewhere(cache: Cache, leases: Leases, now: float) -> None:
     """In other mount namespaces. What stays there is told by the sweep, which tries again."""
     with contextlib.suppress(Failed, OSError):
         elsewhere.clear(cache, leases, now)
+
+
+def _stuck(stuck: list[str], lease: Lease | None) -> str:
+    """Pure: what stays redirected. Other users' paths are in no event of this one's."""
+    own = [f"{use.path} (" for use in lease.uses if use.path] if lease else []
+    named = [one for one in stuck if any(one.startswith(path) for path in own)]
+    others = len(stuck) - len(named)
+    return f"still redirected: {', '.join(named + [f'{others} of other jobs'] * (others > 0))}"
 
 
 def let_go(

@@ -1,5 +1,7 @@
 """The Prolog: stages each image that a starting job names, one outcome for each."""
 
+import contextlib
+
 import msgspec
 
 from forestage.cache.node import Node
@@ -30,6 +32,8 @@ def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[
     `refusal` is why nothing may be staged on this node now.
     """
     answers = image.handle(node, job, job.requests, limit, refusal)
+    if node.config.redirect == "spank":
+        _note_hinted(node, job, answers)
     if job.hints.for_steps:
         noted = _note_hints(node, job, limit.end)
         # Each image has its own outcome, which says the same.
@@ -54,6 +58,23 @@ def waiting(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> W
     wish = image.wished(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.patience(limits, wish)
     return Wait.of(node.clock, seconds, copy, small=hint != 0)
+
+
+def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
+    """Has the job's steps, which see no comment, show the images that it names."""
+    found = [
+        answer.image.path
+        for request, answer in zip(job.requests, answers, strict=True)
+        if request.via == "hint" and answer.image and answer.outcome.redirect == "spank"
+    ]
+    if found:
+        # Without it the steps read the shared path.
+        with (
+            contextlib.suppress(ForestageError, OSError),
+            lock.held(node.cache.space_lock, image.GIVE_UP),
+        ):
+            if node.leases.read(job.id) is not None:
+                node.leases.note_hinted(job.id, found)
 
 
 def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:

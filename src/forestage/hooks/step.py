@@ -2,7 +2,7 @@
 
 The answer is one line of fields between tabs: `use` this entry for that file, read `through` the
 keeper at this socket, or `leave` the path as it is. A line with `say` before it is for the user,
-who sits at the terminal and waits.
+who sits at the terminal and waits; one with `also` is such an answer for one more image.
 """
 
 import contextlib
@@ -38,17 +38,24 @@ PYXIS_TELLS = frozenset(
     ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
 )
 AS_DECIDED = frozenset(
-    ("registry", "outside-sources", "too-large", "below-bind", "off", "disabled", "config")
+    (
+        *("registry", "outside-sources", "too-large", "below-bind"),
+        *("off", "disabled", "config", "set-id", "unlisted"),
+    )
 )
 
 Say = Callable[[str], None]
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What the requests came to, for log and events, and the fields of the answer's line."""
+    """What the requests came to, for log and events, and the fields of the answer's line.
+
+    `also` are those of the images that the job's comment named, for lines before it.
+    """
 
     answers: list[Answer]
     answer: tuple[str, ...]
+    also: tuple[tuple[str, ...], ...] = ()
 
     @property
     def outcomes(self) -> list[Handled]:
@@ -78,12 +85,19 @@ def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) 
     """
     if not job.requests:
         return Done([], ("leave", "no-image"))
-    # pyxis' option has one image; a step sees no comment.
-    (answer,) = image.handle(node, job, job.requests[:1], limit, refusal)
-    line = message(answer.outcome, node.config.user_messages)
-    if line:
-        say(line)
-    return Done([answer], fields(node, answer))
+    answers = image.handle(node, job, job.requests, limit, refusal)
+    own: tuple[str, ...] = ("leave", "no-image")
+    also = []
+    for request, answer in zip(job.requests, answers, strict=True):
+        line = message(answer.outcome, node.config.user_messages)
+        if line:
+            say(line)
+        words = fields(node, answer)
+        if request.via == "option":
+            own = words
+        elif words[0] != "leave":
+            also.append(words)
+    return Done(answers, own, tuple(also))
 
 
 def named(job: Job) -> Job:
@@ -96,10 +110,13 @@ def named(job: Job) -> Job:
 
 
 def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Declined | None]:
-    """Returns the job with the hints that its Prolog noted; a step sees no comment.
+    """Returns the job with what its Prolog noted: what the comment says, and the job's nodes.
 
     A lease that cannot be read is a refusal, unless there is one already.
     """
+    hinted = tuple(Request(path, "hint") for path in node.leases.hinted(job.id))
+    nodes = node.leases.nodelist(job.id)
+    job = msgspec.structs.replace(job, nodelist=nodes, requests=job.requests + hinted)
     try:
         lease = node.leases.read(job.id)
     except Failed as damaged:

@@ -62,14 +62,15 @@ class Receiver(msgspec.Struct, frozen=True):
     """Where the pieces of a chunk go: `write(offset in the image, piece)`, through `buffer`.
 
     `peer_has` is called with the chunks that the peer has (bit 5 is chunk 5), if it has any of the
-    image, and with whether its source fails. `stop` returns true once the chunk is not wanted any
-    more.
+    image, and with whether its source fails; `peer_says` with the digest (hex) that it has for the
+    chunk. `stop` returns true once the chunk is not wanted any more.
     """
 
     buffer: memoryview
     write: Callable[[int, memoryview], None]
     peer_has: Callable[[int, bool], None]
     stop: Stop
+    peer_says: Callable[[str], None] = lambda digest: None
 
 
 def open_session(line: Connection, key: str, prover: Prover, stop: Stop) -> Session:
@@ -115,6 +116,7 @@ def fetch(
                 connection.read_small(response)
                 undo.pop_all()
         expected = _checked_digest(response, session, counter, receiver)
+        receiver.peer_says(expected)
         if response.length != chunk.size:
             raise ChunkRefused("wrong", f"{response.length} bytes of {chunk.size}")
         found = _receive(response, chunk, receiver)

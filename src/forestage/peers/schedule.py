@@ -13,7 +13,8 @@ Pure: no threads, no I/O, and the time (monotonic seconds) is an argument. The e
                            asked twice      it takes long, and another peer has it; or it is
                                             overdue, and this node reads it
     asked twice            in               the first of both came; the other ask is obsolete
-    in                     (the end)
+    in                     missing          its peer gave wrong bytes: it is read
+                           (the end)
 
 Chunks that jobs want come first: from a peer that has one, from the source if it is of the own
 share, else from the peer that should have it next, whose service tells its copy. Then head, tail
@@ -115,6 +116,7 @@ class Schedule:
         self._last_came = 0.0
         self._probe_until = 0.0
         self._out_of_turn = 0  # chunks to read at once because nothing comes; 0 while it does
+        self._struck = 0  # chunks that a peer gave wrongly: for the source alone
         self.source_failed = False
 
     @property
@@ -132,7 +134,8 @@ class Schedule:
         begun = self._begin(now)
         if self.source_failed or self._probing(now):
             return None
-        number = self._of_share(now)
+        number = lowest(struck) if (struck := self._struck & self._unasked) else None
+        number = self._of_share(now) if number is None else number
         # Others may begin a moment later: a chunk is taken over only after that.
         if number is None and (self._peers.alone or now - begun >= self.policy.grace):
             for choose in (self._stand_in, self._overdue, self._in_need):
@@ -144,12 +147,17 @@ class Schedule:
     def next_fetch(self, now: float) -> Ask | None:
         """What a worker is to fetch from a peer; None: nothing now."""
         begun = self._begin(now)
-        return (
+        # Another peer may have a wrong chunk of the first one.
+        hidden = 0 if self.source_failed else self._struck & self._unasked
+        self._unasked &= ~hidden
+        ask = (
             self._jumps(now)
             or self._announced(now, begun)
             or self._expected(now)
             or self._second(now)
         )
+        self._unasked |= hidden
+        return ask
 
     def give_up(self, ask: Ask) -> float:
         """Seconds after which a worker must abandon this ask."""
@@ -206,6 +214,17 @@ class Schedule:
             self._peers.back_off(ask.peer, self.policy.patience, now)
         elif has is None or has >> ask.number & 1:  # else it has the copy, but not this chunk yet
             self._peers.back_off(ask.peer, self.policy.absent, now)
+
+    def leave_out(self, peer: str) -> None:
+        """The peer gave wrong bytes: it is asked for nothing more."""
+        self._peers.leave_out(peer)
+
+    def strike(self, numbers: Iterable[int]) -> None:
+        """These chunks came, and may be wrong: they are missing again, and are read."""
+        again = sum_of(numbers)
+        self.missing |= again
+        self._struck |= again
+        self._unasked |= again & ~sum_of(ask.number for ask in self.asks)
 
     def obsolete(self, ask: Ask) -> bool:
         """Whether the chunk came by another ask: then the transfer is to be stopped."""

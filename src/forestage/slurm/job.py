@@ -53,9 +53,9 @@ class Hints(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """A job on this node, as its Prolog or Epilog sees it, or one of its steps does.
 
-    `nodelist` is what Slurm wrote, n[1-4,7]; `step_nodelist` that of the step, a user's word.
-    `mounts_home` is whether its container is to have the user's home directory, `home` what a step
-    calls so; None and "" where nobody says it.
+    `nodelist` is what Slurm wrote for the Prolog, n[1-4,7]; `step_nodelist` that of the step, a
+    user's word. `mounts_home` is whether its container is to have the user's home directory, `home`
+    what a step calls so; None and "" where nobody says it.
     """
 
     id: int

@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -24,7 +25,7 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import Config
 from forestage.errors import Declined
-from forestage.system import as_user, mounts
+from forestage.system import as_user, mounts, writers
 from forestage.system.as_user import User
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
@@ -103,8 +104,8 @@ def open_as_user(
 ) -> tuple[Facts, socket.socket]:
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
-    With `copied_head` the first bytes are wanted as well. It returns those of the image's copy on
-    this node, or b"" where there is none: a hit reads nothing of the source,
+    With `copied_head` all is wanted that `Facts` may say. It returns the first bytes of the image's
+    copy on this node, or b"" where there is none: a hit reads nothing of the source,
     unless its copy is no squashfs, as it may be damaged.
     The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
     it. Raises OSError as the user would get it; as_user.TooSlow.
@@ -120,7 +121,12 @@ def open_as_user(
                 if copied_head is not None and found.image is not None:
                     head = copied_head(found.image)
                     head = head if image.is_squashfs(head) else _head(fds[0], user)
-                    found = msgspec.structs.replace(found, head=head)
+                    found = msgspec.structs.replace(
+                        found,
+                        head=head,
+                        listed=_lists(found.path, user),
+                        written=writers.has_writer(fds[0], found.path),
+                    )
                 return found, fds
             except _Covered as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
@@ -202,6 +208,17 @@ def _head(fd: int, user: User) -> bytes:
     return data
 
 
+def _lists(path: str, user: User) -> bool:
+    """Whether the user can list the directory of a file."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        with as_user.acting(user):
+            os.close(os.open(Path(path).parent, flags))
+    except OSError:
+        return False
+    return True
+
+
 def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
     """The sources without links: one above the resolved `path` has none, others may hang."""
     named = tuple(source for source in sources if image.is_below(path, (source,)))
@@ -248,7 +265,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
         judged = image.judge(found, node.config.max_image_size)
         part.must_be_countable(judged, node.config.chunk_size)
         if binds:
-            image.must_be_squashfs(found)
+            image.must_suit_the_node(found)
         yield OpenImage(judged, user, -1, line)
 
 

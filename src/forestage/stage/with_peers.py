@@ -3,6 +3,10 @@
 schedule.py says what each does next. A peer's bytes go straight into the image, and count only once
 their digest was right. A chunk that is on its way already is brought a second time in memory, and
 written only if it comes first: no late or wrong piece may go over bytes that count.
+
+The digest is the peer's own. So a few pieces are compared with the source before their chunk counts
+(peers/samples.py), and a whole chunk where two peers do not have the same. A peer that gave wrong
+bytes is left out, and all that it gave before is read again.
 """
 
 import mmap
@@ -10,10 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from random import SystemRandom
 
-from forestage.cache.part import Part
+from forestage import log
+from forestage.cache import digest
+from forestage.cache.part import ENTRY_BYTES, Part
 from forestage.cache.readers import NOW, PIECE, SOON, Readers
 from forestage.errors import Declined
+from forestage.peers import samples
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
@@ -58,6 +66,10 @@ class _Over(Exception):
     """The chunk came by another ask."""
 
 
+class _Lie(Exception):
+    """A peer gave other bytes than the source."""
+
+
 class Shared(Run):
     """A run whose chunks come from the source and from peers."""
 
@@ -80,15 +92,23 @@ class Shared(Run):
         self.turn = threading.Condition()
         self.chunk_locks: dict[int, threading.Lock] = {}
         self.unreadable: Unreadable | None = None
+        missing = [number for number in self.todo if number in self.data]
+        self.said: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
+        self.given: dict[str, list[int]] = {}  # by peer, the chunks that are in
+        self.liars: set[str] = set()
+        self.bringing = 0  # threads that may yet find that a chunk has to be read again
         self.schedule = Schedule(
             part.directory.name,
             peers.nodes,
             peers.me,
-            [number for number in self.todo if number in self.data],
+            missing,
             tuning.chunk,
             policy(tuning.threads, downloads, len(peers.nodes)),
             self.hot,
         )
+        # Of the own share too: who begins late gets it from peers as well.
+        nodes = len(self.schedule.ring.nodes)
+        self.samples = samples.draw(missing, source.size, tuning.chunk, nodes, SystemRandom())
 
     def share(self) -> None:
         self.bring_holes()
@@ -110,6 +130,10 @@ class Shared(Run):
                 ask, twice = found
                 # The shorter a piece, the less a job's own read waits behind it.
                 self._bring(ask, buffer[:PIECE] if self.is_served() else buffer, twice)
+                self._settle(ask.number)
+                with self.turn:
+                    self.bringing -= 1
+                    self.turn.notify_all()
         except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
@@ -120,13 +144,14 @@ class Shared(Run):
     def _next(self, next_ask: Callable[[float], Ask | None]) -> tuple[Ask, bool] | None:
         """What to bring, and whether it is on its way by another ask; None: no more."""
         with self.turn:
-            while not (self.ends() or self.schedule.done):
+            while not (self.ends() or (self.schedule.done and not self.bringing)):
                 now = time.monotonic()
                 if self.readers is not None:
                     self.schedule.want(self.readers.wanted((NOW,)), self.readers.wanted((SOON,)))
                 ask = next_ask(now)
                 if ask is not None:
                     self.chunk_locks.setdefault(ask.number, threading.Lock())
+                    self.bringing += 1
                     return ask, self.schedule.twice(ask)
                 if self.unreadable and self.schedule.hopeless(now):
                     raise self.unreadable
@@ -151,6 +176,15 @@ class Shared(Run):
 
         try:
             found = self._fetched(ask, buffer, sink)
+            if found is not None and ask.peer != SOURCE:
+                self._prove(ask, found, aside)
+        except _Lie:
+            self._catch(ask.peer, ask.number)
+            with self.turn:
+                if not self.schedule.obsolete(ask):
+                    self.schedule.strike([ask.number])  # other peers may have it from this one
+                self.schedule.failed(ask, "wrong", time.monotonic())
+            return
         except ChunkRefused as refused:
             with self.turn:
                 self.schedule.failed(ask, refused.why, time.monotonic())
@@ -161,10 +195,7 @@ class Shared(Run):
             return
         if found is not None:
             with chunk_lock:
-                if aside is not None and not self.schedule.obsolete(ask):
-                    self.forget(ask.number)
-                    self.write(start, aside)
-                self._is_in(ask, size, found)
+                self._take_in(ask, found, aside)
 
     def _fetched(self, ask: Ask, buffer: memoryview, sink: Write) -> bytes | None:
         """The digest; None where the source cannot be read. Raises ChunkRefused."""
@@ -186,22 +217,103 @@ class Shared(Run):
             with self.turn:
                 self.schedule.peer_has(ask.peer, has, time.monotonic(), source_failed)
 
+        def peer_says(found: str) -> None:
+            with self.turn:
+                self.said.setdefault(ask.number, {})[ask.peer] = found
+
         def stop() -> bool:
             return self.ends() or self.schedule.obsolete(ask)
 
         chunk = ChunkRequest(
             ask.number, start, size, self.schedule.give_up(ask), self.schedule.wait(ask)
         )
-        return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop))
+        return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop, peer_says))
 
-    def _is_in(self, ask: Ask, size: int, found: bytes) -> None:
-        """Notes a chunk, unless another ask was faster. The caller holds the chunk's lock."""
-        if not self.schedule.obsolete(ask):
+    def _prove(self, ask: Ask, found: bytes, aside: memoryview | None) -> None:
+        """Compares what a peer gave with the source, where that is due. Raises _Lie, Truncated."""
+        start, size = self.span(ask.number)
+        if self.schedule.obsolete(ask):
+            return
+        with self.turn:
+            disputed = len(set(self.said.get(ask.number, {}).values())) > 1
+        due = [(start, size)] if disputed else self.samples.get(ask.number, [])
+        for at, length in due:
+            if aside is not None:
+                got = bytes(aside[at - start : at - start + length])
+            else:
+                got = os.pread(self.image, length, at)
+            if self._differs(at, got):
+                raise _Lie
+
+    def _differs(self, at: int, got: bytes) -> bool:
+        """Whether the source has other bytes there; where it cannot be read, nobody can say."""
+        buffer = reading.buffer(self.tuning.chunk)
+        try:
+            read = reading.pieces(self.source, at, len(got), buffer)
+            return any(piece != got[here - at : here - at + len(piece)] for here, piece in read)
+        except Unreadable:
+            return False
+
+    def _take_in(self, ask: Ask, found: bytes, aside: memoryview | None) -> None:
+        """Notes a chunk, unless another ask was faster or its peer is not to be believed any more.
+
+        The caller holds the chunk's lock.
+        """
+        start, size = self.span(ask.number)
+        with self.turn:
+            if ask.peer in self.liars:
+                self.schedule.failed(ask, "wrong", time.monotonic())
+                return
+            is_first = not self.schedule.obsolete(ask)
+            if ask.peer == SOURCE:
+                self.said.setdefault(ask.number, {})[SOURCE] = found.hex()
+            elif is_first:  # before it is noted: who finds the peer out then strikes this one too
+                self.given.setdefault(ask.peer, []).append(ask.number)
+                self.from_peers += size
+        if is_first:
+            if aside is not None:
+                self.forget(ask.number)
+                self.write(start, aside)
             self.note(ask.number, found)
             if ask.peer != SOURCE:
-                with self.turn:
-                    self.from_peers += size
-                    self.part.note_peers(self.from_peers)
+                self.part.note_peers(self.from_peers)
         with self.turn:
             self.schedule.got(ask, time.monotonic())
             self.turn.notify_all()
+
+    def _settle(self, number: int) -> None:
+        """Asks the source who is right where a chunk that is in has another digest elsewhere."""
+        with self.turn:
+            said = self.said.get(number, {})
+            giver = next((peer for peer, gave in self.given.items() if number in gave), None)
+            if giver is None or len(set(said.values())) < 2:
+                return
+            del self.said[number]
+        start, size = self.span(number)
+        if self._differs(start, os.pread(self.image, size, start)):
+            self._catch(giver, number)
+            return
+        for peer, found in said.items():
+            if peer != SOURCE and found != said.get(giver):
+                self._catch(peer, number)
+
+    def _catch(self, peer: str, number: int) -> None:
+        """Leaves out a peer that gave other bytes than the source has, and strikes all it gave."""
+        with self.turn:
+            if peer in self.liars:
+                return
+            self.liars.add(peer)
+            self.schedule.leave_out(peer)
+            gave = self.given.pop(peer, [])
+        for one in gave:
+            with self.chunk_locks[one]:
+                self.forget(one)
+                os.pwrite(self.map, digest.MISSING, one * ENTRY_BYTES)
+        with self.turn:
+            self.schedule.strike(gave)
+            self.from_peers -= sum(self.span(one)[1] for one in gave)
+        log.say(
+            f"stager key={self.part.directory.name} peer={peer} gave wrong bytes (chunk {number}):"
+            f" it is left out, and {len(gave)} chunks of it are read again",
+            by_slurm=True,
+        )

@@ -206,6 +206,16 @@ def is_below(path: str, point: str) -> bool:
     return path == point or path.startswith(point.rstrip("/") + "/")
 
 
+def kind(fd: int) -> str:
+    """The type of the file system that an open descriptor lies on; "" where that is not seen."""
+    number = str(mount_id(fd))
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
+        mounted, _, rest = line.partition(" ")
+        if mounted == number:
+            return rest.partition(" - ")[2].split(" ")[0]
+    return ""
+
+
 def unmount_same(bind: Mount, fd: int, proc: str = "/proc") -> bool:
     """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 

@@ -68,6 +68,15 @@ class Spared:
             0,
         ),
         Spared("a step that no Prolog could see", (("step", served("hit")),), 10),
+        Spared("no step was shown it", (("prolog", served("hit", redirect="spank")),), 0),
+        Spared(
+            "each step that is shown it",
+            (
+                ("prolog", served("hit", redirect="spank")),
+                *(("step", served("hit", redirect="spank")),) * 2,
+            ),
+            20,
+        ),
         Spared("nobody reads the copy", (("prolog", served("hit", redirect="none")),), 0),
         Spared(
             "another image of the job is another read",

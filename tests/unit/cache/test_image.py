@@ -21,6 +21,7 @@ from forestage.cache.image import (
     is_below,
     judge,
     must_be_squashfs,
+    must_suit_the_node,
     wanted_path,
 )
 from forestage.errors import Declined, Failed
@@ -189,6 +190,36 @@ def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
     with pytest.raises(Declined) as caught:
         must_be_squashfs(msgspec.structs.replace(facts_of(), head=head))
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("not-squashfs", False)
+
+
+SUITS = msgspec.structs.replace(facts_of(), head=HEAD, listed=True)
+
+
+def with_mode(mode: int) -> Facts:
+    assert SUITS.image is not None
+    access = msgspec.structs.replace(SUITS.image.access, mode=mode)
+    return msgspec.structs.replace(SUITS, image=msgspec.structs.replace(SUITS.image, access=access))
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o755, 0o1600])
+def test_complete_image_in_a_directory_that_the_user_lists_suits_the_node(mode: int) -> None:
+    must_suit_the_node(with_mode(mode))
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (msgspec.structs.replace(SUITS, head=b"a log"), "not-squashfs"),
+        (with_mode(0o4755), "set-id"),
+        (with_mode(0o2755), "set-id"),
+        (msgspec.structs.replace(SUITS, listed=False), "unlisted"),
+        (msgspec.structs.replace(SUITS, written=True), "written"),
+    ],
+)
+def test_what_would_hurt_others_is_not_redirected_for_the_node(found: Facts, reason: str) -> None:
+    with pytest.raises(Declined) as caught:
+        must_suit_the_node(found)
+    assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(

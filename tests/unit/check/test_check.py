@@ -90,6 +90,7 @@ def changed(path: str, old: str, new: str) -> Callable[[GoodNode], object]:
     return lambda node: node.change(path, old, new)
 
 
+without_companion = both(wrote(OURS, ""), settings("redirect: bind\n"))
 mount_of_cache = functools.partial(changed, "/proc/self/mountinfo")
 
 
@@ -118,26 +119,26 @@ SLURM = [
     warning("prolog-timeout", slurm("ClusterName=good", "PrologTimeout=10")),
     warning(
         "deadline-cut",
-        settings("cold: wait\ndeadline: 1m\n"),
+        settings("redirect: bind\ncold: wait\ndeadline: 1m\n"),
         f"{CONF}: BatchStartTimeout=85",
     ),
     warning(
         "deadline-cut",
         both(
-            settings("cold: wait\ndeadline: 5m\n"),
+            settings("redirect: bind\ncold: wait\ndeadline: 5m\n"),
             slurm("ClusterName=good", "BatchStartTimeout=120\nAuthInfo=ttl=5"),
         ),
         f"{CONF}: BatchStartTimeout=405, AuthInfo=ttl=5,cred_expire=405",
     ),
     warning(
         "deadline-cut",
-        settings("cold: wait\npartitions:\n  gpu:\n    deadline: 5m\n"),
+        settings("redirect: bind\ncold: wait\npartitions:\n  gpu:\n    deadline: 5m\n"),
         f"{CONF}: BatchStartTimeout=405, AuthInfo=cred_expire=405",
     ),
     warning(
         "deadline-cut",
         both(
-            settings("cold: wait\ndeadline: 1m\n"),
+            settings("redirect: bind\ncold: wait\ndeadline: 1m\n"),
             slurm("ClusterName=good", "BatchStartTimeout=120\nPrologEpilogTimeout=60"),
         ),
         f"{CONF}: PrologEpilogTimeout=85",
@@ -193,7 +194,7 @@ SLURM = [
     ),
     critical(
         "prolog-absent",
-        both(removed(f"{PROLOG_D}/50-forestage"), wrote(OURS, "")),
+        both(removed(f"{PROLOG_D}/50-forestage"), without_companion),
         "forestage enable --yes",
     ),
     critical("epilog-absent", slurm(f"Epilog={EPILOG}\n", ""), f"{CONF}: Epilog={EPILOG}"),
@@ -237,11 +238,20 @@ PLUGINS = [
             wrote("/opt/slurm/sbin/slurmd", "#!/bin/sh\necho slurm 24.05.1\n", 0o755),
         ),
     ),
+    warning(
+        "companion-advised",
+        wrote(OURS, ""),
+        f"/etc/slurm/plugstack.conf: optional {COMPANION_SO}, before pyxis (package"
+        " forestage-spank); or `redirect: bind` in the configuration",
+    ),
     warning("companion-missing", removed(COMPANION_SO)),
     warning("companion-helper", changed(OURS, "timeout=500", "helper=/opt/none")),
     critical(
         "companion-absent",
-        both(wrote(OURS, ""), settings("partitions:\n  gpu:\n    redirect: spank\n")),
+        both(
+            wrote(OURS, ""),
+            settings("redirect: bind\npartitions:\n  gpu:\n    redirect: spank\n"),
+        ),
     ),
     warning("through-no-fuse", both(removed(PYXIS, "/dev/fuse"), settings("redirect: spank\n"))),
     warning(
@@ -260,7 +270,7 @@ PLUGINS = [
     critical(
         "spank-job-prolog",
         both(
-            wrote(OURS, ""),
+            without_companion,
             wrote(f"{PARTS}/90-other.conf", "optional /opt/other.so"),
             lambda node: node.plugin("/opt/other.so", "slurm_spank_job_prolog"),
         ),
@@ -276,7 +286,7 @@ PLUGINS = [
         f"{PYXIS}:1: required pyxis.so runtime_path=/run/pyxis use_squashfuse=1",
     ),
     critical("fuse-device", lambda node: node.at("/dev/fuse").chmod(0o600)),
-    critical("fuse-device", removed("/dev/fuse")),
+    critical("fuse-device", both(removed("/dev/fuse"), settings("redirect: bind\n"))),
     critical("squashfuse-missing", removed("/usr/bin/squashfuse")),
 ]
 
@@ -473,8 +483,10 @@ def test_required_companion_that_cannot_be_loaded_is_critical(node: GoodNode, wh
 GOOD: dict[str, Callable[[GoodNode], object]] = {
     "peers are served and proven": peers(),
     "a plugin that does not run enroot is no pyxis": both(
-        lambda node: node.plugin(PYXIS_SO), removed("/dev/fuse")
+        lambda node: node.plugin(PYXIS_SO), removed("/dev/fuse"), settings("redirect: bind\n")
     ),
+    "redirect: auto, and the companion in a part of plugstack.conf": settings("redirect: auto\n"),
+    "the admin has chosen to do without the companion": without_companion,
     "no pyxis": removed(PYXIS),
     "nobody reads through": both(
         removed(PYXIS, "/dev/fuse"), settings("redirect: spank\ncold: shared\n")

@@ -105,6 +105,7 @@ def test_value_of_each_kind_is_read_as_its_type(
         # Nobody but the companion can show a step its own file.
         ("auto", "bind", "shared"),
         ("through", "bind", "shared"),
+        ("auto", "auto", "shared"),  # before anybody knows of the companion
         ("auto", "none", "shared"),
         ("shared", "spank", "shared"),
         ("wait", "spank", "wait"),
@@ -178,7 +179,7 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ("max_size: 0", "max_size", "expected more than nothing, got 0"),
         ("min_free: -5G", "min_free", "expected a size such as 23GiB or 500M, or a share"),
         ("low_watermark: 5G", "low_watermark", "expected a share such as 80%, got '5G'"),
-        ("redirect: spunk", "redirect", "expected bind or spank or none, got 'spunk'"),
+        ("redirect: spunk", "redirect", "expected auto or spank or bind or none, got 'spunk'"),
         (
             "deadline: no",
             "deadline",

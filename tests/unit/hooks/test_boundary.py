@@ -19,7 +19,7 @@ from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.events import Outcome
 from forestage.hooks import prolog
-from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, nothing_to_do
+from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, note_nodes, nothing_to_do
 from forestage.hooks.image import Wait
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -91,11 +91,66 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
+ON_TWO = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A node's /run/forestage, with the companion's mark."""
+    (tmp_path / "companion").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("listed", "nodes"),
+    [
+        ({"SLURM_JOB_NODELIST": "n[1-2]"}, "n[1-2]"),
+        ({"SLURM_NODELIST": "n1,m7"}, "n1,m7"),  # before 23.02.6
+        ({"SLURM_JOB_NODELIST": "n1"}, ""),
+        ({}, ""),
+    ],
+)
+def test_nodes_of_a_prolog_are_kept_for_steps(
+    run: Path, listed: dict[str, str], nodes: str
+) -> None:
+    (run / "leases").mkdir()
+    (run / "leases/7.nodes").write_text("n[1-64]")  # a job's of that number, long ago
+    note_nodes("prolog", {"SLURM_JOB_ID": "7"} | listed, str(run))
+    assert Leases(run / "leases").nodelist(7) == nodes
+
+
+def test_nodes_are_forgotten_by_the_epilog_and_by_nobody_else(run: Path) -> None:
+    note_nodes("prolog", ON_TWO, str(run))
+    note_nodes("step", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-9]"}, str(run))
+    Leases(run / "leases").drop(7)
+    assert Leases(run / "leases").nodelist(7) == "n[1-2]"
+    note_nodes("epilog", {"SLURM_JOB_ID": "7"}, str(run))
+    assert list((run / "leases").iterdir()) == []
+
+
+def test_nodes_are_not_kept_where_no_step_asks(tmp_path: Path) -> None:
+    note_nodes("prolog", ON_TWO, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_that_cannot_be_kept_stop_no_hook(run: Path) -> None:
+    (run / "leases").touch()
+    note_nodes("prolog", ON_TWO, str(run))
+    note_nodes("epilog", ON_TWO, str(run))
+    assert Leases(run / "leases").nodelist(7) == ""
+
+
 @pytest.mark.parametrize(
     ("environ", "nothing"), [({}, True), ({IMAGE_OPTION: ""}, True), ({IMAGE_OPTION: "/a"}, False)]
 )
 def test_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing: bool) -> None:
     assert nothing_to_do("step", environ, "/nowhere") is nothing
+
+
+def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> None:
+    (tmp_path / "7.hinted").touch()
+    assert not nothing_to_do("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert nothing_to_do("step", {"SLURM_JOB_ID": "77"}, str(tmp_path))
 
 
 def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(

@@ -135,3 +135,19 @@ def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
     epilog.epilog(config, staging_node.places, staging_node.clock, asking, limits)
     assert len(waits) == 2
     assert sum(waits) <= most
+
+
+def test_paths_of_other_users_that_stay_are_in_no_event(
+    staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
+) -> None:
+    stuck = ["/lustre/a (hangs)", "/lustre/bob/secret (hangs)", "/lustre/ab (Permission denied)"]
+
+    def stay(*_: object) -> int:
+        raise unmount.StillMounted(stuck, 1)
+
+    monkeypatch.setattr(unmount, "unmount", stay)
+    holding(staging_node, asking, "0a")
+    (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
+    assert outcome.detail == "still redirected: /lustre/a (hangs), 2 of other jobs"
+    (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
+    assert "/lustre" not in outcome.detail

@@ -383,6 +383,35 @@ def test_first_answer_of_a_peer_ends_reading_out_of_turn() -> None:
         assert one.next_read(now) is None
 
 
+def test_chunk_that_a_liar_gave_is_read_and_asked_of_nobody_else() -> None:
+    """Others may have it from the same one."""
+    one = schedule()
+    settle(one)
+    for peer in others(one):
+        one.peer_has(peer, everything(12), 5.0)
+    given = all_of(one.next_fetch, 5.0)
+    for ask in given:
+        one.got(ask, 5.1)
+    struck = {ask.number for ask in given[:2]}
+    one.strike(struck)
+    fetched = {ask.number for ask in all_of(one.next_fetch, 5.2)}
+    assert fetched
+    assert not fetched & struck
+    assert {ask.number for ask in all_of(one.next_read, 5.2)} >= struck
+    one.strike(struck)
+    assert not one.done
+
+
+def test_struck_chunk_is_asked_of_others_where_the_source_fails() -> None:
+    one = schedule()
+    settle(one)
+    one.source_failed = True
+    for peer in others(one):
+        one.peer_has(peer, everything(12), 5.0)
+    one.strike([5])
+    assert 5 in {ask.number for ask in all_of(one.next_fetch, 5.2)}
+
+
 def test_shares_of_peers_with_failed_source_are_read_at_once() -> None:
     """All but this one: what they should have read is not waited for, and each gets some of it."""
     one = schedule()

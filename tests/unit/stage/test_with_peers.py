@@ -15,11 +15,12 @@ from forestage.cache import digest, space
 from forestage.cache.part import Part, missing_chunks
 from forestage.cache.readers import Readers
 from forestage.errors import Stopped
+from forestage.peers import samples
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
-from forestage.peers.ring import Ring
-from forestage.peers.schedule import Policy, Why
+from forestage.peers.ring import SOURCE, Ring
+from forestage.peers.schedule import Ask, Policy, Schedule, Why
 from forestage.stage import chunks, reading, with_peers
 from forestage.stage.chunks import Tuning
 from forestage.stage.source import Source, Truncated, Unreadable
@@ -39,6 +40,7 @@ class Fake(Peers):
         self.nodes = ("a", "b", "c", "d")
         self.me = "a"
         self.data = data
+        self.lies: dict[str, bytes] = {}  # what a peer has instead, with digests of its own
         self.has = has
         self.bad: dict[str, Why] = {}
         self.asked: list[tuple[str, int]] = []
@@ -53,11 +55,13 @@ class Fake(Peers):
         receiver.peer_has(self.has, False)
         if not self.has >> chunk.number & 1:
             raise ChunkRefused("absent", "")
+        data = self.lies.get(peer, self.data)
+        receiver.peer_says(digest.of_chunk(data[chunk.start : chunk.start + chunk.size]).hex())
         running = digest.Running()
         end, buffer = chunk.start + chunk.size, receiver.buffer
         for at in range(chunk.start, end, len(buffer)):
             piece = buffer[: min(len(buffer), end - at)]
-            piece[:] = self.data[at : at + len(piece)] if not why else b"\xee" * len(piece)
+            piece[:] = data[at : at + len(piece)] if not why else b"\xee" * len(piece)
             running.add(piece)
             receiver.write(at, piece)
         if why:
@@ -105,6 +109,18 @@ def pair(tmp_path: Path, monkeypatch: Patch) -> Iterator[Pair]:
     made = Pair(tmp_path, monkeypatch)
     yield made
     os.close(made.fd)
+
+
+@pytest.fixture(autouse=True)
+def _no_samples(monkeypatch: Patch) -> None:
+    """What is read is that of the copy itself, unless a test says otherwise."""
+    monkeypatch.setattr(samples, "SHARE", 0.0)
+
+
+def sample(monkeypatch: Patch, *numbers: int) -> None:
+    """Has a piece of each of these chunks compared with the source."""
+    drawn = {number: [(number * CHUNK, 4096)] for number in numbers}
+    monkeypatch.setattr(samples, "draw", lambda *_: drawn)
 
 
 @pytest.fixture
@@ -286,8 +302,10 @@ class Noting:
         self.part = part
         self.early: list[int] = []  # marked before they were in the map
         self.forgotten: list[int] = []
+        self.arrivals: list[int] = []
 
     def arrived(self, start: int, length: int) -> None:
+        self.arrivals.append(start // CHUNK)
         if start // CHUNK in missing_chunks(self.part.digests(), SIZE, CHUNK):
             self.early.append(start // CHUNK)
 
@@ -338,7 +356,7 @@ def test_readers_forget_a_chunk_before_others_may_write_it(pair: Pair, patient: 
     fake.before = read_elsewhere
     copy_for(readers, pair, fake)
     pair.check()
-    assert set(readers.forgotten) == set(pair.read)
+    assert set(readers.forgotten) >= set(pair.read)  # and what a second ask brings, if any
 
 
 def test_bytes_from_peers_are_noted_meanwhile(pair: Pair, patient: None) -> None:
@@ -349,3 +367,147 @@ def test_bytes_from_peers_are_noted_meanwhile(pair: Pair, patient: None) -> None
     assert seen[0] == 0
     assert any(0 < count < SIZE for count in seen)
     assert pair.part.of_peers() == 0
+
+
+def wrong(data: bytes) -> bytes:
+    return bytes(255 - byte for byte in data)
+
+
+def marked(readers: Noting, number: int) -> bool:
+    return number in readers.arrivals
+
+
+def test_chunk_that_is_not_the_sources_never_counts(
+    pair: Pair, patient: None, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sample(monkeypatch, *range(COUNT))
+    fake = Fake(pair.data, everything())
+    fake.lies["c"] = wrong(pair.data)
+    pair.copy(fake)
+    pair.check()
+    assert 1 <= sum(peer == "c" for peer, _ in fake.asked) <= 3, "once by each thread"
+    assert "peer=c gave wrong bytes (chunk" in capfd.readouterr().err
+
+
+def test_what_a_liar_gave_before_it_was_found_out_is_read_again(
+    pair: Pair, patient: None, monkeypatch: Patch
+) -> None:
+    """Whatever other peers have by then: they may have got it from the same one."""
+    last = COUNT // 2
+    sample(monkeypatch, last)
+    fake = Fake(pair.data, everything() & ~(1 << last))
+    fake.lies["b"] = wrong(pair.data)
+    fake.bad = {"c": "refused", "d": "refused"}
+
+    def later(peer: str, number: int) -> None:
+        if len(missing_chunks(pair.part.digests(), SIZE, CHUNK)) == 1:
+            fake.has = everything()
+
+    fake.before = later
+    readers = Noting(pair.part)
+    monkeypatch.setattr(with_peers.Schedule, "next_read", only_struck)
+    copy_for(readers, pair, fake)
+    pair.check()
+    assert set(readers.forgotten) == set(range(COUNT)) - {last}
+    assert sorted(pair.read) == sorted([*range(COUNT), last]), "the piece, and then all"
+    assert {peer for peer, number in fake.asked if number == last} == {"b"}
+
+
+def only_struck(schedule: Schedule, now: float) -> Ask | None:
+    """Has nothing read of the source but what it must decide."""
+    struck = schedule._struck & schedule._unasked
+    return real_next_read(schedule, now) if struck else None
+
+
+real_next_read = Schedule.next_read
+
+
+@pytest.mark.parametrize("liar_first", [True, False])
+def test_source_decides_between_two_digests(pair: Pair, liar_first: bool) -> None:
+    fake = Fake(pair.data, everything())
+    fake.lies["b"] = wrong(pair.data)
+    run = run_of(pair, fake)
+    asks = [with_peers.Ask(3, peer) for peer in ("bc" if liar_first else "cb")]
+    run.chunk_locks[3] = threading.Lock()
+    for ask in asks:
+        run.schedule.asks[ask] = 0.0
+    for ask, twice in zip(asks, (False, True), strict=True):
+        run._bring(ask, reading.buffer(CHUNK), twice)
+        run._settle(3)
+    assert run.liars == {"b"}
+    assert run.schedule._peers.is_out("b", 1e9)
+    assert not run.schedule._peers.is_out("c", 1e9)
+    start, is_in = 3 * CHUNK, 3 not in missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    assert is_in == (not liar_first)
+    if is_in:
+        assert pair.part.image.read_bytes()[start : start + CHUNK] == pair.data[start:][:CHUNK]
+    assert run.schedule.missing >> 3 & 1 == (not is_in)
+    run.close()
+
+
+def test_chunk_that_this_node_reads_late_finds_out_who_gave_it(pair: Pair) -> None:
+    fake = Fake(pair.data, everything())
+    fake.lies["b"] = wrong(pair.data)
+    run = run_of(pair, fake)
+    run.chunk_locks[3] = threading.Lock()
+    for ask in (with_peers.Ask(3, "b"), with_peers.Ask(3, SOURCE)):
+        run.schedule.asks[ask] = 0.0
+    run._bring(with_peers.Ask(3, "b"), reading.buffer(CHUNK), False)
+    run._bring(with_peers.Ask(3, SOURCE), reading.buffer(CHUNK), True)
+    run._settle(3)
+    run.close()
+    assert (run.liars, 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)) == ({"b"}, True)
+
+
+def test_chunk_of_a_known_liar_that_comes_late_does_not_count(pair: Pair) -> None:
+    fake = Fake(pair.data, everything())
+    fake.lies["b"] = wrong(pair.data)
+    run = run_of(pair, fake)
+    run.chunk_locks[3] = threading.Lock()
+    run.schedule.asks[with_peers.Ask(3, "b")] = 0.0
+    run.liars.add("b")
+    run._bring(with_peers.Ask(3, "b"), reading.buffer(CHUNK), True)
+    run.close()
+    assert not any(pair.part.image.read_bytes())
+    assert 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)
+
+
+def test_readers_see_a_peers_chunk_only_once_the_source_has_agreed(
+    pair: Pair, patient: None, monkeypatch: Patch
+) -> None:
+    sample(monkeypatch, *range(COUNT))
+    readers = Noting(pair.part)
+    shown: dict[int, bool] = {}  # a second ask of a busy machine may compare it again
+    pair.reading = lambda number: shown.setdefault(number, marked(readers, number))
+    copy_for(readers, pair, Fake(pair.data, everything()))
+    pair.check()
+    assert shown == dict.fromkeys(range(COUNT), False)
+
+
+def test_source_that_cannot_be_read_decides_nothing(
+    pair: Pair, patient: None, monkeypatch: Patch
+) -> None:
+    def fail(number: int) -> None:
+        raise Unreadable("/lustre/a", OSError(5, "broken"))
+
+    sample(monkeypatch, *range(COUNT))
+    pair.reading = fail
+    assert pair.copy(Fake(pair.data, everything())) == SIZE
+    pair.check()
+
+
+def test_no_thread_ends_while_a_chunk_may_have_to_be_read_again(pair: Pair) -> None:
+    run = run_of(pair, Fake(pair.data, 0))
+    run.schedule.missing, run.bringing = 0, 1
+    ended: list[object] = []
+    thread = threading.Thread(
+        target=lambda: ended.append(run._next(run.schedule.next_read)), daemon=True
+    )
+    thread.start()
+    with run.turn:
+        run.schedule.strike([5])
+        run.bringing = 0
+        run.turn.notify_all()
+    thread.join()
+    run.close()
+    assert ended == [(with_peers.Ask(5, SOURCE), False)]

@@ -1,0 +1,104 @@
+"""A peer that has other bytes than the source, and hosts that a user would have asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache import digest
+from forestage.cache.image import Access
+from forestage.cache.layout import Entry
+from forestage.clock import Clock
+from forestage.events import Copied
+from forestage.hooks.boundary import Hook, note_nodes
+from forestage.peers import stats
+from node import ALICE, Node, content, until
+from peering import CHUNK, free_port
+from peering import Node as Peer
+
+COUNT = 8
+DATA = content(1, COUNT * CHUNK)
+WRONG = bytes(255 - byte for byte in DATA)
+
+
+@pytest.fixture
+def path(node: Node) -> Path:
+    return node.put("alice/image.sqsh", DATA)
+
+
+@pytest.fixture
+def peer(node: Node, tmp_path: Path) -> Iterator[Peer]:
+    """n2, whose service runs; n1 has the same key."""
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("n1", "n2")}
+    made = Peer(tmp_path / "n2", addresses, "n2")
+    peers = {
+        "enabled": True,
+        "key_file": str(made.places.etc / "peer.key"),
+        "addresses": addresses,
+        "listen": "127.0.0.1",
+    }
+    node.configure(peers=peers)
+    with made.serving():
+        yield made
+
+
+def give(peer: Peer, node: Node, path: Path, data: bytes) -> None:
+    """Has the peer's cache hold `data` for the image, with digests that fit."""
+    identity = node.identity(path)
+    entry = peer.cache.entry_dir(identity.key)
+    entry.mkdir(parents=True)
+    (entry / "image").write_bytes(data)
+    pieces = (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
+    (entry / "map").write_bytes(b"".join(map(digest.of_chunk, pieces)))
+    access = Access(ALICE.uid, ALICE.gid, 0o644)
+    record = Entry(identity.key, identity, access, 0.0, "chunks", CHUNK)
+    (entry / "entry.json").write_bytes(msgspec.json.encode(record))
+    (entry / "used").touch()
+
+
+def run(node: Node, environ: dict[str, str]) -> Copied:
+    hook = "step" if "SLURM_STEP_ID" in environ else "prolog"
+    assert Hook(hook, environ, time.monotonic()).run(node.places, Clock()) == 0
+    (copied,) = node.outcomes("stager")
+    assert isinstance(copied, Copied)
+    return copied
+
+
+def test_job_reads_the_sources_bytes_whatever_a_peer_has(
+    node: Node, peer: Peer, path: Path
+) -> None:
+    give(peer, node, path, WRONG)
+    environ = node.environ(1, path) | {"SLURM_JOB_NODELIST": "n[1-2]"}
+    copied = run(node, environ)
+    assert (copied.result, copied.from_peers) == ("copied", 0)
+    assert node.shows_entry(path, node.identity(path).key)
+    assert path.read_bytes() == DATA
+    until(lambda: (given := stats.read(peer.places.peer)) and given.chunks, "a chunk of the peer's")
+
+
+def of_step(node: Node, path: Path) -> dict[str, str]:
+    return node.environ(1, path) | {
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+    }
+
+
+def test_step_asks_no_host_that_only_its_user_names(node: Node, peer: Peer, path: Path) -> None:
+    give(peer, node, path, DATA)
+    assert run(node, of_step(node, path)).from_peers == 0
+
+
+def test_step_asks_the_nodes_that_slurm_named_to_the_prolog(
+    node: Node, peer: Peer, path: Path
+) -> None:
+    give(peer, node, path, DATA)
+    node.places.run.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch()
+    named = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+    note_nodes("prolog", named, str(node.places.run))
+    assert run(node, of_step(node, path)).from_peers > 0

@@ -1,0 +1,120 @@
+"""Whether somebody writes to a file: by a lease, or by what processes have open."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forestage.system import as_user, mounts, writers
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a file\nof two lines"
+    path.write_bytes(bytes(8192))
+    return path
+
+
+@pytest.fixture
+def no_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system without them."""
+    real = fcntl.fcntl
+
+    def refusing(fd: int, what: int, *more: Any) -> Any:
+        if what == fcntl.F_SETLEASE:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, what, *more)
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
+
+
+def found(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+
+        def work() -> as_user.Found[bool]:
+            return writers.has_writer(fd, str(path)), []
+
+        return as_user.call(work, bool, 600.0, keep=(fd,))[0]
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def writer(file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, that appends."""
+    code = "import sys; f=open(sys.argv[1],'ab'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-Ic", code, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+
+
+def test_file_without_a_writer_has_none_and_keeps_no_lease(file: Path) -> None:
+    with file.open("rb"):
+        assert not found(file)
+    # With a lease left on it this would wait for 45 s, or raise.
+    os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_writer_is_found(file: Path, writer: subprocess.Popen[bytes]) -> None:
+    assert found(file)
+    writer.communicate()
+    assert not found(file)
+
+
+def test_writer_through_a_mapping_alone_is_found(file: Path) -> None:
+    with file.open("r+b") as opened:
+        mapped = mmap.mmap(opened.fileno(), 4096)
+    assert found(file)
+    mapped.close()
+    assert not found(file)
+
+
+@pytest.mark.usefixtures("no_leases")
+def test_writer_is_found_where_there_are_no_leases(
+    file: Path, writer: subprocess.Popen[bytes]
+) -> None:
+    with file.open("rb"):
+        assert found(file)
+        writer.communicate()
+        assert not found(file)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs"])
+def test_lease_that_the_server_does_not_grant_is_no_writer(
+    file: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def refusing(fd: int, what: int, *more: Any) -> Any:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
+    assert found(file)
+    monkeypatch.setattr(mounts, "kind", lambda fd: kind)
+    assert not found(file)
+
+
+@pytest.mark.usefixtures("no_leases", "writer")
+def test_look_that_takes_too_long_is_given_up(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "listdir", lambda path: ["1"] if path == "/proc" else [])
+    monkeypatch.setattr(writers, "LOOK", -1.0)
+    assert not found(file)
+
+
+def test_kind_of_file_system_is_that_of_mountinfo() -> None:
+    fd = os.open("/proc", os.O_RDONLY)
+    try:
+        assert mounts.kind(fd) == "proc"
+    finally:
+        os.close(fd)
