@@ -161,15 +161,15 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image);
 	if (!begins_with(step.image, "./"))
 		step.image[0] = '\0';
-	if (!step.image[0] && !step.hinted)
-		return 0;
-	/* Of an image, a name is a registry's; what is saved to is a path in any case. */
+	/* Of an image, a name is a registry's; what is saved to is a path, and needs no image. */
 	pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save);
+	if (!step.image[0] && !step.save[0] && !step.hinted)
+		return 0;
 	step.mounts_home = mounts_home(sp);
 	/* Slurm went to the step's directory, or to /tmp; the tasks and pyxis start from there. */
 	if (!getcwd(step.folder, PATH_MAX) || step.folder[0] != '/')
 		step.folder[0] = '\0';
-	if (step.image[0] == '/' || step.folder[0] || step.hinted)
+	if (step.image[0] == '/' || step.save[0] == '/' || step.folder[0] || step.hinted)
 		ask_helper(sp, helper, timeout, &step);
 	return 0;
 }

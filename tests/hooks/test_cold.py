@@ -138,6 +138,18 @@ def test_redirect_is_not_laid_later_where_the_job_saves_to_meanwhile(
     assert shared.shows_source(path)
 
 
+def test_redirect_is_not_laid_later_where_another_job_saves_to(
+    shared: Node, gate: Callable[[], None]
+) -> None:
+    path = shared.put("alice/image.sqsh")
+    assert shared.prolog(7, path).outcome.result == "started"
+    shared.prolog(8, saves=str(path))
+    gate()
+    ended(shared, path)
+    until(lambda: not children_left(), "the stager's end")
+    assert shared.shows_source(path)
+
+
 def test_nothing_is_redirected_later_on_a_node_that_was_switched_off(
     shared: Node, gate: Callable[[], None]
 ) -> None:

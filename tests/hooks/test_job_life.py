@@ -217,6 +217,21 @@ def test_job_that_writes_to_its_own_image_is_not_redirected(
     assert node.shows_source(path)
 
 
+@pytest.mark.parametrize("saves", ["{}", "alice/image.sqsh", "./alice/image.sqsh"])
+def test_job_that_only_saves_has_no_redirect_there_as_long_as_it_runs(
+    node: Node, saves: str
+) -> None:
+    path = node.staged(1)
+    assert (
+        node.prolog(2, saves=saves.format(path)).code == 0
+    )  # srun --container-name --container-save
+    assert node.shows_source(path)
+    assert node.prolog(3, path).said == ("declined", "saved")
+    assert node.shows_source(path)
+    node.epilog(2)
+    assert node.prolog(4, path).outcome.redirect == "mounted"
+
+
 def test_job_that_saves_to_an_image_another_job_uses_can_write_it(node: Node) -> None:
     path = node.staged(1)
     node.prolog(2, path, saves=str(path))

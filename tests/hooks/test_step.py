@@ -651,3 +651,11 @@ def test_step_that_binds_the_home_takes_off_what_its_prolog_redirected(
     assert answer_to(node, path, home | YES) == ["leave", "below-bind"]
     assert node.binds() == {}
     assert node.epilog(7).code == 0
+
+
+def test_step_that_only_saves_takes_off_what_lies_there(node: Node) -> None:
+    path = node.staged(1)
+    given = environ(node, 7, path, saves=str(path))
+    del given[IMAGE_OPTION]
+    assert Helper(node, given).answer() == ["leave", "no-image"]
+    assert node.shows_source(path)

@@ -55,7 +55,8 @@ class Traces:
 
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
-        layout = ["config.json", "leases", "redirects", "through"]
+        layout = ["companion", "config.json", "disk.json", "disk.lock"]
+        layout += ["leases", "redirects", "through"]
         # Where a keeper was, until a sweep that comes a minute later.
         layout += [one for one in self.run if re.fullmatch(r"through/[0-9a-f]+(/lock)?", one)]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]

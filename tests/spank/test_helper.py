@@ -46,6 +46,13 @@ def test_variable_stands_in_for_the_option(step: Step) -> None:
     assert step.asked() == 1
 
 
+def test_step_that_only_saves_asks_the_helper(step: Step) -> None:
+    step.answers("leave\tno-image", first=f"cat /proc/$$/environ > {step.folder}/environ")
+    step.run("save=/x/saved.sqsh", image="")
+    assert environ(step)[f"{PREFIX}save"] == "/x/saved.sqsh"
+    assert f"{PREFIX}image" not in environ(step)
+
+
 def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
     hostile = {"LD_PRELOAD": "/none.so", "PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x"}
     step.environ = {"PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x", "SLURMD_NODENAME": "n1"}

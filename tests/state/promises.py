@@ -80,7 +80,10 @@ class Promises(RuleBasedStateMachine):
             IMAGE_OPTION: str(source.path),
             "FORESTAGE_TIMEOUT": self.step_timeout(),
         }
-        self.serve("step", number, [source], environ)
+        # What its Prolog noted of the comment is shown to each step.
+        by_path = {str(one.path): one for one in self.lab.sources.values()}
+        hinted = [by_path[path] for path in self.node.leases.hinted(number)]
+        self.serve("step", number, [source, *hinted], environ)
 
     def epilog(self, number: int) -> None:
         calm = self.calm()

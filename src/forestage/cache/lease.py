@@ -9,6 +9,7 @@ under, so that no entry is evicted between being found and being leased.
     with a path   before the bind mount is made       Epilog drops it, then unmounts the path
     off, wait     the job's comment says so           Epilog drops it
     told          the user has read a line            Epilog drops it
+    saves         the job saves its container there   Epilog drops it
 """
 
 import contextlib
@@ -38,8 +39,9 @@ class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
     `off` and `wait` (seconds): the job said stage=off, stage-wait=, which its steps could not see
-    otherwise. `told`: its user has read a line. `node` is this node as Slurm calls it, "" where the
-    hook had no name for it.
+    otherwise. `told`: its user has read a line. `saves` are resolved paths to which its containers
+    are saved: none of them is redirected for the node. `node` is this node as Slurm calls it, ""
+    where the hook had no name for it.
     """
 
     job: int
@@ -51,6 +53,7 @@ class Lease(msgspec.Struct, frozen=True):
     node: str = ""
     wait: float | None = None
     told: bool = False
+    saves: tuple[str, ...] = ()
 
     def with_use(self, use: Use) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""
@@ -61,6 +64,11 @@ class Lease(msgspec.Struct, frozen=True):
         """Returns a lease that wants no redirect at this path; what it uses stays the same."""
         uses = dict.fromkeys(Use(u.key) if u.path == path else u for u in self.uses)
         return msgspec.structs.replace(self, uses=tuple(uses))
+
+    def saving(self, path: str) -> "Lease":
+        """Returns a lease of a job that saves to this path, and so wants no redirect there."""
+        saves = tuple(dict.fromkeys((*self.saves, path)))
+        return msgspec.structs.replace(self.unredirected(path), saves=saves)
 
     def without(self, key: str) -> "Lease":
         """Returns a lease in which this entry is not used."""
@@ -124,6 +132,10 @@ class Leases:
         """The keys in use by any job: what must not be evicted."""
         return frozenset(use.key for lease in self.all() for use in lease.uses)
 
+    def saved_to(self, path: str) -> bool:
+        """Whether some job saves its container there. Raises Failed for a damaged lease."""
+        return any(path in lease.saves for lease in self.all())
+
     def redirected(self) -> frozenset[str]:
         """The paths that some job needs redirected. A damaged lease needs none.
 
@@ -143,7 +155,7 @@ class Leases:
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
-        if lease.uses or lease.off or lease.told or lease.wait is not None:
+        if lease.uses or lease.off or lease.told or lease.saves or lease.wait is not None:
             self.write(lease)
         else:
             self.drop(lease.job)

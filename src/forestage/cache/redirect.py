@@ -89,6 +89,7 @@ def mount(
     """
 
     def note() -> None:
+        _must_not_be_saved_to(leases, wanted.path)
         # Read again: another step of the job may have taken something meanwhile.
         # If it is gone, its Epilog has run: what it held besides may be evicted.
         held = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
@@ -116,12 +117,19 @@ def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
         now = node.leases.read(lease.job)
         if now is None or Use(wanted.key, wanted.path) not in now.uses:
             raise Declined("off", "the job has ended, or saves to this path")
+        _must_not_be_saved_to(node.leases, wanted.path)
 
     end = Deadline.after(MOUNT_TIMEOUT, node.clock)
     try:
         return _mount(node.cache, node.places, lease.user, wanted, end, note)
     except (Declined, OSError) as error:
         return str(error)
+
+
+def _must_not_be_saved_to(leases: Leases, path: str) -> None:
+    """Under the space lock, as a job's word that it saves there is noted: one sees the other."""
+    if leases.saved_to(path):
+        raise Declined("saved", f"a job on this node saves its container to {path}")
 
 
 def _mount(

@@ -16,6 +16,7 @@ REASONS = {
     "outside-sources": "The admin has not named this directory in `sources:`.",
     "empty": "There is nothing to copy.",
     "below-bind": "A redirect would have kept the job's container from starting.",
+    "saved": "A job saves its container to this path; a redirect would be in its way.",
     "too-many": "The job holds as many images on this node as one job may.",
     "too-large": "The image is above the admin's `max_image_size:`, or has too many chunks.",
     "source-error": "The shared file system gave an error.",

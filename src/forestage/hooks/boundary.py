@@ -38,6 +38,7 @@ USAGE = 2
 """As click's: the command was called in a wrong way."""
 
 IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
+SAVE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_save"
 
 BY_HAND = b"""\
 forestage: `step` is what forestage's SPANK plugin runs when a step starts, with an environment of
@@ -78,10 +79,12 @@ def _main(name: Name) -> int:
 def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
     """Whether this job is none of ours; costs no import, and never errs."""
     if name == "prolog":
-        return IMAGE_OPTION not in environ and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
+        asked = IMAGE_OPTION in environ or SAVE_OPTION in environ
+        return not asked and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
     if name == "step":
         hinted = f"{leases}/{environ.get('SLURM_JOB_ID', '')}.hinted"
-        return not (environ.get(IMAGE_OPTION) or os.path.exists(hinted))
+        asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
+        return not (asked or os.path.exists(hinted))
     return not os.path.exists(f"{leases}/{environ.get('SLURM_JOB_ID', '')}.json")
 
 
@@ -136,7 +139,7 @@ class Hook:
         from forestage.hooks import prolog
         from forestage.slurm import timeouts
 
-        if not (job.requests or job.hints.for_steps):
+        if not (job.requests or job.saves or job.hints.for_steps):
             return prolog.bad_hint(job)
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
         decided = shown.decided_by(places)

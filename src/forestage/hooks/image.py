@@ -111,6 +111,7 @@ def handle(
     `refusal` is why nothing may be staged now (switched off, misconfigured); the path is looked at
     all the same where the node has redirects, since none may show this job an outdated file.
     """
+    job = _note_saves(node, job, limit)
     runs = [_run(node, job, request, limit, refusal) for request in requests]
     begun = [next(run) for run in runs]
     answers = [answer or next(filter(None, run)) for answer, run in zip(begun, runs, strict=True)]
@@ -201,7 +202,7 @@ def _served(
         came = "joined"
     with contextlib.suppress(FileNotFoundError):  # only a note for evict
         node.cache.touch(found.key, node.clock.wall())
-    way = _way(node, job, found, limit)
+    way = _way(node, job, found)
     if way == "bind":
         way = redirect.mount(node.cache, node.places, node.leases, lease, found, limit.end)
     return _answer(request, opened, came, way)
@@ -211,7 +212,7 @@ def _meanwhile(
     node: Node, job: Job, request: Request, opened: OpenImage, limit: Wait, late: Declined
 ) -> Answer | None:
     """What the job does while its image is copied; None where that has just ended."""
-    way = _way(node, job, opened.image, limit)
+    way = _way(node, job, opened.image)
     if way == "bind":
         _ask_for_redirect(node, job, opened.image)
         # The stager publishes, then looks who asked: one of the two sees the other.
@@ -359,27 +360,42 @@ def _ask_for_redirect(node: Node, job: Job, found: Image) -> None:
             node.leases.write(lease.with_use(Use(found.key, found.path)))
 
 
-def _way(node: Node, job: Job, found: Image, limit: Wait) -> str:
+def _way(node: Node, job: Job, found: Image) -> str:
     """How the path is to show the entry: bind, spank, or none for the site's sake or the job's."""
     if node.config.redirect == "none":
         return "none"
     if job.saves:
-        path = os.path.join(job.work_dir, job.saves)
-        saved = source.resolve(path, job.user, limit.end.left())
-        _spare(node, job, saved, limit)
-        if saved == found.path:
+        lease = node.leases.read(job.id)
+        if lease is None or job.saves not in lease.saves or job.saves == found.path:
             return "none"
     return node.config.redirect
 
 
-def _spare(node: Node, job: Job, saved: str, limit: Wait) -> None:
-    """Keeps redirects away from a path that the job saves to, or whose directory it binds.
+def _note_saves(node: Node, job: Job, limit: Wait) -> Job:
+    """Notes where the job saves its container: no redirect of the node stays there, or comes.
 
-    Both meet a redirect that lies there, whoever made it.
+    --container-save meets one as a read-only file, whoever made it, and needs no image beside it.
+    Returns the job with that path resolved; where this could not be noted, as it is: then it gets
+    no redirect at all (_way).
     """
+    if not job.saves or node.config.redirect == "none":
+        return job
+    # A name that is no text can be in no lease, and so never has a redirect either.
+    with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
+        path = os.path.join(job.work_dir, job.saves)
+        saved = source.resolve(path, job.user, limit.end.left())
+        with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
+            # Before those that lie there go: the stager may lay one.
+            node.leases.put(lease_of(node, job).saving(saved))
+        redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)
+        return msgspec.structs.replace(job, saves=saved)
+    return job
+
+
+def _spare(node: Node, job: Job, path: str, limit: Wait) -> None:
+    """Has no redirect at a path whose directory the job's container binds, whoever made it."""
     with lock.held(node.cache.space_lock, limit.end.left()):
         lease = node.leases.read(job.id)
-        # Before those that lie there go: the stager may lay one for another image of this job.
-        if lease is not None and lease.unredirected(saved) != lease:
-            node.leases.write(lease.unredirected(saved))
-    redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)
+        if lease is not None and lease.unredirected(path) != lease:
+            node.leases.write(lease.unredirected(path))
+    redirect.unmount_stale(node.cache, frozenset({path}), "", job.user, limit.end)

@@ -83,8 +83,6 @@ def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) 
 
     `refusal` is why nothing may be staged on this node now.
     """
-    if not job.requests:
-        return Done([], ("leave", "no-image"))
     answers = image.handle(node, job, job.requests, limit, refusal)
     own: tuple[str, ...] = ("leave", "no-image")
     also = []

@@ -26,9 +26,10 @@ def has_writer(fd: int, path: str) -> bool:
 
     As root, or as the file's owner.
     """
-    # A writer that comes meanwhile waits until the lease is given back, and its holder gets this.
-    signal.signal(signal.SIGIO, signal.SIG_IGN)
     try:
+        # A writer that comes meanwhile waits until the lease is given back, and its holder gets
+        # this signal, in place of SIGIO, which would end it.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
         if error.errno == errno.EAGAIN and mounts.kind(fd) not in _BY_LEAVE:

@@ -68,7 +68,7 @@ def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: Lea
     assert not leases.file(1).exists()
 
 
-@pytest.mark.parametrize("note", [{"off": True}, {"wait": 0.0}, {"told": True}])
+@pytest.mark.parametrize("note", [{"off": True}, {"wait": 0.0}, {"told": True}, {"saves": ("/x",)}])
 def test_lease_that_notes_something_stays_without_uses(
     leases: Leases, note: dict[str, object]
 ) -> None:
