@@ -133,8 +133,13 @@ class Leases:
         return frozenset(use.key for lease in self.all() for use in lease.uses)
 
     def saved_to(self, path: str) -> bool:
-        """Whether some job saves its container there. Raises Failed for a damaged lease."""
-        return any(path in lease.saves for lease in self.all())
+        """Whether some job saves its container there; a damaged lease is of none."""
+        for file in self.directory.glob("*.json"):
+            with contextlib.suppress(Failed):
+                lease = _decode(file)
+                if lease and path in lease.saves:
+                    return True
+        return False
 
     def redirected(self) -> frozenset[str]:
         """The paths that some job needs redirected. A damaged lease needs none.
