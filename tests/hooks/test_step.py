@@ -659,3 +659,28 @@ def test_step_that_only_saves_takes_off_what_lies_there(node: Node) -> None:
     del given[IMAGE_OPTION]
     assert Helper(node, given).answer() == ["leave", "no-image"]
     assert node.shows_source(path)
+
+
+def test_home_that_nobody_tells_holds_up_no_job_that_needs_none(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(uid: int) -> object:
+        raise AssertionError("a directory server was asked for the home")
+
+    monkeypatch.setattr(pwd, "getpwuid", hang)
+    assert node.prolog(7, node.put("alice/image.sqsh")).outcome.result == "copied"
+
+
+def test_step_that_calls_another_directory_its_home_takes_off_no_redirect_of_others(
+    node: Node,
+) -> None:
+    path = node.staged(1)
+    assert answer_to(node, path, {"FORESTAGE_HOME": str(path.parent)} | YES)[1] == "below-bind"
+    assert str(path) in node.binds()
+
+
+def test_user_who_may_not_write_there_takes_off_no_redirect_by_saving(node: Node) -> None:
+    path = node.staged(1)
+    node.prolog(2, user=BOB, saves=str(path))
+    assert str(path) in node.binds()
+    assert node.prolog(3, path).outcome.redirect == "kept"

@@ -66,6 +66,7 @@ def begin(places: Places, clock: Clock, why: str) -> None:
     """Notes an error that somebody met. Raises OSError, Failed."""
     with _changing(places):
         _write(places, _doubted(known(places), clock, why))
+    _end_short_ways(places)
 
 
 def end(places: Places, since: float) -> bool:
@@ -96,6 +97,8 @@ def look(places: Places, cache: Cache, clock: Clock) -> None:
                 now = _doubted(now, clock, found[-1])
             if now != disk:
                 _write(places, now)
+        if now.since != disk.since:
+            _end_short_ways(places)
 
 
 def look_at_media(places: Places, cache: Cache, clock: Clock) -> None:
@@ -118,6 +121,8 @@ def look_at_media(places: Places, cache: Cache, clock: Clock) -> None:
                     now = _doubted(now, clock, f"{name} counts {count} media errors")
             if now != disk:
                 _write(places, now)
+        if now.since != disk.since:
+            _end_short_ways(places)
 
 
 def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
@@ -194,6 +199,12 @@ def _changing(places: Places) -> Iterator[None]:
 
 def _doubted(disk: Disk, clock: Clock, why: str) -> Disk:
     return msgspec.structs.replace(disk, since=clock.wall(), why=why)
+
+
+def _end_short_ways(places: Places) -> None:
+    """Has further steps of running jobs ask a helper, which declines (cache/shown.py)."""
+    for record in places.leases.glob("*.shown"):
+        record.unlink(missing_ok=True)
 
 
 def _write(places: Places, disk: Disk) -> None:

@@ -114,7 +114,7 @@ def _take_off(cache: Cache, gone: list[Foreign], total: float) -> Left:
     by_namespace: dict[int, list[Foreign]] = {}
     for one in gone[::-1]:  # the newest lies on top
         by_namespace.setdefault(one.namespace, []).append(one)
-    works = [functools.partial(_in_namespace, ones) for ones in by_namespace.values()]
+    works = [functools.partial(_in_namespace, ones, cache) for ones in by_namespace.values()]
     timeout = max(unmount.TIMEOUT, total)
     answers = as_user.each(works, list[int], unmount.TIMEOUT, timeout, unmount.AT_ONCE)
     off, problems = 0, []
@@ -127,13 +127,13 @@ def _take_off(cache: Cache, gone: list[Foreign], total: float) -> Left:
     return Left(off, tuple(problems))
 
 
-def _in_namespace(ones: list[Foreign]) -> list[int]:
+def _in_namespace(ones: list[Foreign], cache: Cache) -> list[int]:
     """In a child: an errno for each, 0 for those that are off or covered."""
     child.leave_job()
     numbers = []
     # By descriptor, as all paths of that namespace are its user's.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    sources = [_source(one) for one in ones]
+    sources = [_source(one, cache) for one in ones]
     try:
         namespace = os.open(f"/proc/{ones[0].pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         root = os.open(f"/proc/{ones[0].pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -152,15 +152,21 @@ def _in_namespace(ones: list[Foreign]) -> list[int]:
     return numbers
 
 
-def _source(one: Foreign) -> int | None:
-    """A clone of the file that the bind hides, as the node has it now; None where it has none."""
-    if not one.source:
+def _source(one: Foreign, cache: Cache) -> int | None:
+    """A clone of the file that the bind hides, as the node has it now; None where it has none.
+
+    Only of the file that was staged: its user may exchange folders on the way for another's.
+    """
+    entry = cache.read(one.key) if one.key else None
+    if not one.source or entry is None:
         return None
     try:
         file = os.open(one.source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         # A link on the way could lead root where that user may not go; and another redirect may
         # lie there now.
-        if os.readlink(f"/proc/self/fd/{file}") != one.source:
+        facts = os.fstat(file)
+        same = (facts.st_ino, facts.st_uid) == (entry.identity.inode, entry.access.uid)
+        if not same or os.readlink(f"/proc/self/fd/{file}") != one.source:
             return None
         table = {mount.id: mount for mount in mounts.current()}
         under = table.get(mounts.mount_id(file))

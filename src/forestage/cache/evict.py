@@ -227,7 +227,7 @@ def make_room(
 def leave_room(
     cache: Cache, leases: Leases, config: Config, need: int, user: int, timeout: float
 ) -> tuple[str, ...]:
-    """Evicts until `need` bytes beside `min_free` are free for a job, or as many as may be.
+    """Evicts until `need` bytes beside `min_free` are free for a job; nothing if that cannot be.
 
     Returns the keys. It is the user's room: nobody else's entry goes for more than their share.
     `timeout` in seconds is for the space lock. Raises lock.Busy, Failed, OSError.
@@ -239,6 +239,8 @@ def leave_room(
         room = measure(cache, stored, config)
         goal = Goal(free=room.min_free + need, used=room.used)
         made = plan(stored, leases.keys(), room, goal, copies=under_way, user=user)
+        if not made.enough:  # what others have on the disk would empty the cache for nothing
+            return ()
         _evict(cache, made)
     cache.delete_evicted()
     return made.victims

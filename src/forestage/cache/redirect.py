@@ -147,7 +147,11 @@ def _mount(
             return shown
         # Without the lock, as this may hang.
         unmount_stale(cache, frozenset({wanted.path}), wanted.key, user, deadline)
-        unmount.wait(cache, [bind for bind in binds(cache) if bind.path == wanted.path], deadline)
+        try:
+            going = [bind for bind in binds(cache) if bind.path == wanted.path]
+            unmount.wait(cache, going, deadline)
+        except lock.Busy as busy:  # no fault of this node: the job reads the source
+            raise Declined("busy", str(busy)) from None
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
 
 

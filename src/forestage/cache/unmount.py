@@ -21,6 +21,7 @@ import errno
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,7 @@ from forestage.system.as_user import User
 TIMEOUT = 2.0  # seconds for one path, and for all of a hook's
 SWEEP_TOTAL = 120.0  # seconds for all of a sweep's; nobody waits for it
 AT_ONCE = 32  # children
+MOST = 256  # binds that one hook or sweep claims: each is an open file until all are off
 SUFFIX = ".unmount"
 LEFT_TO_SWEEP = 1800.0  # seconds in which hooks do not try a path again that hung
 COVERS = 8  # mounts that users may have over one redirect
@@ -88,10 +90,11 @@ def claim(
     """Claims binds that are to go, until `claims` is closed; returns those to `unmount`.
 
     Under the space lock. Left out is what another process takes off, what is gone, and, with `now`
-    (seconds since the epoch), what hung a while ago. Raises OSError.
+    (seconds since the epoch), what hung a while ago; and what is beyond MOST, for the next time.
+    Raises OSError.
     """
     mine = []
-    for bind in wanted:
+    for bind in islice(wanted, MOST):
         with contextlib.suppress(lock.Busy):
             if now is None or not hung_lately(cache, bind, now):
                 claims.enter_context(_claimed(cache, bind))

@@ -5,6 +5,7 @@ that could not use the copy. Where a redirect serves the whole node, what contai
 bind is not known; `forestage check` finds what the site has all of them bind.
 """
 
+import contextlib
 import os
 import pwd
 from pathlib import Path
@@ -13,7 +14,10 @@ from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.slurm import enroot
 from forestage.slurm.job import Job
-from forestage.stage import source
+from forestage.system import as_user
+
+HOME = "/\0"  # stands for it until it is known; no directory has such a name
+LOOK = 5.0  # seconds
 
 
 def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
@@ -35,14 +39,14 @@ def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
         except OSError:
             return []
 
-    home = job.home or _home(job.user.uid)
-    bound = [one.source for one in enroot.plain_binds(text, names, {"HOME": home})]
+    bound = [one.source for one in enroot.plain_binds(text, names, {"HOME": HOME})]
     wanted = job.mounts_home
     if wanted is None:
         wanted = enroot.says_yes(enroot.settings(text, names).get("ENROOT_MOUNT_HOME", ""))
-    if wanted and home.startswith("/"):
-        # A link, often. As the user: it is a path of theirs, on a server that may hang.
-        bound += [home, source.resolve(home, job.user, end.left())]
+    if wanted or any(HOME in one for one in bound):
+        written, resolved = _home(job, min(LOOK, end.left()))
+        bound = [one.replace(HOME, written) for one in bound]
+        bound += [written, resolved] if wanted and written else []
     for directory in bound:
         if path.startswith(f"{os.path.normpath(directory).rstrip('/')}/"):
             raise Declined(
@@ -52,8 +56,21 @@ def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
             )
 
 
-def _home(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_dir
-    except KeyError:
-        return ""
+def _home(job: Job, timeout: float) -> tuple[str, str]:
+    """The home directory, and where it leads, as it is a link often; both "" for none.
+
+    In a child: users may be known to a directory server, and their homes lie on one that may hang.
+    Raises as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[tuple[str, str]]:
+        home = job.home
+        with contextlib.suppress(KeyError):
+            home = home or pwd.getpwuid(job.user.uid).pw_dir
+        as_user.become(job.user)
+        # What is no text is in no fstab, and an image below it in no lease.
+        if not home.startswith("/") or not home.isprintable():
+            return ("", ""), []
+        return (home, os.path.realpath(home)), []
+
+    return as_user.call(work, tuple[str, str], timeout)[0]

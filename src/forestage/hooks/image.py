@@ -41,6 +41,7 @@ SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within 
 SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
+LOOK = 5.0  # seconds for where a job saves to
 MAX_USES = 1000  # of one job, some 200 bytes each: a job must not fill /run
 
 
@@ -383,19 +384,28 @@ def _note_saves(node: Node, job: Job, limit: Wait) -> Job:
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
-        saved = source.resolve(path, job.user, limit.end.left())
+        saved, may = source.saved_to(path, job.user, min(LOOK, limit.end.left()))
+        job = msgspec.structs.replace(job, saves=saved)
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
+            lease = lease_of(node, job)
+            # Who cannot write there is in nobody's way, and nobody in theirs.
+            if not may or len(lease.saves) >= MAX_USES:
+                return job
             # Before those that lie there go: the stager may lay one.
-            node.leases.put(lease_of(node, job).saving(saved))
+            node.leases.put(lease.saving(saved))
         redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)
-        return msgspec.structs.replace(job, saves=saved)
     return job
 
 
 def _spare(node: Node, job: Job, path: str, limit: Wait) -> None:
-    """Has no redirect at a path whose directory the job's container binds, whoever made it."""
+    """Takes off the job's own redirect of a path whose directory its container binds.
+
+    Not another job's: a step may call any directory its home.
+    """
     with lock.held(node.cache.space_lock, limit.end.left()):
         lease = node.leases.read(job.id)
         if lease is not None and lease.unredirected(path) != lease:
             node.leases.write(lease.unredirected(path))
+        if path in node.leases.redirected():
+            return
     redirect.unmount_stale(node.cache, frozenset({path}), "", job.user, limit.end)

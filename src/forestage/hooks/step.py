@@ -252,7 +252,8 @@ def _further(node: Node, first: Answer) -> Answer | None:
 
     It need not listen yet. Where nobody does in the end, the companion asks a helper.
     """
-    entry = node.cache.read(first.outcome.key)
+    # Not one of an earlier boot, which nobody has proven yet.
+    entry = node.cache.find(first.image) if first.image else None
     if entry is not None:
         return Answer(Handled("hit"), Image(entry.identity, entry.access))
     return Answer(Handled("through"), first.image, first.socket) if first.socket else None

@@ -225,15 +225,25 @@ def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
     return named or tuple(map(as_user.real, sources))
 
 
-def resolve(path: str, user: User, timeout: float) -> str:
-    """Where a path leads for this user, also if its last part does not exist. Raises TooSlow."""
+def saved_to(path: str, user: User, timeout: float) -> tuple[str, bool]:
+    """Where a path leads for this user, who may write there or not; it need not exist.
 
-    def work() -> as_user.Found[bytes]:
+    Raises TooSlow, OSError.
+    """
+
+    def work() -> as_user.Found[tuple[bytes, bool]]:
         as_user.become(user)
+        found = os.path.realpath(path)
+        may = os.access(os.path.dirname(found), os.W_OK, effective_ids=True)  # noqa: PTH120
+        with contextlib.suppress(OSError):
+            # Of a file that is there a redirect shows owner and mode, and says EROFS to access(2).
+            facts = os.stat(found)  # noqa: PTH116
+            may = may or (facts.st_uid == user.uid and bool(facts.st_mode & 0o200))
         # As bytes: a name need not be text, and JSON takes no other.
-        return os.fsencode(os.path.realpath(path)), []
+        return (os.fsencode(found), may), []
 
-    return os.fsdecode(as_user.call(work, bytes, timeout)[0])
+    found, may = as_user.call(work, tuple[bytes, bool], timeout)[0]
+    return os.fsdecode(found), may
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ def each(
         if not running:
             return found
         first = min(until for _, _, until in running.values())
-        answered, _, _ = select.select([*running], [], [], max(0.0, first - time.monotonic()))
+        answered = _readable([*running], first - time.monotonic())
         for ours, (number, pid, until) in list(running.items()):
             if ours in answered:
                 data = ours.recv(_LONGEST)
@@ -228,10 +228,18 @@ def _name(error: OSError) -> bytes:
     return os.fsencode(error.filename if isinstance(error.filename, (str, bytes)) else "")
 
 
+def _readable(sockets: list[socket.socket], timeout: float) -> list[socket.socket]:
+    """Those that can be read within so many seconds. select(2) takes no descriptor above 1023."""
+    poll = select.poll()
+    by_number = {one.fileno(): one for one in sockets}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(max(0.0, timeout) * 1000)]
+
+
 def _peek(ours: socket.socket, timeout: float) -> bytes:
     """The child's answer, left in the socket together with its descriptors."""
-    ready, _, _ = select.select([ours], [], [], max(0.0, timeout))
-    if not ready:
+    if not _readable([ours], timeout):
         raise TooSlow(f"no answer after {timeout:.1f} s")
     return ours.recv(_LONGEST, socket.MSG_PEEK)
 

@@ -51,7 +51,7 @@ def test_line_of_the_kernel_tells_of_lost_data_of_these_disks(line: str, is_loss
 @pytest.mark.parametrize(
     ("answer", "count"),
     [
-        # nvme-cli 2.3, 1.16, and one that prints large numbers as text
+        # As the nvme-cli of two generations print it; invented
         ('{"critical_warning":0,"temperature":311,"media_errors":3,"num_err_log_entries":9}', 3),
         ('{"critical_warning" : 0,\n "media_errors" : 0\n}', 0),
         ('{"media_errors":"18446744073709551616"}', 18446744073709551616),
@@ -194,3 +194,12 @@ def test_kernels_own_log_is_read_to_its_end() -> None:
     numbers = [number for number, _ in doubt._records()]
     assert numbers == sorted(set(numbers))
     assert numbers
+
+
+def test_doubt_ends_what_running_jobs_are_shown_without_a_helper(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    places.leases.mkdir(parents=True)
+    for name in ("7.shown", "7.json"):
+        (places.leases / name).touch()
+    doubt.begin(places, At(5.0), "test")
+    assert [one.name for one in places.leases.iterdir()] == ["7.json"]

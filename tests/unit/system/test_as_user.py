@@ -7,6 +7,7 @@ import errno
 import functools
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -256,3 +257,15 @@ def test_no_more_than_some_work_at_once_and_none_after_the_end(tmp_path: Path) -
     works = [functools.partial(hangs, n) for n in range(5)]
     assert as_user.each(works, int, TIMEOUT, 3.0, 2) == [None] * 5
     assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
+
+
+def test_children_are_heard_by_a_process_with_more_files_than_select_takes(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context((tmp_path / "file").open("w"))
+        works = [functools.partial(abs, -number) for number in range(3)]
+        assert as_user.each(works, int, TIMEOUT, TIMEOUT, 3) == [0, 1, 2]
+        assert as_user.call(lambda: (7, []), int, TIMEOUT)[0] == 7
