@@ -176,10 +176,12 @@ def same_place(here: list[Mount], there: list[Mount], hides: Mount) -> str:
     if under is None or not is_below(hides.point, under.point):
         return ""
     inside = under.root.rstrip("/") + hides.point[len(under.point.rstrip("/")) :]
-    for mount in here:
-        if mount.device == under.device and is_below(inside, mount.root):
-            return mount.point.rstrip("/") + inside[len(mount.root.rstrip("/")) :]
-    return ""
+    holding = [m for m in here if m.device == under.device and is_below(inside, m.root)]
+    # The very mount first: another of that file system may have other flags, or be root's alone.
+    holding.sort(key=lambda m: (m.root, m.point) != (under.root, under.point))
+    if not holding:
+        return ""
+    return holding[0].point.rstrip("/") + inside[len(holding[0].root.rstrip("/")) :]
 
 
 def cover(mounts: list[Mount], hidden: Mount) -> Mount | None:

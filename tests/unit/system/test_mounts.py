@@ -175,3 +175,12 @@ def test_refused_mount_is_an_error_with_its_path(tmp_path: Path) -> None:
         mounts.mount(str(tmp_path / "nothing"), str(tmp_path / "nothing"), mounts.MS_BIND)
     with pytest.raises(OSError, match="nothing"):
         mounts.umount(str(tmp_path / "nothing"))
+
+
+def test_place_of_what_a_mount_hides_is_on_the_same_mount_where_there_is_one() -> None:
+    whole = mounts.Mount(1, 0, "8:1", "/", "/root-only/all")
+    part = mounts.Mount(2, 0, "8:1", "/pub", "/pub")
+    hides = mounts.Mount(9, 2, "9:9", "/entry", "/pub/i.sqsh")
+    assert mounts.same_place([whole, part], [part, hides], hides) == "/pub/i.sqsh"
+    assert mounts.same_place([whole], [part, hides], hides) == "/root-only/all/pub/i.sqsh"
+    assert mounts.same_place([], [part, hides], hides) == ""
