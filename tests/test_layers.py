@@ -21,7 +21,7 @@ MODULES = sorted(
 GROUND = ("errors", "units", "trace", "log", "clock", "paths")
 FOLDERS = (
     *("system", "config", "slurm", "events", "cache", "peers", "stage"),
-    *("registry", "through", "hooks", "admin", "check", "report", "cli"),
+    *("registry", "through", "data", "hooks", "admin", "check", "report", "cli"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 

@@ -8,7 +8,8 @@ from fault import Gate, Points, image, kill_stager
 
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.slurm.job import Hints, Job
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
 from forestage.stage import stager
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task

@@ -18,7 +18,8 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.paths import Places
-from forestage.slurm.job import Hints, Job
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.stage.source import OpenImage
 from forestage.system import run

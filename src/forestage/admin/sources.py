@@ -14,7 +14,7 @@ from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.errors import Declined
-from forestage.slurm.job import Request
+from forestage.slurm.hints import Request
 from forestage.stage import source
 from forestage.stage.source import OpenImage
 from forestage.system import as_user

@@ -21,7 +21,7 @@ import msgspec
 from forestage.admin.warm_node import ImageResult, NodeReport
 from forestage.clock import Clock
 from forestage.errors import SlurmError
-from forestage.slurm.job import MAX_HINTED
+from forestage.slurm.hints import MAX_HINTED
 from forestage.slurm.queue import TIMEOUT, Slurm
 from forestage.system import run
 from forestage.system.run import Ran

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from forestage.errors import Declined
-from forestage.slurm.job import Request
+from forestage.slurm.hints import Request
 from forestage.units import format_size
 
 ACL = "system.posix_acl_access"

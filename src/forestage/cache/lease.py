@@ -10,6 +10,7 @@ under, so that no entry is evicted between being found and being leased.
     off, wait     the job's comment says so           Epilog drops it
     told          the user has read a line            Epilog drops it
     saves         the job saves its container there   Epilog drops it
+    data          the job's comment names data        Epilog drops it
 """
 
 import contextlib
@@ -40,7 +41,8 @@ class Lease(msgspec.Struct, frozen=True):
 
     `off` and `wait` (seconds): the job said stage=off, stage-wait=, which its steps could not see
     otherwise. `told`: its user has read a line. `saves` are resolved paths to which its containers
-    are saved: none of them is redirected for the node. `node` is this node as Slurm calls it, ""
+    are saved: none of them is redirected for the node. `data`: more is noted beside it, in
+    `JOB.data`. `node` is this node as Slurm calls it, ""
     where the hook had no name for it.
     """
 
@@ -54,6 +56,7 @@ class Lease(msgspec.Struct, frozen=True):
     wait: float | None = None
     told: bool = False
     saves: tuple[str, ...] = ()
+    data: bool = False
 
     def with_use(self, use: Use) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""
@@ -115,8 +118,12 @@ class Leases:
     def hinted(self, job: int) -> tuple[str, ...]:
         """The images that the job's comment named, and its Prolog found."""
         with contextlib.suppress(OSError):
-            return tuple(os.fsdecode(self.hints(job).read_bytes()).split("\n"))
+            return tuple(filter(None, os.fsdecode(self.hints(job).read_bytes()).split("\n")))
         return ()
+
+    def data(self, job: int) -> Path:
+        """Where it is noted what data the job wants (data/wanted.py)."""
+        return self.directory / f"{job}.data"
 
     def read(self, job: int) -> Lease | None:
         """One job's lease. Raises Failed if it is damaged."""
@@ -160,7 +167,8 @@ class Leases:
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
-        if lease.uses or lease.off or lease.told or lease.saves or lease.wait is not None:
+        says = lease.uses or lease.off or lease.told or lease.saves or lease.data
+        if says or lease.wait is not None:
             self.write(lease)
         else:
             self.drop(lease.job)
@@ -200,7 +208,7 @@ class Leases:
         """
         alone = (
             file
-            for kind in ("*.shown", "*.hinted")
+            for kind in ("*.shown", "*.hinted", "*.data")
             for file in self.directory.glob(kind)
             if not file.with_suffix(".json").exists()
         )
@@ -210,7 +218,7 @@ class Leases:
     def drop(self, job: int) -> None:
         """Ends a job's lease. Under the space lock."""
         # The lease last: a sweep that finds one does what is left here.
-        for file in (self.shown(job), self.hints(job), self.file(job)):
+        for file in (self.shown(job), self.hints(job), self.data(job), self.file(job)):
             try:
                 file.unlink(missing_ok=True)
             except IsADirectoryError:

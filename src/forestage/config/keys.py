@@ -91,6 +91,26 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
         return parse_address(text, self.port)
 
 
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """`data:`, what a comment asks for besides images: directories, mounts, a job's own disk."""
+
+    enabled: Annotated[bool, Key("Stage what comments ask for besides images.")] = True
+    share: Annotated[
+        Amount, Key("The most of the cache's room that data may take.", values.SHARE)
+    ] = Amount(share=0.6)
+    max_files: Annotated[
+        int, Key("Directories with more files are not staged.", values.whole(1, 10_000_000))
+    ] = 200_000
+    mount_roots: Annotated[
+        tuple[str, ...],
+        Key("Mount points below these are made for a step where they are missing.", values.PATHS),
+    ] = ()
+    job_dir: Annotated[
+        Amount,
+        Key("The most that one job's stage-dir= may take of the cache's disk.", values.AMOUNT),
+    ] = Amount(share=0.5)
+
+
 class Metering(msgspec.Struct, frozen=True, kw_only=True):
     """`metrics:`, what Prometheus gets to know."""
 
@@ -202,6 +222,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     user_messages: Annotated[
         UserMessages, JobKey("What a step's user reads: none, problems, or all.")
     ] = "problems"
+    data: Data = Data()
     peers: Peering = Peering()
     metrics: Metering = Metering()
 
@@ -237,7 +258,7 @@ KEYS: Mapping[str, Key] = dict(_keys(Config))
 """By their names in messages: `deadline`, `peers.port`."""
 
 GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
-"""Keys of the file that hold keys: `peers`, `metrics`."""
+"""Keys of the file that hold keys: `data`, `peers`, `metrics`."""
 
 PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
 

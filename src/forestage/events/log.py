@@ -13,7 +13,8 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from forestage.slurm.job import Job, Via
+from forestage.slurm.hints import Via
+from forestage.slurm.job import Job
 from forestage.units import printable
 
 Result = Literal["hit", "joined", "copied", "started", "through", "declined", "failed", "released"]

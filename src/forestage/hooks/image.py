@@ -27,7 +27,8 @@ from forestage.config import Config
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled, Result
 from forestage.hooks import binds
-from forestage.slurm.job import Job, Request
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
 from forestage.stage.wait import Eta

@@ -11,7 +11,8 @@ from forestage.events import Handled
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm import timeouts
-from forestage.slurm.job import Job, Request
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.stage import source
 from forestage.system import lock

@@ -25,7 +25,8 @@ from forestage.events import Handled
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm import nodelist, timeouts
-from forestage.slurm.job import Job, Request
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.stage.wait import Eta
 from forestage.system import lock

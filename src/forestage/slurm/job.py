@@ -5,13 +5,13 @@ The variables are those slurmd gives its Prolog and Epilog (prolog_epilog.html; 
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from forestage.errors import JobError
+from forestage.slurm.hints import NOWHERE, Hints, Rank, Request, read_hints
 from forestage.system.as_user import User
-from forestage.units import parse_duration, printable, quote
+from forestage.units import quote
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -19,35 +19,6 @@ IMAGE_OPTION = _OPTION + "image"
 SAVE_OPTION = _OPTION + "save"
 HOME_OPTION = _OPTION + "mount_home"
 NO_HOME_OPTION = _OPTION.removesuffix("container_") + "no_container_mount_home"
-
-MAX_HINTED = 16
-"""Paths read from one comment; more are reported. A comment may be long, a hook's time is not."""
-
-MAX_PROBLEMS = 8
-"""Problems reported for one comment."""
-
-Via = Literal["option", "hint"]
-
-
-class Request(msgspec.Struct, frozen=True):
-    """One image as the user wrote it, and where: pyxis' option or a `stage=` hint."""
-
-    path: str
-    via: Via
-
-
-class Hints(msgspec.Struct, frozen=True):
-    """What the comment says to us. `wait` is in seconds; `problems` are sentences for the user."""
-
-    paths: tuple[str, ...] = ()
-    off: bool = False
-    wait: float | None = None
-    problems: tuple[str, ...] = ()
-
-    @property
-    def for_steps(self) -> bool:
-        """Whether the job's steps have to know of it: they see no comment."""
-        return self.off or self.wait is not None
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -78,10 +49,11 @@ class Job(msgspec.Struct, frozen=True):
 
         Raises JobError when one that is always set is not there.
         """
-        hints = read_hints(environ.get("SLURM_JOB_COMMENT", ""))
+        comment = environ.get("SLURM_JOB_COMMENT", "")
+        hints = read_hints(comment, _rank(environ) if "{" in comment else NOWHERE)
         image = environ.get(IMAGE_OPTION, "")
         from_option = (Request(image, "option"),) if image else ()
-        hinted = tuple(Request(path, "hint") for path in hints.paths if path != image)
+        hinted = tuple(one for one in hints.wanted if not one.is_data and one.path != image)
         return cls(
             id=_number(environ, "SLURM_JOB_ID"),
             user=User(
@@ -109,48 +81,13 @@ class Job(msgspec.Struct, frozen=True):
         )
 
 
-def read_hints(comment: str) -> Hints:
-    """Reads our tokens out of a job's comment; everything else in it is the user's own business."""
-    paths: list[str] = []
-    problems: list[str] = []
-    off = False
-    wait: float | None = None
-    for token in comment.replace(";", " ").split():
-        name, equals, value = token.partition("=")
-        if not equals or not (name == "stage" or name.startswith("stage-")):
-            continue
-        if name == "stage" and value == "off":
-            off = True
-        elif name == "stage":
-            paths += _hinted_paths(value, problems)
-        elif name == "stage-wait":
-            try:
-                wait = parse_duration(value)
-            except ValueError as error:
-                problems.append(f"stage-wait: {error}")
-        else:
-            problems.append(f"unknown hint {name}= (known: stage=, stage-wait=)")
-    if len(paths) > MAX_HINTED:
-        problems.append(f"stage= names {len(paths)} images, the first {MAX_HINTED} are read")
-    unique = tuple(dict.fromkeys(paths))[:MAX_HINTED]
-    shown = tuple(printable(problem) for problem in problems[:MAX_PROBLEMS])
-    return Hints(paths=unique, off=off, wait=wait, problems=shown)
+def _rank(environ: Mapping[str, str]) -> Rank:
+    """Which of the job's nodes this is, as Slurm lists them."""
+    from forestage.slurm import nodelist  # few comments need it
 
-
-def _hinted_paths(value: str, problems: list[str]) -> list[str]:
-    """Splits at commas first, then decodes: `%2C` is how a path may hold a comma."""
-    found = [_decoded(part) for part in value.split(",") if part]
-    if not found:
-        problems.append("stage= names no image (write stage=/path/to/image, or stage=off)")
-    return found
-
-
-def _decoded(part: str) -> str:
-    if "%" not in part:
-        return part
-    from urllib.parse import unquote  # its import costs a hook 3 ms; few paths need it
-
-    return unquote(part, errors="surrogateescape")
+    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    nodes, own = nodelist.expand(listed), environ.get("SLURMD_NODENAME", "")
+    return Rank(nodes.index(own) if own in nodes else None, len(nodes))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

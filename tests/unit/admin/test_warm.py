@@ -22,7 +22,7 @@ from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.errors import SlurmError
 from forestage.events import Event, Outcome
-from forestage.slurm.job import read_hints
+from forestage.slurm.hints import read_hints
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, run
 from node import until

@@ -25,7 +25,7 @@ from forestage.cache.image import (
     wanted_path,
 )
 from forestage.errors import Declined, Failed
-from forestage.slurm.job import Request
+from forestage.slurm.hints import Request
 
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
 

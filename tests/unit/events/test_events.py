@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from forestage import events
 from forestage.events import Copied, Event, Handled, Outcome, Released, append, log, read, summary
-from forestage.slurm.job import Hints, Job
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
 from forestage.system.as_user import User
 from forestage.units import MAX_TEXT, printable
 

@@ -20,7 +20,8 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
-from forestage.slurm.job import Job, Request
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
 from forestage.system import as_user, lock

@@ -13,7 +13,8 @@ from forestage.errors import Declined
 from forestage.events import Handled
 from forestage.hooks import image, prolog
 from forestage.hooks.image import Answer, Wait
-from forestage.slurm.job import Hints, Job, Request
+from forestage.slurm.hints import Hints, Request
+from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock
 

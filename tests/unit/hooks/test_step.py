@@ -21,7 +21,8 @@ from forestage.events import Handled, Outcome
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
 from forestage.hooks.step import HELD_UP, Once, Watch, as_noted, fields, message, named
-from forestage.slurm.job import Hints, Job, Request
+from forestage.slurm.hints import Hints, Request
+from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
 from forestage.stage.source import HOOK_TIMEOUT
 from forestage.stage.wait import Eta

@@ -7,16 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.errors import JobError
-from forestage.slurm.job import (
-    IMAGE_OPTION,
-    MAX_HINTED,
-    MAX_PROBLEMS,
-    SAVE_OPTION,
-    Hints,
-    Job,
-    Request,
-    read_hints,
-)
+from forestage.slurm.hints import MAX_HINTED, MAX_PROBLEMS, Hints, Request, read_hints
+from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
 from forestage.system.as_user import User
 from forestage.units import MAX_TEXT
 

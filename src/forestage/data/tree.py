@@ -1,0 +1,1 @@
+"""A directory as one entry of the cache (to be written)."""

@@ -1,0 +1,43 @@
+"""What data a job wants on this node: written by its Prolog, read by its steps and its Epilog.
+
+    /run/forestage/leases/<job>.data    JSON of `Wanted`, beside the lease and gone with it
+"""
+
+import contextlib
+
+import msgspec
+
+from forestage.cache.lease import Leases
+from forestage.slurm.hints import Request
+from forestage.system import records
+
+Fields = tuple[str, ...]
+"""What the companion is told, between tabs (src/spank/data.c):
+
+    env     NAME VALUE                          a variable of the step
+    device  DEVICE KIND ro|rw TARGET INODE|root a block device's file system of KIND, at TARGET
+    served  SOCKET TARGET INODE|root            a clone of the mount that a keeper holds, at TARGET
+
+TARGET is a directory without links on its way. INODE is its inode's number as the user sees it: the
+task opens it as the user. `root`: it is root's own, and is opened as root.
+"""
+
+
+class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none."""
+
+    requests: tuple[Request, ...] = ()
+    room: int | None = None
+    ram: bool = False
+
+
+def note(leases: Leases, job: int, wanted: Wanted) -> None:
+    """Under the space lock, with a lease that says so. Raises OSError."""
+    records.write(leases.data(job), msgspec.json.encode(wanted))
+
+
+def read(leases: Leases, job: int) -> Wanted:
+    """What was noted; nothing where nothing can be read."""
+    with contextlib.suppress(OSError, records.Damaged):
+        return records.load(leases.data(job), Wanted)
+    return Wanted()
