@@ -1,4 +1,4 @@
-"""The data that a job's comment names: what its Prolog begins, its steps are shown, its Epilog ends.
+"""A job's data: what its Prolog begins, its steps are shown, and its Epilog ends.
 
     PATH/               data/tree.py      a directory, over its own path, once all of it is here
     FILE@/mount/point   data/mounted.py   a squashfs file, mounted; the file is staged as an image
@@ -7,6 +7,8 @@
 Only with the companion: it mounts all this in each task's own namespace.
 """
 
+import io
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -20,9 +22,13 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.hooks import image
 from forestage.hooks.image import Wait
+from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import lock
+from forestage.system import as_user, lock
+
+LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
+LOOK = 5.0  # seconds for it
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -34,22 +40,20 @@ class Shown(msgspec.Struct, frozen=True):
 
 def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Handled]:
     """Notes what data the job wants, and begins to bring it. For the Prolog; waits for nothing."""
-    hints = job.hints
-    if not hints.has_data:
+    asked = job.hints
+    if not asked.has_data:
         return []
     try:
         _must_be_possible(node, job, refusal)
-        requests = (*hints.data, *tree.listed(node, job, hints.listed, limit.end))
-        made = job_dir.make(node, job, hints.room, hints.ram) if hints.room is not None else []
-        _note(node, job, Wanted(requests, hints.room, hints.ram), limit.end)
+        requests = (*asked.data, *_listed(job, limit.end))
+        made = job_dir.make(node, job, asked.room, asked.ram) if asked.room is not None else []
+        _note(node, job, Wanted(requests, asked.room, asked.ram), limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]
     return [*made, *(_begun(node, job, request, limit) for request in requests)]
 
 
-def show(
-    node: Node, job: Job, limit: Wait, refusal: Declined | None
-) -> Shown:
+def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
     lines: list[Fields] = []
@@ -63,6 +67,37 @@ def show(
     if noted.room is not None:
         lines += job_dir.lines(node, job, noted)
     return Shown(lines, outcomes)
+
+
+def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
+    """What the job's list names. Raises Declined, as_user.TooSlow, OSError."""
+    if not job.hints.listed:
+        return ()
+    path = os.path.join(job.work_dir, job.hints.listed)
+
+    def work() -> as_user.Found[bytes]:
+        as_user.become(job.user)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with io.FileIO(fd) as file:
+            return file.read(LONGEST_LIST + 1), []
+
+    try:
+        text = as_user.call(work, bytes, min(LOOK, end.left()))[0]
+    except OSError as error:
+        raise images.declined_by(error, path) from None
+    if len(text) > LONGEST_LIST:
+        raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
+    lines = [line.strip() for line in os.fsdecode(text).split("\n")]
+    problems: list[str] = []
+    wanted = hints.requests([one for one in lines if not one.startswith("#")], job.rank, problems)
+    data = tuple(dict.fromkeys(one for one in wanted if one.is_data))
+    if len(data) < len(set(wanted)):
+        problems.append("it names images, which belong into stage=")
+    if len(data) > hints.MAX_HINTED:
+        problems.append(f"it names {len(data)}, more than {hints.MAX_HINTED}")
+    if problems:
+        raise Declined("bad-hint", f"stage-list: {path}: {'; '.join(problems)}")
+    return data
 
 
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
