@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,13 @@ from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
 from forestage.data import tree, wanted
 from forestage.data.wanted import Tree
-from forestage.events import Handled
+from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.image import Wait
 from forestage.slurm.job import Job
+from forestage.stage import chunks
 from forestage.system import lock, loop, mounts
-from node import ALICE, BOB, Node, read_as, until
+from node import ALICE, BOB, Node, content, read_as, until
 
 User = type(ALICE)
 MANY = 40
@@ -293,6 +295,43 @@ def test_file_that_is_swapped_before_it_is_read_is_no_entry(
     found = staged(spank, 1, path)
     assert found.state == "declined"
     assert spank.entries() == set()
+
+
+def test_tree_without_room_is_declined_and_evicts_no_image(spank: Node) -> None:
+    image = spank.put("alice/image.sqsh", content(1))
+    assert spank.prolog(7, image).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    spank.epilog(7)
+    path = fill(spank)
+    spank.put("alice/set/large", bytes(40 << 20))
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "no-room")
+    assert spank.entries() == {key}
+    assert spank.parts() == []
+
+
+def test_killed_copy_of_a_tree_is_resumed_by_the_next_job(
+    spank: Node, after: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    spank.put("alice/set/large", os.urandom(3 << 20))
+    with pytest.MonkeyPatch.context() as once:
+        real = chunks.Run.note
+
+        def note(run: chunks.Run, number: int, found: bytes) -> None:
+            real(run, number, found)
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        once.setattr(chunks.Run, "note", note)
+        begin(spank, 1, f"stage={path}/")
+    (part,) = until(lambda: [one for one in spank.parts() if one.digests()], "a part")
+    until(lambda: spank.is_idle(part.directory.name), "the stager's end")
+    assert staged(spank, 2, path).state == "ready"
+    (copied,) = spank.outcomes("stager")
+    assert isinstance(copied, Copied)
+    assert copied.resumed > 0
 
 
 def test_step_that_waits_gets_the_tree_of_its_own_job(spank: Node) -> None:
