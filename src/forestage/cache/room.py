@@ -1,4 +1,4 @@
-"""Room on the cache's disk for what jobs unpack there, as each hook asks: is there enough?
+"""Room on the cache's disk for what a job unpacks there: how much that is, and whether it is free.
 
 Where enroot's data lies on that disk, a container takes a few times its image. What to evict for it
 is cache/evict's to say.

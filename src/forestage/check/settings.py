@@ -1,6 +1,5 @@
 """Findings about settings that are right one by one, and fit each other or this node badly."""
 
-import os
 from collections.abc import Iterator
 
 from forestage.admin.site import Conf
@@ -107,10 +106,9 @@ def _sizes(
             f"{origin(settings, places, 'max_image_size')}: max_image_size:"
             f" {format_size(max(sizes)).replace(' ', '')}",
         )
-    above = files.at(files.real(config.cache))
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    disk = os.statvfs(above)
+    disk = files.disk(config.cache)
+    if disk is None:
+        return
     total = disk.f_blocks * disk.f_frsize
     if config.max_size.of(total) < smallest <= total:
         yield Finding(

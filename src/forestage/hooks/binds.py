@@ -17,7 +17,7 @@ from forestage.slurm.job import Job
 from forestage.system import as_user
 
 HOME = "/\0"  # stands for it until it is known; no directory has such a name
-LOOK = 5.0  # seconds
+LOOK = 5.0  # seconds for the user's home, or for where a job saves to
 
 
 def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:

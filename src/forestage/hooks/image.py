@@ -41,7 +41,6 @@ SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within 
 SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
-LOOK = 5.0  # seconds for where a job saves to
 MAX_USES = 1000  # of one job, some 200 bytes each: a job must not fill /run
 
 
@@ -295,11 +294,14 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
 
 
 def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> None:
-    """Raises Declined where the job's container binds a directory above; then no redirect stays."""
+    """Raises Declined where the job's container binds a directory above.
+
+    Then no redirect of this job's stays; where another job needs one, this container may not start.
+    """
     try:
         binds.must_not_hold(found.path, job, node.places.root, limit.end)
     except Declined:
-        # A Prolog does not see what a step asks for, and another job's redirect may be there.
+        # A Prolog does not see what a step asks for, and may have laid one.
         _spare(node, job, found.path, limit)
         raise
 
@@ -384,7 +386,7 @@ def _note_saves(node: Node, job: Job, limit: Wait) -> Job:
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
-        saved, may = source.saved_to(path, job.user, min(LOOK, limit.end.left()))
+        saved, may = source.saved_to(path, job.user, min(binds.LOOK, limit.end.left()))
         job = msgspec.structs.replace(job, saves=saved)
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
             lease = lease_of(node, job)
