@@ -40,7 +40,7 @@ READABLE = 0o644  # node exporter is a user of its own
 REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
 ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
-EVICTORS = ("stager", "epilog", "sweep")
+EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
 PHASES = ("queued", "copying", "publishing")
 OTHER = "other"
 """For a reason that this release does not know: another one wrote the event."""

@@ -115,25 +115,33 @@ def handle(
     runs = [_run(node, job, request, limit, refusal) for request in requests]
     begun = [next(run) for run in runs]
     answers = [answer or next(filter(None, run)) for answer, run in zip(begun, runs, strict=True)]
-    _leave_room(node, job, answers)
-    return answers
+    return _leave_room(node, job, answers)
 
 
-def _leave_room(node: Node, job: Job, answers: Sequence[Answer]) -> None:
+def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     """Evicts for what the job's containers take if enroot unpacks them on the cache's disk.
 
-    For the largest: steps come one after the other, mostly. It is only a favour: a job that finds
-    too little has no more without us.
+    For the largest, whose outcome says what went: steps come one after the other, mostly. It is
+    only a favour: a job that finds too little has no more without us.
     """
-    served = [answer for answer in answers if answer.outcome.result not in ("declined", "failed")]
-    found = [answer.image for answer in served if answer.image]
-    need = max((room.unpacked(node.cache, node.config, one) for one in found), default=0)
+    needs = {
+        number: room.unpacked(node.cache, node.config, one.image)
+        for number, one in enumerate(answers)
+        if one.image and one.outcome.result not in ("declined", "failed")
+    }
+    number = max(needs, key=lambda number: needs[number], default=None)
+    if number is None or not needs[number]:
+        return answers
     with contextlib.suppress(ForestageError, OSError):
-        if need and not room.is_free(node.cache, node.config, need):
+        if not room.is_free(node.cache, node.config, needs[number]):
             # Mostly there is enough.
             from forestage.cache import evict
 
-            evict.leave_room(node.cache, node.leases, node.config, need, job.user.uid, GIVE_UP)
+            whose = (needs[number], job.user.uid, GIVE_UP)
+            keys = evict.leave_room(node.cache, node.leases, node.config, *whose)
+            outcome = msgspec.structs.replace(answers[number].outcome, evicted=keys)
+            answers[number] = msgspec.structs.replace(answers[number], outcome=outcome)
+    return answers
 
 
 def _run(
