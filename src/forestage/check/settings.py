@@ -1,5 +1,6 @@
 """Findings about settings that are right one by one, and fit each other or this node badly."""
 
+import re
 from collections.abc import Iterator
 
 from forestage.admin.site import Conf
@@ -12,6 +13,7 @@ from forestage.units import format_duration, format_size
 
 LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
 CONTAINED = 50.0  # the same with SlurmdParameters=contain_spank
+COVERS = (5, 2)  # the Linux from which cache/elsewhere.py covers what it cannot unmount
 
 
 def findings(
@@ -23,6 +25,7 @@ def findings(
         yield from _waits(conf, settings)
     yield from _places(files, settings.config, origin(settings, places, "sources"))
     yield from _sizes(files, settings, images, places)
+    yield from _locked_binds(files, settings, origin(settings, places, "redirect"))
 
 
 def origin(settings: Settings, places: Places, key: str) -> str:
@@ -87,6 +90,26 @@ def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
                 " them save nothing",
                 f"{where}: sources: the shared file systems only",
             )
+
+
+def _locked_binds(files: Files, settings: Settings, where: str) -> Iterator[Finding]:
+    """Where nobody can cover a redirect that lies in a user's own mount namespace."""
+    found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
+    everywhere = [settings.for_partition(name) for name in (None, *settings.partitions)]
+    if (
+        found
+        and (int(found[1]), int(found[2])) < COVERS
+        and any(config.redirect == "bind" for config in everywhere)
+        and files.number("/proc/sys/user/max_user_namespaces") != 0
+    ):
+        yield Finding(
+            "bind-stays",
+            "warning",
+            f"Linux {found[0]} has no open_tree(2), and redirects are mounts of the whole node",
+            "One that is copied to a user's own mount namespace (rootless podman, unshare) stays"
+            " there, and keeps the room of its entry, until the last process of it has ended",
+            f"{where}: redirect: spank, with the companion in plugstack.conf",
+        )
 
 
 def _sizes(
