@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from forestage.cache import evict
 from forestage.cache.part import MAX_CHUNKS
 from forestage.config import Config
@@ -166,6 +168,30 @@ def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
     assert set(ran.outcome.evicted) == keys - node.entries()
     assert ran.outcome.key in node.entries()
     assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "goes"),
+    [
+        ("/mnt/nvme/enroot/${UID}", True),
+        ("/raid/enroot-data/$(id -u)", False),
+        ("/link/${UID}", True),
+        ("${XDG_DATA_HOME}/enroot", True),  # nobody can say
+    ],
+)
+def test_room_to_unpack_is_made_only_on_the_disk_that_enroot_unpacks_to(
+    node: Node, told: str, goes: bool
+) -> None:
+    keys = staged(node, 1, BOB, 10)
+    node.configure(unpack_ratio=3, min_free="20%")
+    conf = node.places.root / "etc/enroot/enroot.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text(f"ENROOT_DATA_PATH {told}\n")
+    (node.places.root / "link").symlink_to(node.nvme)
+    total, free = disk(node)
+    fill(node, free - total // 5 - MIB)
+    assert node.prolog(20, node.shared / "bob/10", BOB).outcome.result == "hit"
+    assert (node.entries() != keys) is goes
 
 
 def test_job_that_declines_staging_evicts_nothing(node: Node) -> None:

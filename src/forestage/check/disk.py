@@ -133,11 +133,11 @@ def _is_ours(root: Path) -> bool:
 
 def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -> Iterator[Finding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
-    told = enroot.settings(files.text, files.names).get("ENROOT_DATA_PATH", "")
-    fixed = told.partition("$")[0].rstrip("/")  # ${UID}, $HOME: what is above them tells the disk
+    settings = enroot.settings(files.text, files.names)
+    told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.data_above(settings)
     mounted = files.filesystems()
     disk = tree.under(mounted, files.real(config.cache))
-    if not fixed.startswith("/") or disk != tree.under(mounted, files.real(fixed)):
+    if not fixed or disk != tree.under(mounted, files.real(fixed)):
         return
     if config.unpack_ratio and min_free:
         return

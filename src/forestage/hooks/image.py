@@ -133,7 +133,9 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     if number is None or not needs[number]:
         return answers
     with contextlib.suppress(ForestageError, OSError):
-        if not room.is_free(node.cache, node.config, needs[number]):
+        if not room.is_free(node.cache, node.config, needs[number]) and room.is_beside(
+            node.cache, node.places.root, GIVE_UP
+        ):
             # Mostly there is enough.
             from forestage.cache import evict
 
