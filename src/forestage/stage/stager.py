@@ -109,6 +109,7 @@ def _live(task: Task, hook: Channel) -> None:
     hook.send(Message("started"))
     try:
         with lock.held(task.node.cache.key_lock(task.key), PROBE_GRACE):
+            task.node.cache.note_stager(task.key)
             hook.send(_copy(task, stop))
     except lock.Busy:
         hook.send(Message("busy"))
