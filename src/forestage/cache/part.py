@@ -42,8 +42,9 @@ Positive = Annotated[int, msgspec.Meta(gt=0)]
 class Owner(msgspec.Struct, frozen=True):
     """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
 
-    `chunk` in bytes; `resumed` bytes were in when it began; `job` is the one that asked first, and
-    `uid` its user's; `placed` once the queue has let it go on.
+    `pid` is for people: a step's stager may have that of its job's PID namespace. `chunk` in bytes;
+    `resumed` bytes were in when it began; `job` is the one that asked first, and `uid` its user's;
+    `placed` once the queue has let it go on.
     """
 
     pid: int
@@ -59,16 +60,6 @@ class Owner(msgspec.Struct, frozen=True):
     digest: bool = True
     uid: int = 0
     placed: bool = False
-
-    def lives(self) -> bool:
-        """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
-        try:
-            # As bytes: a user's process may have the pid by now, and any name.
-            name = Path(f"/proc/{self.pid}/comm").read_bytes().strip()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            # It ends this very moment, or /proc is mounted with hidepid=: then it is not seen.
-            return False
-        return self.boot == boot_id() and name == PROCESS_NAME[:15].encode()
 
 
 class Part:

@@ -147,6 +147,7 @@ def copy(task: Task, stop: threading.Event) -> Message:
     # Here: its hook is not to wait for what only a copy needs.
     from forestage.stage import pipeline
 
+    task.node.cache.note_stager(task.key)
     if task.node.cache.find(task.image) is not None:
         return Message("found")  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()

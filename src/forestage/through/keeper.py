@@ -38,7 +38,7 @@ ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none on
 
 
 class State(msgspec.Struct, frozen=True):
-    """The file `state`: the keeper, the user it was started for, the file's st_dev."""
+    """The file `state`: the keeper, for people; the user it was started for, the file's st_dev."""
 
     pid: int
     uid: int
@@ -55,6 +55,8 @@ def start(node: Node, opened: OpenImage, wait: bool = True) -> Path:
     spot.mkdir(mode=0o700, parents=True, exist_ok=True)
     if listens(spot / "sock"):
         return spot / "sock"
+    if child.is_in_job():  # others may come to read, and it would take them with it
+        raise Declined("no-through", "the step is in its job's own PID or user namespace")
     must_be_allowed(spot, opened.user.uid)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
