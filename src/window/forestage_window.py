@@ -858,27 +858,29 @@ class _Copier:
             self.used -= self.leftovers.pop(folder)
 
     def _make_room(self, size: int, distance: int) -> bool:
-        """Evicts what is needed later than in `distance`, unless that would not be enough."""
+        """Evicts, unless that would not be enough. What was copied ahead goes only for a file that
+        is waited for (distance 0): else consumers would take it from each other, again and again.
+        """
         going = sum(self.unlinked.values())
         stays = sum(
-            file.size or 0 for file, soon in self.near.items() if file.path and soon <= distance
+            file.size or 0
+            for file, soon in self.near.items()
+            if file.path and (distance or soon <= 0)
         )
         evictable = sum(file.size or 0 for file in self.present) - stays
         if self.used - going - evictable + size > self.room:
             return False
         while self.used - sum(self.unlinked.values()) + size > self.room:
-            self._evict(self._victim(distance))
+            self._evict(self._victim())
         self.short_of_room = self.used + size > self.room
         return not self.short_of_room
 
-    def _victim(self, distance: int) -> _File:
+    def _victim(self) -> _File:
         while True:
             if not self.last:
                 far = [file for file in self.present if file not in self.near]
                 if not far:
-                    close = [
-                        file for file, soon in self.near.items() if file.path and soon > distance
-                    ]
+                    close = [file for file in self.near if file.path]
                     return max(close, key=lambda file: self.near[file])
                 positions = self._positions()
                 # Some of many at once: to look at all of them for each would take too long.

@@ -14,8 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 sys.path[:0] = [str(REPOSITORY / "src/window"), str(Path(__file__).parent)]
 
-import forestage_window
-from copiers import processes
+import forestage_window  # noqa: E402
+from copiers import processes  # noqa: E402
 
 SIZE = 1 << 16  # bytes of a file
 

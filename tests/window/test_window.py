@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SIZE
 from copiers import copiers, usage
 from forestage_window import (
     HELD,
@@ -21,6 +20,8 @@ from forestage_window import (
     near,
     window,
 )
+
+from conftest import SIZE
 
 FETCHERS = """
 import os, shutil

@@ -1,4 +1,4 @@
-"""A window's processes: shared, killed, stopped, forked, on disks that are full, and never above room."""
+"""A window's processes: shared, killed, stopped, forked, without room, on disks that are full."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import forestage_window
 import pytest
-from conftest import REPOSITORY, SIZE
 from copiers import copiers, processes, usage, wait_for_end
 from forestage_window import Window, window
+
+from conftest import REPOSITORY, SIZE
 
 LOADER = """
 import json, sys
