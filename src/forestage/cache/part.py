@@ -43,7 +43,8 @@ class Owner(msgspec.Struct, frozen=True):
     """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
 
     `chunk` in bytes; `resumed` bytes were in when it began; `job` is the one that asked first, and
-    `uid` its user's; `placed` once the queue has let it go on.
+    `uid` its user's; `placed` once the queue has let it go on; `stopped`: not to be gone on with
+    until another job asks.
     """
 
     pid: int
@@ -59,6 +60,7 @@ class Owner(msgspec.Struct, frozen=True):
     digest: bool = True
     uid: int = 0
     placed: bool = False
+    stopped: bool = False
 
     def lives(self) -> bool:
         """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
@@ -99,6 +101,12 @@ class Part:
             self.waited.touch()
             os.utime(self.waited, (0, 0))
         records.write(self.record, msgspec.json.encode(owner))
+
+    def note_stopped(self) -> None:
+        """Says that the copy did not end by misfortune. Raises OSError."""
+        owner = self.owner()
+        if owner is not None:
+            self.write_owner(msgspec.structs.replace(owner, stopped=True))
 
     def digests(self) -> bytes:
         """The whole map; empty where there is none yet, or something else has its name."""
