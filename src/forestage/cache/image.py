@@ -5,7 +5,6 @@ makes an image, or says why it is none.
 """
 
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ import msgspec
 
 from forestage.errors import Declined
 from forestage.slurm.job import Request
+from forestage.system.sha256 import sha256
 from forestage.units import format_size
 
 ACL = "system.posix_acl_access"
@@ -37,7 +37,7 @@ class Identity(msgspec.Struct, frozen=True):
     def key(self) -> str:
         """The cache's name for these bytes: 32 hex digits."""
         parts = (self.path, self.inode, self.size, self.mtime_ns, self.ctime_ns)
-        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+        return sha256("\0".join(map(str, parts)).encode())[:32]
 
 
 class Access(msgspec.Struct, frozen=True):
