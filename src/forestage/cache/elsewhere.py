@@ -17,7 +17,6 @@ a path there but what hides the source, and that counts only if it is the very m
 import contextlib
 import errno
 import functools
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.system import as_user, child, mounts
 from forestage.system.mounts import Mount
+from forestage.system.sha256 import sha256
 
 HOST = Path("/proc")
 HUNG = ".hung"  # of a file beside the locks
@@ -119,7 +119,7 @@ def clear(cache: Cache, leases: Leases, now: float | None = None, total: float =
 def _note(cache: Cache, one: Foreign) -> Path:
     """The file that says, by its time, when this path hung in some namespace."""
     path = os.fsencode(one.source or one.mount.point)
-    return cache.locks / f"{hashlib.sha256(path).hexdigest()[:32]}{HUNG}"
+    return cache.locks / f"{sha256(path)[:32]}{HUNG}"
 
 
 def _hung_lately(note: Path, now: float) -> bool:

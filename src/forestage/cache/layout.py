@@ -15,7 +15,6 @@ import contextlib
 import errno
 import io
 import os
-import shutil
 import stat
 from pathlib import Path
 
@@ -351,6 +350,8 @@ def tree_bytes(directory: Path) -> int:
 def _delete(evicted: Path) -> None:
     """Deletes what it can; the next hook tries again."""
     if evicted.is_dir() and not evicted.is_symlink():
+        import shutil  # few hooks delete something
+
         shutil.rmtree(evicted, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

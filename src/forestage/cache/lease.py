@@ -15,7 +15,6 @@ under, so that no entry is evicted between being found and being leased.
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -221,6 +220,8 @@ class Leases:
             try:
                 file.unlink(missing_ok=True)
             except IsADirectoryError:
+                import shutil  # no hook needs it
+
                 shutil.rmtree(file)
 
 

@@ -44,7 +44,8 @@ class Owner(msgspec.Struct, frozen=True):
 
     `pid` is for people: a step's stager may have that of its job's PID namespace. `chunk` in bytes;
     `resumed` bytes were in when it began; `job` is the one that asked first, and `uid` its user's;
-    `placed` once the queue has let it go on.
+    `placed` once the queue has let it go on; `stopped`: not to be gone on with until another job
+    asks.
     """
 
     pid: int
@@ -60,6 +61,7 @@ class Owner(msgspec.Struct, frozen=True):
     digest: bool = True
     uid: int = 0
     placed: bool = False
+    stopped: bool = False
 
 
 class Part:
@@ -90,6 +92,12 @@ class Part:
             self.waited.touch()
             os.utime(self.waited, (0, 0))
         records.write(self.record, msgspec.json.encode(owner))
+
+    def note_stopped(self) -> None:
+        """Says that the copy did not end by misfortune. Raises OSError."""
+        owner = self.owner()
+        if owner is not None:
+            self.write_owner(msgspec.structs.replace(owner, stopped=True))
 
     def digests(self) -> bytes:
         """The whole map; empty where there is none yet, or something else has its name."""

@@ -246,10 +246,11 @@ def _through(node: Node, job: Job, request: Request, opened: OpenImage) -> Answe
     if node.config.start != "through":
         return _answer(request, opened, "started", way)
     # A hit needs none of it.
+    from forestage.stage.task import Task
     from forestage.through import keeper
 
     try:
-        socket = keeper.start(node, opened, wait=job.step is not None)
+        socket = keeper.start(Task(node, job, opened), wait=job.step is not None)
     except Declined as why:
         answer = _answer(request, opened, "started", way)
         detail = printable(str(why))

@@ -164,6 +164,9 @@ def copy(task: Task, stop: threading.Event) -> Message:
         return Message("published")
     if error.reason in ("changed", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
+    elif error.reason == "stopped":
+        with contextlib.suppress(OSError):  # then its keeper has it go on
+            task.part.note_stopped()
     return Message("failed", error.reason, str(error), isinstance(error, Failed))
 
 
