@@ -21,7 +21,8 @@ from forestage.cache.node import Node as Here
 from forestage.cache.readers import Readers
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.slurm.job import Hints, Job
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
 from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
 from forestage.system import mounts

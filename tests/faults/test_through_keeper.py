@@ -267,7 +267,8 @@ import os, sys
 from pathlib import Path
 from forestage.through import keeper, keeping
 from forestage.cache.node import Clock, Config, Node, Places
-from forestage.slurm.job import Hints, Job
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
 from forestage.stage.source import Image, OpenImage, User, image
 from forestage.stage.task import Task
 from forestage.cache.image import Access
