@@ -7,6 +7,7 @@ memory, but for the reading itself.
 import contextlib
 import errno
 import os
+import shutil  # noqa: F401 - what evicts imports it late: Python may be upgraded under a server
 from pathlib import Path
 
 from forestage.cache.image import Image
