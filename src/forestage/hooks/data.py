@@ -1,4 +1,4 @@
-"""The data that a job's comment names: what its Prolog begins, its steps are shown, its Epilog ends.
+"""A job's data: what its Prolog begins, its steps are shown, and its Epilog ends.
 
     PATH/               data/tree.py      a directory, over its own path, once all of it is here
     FILE@/mount/point   data/mounted.py   a squashfs file, mounted; the file is staged as an image
@@ -14,7 +14,7 @@ import msgspec
 from forestage.cache import image as images
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.data import job_dir, mounted, tree, wanted
+from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
@@ -39,17 +39,15 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
         return []
     try:
         _must_be_possible(node, job, refusal)
-        requests = (*hints.data, *tree.listed(node, job, hints.listed, limit.end))
-        made = job_dir.make(node, job, hints.room, hints.ram) if hints.room is not None else []
+        requests = (*hints.data, *_listed(node, job, limit.end))
+        made = _made(node, job)
         _note(node, job, Wanted(requests, hints.room, hints.ram), limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]
     return [*made, *(_begun(node, job, request, limit) for request in requests)]
 
 
-def show(
-    node: Node, job: Job, limit: Wait, refusal: Declined | None
-) -> Shown:
+def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
     lines: list[Fields] = []
@@ -61,8 +59,28 @@ def show(
         lines += found
         outcomes.append(outcome)
     if noted.room is not None:
+        from forestage.data import job_dir
+
         lines += job_dir.lines(node, job, noted)
-    return Shown(lines, outcomes)
+    return Shown(wanted.in_order(lines), outcomes)
+
+
+def _listed(node: Node, job: Job, end: Deadline) -> Sequence[Request]:
+    """What stage-list= names."""
+    if not job.hints.listed:
+        return ()
+    from forestage.data import tree
+
+    return tree.listed(node, job, job.hints.listed, end)
+
+
+def _made(node: Node, job: Job) -> list[Handled]:
+    """Makes the job's own directory, where it wants one."""
+    if job.hints.room is None:
+        return []
+    from forestage.data import job_dir
+
+    return job_dir.make(node, job, job.hints.room, job.hints.ram)
 
 
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
@@ -90,10 +108,15 @@ def _begun(node: Node, job: Job, request: Request, limit: Wait) -> Handled:
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
+            from forestage.data import tree
+
             return tree.begin(node, job, request, path)
         if request.at.startswith("/"):
-            plain = msgspec.structs.replace(request, at="")
-            return image.handle(node, job, [plain], limit)[0].outcome
+            from forestage.data import mounted
+
+            # Nothing is copied for what will not be mounted; the step looks closer.
+            mounted.must_be_allowed(request.at, ())
+            return _staged(node, job, request, limit).outcome
     except (ForestageError, OSError) as error:
         return image.of_error(request, error)
     return Handled("started", request=request.path, via="hint")
@@ -105,14 +128,28 @@ def _shown(
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
+            from forestage.data import tree
+
             return tree.show(node, job, request, path, limit.copy)
         if request.at.startswith("/"):
-            plain = msgspec.structs.replace(request, at="")
-            answer = image.handle(node, job, [plain], limit)[0]
-            return mounted.show(node, job, request, path, answer.image, answer.outcome)
+            from forestage.data import mounted
+
+            place = mounted.place(node, job, request.at, limit.end)
+            answer = _staged(node, job, request, limit)
+            staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
+            return mounted.show(node, job, request, path, place, staged, limit.end)
+        from forestage.data import job_dir
+
         return job_dir.fill(node, job, noted, request, path)
     except (ForestageError, OSError) as error:
         return (), image.of_error(request, error)
+
+
+def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
+    """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
+    plain = msgspec.structs.replace(request, at="")
+    job = msgspec.structs.replace(job, saves=None, mounts_home=False)
+    return image.handle(node, job, [plain], limit)[0]
 
 
 def end(node: Node, job: int) -> None:
