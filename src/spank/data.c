@@ -11,7 +11,7 @@
 
 #include "forestage.h"
 
-#define MOST_DATA 40  /* lines of a step; more are left out */
+#define MOST_DATA 40 /* lines of a step; more are left out */
 #define MOST_FIELDS 6
 #define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
 

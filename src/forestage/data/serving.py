@@ -9,8 +9,8 @@ what users wrote, no code of root's parses. Tasks get clones, by the packets of 
     b"mount"           b"ok", with a detached clone of the mount, for move_mount(2)
     anything else      b"no REASON"
 
-It takes its own mount off when the step manager has closed its connection; squashfuse ends with the
-last clone, and with it this process. Where squashfuse is killed the tasks get ENOTCONN, and the
+It lets go of its own mount when the step manager has closed its connection; squashfuse ends with
+the last clone, and with it this process. Where squashfuse is killed the tasks get ENOTCONN, and the
 next step has a server of its own.
 """
 
@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import time
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,9 @@ LAST = 10.0  # seconds from the last connection's end; tasks that cannot share o
 ANSWER = 5.0  # seconds for the keeper of a file that is read through
 SAID = 0.2  # seconds in which a program that fails says why
 WORDS = 1000  # bytes of what squashfuse says last
+
+TURN = 0.25  # seconds between two looks at what runs
+_CREDENTIALS = struct.Struct("iII")  # pid uid gid: unix(7)
 
 IMAGE, MOUNT = "/run/image", "/run/mount"  # in the hidden namespace
 
@@ -100,6 +104,10 @@ def _must_be_possible(folder: Path, uid: int) -> str:
         raise Declined("no-mount", "squashfuse is not installed on this node")
     if not os.path.exists(fuse.DEVICE):
         raise Declined("no-mount", f"this node has no {fuse.DEVICE}")
+    try:
+        os.close(mounts.clone("/"))
+    except OSError as error:
+        raise Declined("no-mount", f"this kernel cannot clone mounts: {error}") from None
     users = [name.split("-")[0] for name in _living(folder)]
     if len(users) >= MOST or users.count(str(uid)) >= MOST_OF_USER:
         raise Declined("no-mount", f"{len(users)} files are mounted on this node already")
@@ -135,48 +143,44 @@ def _live(name: Path, job: Job, program: str, content: Bytes, hook: socket.socke
 
 
 class _Served:
-    """The mount, its server, its connections. Making one leaves the host's mount namespace."""
+    """The mount, its server, its connections."""
 
     def __init__(self, name: Path, job: Job, program: str, content: Bytes) -> None:
         self.name, self.job = name, job
-        self.folder = os.open(name.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(os.fspath(name))
-        listener.listen(128)
-        listener.setblocking(False)
-        self.listener: socket.socket | None = listener
         self.connections: dict[int, socket.socket] = {}
-        proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        host = _namespace(proc)
-        line = os.open(fuse.DEVICE, os.O_RDWR | os.O_CLOEXEC)
+        self.tasks: list[int] = []  # of the step, that have asked
+        self.followed = False
+        self.hidden: tuple[int, ...] = ()
+        self.words = b""  # the last ones of the program
+        self.listener: socket.socket | None = _listener(name)
         try:
-            clone = _clone(content)
-            mounts.empty_namespace()
-            image = _image(clone, content)
-            _mount(line, job)
-            self._start(program, image, line, host, _namespace(proc))
+            self._start(program, content)
         except BaseException:
             self._close()
             raise
-        # The program alone has them: when it dies, its readers get an error and do not wait.
-        for fd in (image, line, proc):
-            os.close(fd)
         self.ended = os.pidfd_open(self.server.pid)
-        self.words = b""
 
-    def _start(
-        self, program: str, image: int, line: int, host: tuple[int, int], own: tuple[int, int]
-    ) -> None:
-        """Starts the program on the host's mounts, since there /proc and its libraries are."""
+    def _start(self, program: str, content: Bytes) -> None:
+        """Makes the mount where nobody looks, and starts the program where all others run."""
         from forestage.system import run
 
+        proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.host = _namespace(proc)
+        line = os.open(fuse.DEVICE, os.O_RDWR | os.O_CLOEXEC)
+        clone = _clone(content)
+        mounts.empty_namespace()
+        try:
+            image = _image(clone, content)
+            _mount(line, self.job)
+            self.hidden = _namespace(proc)
+        finally:
+            mounts.enter_namespace(*self.host)
         self.words_of, theirs = os.pipe()
-        mounts.enter_namespace(*host)
         # libfuse takes a descriptor of /dev/fuse for a mount point.
         argv = (program, "-f", f"/dev/fd/{image}", f"/dev/fd/{line}")
         self.server = run.start_as(self.job.user, argv, (image, line), theirs)
-        mounts.enter_namespace(*own)
-        for fd in (*own, *host, theirs):
+        # The program alone has them: when it dies, its readers get an error and do not wait.
+        for fd in (image, line, proc, theirs):
             os.close(fd)
 
     def run(self, hook: socket.socket) -> None:
@@ -194,15 +198,28 @@ class _Served:
             self.server.kill()
 
     def _must_answer(self) -> None:
-        if not _answers():
+        if not self._answers():
             while self._listen(SAID):
                 pass
             said = self.words.decode(errors="replace").strip().splitlines()[-1:]
             raise Declined("no-mount", said[0] if said else "its server does not answer")
-        try:
-            os.close(mounts.clone(MOUNT))
-        except OSError as error:
-            raise Declined("no-mount", f"this kernel cannot clone a mount: {error}") from None
+
+    def _answers(self) -> bool:
+        """Whether the mount can be looked at. In a child: whoever looks waits for the server."""
+        pid = os.fork()
+        if pid == 0:
+            child.live(self._look, lambda _: None)
+        ended = os.pidfd_open(pid)
+        in_time = bool(select.select([ended], [], [], START)[0])
+        os.close(ended)
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)  # it may stay in the kernel, and is left there
+            return False
+        return os.waitpid(pid, 0)[1] == 0
+
+    def _look(self) -> None:
+        mounts.enter_namespace(*self.hidden)
+        os.close(os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY))
 
     def _listen(self, seconds: float) -> bool:
         """Takes what it says on stderr; False after so long, or where it will say no more."""
@@ -214,23 +231,22 @@ class _Served:
 
     def _keep(self) -> None:
         alone, limit = time.monotonic(), FIRST
-        while True:
+        while not self._attend():
             if self.connections:
                 alone, limit = time.monotonic(), LAST
-            elif self.listener is not None and time.monotonic() - alone > limit:
+            elif time.monotonic() - alone > limit:
                 self._close()
-                mounts.umount(MOUNT)
-            if self._attend():
-                break
-        if self.listener is not None:
+            self._follow()
+        code = self.server.wait()
+        if code != 0 and any(map(self._runs, self.tasks)):  # else Slurm ends the step
             log.say(
                 f"mounted job={self.job.id} step={self.job.step} result=failed"
-                f" detail='its squashfuse ended: {self.server.wait()}'",
+                f" detail='its squashfuse ended: {code}'",
                 by_slurm=True,
             )
 
     def _attend(self) -> bool:
-        """Answers what tasks ask; True once the server has ended."""
+        """Answers what tasks ask, for a moment; True once the program has ended."""
         poll = select.poll()
         files = [self.ended, *self.connections]
         if self.words_of >= 0:
@@ -239,7 +255,7 @@ class _Served:
             files.append(self.listener.fileno())
         for fd in files:
             poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll(1000 if self.listener is not None else None):
+        for fd, _ in poll.poll(TURN * 1000 if self.listener is not None else None):
             if fd == self.ended:
                 return True
             if fd in self.connections:
@@ -247,6 +263,7 @@ class _Served:
             elif self.listener is not None and fd == self.listener.fileno():
                 with contextlib.suppress(BlockingIOError):
                     made, _ = self.listener.accept()
+                    made.settimeout(ANSWER)
                     self.connections[made.fileno()] = made
             elif not self._listen(0):
                 os.close(self.words_of)
@@ -255,44 +272,66 @@ class _Served:
 
     def _answer(self, connection: socket.socket) -> None:
         try:
-            asked = connection.recv(64)
+            asked, control, _, _ = connection.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
         except OSError:
-            asked = b""
+            asked, control = b"", []
         if not asked:
             del self.connections[connection.fileno()]
             connection.close()
             return
+        for _, kind, data in control:
+            if kind == socket.SCM_CREDENTIALS:
+                self.tasks.append(_CREDENTIALS.unpack(data)[0])
         with contextlib.suppress(OSError):  # the task is gone
             if asked != b"mount":
                 connection.send(b"no such request")
                 return
-            clone = mounts.clone(MOUNT)
+            mounts.enter_namespace(*self.hidden)
+            try:
+                clone = mounts.clone(MOUNT)
+            finally:
+                mounts.enter_namespace(*self.host)
             try:
                 socket.send_fds(connection, [b"ok"], [clone])
             finally:
                 os.close(clone)
 
+    def _follow(self) -> None:
+        """Has the program live where the tasks do: it is the user's, who can make it do anything.
+
+        So it has the step's limits, and goes when Slurm ends the step. Only a task that runs its
+        program is for certain where Slurm wants it.
+        """
+        task = next(filter(self._runs, self.tasks), 0)
+        if task and not self.followed:
+            with contextlib.suppress(OSError):
+                child.join(self.server.pid, task)
+                self.followed = True
+
+    def _runs(self, task: int) -> bool:
+        """Whether a task runs the user's program."""
+        with contextlib.suppress(OSError):
+            return os.stat(f"/proc/{task}").st_uid == self.job.user.uid  # noqa: PTH116
+        return False
+
     def _close(self) -> None:
-        """Takes no more connections."""
+        """Takes no more connections, and lets go of the mount."""
         if self.listener is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.name.name, dir_fd=self.folder)
+            self.name.unlink(missing_ok=True)
             self.listener.close()
             self.listener = None
+            for fd in self.hidden:
+                os.close(fd)
 
 
-def _answers() -> bool:
-    """Whether the mount can be looked at. In a child: whoever looks waits for the server."""
-    pid = os.fork()
-    if pid == 0:
-        child.live(lambda: os.close(os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY)), lambda _: None)
-    ended = os.pidfd_open(pid)
-    in_time = bool(select.select([ended], [], [], START)[0])
-    os.close(ended)
-    if not in_time:
-        os.kill(pid, signal.SIGKILL)  # it may stay in the kernel, and is left there
-        return False
-    return os.waitpid(pid, 0)[1] == 0
+def _listener(name: Path) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.bind(os.fspath(name))
+    # Each request says which task it is of.
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    made.listen(128)
+    made.setblocking(False)
+    return made
 
 
 def _namespace(proc: int) -> tuple[int, int]:
