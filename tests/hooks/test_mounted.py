@@ -20,8 +20,9 @@ from forestage.clock import Clock
 from forestage.data import serving
 from forestage.errors import Declined
 from forestage.events import Handled
+from forestage.hooks import data
 from forestage.hooks.boundary import Hook
-from forestage.slurm.job import Job
+from forestage.slurm.job import HOME_OPTION, Job
 from forestage.system import fuse, mounts
 from node import ALICE, BOB, Node, children_left, comm, until
 from through import Through
@@ -67,9 +68,9 @@ class Mounting:
         key = self.node.identity(self.path).key
         until(lambda: key in self.node.entries() and self.node.is_idle(key), "the copy")
 
-    def step(self, job: int, number: int = STEP) -> list[list[str]]:
+    def step(self, job: int, **more: str) -> list[list[str]]:
         """What the helper tells the companion, in fields."""
-        environ = self.node.environ(job) | {"SLURM_STEP_ID": str(number)}
+        environ = self.node.environ(job) | {"SLURM_STEP_ID": str(STEP)} | more
         self.capfd.readouterr()
         assert Hook("step", environ, time.monotonic()).run(self.node.places, Clock()) == 0
         return [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
@@ -340,9 +341,9 @@ def test_private_file_is_mounted_for_who_can_read_it_alone(mounting: Mounting) -
             serving.start(mounting.node.places.served, job, content)
 
 
-def declined(mounting: Mounting, why: str, job: int = 1) -> None:
+def declined(mounting: Mounting, why: str, job: int = 1, **environ: str) -> None:
     """The step gets nothing, and its user reads why."""
-    said, last = mounting.step(job)
+    said, last = mounting.step(job, **environ)
     assert said[0] == "say"
     assert why in said[1]
     assert last == ["leave", "no-image"]
@@ -440,6 +441,25 @@ def test_directory_above_the_jobs_own_stays(mounting: Mounting) -> None:
     os.chown(mounting.node.shared, ALICE.uid, ALICE.gid)
     mounting.staged(1, mounting.node.shared)
     declined(mounting, f"would hide {mounting.node.shared}")
+
+
+@pytest.mark.parametrize("above", ["alice", "alice/point"])
+def test_mount_that_would_keep_the_container_from_starting_is_left_out(
+    mounting: Mounting, above: str
+) -> None:
+    home = {"FORESTAGE_HOME": str(mounting.node.shared / above), HOME_OPTION: "1"}
+    mounting.staged(1)
+    why = {"alice": "the container binds", "alice/point": "would hide"}[above]
+    declined(mounting, why, **home)
+
+
+def test_line_with_a_control_character_is_left_out_and_told(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounting.staged(1)
+    lines = [("env", "A", "x\ty"), ("env", "B", "y")]
+    monkeypatch.setattr(data, "show", lambda *_: data.Shown(lines, []))
+    assert mounting.step(1) == [["data", "env", "B", "y"], ["leave", "no-image"]]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
-from forestage.hooks import image
+from forestage.hooks import binds, image
 from forestage.hooks.image import Wait
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -135,6 +135,7 @@ def _shown(
             from forestage.data import mounted
 
             place = mounted.place(node, job, request.at, limit.end)
+            _keep_clear_of_binds(node, job, place.path, limit)
             answer = _staged(node, job, request, limit)
             staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
             return mounted.show(node, job, request, path, place, staged, limit.end)
@@ -143,6 +144,14 @@ def _shown(
         return job_dir.fill(node, job, noted, request, path)
     except (ForestageError, OSError) as error:
         return (), image.of_error(request, error)
+
+
+def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
+    """Raises Declined where the job's container would not start with a mount there."""
+    try:
+        binds.must_not_hold(path, job, node.places.root, limit.end)
+    except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
+        raise Declined("no-mount", f"{path}: {why}") from None
 
 
 def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
