@@ -43,9 +43,9 @@ ALLOWED = {
 STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
     *("check.hooks", "check.plugins", "check.sources", "slurm.queue", "system.tree"),
-    *("cache.doubt", "peers.auth", "stage.engines"),
+    *("cache.doubt", "data.tree", "peers.auth", "stage.engines", "system.loop"),
 }
-"""Modules that may start programs: none of these runs for a job's user, or parses what users wrote."""
+"""Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
 FOR_USERS = {"data.serving"}
 """Those that start one for a job's user, with all three ids theirs (run.start_as): bash with real
