@@ -443,6 +443,13 @@ def test_directory_above_the_jobs_own_stays(mounting: Mounting) -> None:
     declined(mounting, f"would hide {mounting.node.shared}")
 
 
+def test_directory_above_the_cache_stays_even_below_the_admins(mounting: Mounting) -> None:
+    roots = {"mount_roots": [str(mounting.node.nvme.parent)]}
+    mounting.node.configure(redirect="spank", data=roots)
+    mounting.staged(1, mounting.node.nvme)
+    declined(mounting, f"would hide {mounting.node.cache.root}")
+
+
 @pytest.mark.parametrize("above", ["alice", "alice/point"])
 def test_mount_that_would_keep_the_container_from_starting_is_left_out(
     mounting: Mounting, above: str
