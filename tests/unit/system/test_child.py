@@ -63,6 +63,22 @@ def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
     assert left(root) == {"memory"}
 
 
+def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path) -> None:
+    root = fake(tmp_path, "")
+    lines = "4:memory:/slurm_n1/job_7\n3:name=systemd:/user.slice\n2:freezer:/job_7/gone\n"
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(lines)
+    (root / "sys/fs/cgroup/memory/slurm_n1/job_7").mkdir(parents=True)
+    child.join(4711, 42, root)
+    joined = [str(one.parent) for one in root.rglob("cgroup.procs") if one.read_text() == "4711"]
+    assert joined == [f"{root}/sys/fs/cgroup/memory/slurm_n1/job_7"]
+
+
+def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        child.join(4711, 42, fake(tmp_path, ""))
+
+
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A job's cgroup in a hierarchy of this machine."""
