@@ -158,7 +158,10 @@ def _shown(
         if not request.at:
             from forestage.data import tree
 
-            return tree.show(node, job, request, path, limit.copy)
+            lines, outcome = tree.show(node, job, request, path, limit.copy)
+            for line in lines:
+                binds.must_not_hold(line[4], job, node.places.root, limit.end)
+            return lines, outcome
         if request.at.startswith("/"):
             from forestage.data import mounted
 
