@@ -65,6 +65,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "through"
 
     @property
+    def job_dir(self) -> Path:
+        """Where a step's tasks see the job's own directory; an empty one on the node itself."""
+        return self.root / "forestage/job"
+
+    @property
     def disk(self) -> Path:
         """What is known of errors of the cache's disk, see cache/doubt.py."""
         return self.run / "disk.json"

@@ -1,6 +1,6 @@
 """What data a job wants on this node: written by its Prolog, read by its steps and its Epilog.
 
-    /run/forestage/leases/<job>.data    JSON of `Wanted`, beside the lease and gone with it
+/run/forestage/leases/<job>.data    JSON of `Wanted`, beside the lease and gone with it
 """
 
 import contextlib

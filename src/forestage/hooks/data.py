@@ -1,12 +1,13 @@
-"""The data that a job's comment names: what its Prolog begins, its steps are shown, its Epilog ends.
+"""The data that a job's comment names: what its Prolog begins, its steps see, its Epilog ends.
 
     PATH/               data/tree.py      a directory, over its own path, once all of it is here
     FILE@/mount/point   data/mounted.py   a squashfs file, mounted; the file is staged as an image
-    stage-dir=, @job    data/job_dir.py   the job's own directory, and what is put into it
+    stage-dir=, @job    data/job_dir.py   the job's own directory; data/fill.py fills it
 
 Only with the companion: it mounts all this in each task's own namespace.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import msgspec
@@ -14,9 +15,9 @@ import msgspec
 from forestage.cache import image as images
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.data import job_dir, mounted, tree, wanted
+from forestage.data import fill, job_dir, mounted, tree, wanted
 from forestage.data.wanted import Fields, Wanted
-from forestage.errors import Declined, Failed, ForestageError
+from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
 from forestage.hooks import image
 from forestage.hooks.image import Wait
@@ -39,17 +40,18 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
         return []
     try:
         _must_be_possible(node, job, refusal)
-        requests = (*hints.data, *tree.listed(node, job, hints.listed, limit.end))
-        made = job_dir.make(node, job, hints.room, hints.ram) if hints.room is not None else []
-        _note(node, job, Wanted(requests, hints.room, hints.ram), limit.end)
+        listed = tree.listed(node, job, hints.listed, limit.end) if hints.listed else ()
+        requests = (*hints.data, *listed)
+        noted = Wanted(requests, hints.room, hints.ram)
+        _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]
-    return [*made, *(_begun(node, job, request, limit) for request in requests)]
+    # Once the lease is there: the sweep takes away the directories of jobs that have none.
+    made = _make_dir(node, job, hints.room, hints.ram) if hints.room is not None else []
+    return [*made, *(_begun(node, job, noted, request, limit) for request in requests)]
 
 
-def show(
-    node: Node, job: Job, limit: Wait, refusal: Declined | None
-) -> Shown:
+def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
     lines: list[Fields] = []
@@ -60,8 +62,8 @@ def show(
         found, outcome = _shown(node, job, noted, request, limit)
         lines += found
         outcomes.append(outcome)
-    if noted.room is not None:
-        lines += job_dir.lines(node, job, noted)
+    if noted.room is not None:  # what it was filled with is there by now
+        lines += _dir_lines(node, job)
     return Shown(lines, outcomes)
 
 
@@ -86,7 +88,21 @@ def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
 
 
-def _begun(node: Node, job: Job, request: Request, limit: Wait) -> Handled:
+def _make_dir(node: Node, job: Job, size: int, ram: bool) -> list[Handled]:
+    try:
+        job_dir.make(node, job, size, ram)
+    except (ForestageError, OSError) as error:
+        return [image.of_error(Request("stage-dir", "hint"), error)]
+    return []
+
+
+def _dir_lines(node: Node, job: Job) -> list[Fields]:
+    with contextlib.suppress(ForestageError, OSError):  # the step begins without it
+        return job_dir.lines(node, job)
+    return []
+
+
+def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -> Handled:
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
@@ -94,6 +110,7 @@ def _begun(node: Node, job: Job, request: Request, limit: Wait) -> Handled:
         if request.at.startswith("/"):
             plain = msgspec.structs.replace(request, at="")
             return image.handle(node, job, [plain], limit)[0].outcome
+        fill.must_be_possible(noted, request)
     except (ForestageError, OSError) as error:
         return image.of_error(request, error)
     return Handled("started", request=request.path, via="hint")
@@ -110,14 +127,6 @@ def _shown(
             plain = msgspec.structs.replace(request, at="")
             answer = image.handle(node, job, [plain], limit)[0]
             return mounted.show(node, job, request, path, answer.image, answer.outcome)
-        return job_dir.fill(node, job, noted, request, path)
+        return fill.fill(node, job, noted, request, path, limit.fill or limit.end)
     except (ForestageError, OSError) as error:
         return (), image.of_error(request, error)
-
-
-def end(node: Node, job: int) -> None:
-    """Lets go of all that the job had of its data; may run again. For Epilog and sweep.
-
-    Not under the space lock: what is deleted may be large. Raises Failed, OSError.
-    """
-    raise Failed("io", "not built yet")

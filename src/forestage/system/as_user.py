@@ -56,11 +56,16 @@ class _Answer(msgspec.Struct):
     filename: bytes = b""  # it need not be text
 
 
+def groups(user: User) -> list[int]:
+    """All groups of a user, the primary one among them."""
+    return os.getgrouplist(user.name, user.gid) if user.name else [user.gid]
+
+
 def become(user: User) -> None:
     """Takes on the user's effective ids and groups, for file access, until the process ends."""
     # Groups first: they can only be set while the effective uid is still root's.
     if os.geteuid() == 0:
-        os.setgroups(os.getgrouplist(user.name, user.gid) if user.name else [user.gid])
+        os.setgroups(groups(user))
     os.setegid(user.gid)
     os.seteuid(user.uid)
 

@@ -43,6 +43,18 @@ def let_go(keep: set[int]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
+def join(pid: int, root: Path = Path("/")) -> None:
+    """Goes to the cgroups of another process: what this one uses is charged there from now on."""
+    cgroups = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):  # it has ended
+        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            name = controllers.removeprefix("name=")
+            for top in (cgroups / name,) if name else (cgroups, cgroups / "unified"):
+                with contextlib.suppress(OSError):
+                    (top / path.lstrip("/") / "cgroup.procs").write_text("0")
+
+
 SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
 """Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
 
