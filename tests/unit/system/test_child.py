@@ -93,3 +93,18 @@ def test_process_really_leaves_its_job(cgroup: Path) -> None:
     os.waitpid(pid, 0)
     assert os.read(gone, 10) == b"yes"
     os.close(gone)
+
+
+def test_joined_are_the_cgroups_of_another_process(tmp_path: Path) -> None:
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/cgroup").write_text("2:memory:/slurm/job_7\n1:name=x:/\n0::/job_7/slurm\n")
+    spots = ("memory/slurm/job_7", "unified/job_7/slurm", "job_7/slurm")
+    for spot in spots:
+        (tmp_path / "sys/fs/cgroup" / spot).mkdir(parents=True)
+    child.join(7, tmp_path)
+    for spot in spots:
+        assert (tmp_path / "sys/fs/cgroup" / spot / "cgroup.procs").read_text() == "0"
+
+
+def test_process_that_has_ended_is_not_joined(tmp_path: Path) -> None:
+    child.join(7, tmp_path)
