@@ -99,5 +99,7 @@ def made(node: nodes.Node, file: Path, size: str = "512M") -> Iterator[Dirs]:
     try:
         yield dirs
     finally:
+        for job in {place.name.partition(".")[0] for place in node.cache.jobs.glob("*")}:
+            job_dir.end(node.cache, int(job))
         for name in dirs.devices():
             loop.detach(name)

@@ -86,9 +86,15 @@ def test_its_room_is_taken_at_once_and_given_back_at_the_end(dirs: Dirs) -> None
     told = status.pieces(status.gather(dirs.on), 0.0)
     assert "128 MiB in 1 job directory" in str(told)
     assert dirs.node.epilog(7).said == ("released", "")
-    assert (dirs.taken().number, dirs.devices()) == (0, [])
+    assert_gone(dirs)
     assert before - free(dirs) < MIB
     assert "job director" not in str(status.pieces(status.gather(dirs.on), 0.0))
+
+
+def assert_gone(dirs: Dirs) -> None:
+    assert dirs.taken().number == 0
+    until(lambda: not dirs.devices(), "the devices to go")
+    assert not list(dirs.node.cache.evicted.iterdir())
 
 
 def test_another_user_sees_nothing_of_it(dirs: Dirs) -> None:
@@ -110,7 +116,7 @@ def test_two_jobs_at_once_have_one_each(dirs: Dirs) -> None:
     assert len(found) == 6
     for job in range(1, 7):
         dirs.node.epilog(job)
-    assert (dirs.taken().number, dirs.devices()) == (0, [])
+    assert_gone(dirs)
 
 
 # --- what it does not get
@@ -258,7 +264,7 @@ def test_cancelled_in_its_prolog_the_job_leaves_nothing(dirs: Dirs) -> None:
     assert dirs.taken().number == 1
     assert dirs.step(7).lines == []  # it is not whole
     assert dirs.node.epilog(7).said == ("released", "")
-    assert (dirs.taken().number, dirs.devices()) == (0, [])
+    assert_gone(dirs)
 
 
 class Idle(Slurm):
@@ -289,7 +295,7 @@ def test_epilog_killed_while_it_deletes_is_finished_by_the_sweep(dirs: Dirs, poi
     assert dirs.node.lease(7) is None
     assert dirs.step(7).lines == []
     swept(dirs)
-    assert (dirs.taken().number, dirs.devices()) == (0, [])
+    assert_gone(dirs)
     assert before - free(dirs) < MIB
 
 
@@ -305,15 +311,38 @@ def test_epilog_that_never_came_to_it_is_finished_by_the_sweep(dirs: Dirs) -> No
         pass
 
 
-def test_device_that_a_task_still_holds_goes_with_its_last_mount(dirs: Dirs) -> None:
+def test_what_a_task_still_holds_goes_with_its_last_mount(dirs: Dirs) -> None:
     dirs.on.cache.prepare(require_mount=False)
     before = free(dirs)
     dirs.prolog(7, "stage-dir=128M")
     with dirs.seen(7) as at:
         dirs.node.epilog(7)
-        assert as_alice("echo still > file", at).returncode == 0
+        assert as_alice("echo late > file", at).returncode != 0  # nothing is written any more
     until(lambda: not dirs.devices(), "the device to go")
     assert before - free(dirs) < MIB
+
+
+def test_last_task_of_a_step_does_not_wait_until_all_is_written(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=256M")
+    (device,) = dirs.devices()
+    mounted = Path("/proc/fs/ext4") / Path(device).name
+    with dirs.seen(7):
+        pass
+    assert mounted.exists()  # nowhere any more, but who took it off had nothing to write
+    dirs.node.epilog(7)
+    until(lambda: not mounted.exists(), "the file system to go")
+    assert_gone(dirs)
+
+
+def test_holder_that_was_killed_is_no_matter(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    (place,) = dirs.node.cache.jobs.iterdir()
+    os.kill(int((place / "held").read_text()), signal.SIGKILL)
+    until(lambda: lock.is_free(place / "held"), "the holder's end")
+    with dirs.seen(7) as at:
+        assert as_alice("echo x > y", at).returncode == 0
+    assert dirs.node.epilog(7).said == ("released", "")
+    assert_gone(dirs)
 
 
 def test_epilog_that_waits_in_vain_for_the_lock_leaves_it_to_the_sweep(

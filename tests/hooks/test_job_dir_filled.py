@@ -127,14 +127,20 @@ def test_seed_is_a_copy_at_one_path_and_a_variable_says_where(dirs: Dirs) -> Non
     assert not (top / "new").exists()
 
 
-@pytest.mark.parametrize("mode", ["", "gz", "bz2", "xz"])
+PACKERS = {"": "cat", "gz": "gzip", "bz2": "bzip2", "xz": "xz", "zst": "zstd"}
+
+
+@pytest.mark.parametrize("mode", PACKERS)
 def test_archive_is_unpacked(dirs: Dirs, mode: str) -> None:
     top = tree(dirs)
     suffix = f".tar.{mode}".removesuffix(".")
     file = dirs.source / f"set{suffix}"
-    with tarfile.open(file, f"w:{mode}") as tar:  # type: ignore[call-overload]
+    bare = file.with_name("bare.tar")
+    with tarfile.open(bare, "w") as tar:
         for name in os.listdir(top):
             tar.add(top / name, name)
+    with file.open("wb") as out:
+        subprocess.run([PACKERS[mode], *["-c"] * bool(mode), bare], stdout=out, check=True)
     begun(dirs, f"{file}@job")
     assert told(dirs) == [("copied", "")]
     with dirs.seen(7) as at:
@@ -358,6 +364,21 @@ def test_damaged_archive_is_told_and_nothing_of_it_appears(dirs: Dirs, cut: str)
         data[3 * 1536 + 10 : 3 * 1536 + 300] = b"!" * 290
     cuts = {"bytes": data[: 2 * 1536 + 700], "end": data[: 3 * 1536], "empty": b""}
     file.write_bytes(bytes({"junk": b"junk" * 1000, **cuts}.get(cut, data)))
+    begun(dirs, f"{file}@job")
+    assert told(dirs) == [("declined", "not-put")]
+    with dirs.seen(7) as at:
+        assert left(at) == []
+
+
+@pytest.mark.parametrize("mode", ["gz", "bz2", "xz", "zst"])
+def test_archive_whose_packing_is_damaged_is_told(dirs: Dirs, mode: str) -> None:
+    bare = packed(dirs, *((f"f{n}", os.urandom(30000), {}) for n in range(5)))
+    file = dirs.source / f"set.tar.{mode}"
+    with file.open("wb") as out:
+        subprocess.run([PACKERS[mode], "-c", bare], stdout=out, check=True)
+    data = bytearray(file.read_bytes())
+    data[70_000] ^= 1
+    file.write_bytes(data)
     begun(dirs, f"{file}@job")
     assert told(dirs) == [("declined", "not-put")]
     with dirs.seen(7) as at:

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -30,11 +30,12 @@ from forestage.errors import Declined, Failed
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import as_user, child, lock, loop, mounts, records
+from forestage.system import as_user, child, lock, loop, mounts, records, run
 from forestage.system.as_user import Found, User
 from forestage.units import printable, quote
 
 SEED = "seed:"
+FILE = "file"  # in a draft
 LAST = 3.0  # seconds, once the time is over, to delete what is not whole and to say so
 
 _ARCHIVE = re.compile(r"\.(tar(\.[a-z0-9]{1,4})?|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
@@ -70,6 +71,13 @@ class _Order(msgspec.Struct, frozen=True):
     def draft(self) -> str:
         """The name that it has in the job's directory until it is whole."""
         return f".forestage-{self.number}"
+
+
+class _Way(msgspec.Struct, frozen=True):
+    """What puts something into the draft, and where in it that is then; "" for all of it."""
+
+    work: Callable[[], int]
+    made: str = ""
 
 
 def is_variable(name: str) -> bool:
@@ -196,11 +204,12 @@ def _put(order: _Order) -> Put:
                 source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError as error:
                 raise declined_by(error, printable(order.path)) from None
+            way = _way(order, source)
             _make_draft(order, root)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             draft = os.open(order.draft, flags, dir_fd=root)
         put.confine(draft, order.user)
-        return _copied(order, source, root)
+        return _copied(order, way, root)
     except Declined as declined:
         return Put(0, declined.reason, str(declined))
     except OSError as error:
@@ -218,22 +227,38 @@ def _make_draft(order: _Order, root: int) -> None:
             os.mkdir("seed", 0o700, dir_fd=root)
 
 
-def _copied(order: _Order, source: int, root: int) -> Put:
+def _way(order: _Order, source: int) -> _Way:
+    """How to put the open source there. Raises Declined, OSError."""
+    still = partial(_still, order.until)
+    kind = os.fstat(source).st_mode
+    if stat.S_ISDIR(kind):
+        return _Way(partial(put.tree, source, still))
+    if order.name.startswith("seed/") or not stat.S_ISREG(kind):
+        raise put.Bad(f"{printable(order.path)} is no directory, and no file that can be put there")
+    if not _ARCHIVE.search(order.path):
+        return _Way(partial(put.file, source, FILE, still), f"/{FILE}")
+    packed = put.packing(source)
+    if packed != "zstd":
+        return _Way(partial(put.archive, source, packed, still))
+    filtering = run.start_filter(order.user, ["zstd", "-dcq"], source)
+    return _Way(partial(_unzipped, filtering, still))
+
+
+def _unzipped(filtering: run.Filter, still: put.Still) -> int:
+    size = put.archive(filtering.out, "", still)
+    if filtering.wait() != 0:
+        raise put.Bad("the archive is damaged: zstd cannot read all of it")
+    return size
+
+
+def _copied(order: _Order, way: _Way, root: int) -> Put:
     """Does the work as the user, below the draft; gives it its name once it is whole."""
     try:
-        facts = os.fstat(source)
-        if stat.S_ISDIR(facts.st_mode):
-            size = put.tree(source, partial(_still, order.until))
-        elif order.name.startswith("seed/") or not stat.S_ISREG(facts.st_mode):
-            raise put.Bad("it is no directory, and no file that can be put there")
-        elif _ARCHIVE.search(order.path):
-            size = put.archive(source, partial(_still, order.until))
-        else:
-            size = put.file(source, "file", partial(_still, order.until))
-            os.rename(f"{order.draft}/file", order.name, src_dir_fd=root, dst_dir_fd=root)
+        size = way.work()
+        ready = order.draft + way.made
+        os.rename(ready, order.name, src_dir_fd=root, dst_dir_fd=root)
+        if way.made:
             os.rmdir(order.draft, dir_fd=root)
-            return Put(size)
-        os.rename(order.draft, order.name, src_dir_fd=root, dst_dir_fd=root)
         return Put(size)
     except Declined as declined:
         found = Put(0, declined.reason, f"{printable(order.path)}: {declined}")

@@ -2,6 +2,7 @@
 
     <cache>/jobs/<job>.<restart>/disk        the file system that steps mount, see data/job_disk.py
                                  made.json   for whom and how large; without it nothing is whole
+                                 held         see data/hold.py
                                  lock.<n>, put.<n>    of the job's n-th request, see data/fill.py
 
 Its room is taken in advance: what a job has asked for it has, and no more. The order of what
@@ -9,7 +10,8 @@ happens to a directory keeps the sweep from taking that of a job that begins:
 
     Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
     step        mounts its device in each task's namespace
-    Epilog      drops the lease; renames the directory away, detaches its device, deletes the file
+    Epilog      drops the lease; renames the directory away, ends its holder, detaches its device,
+                deletes the file
     sweep       under the space lock: renames away what has no lease; then as the Epilog
 """
 
@@ -27,7 +29,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
-from forestage.data import job_disk
+from forestage.data import hold, job_disk
 from forestage.data.wanted import Fields
 from forestage.errors import Declined
 from forestage.slurm.job import Job
@@ -117,7 +119,8 @@ def make(node: Node, job: Job, size: int, ram: bool) -> None:
             _make_room(node, job, size)
             job_disk.reserve(place.disk, size)
         trace.point("job room")
-        job_disk.format_for(place.disk, job.user, place.directory)
+        device = job_disk.format_for(place.disk, job.user, place.directory)
+        hold.start(device, place.directory)
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
 
@@ -209,17 +212,17 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     Raises Failed, OSError.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        going = leftover(cache, leases.jobs())
-        for place in going:
-            cache.move_aside(place.directory)
+        going = [_aside(cache, place) for place in leftover(cache, leases.jobs())]
+    for gone in going:
+        _let_go(gone)
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
     for one in loop.attached():
-        gone = (one.file or "").endswith("/disk (deleted)")
-        if gone and one.is_on(facts) and (one.file or "").startswith(f"{cache.real}/"):
+        deleted = (one.file or "").endswith("/disk (deleted)")
+        if deleted and one.is_on(facts) and (one.file or "").startswith(f"{cache.real}/"):
             loop.detach(one.name)
-    return tuple(place.directory.name for place in going)
+    return tuple(gone.name for gone in going)
 
 
 def taken(cache: Cache) -> Taken:
@@ -241,14 +244,32 @@ def _of(cache: Cache, job: int) -> list[Place]:
     return [place for place in _all(cache) if place.job == job]
 
 
+class _Gone(msgspec.Struct, frozen=True):
+    """A directory that no step finds any more: where it is now, what stat(2) says of its disk."""
+
+    name: str
+    now: Path | None
+    disk: os.stat_result | None
+
+
 def _remove(cache: Cache, place: Place) -> None:
-    """Renames it away, so that no step finds it, then lets go of its device and its bytes."""
+    gone = _aside(cache, place)
+    trace.point("job aside")
+    _let_go(gone)
+    trace.point("job detached")
+    cache.delete_evicted()
+
+
+def _aside(cache: Cache, place: Place) -> _Gone:
     facts = None
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         facts = os.lstat(place.disk)
-    cache.move_aside(place.directory)
-    trace.point("job aside")
-    if facts is not None:
-        job_disk.let_go(facts)
-    trace.point("job detached")
-    cache.delete_evicted()
+    return _Gone(place.directory.name, cache.move_aside(place.directory), facts)
+
+
+def _let_go(gone: _Gone) -> None:
+    """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
+    if gone.now is not None:
+        hold.end(gone.now)
+    for device in job_disk.devices(gone.disk) if gone.disk else ():
+        loop.detach(device)

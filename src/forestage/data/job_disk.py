@@ -39,8 +39,8 @@ def reserve(file: Path, size: int) -> None:
         os.close(fd)
 
 
-def format_for(file: Path, user: User, point: Path) -> None:
-    """Makes a file system in the file whose root directory is the user's alone.
+def format_for(file: Path, user: User, point: Path) -> str:
+    """Makes a file system in the file whose root directory is the user's alone; returns its device.
 
     `point` is any directory, see mounts.open_hidden. Raises Failed, OSError.
     """
@@ -65,13 +65,9 @@ def format_for(file: Path, user: User, point: Path) -> None:
         return None, []
 
     as_user.call(work, type(None), FORMATTING)
+    return device
 
 
-def let_go(facts: os.stat_result) -> None:
-    """Detaches the devices that show the file of which stat(2) says this. Raises Failed.
-
-    One that is still mounted goes with its last mount.
-    """
-    for one in loop.attached():
-        if one.is_of(facts):
-            loop.detach(one.name)
+def devices(facts: os.stat_result) -> list[str]:
+    """The devices that show the file of which stat(2) says this: one, if any. Raises Failed."""
+    return [one.name for one in loop.attached() if one.is_of(facts)]

@@ -17,7 +17,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from forestage.errors import Declined
 from forestage.system import as_user
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 THREADS = 8  # files that are read at once: a shared file system answers slowly, but many
 BLOCK = 1 << 20  # bytes
 MEMORY = 4 << 30  # bytes of address space: a hostile archive must not take the job's memory
+ZSTD = b"\x28\xb5\x2f\xfd"
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 
 Still = Callable[[], None]
@@ -192,22 +193,34 @@ def _write(target: str, mode: int, blocks: Iterator[bytes], still: Still) -> int
 # An archive
 
 
+PACKINGS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", ZSTD: "zstd"}
+
+
+def packing(file: int) -> str:
+    """How an archive is compressed, by its first bytes; "" for not at all. Raises OSError."""
+    head = os.pread(file, 6, 0)
+    return next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
+
+
 def load() -> None:
     """Imports what is needed later: a confined process finds no module any more."""
+    import bz2  # noqa: F401
+    import gzip  # noqa: F401
+    import lzma  # noqa: F401
     import tarfile  # noqa: F401
 
     codecs.lookup("unicode_escape")
-    for name in ("zlib", "bz2", "lzma", "gzip"):
-        with contextlib.suppress(ImportError):
-            __import__(name)
 
 
-def archive(fd: int, still: Still) -> int:
-    """Unpacks the open tar archive, compressed or not, to /; returns the bytes of its files.
+def archive(fd: int, packed: str, still: Still) -> int:
+    """Unpacks the open tar archive to /; returns the bytes of its files.
 
-    Links are made as they are, wherever they lead. Raises Declined, OSError.
+    Links are made as they are, wherever they lead. It is read to its very end, where its checksum
+    is. `zstd` has been taken off already. Raises Declined, OSError.
     """
+    import lzma
     import tarfile
+    import zlib
 
     class Strict(tarfile.TarInfo):
         """Damage in the middle is no end: tarfile takes it for one."""
@@ -224,22 +237,39 @@ def archive(fd: int, still: Still) -> int:
     directories: dict[str, tarfile.TarInfo] = {}
     size = 0
     try:
-        with (
-            open(fd, "rb", closefd=False) as file,
-            tarfile.open(fileobj=file, mode="r|*", tarinfo=Strict) as tar,
-        ):
+        with contextlib.ExitStack() as opened:
+            raw = opened.enter_context(open(fd, "rb", closefd=False))
+            file = opened.enter_context(_plain(raw, packed))
+            tar = opened.enter_context(
+                tarfile.open(fileobj=file, mode="r|", bufsize=BLOCK, tarinfo=Strict)
+            )
             while (member := tar.next()) is not None:
                 still()
                 tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
                 size += _member(tar, member, directories, still)
+            while file.read(BLOCK):
+                still()
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise Bad(f"the archive is damaged, or none: {error}") from None
+    except (zlib.error, lzma.LZMAError) as error:
+        raise Bad(f"the archive is damaged: {error}") from None
     except MemoryError:
         raise Bad("the archive has a header that does not fit into memory") from None
     for name in reversed(directories):
         Path("/", name).chmod(mode_of(stat.S_IFDIR | directories[name].mode & 0o777))
         _set_time(name, directories[name].mtime)
     return size
+
+
+def _plain(file: BinaryIO, packed: str) -> Any:
+    """A file to read what this one holds, unpacked."""
+    import bz2
+    import gzip
+    import lzma
+
+    if packed == "gzip":
+        return gzip.GzipFile(fileobj=file)
+    return {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile}.get(packed, contextlib.nullcontext)(file)
 
 
 def _member(

@@ -11,12 +11,15 @@ from types import MappingProxyType
 
 import msgspec
 
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed
+from forestage.system import as_user
+from forestage.system.as_user import User
 
 # slurmd starts its hooks without a PATH.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+AS_USER = ("setpriv", "--no-new-privs", "--inh-caps=-all")
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
@@ -81,3 +84,38 @@ def _finish(
             late = end is not None and time.monotonic() >= end
             if late or (stop is not None and stop.is_set()):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+class Filter:
+    """A program that runs for a user, and what it writes: `out`, a pipe."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdout is not None
+        self.out = process.stdout.fileno()
+        self.wait = process.wait
+        self._process = process  # whose end closes the pipe
+
+
+def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
+    """Starts a program that reads the open file `source`, for a user who could start it as well.
+
+    All three ids are theirs, it has no privilege and gets none; it ends with this process. Raises
+    Declined where it is missing.
+    """
+    if shutil.which(argv[0], path=PATH) is None:
+        raise Declined("program", f"{argv[0]} is not installed on this node")
+    ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
+    groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
+    end = ("--pdeathsig", "KILL")
+    try:
+        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            [*AS_USER, *ids, groups, *end, "--", *argv],
+            stdin=source,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+        )
+    except FileNotFoundError:
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    return Filter(process)
