@@ -70,6 +70,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "forestage/job"
 
     @property
+    def served(self) -> Path:
+        """A socket for each file that is mounted in a step, see data/serving.py."""
+        return self.run / "served"
+
+    @property
     def disk(self) -> Path:
         """What is known of errors of the cache's disk, see cache/doubt.py."""
         return self.run / "disk.json"

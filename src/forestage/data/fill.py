@@ -183,7 +183,8 @@ def _ordered(order: _Order) -> Put:
 
 def _work(order: _Order, step: int) -> Found[Put]:
     """All that this process is for. `step` is the step's own, in whose cgroups it works."""
-    child.join(step)
+    with contextlib.suppress(OSError):  # it has ended
+        child.join(os.getpid(), step)
     try:
         # Held by this process: the hook that waits for it may be killed.
         with lock.held(order.place.lock(order.number), order.until.left()):

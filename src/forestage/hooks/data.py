@@ -1,4 +1,4 @@
-"""The data that a job's comment names: what its Prolog begins, its steps see, its Epilog ends.
+"""A job's data: what its Prolog begins, its steps are shown, and its Epilog ends.
 
     PATH/               data/tree.py      a directory, over its own path, once all of it is here
     FILE@/mount/point   data/mounted.py   a squashfs file, mounted; the file is staged as an image
@@ -15,15 +15,18 @@ import msgspec
 from forestage.cache import image as images
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.data import fill, job_dir, mounted, tree, wanted
+from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
-from forestage.hooks import image
+from forestage.hooks import binds, image
 from forestage.hooks.image import Wait
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import lock
+from forestage.units import printable
+
+STAGE_DIR = Request("stage-dir", "hint")
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -40,14 +43,13 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
         return []
     try:
         _must_be_possible(node, job, refusal)
-        listed = tree.listed(node, job, hints.listed, limit.end) if hints.listed else ()
-        requests = (*hints.data, *listed)
+        requests = (*hints.data, *_listed(node, job, limit.end))
         noted = Wanted(requests, hints.room, hints.ram)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
-    made = _make_dir(node, job, hints.room, hints.ram) if hints.room is not None else []
+    made = _made(node, job, noted, limit)
     return [*made, *(_begun(node, job, noted, request, limit) for request in requests)]
 
 
@@ -62,9 +64,44 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
         found, outcome = _shown(node, job, noted, request, limit)
         lines += found
         outcomes.append(outcome)
-    if noted.room is not None:  # what it was filled with is there by now
+    if noted.refused:
+        outcomes.append(image.of_error(STAGE_DIR, Declined("job-dir", noted.refused)))
+    elif noted.room is not None:  # what it was filled with is there by now
         lines += _dir_lines(node, job)
-    return Shown(lines, outcomes)
+    return Shown(wanted.in_order(lines), outcomes)
+
+
+def _listed(node: Node, job: Job, end: Deadline) -> Sequence[Request]:
+    """What stage-list= names."""
+    if not job.hints.listed:
+        return ()
+    from forestage.data import tree
+
+    return tree.listed(node, job, job.hints.listed, end)
+
+
+def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:
+    """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
+    if noted.room is None:
+        return []
+    from forestage.data import job_dir
+
+    try:
+        job_dir.make(node, job, noted.room, noted.ram)
+    except (ForestageError, OSError) as error:
+        with contextlib.suppress(ForestageError, OSError):
+            refused = msgspec.structs.replace(noted, refused=printable(str(error)))
+            _note(node, job, refused, limit.end)
+        return [image.of_error(STAGE_DIR, error)]
+    return []
+
+
+def _dir_lines(node: Node, job: Job) -> list[Fields]:
+    from forestage.data import job_dir
+
+    with contextlib.suppress(ForestageError, OSError):  # the step begins without it
+        return job_dir.lines(node, job)
+    return []
 
 
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
@@ -88,31 +125,24 @@ def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
 
 
-def _make_dir(node: Node, job: Job, size: int, ram: bool) -> list[Handled]:
-    try:
-        job_dir.make(node, job, size, ram)
-    except (ForestageError, OSError) as error:
-        return [image.of_error(Request("stage-dir", "hint"), error)]
-    return []
-
-
-def _dir_lines(node: Node, job: Job) -> list[Fields]:
-    with contextlib.suppress(ForestageError, OSError):  # the step begins without it
-        return job_dir.lines(node, job)
-    return []
-
-
 def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -> Handled:
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
+            from forestage.data import tree
+
             return tree.begin(node, job, request, path)
         if request.at.startswith("/"):
-            plain = msgspec.structs.replace(request, at="")
-            return image.handle(node, job, [plain], limit)[0].outcome
+            from forestage.data import mounted
+
+            # Nothing is copied for what will not be mounted; the step looks closer.
+            mounted.must_be_allowed(request.at, ())
+            return _staged(node, job, request, limit).outcome
+        from forestage.data import fill
+
         fill.must_be_possible(noted, request)
     except (ForestageError, OSError) as error:
-        return image.of_error(request, error)
+        return _of_error(request, error)
     return Handled("started", request=request.path, via="hint")
 
 
@@ -122,11 +152,39 @@ def _shown(
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
+            from forestage.data import tree
+
             return tree.show(node, job, request, path, limit.copy)
         if request.at.startswith("/"):
-            plain = msgspec.structs.replace(request, at="")
-            answer = image.handle(node, job, [plain], limit)[0]
-            return mounted.show(node, job, request, path, answer.image, answer.outcome)
+            from forestage.data import mounted
+
+            place = mounted.place(node, job, request.at, limit.end)
+            _keep_clear_of_binds(node, job, place.path, limit)
+            answer = _staged(node, job, request, limit)
+            staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
+            return mounted.show(node, job, request, path, place, staged, limit.end)
+        from forestage.data import fill
+
         return fill.fill(node, job, noted, request, path, limit.fill or limit.end)
     except (ForestageError, OSError) as error:
-        return (), image.of_error(request, error)
+        return (), _of_error(request, error)
+
+
+def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
+    """Raises Declined where the job's container would not start with a mount there."""
+    try:
+        binds.must_not_hold(path, job, node.places.root, limit.end)
+    except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
+        raise Declined("no-mount", f"{path}: {why}") from None
+
+
+def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
+    """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
+    plain = msgspec.structs.replace(request, at="")
+    job = msgspec.structs.replace(job, saves=None, mounts_home=False)
+    return image.handle(node, job, [plain], limit)[0]
+
+
+def _of_error(request: Request, error: Exception) -> Handled:
+    named = f"{request.path}@{request.at}" if request.at else request.path
+    return image.of_error(msgspec.structs.replace(request, path=named), error)

@@ -2,7 +2,8 @@
 
 The answer is one line of fields between tabs: `use` this entry for that file, read `through` the
 keeper at this socket, or `leave` the path as it is. A line with `say` before it is for the user,
-who sits at the terminal and waits; one with `also` is such an answer for one more image.
+who sits at the terminal and waits; one with `also` is such an answer for one more image, and one
+with `data` says what else is mounted (data/wanted.py).
 """
 
 import contextlib
@@ -177,7 +178,13 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     if wanted == "none":
         return ""
     if outcome.result in ("declined", "failed"):
+        if outcome.request == "stage-dir":
+            return f"this job has no directory of its own on this node: {outcome.detail}"
+        if outcome.request.endswith("@job") or "@seed:" in outcome.request:
+            return f"{name} is not in the job's directory: {outcome.detail}"
         quiet = outcome.reason in PYXIS_TELLS | AS_DECIDED
+        if outcome.reason == "no-mount":
+            return f"{name} is not mounted: {outcome.detail}"
         return "" if quiet else f"{name} is read from its original path: {outcome.detail}"
     if wanted != "all":
         return ""

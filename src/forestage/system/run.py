@@ -19,7 +19,6 @@ from forestage.system.as_user import User
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
-AS_USER = ("setpriv", "--no-new-privs", "--inh-caps=-all")
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
@@ -39,6 +38,40 @@ class Ran(msgspec.Struct, frozen=True):
         return f"{self.argv[0]}: {end} {last[0]}".strip()
 
 
+def which(program: str) -> str:
+    """Where a program is; "" if it is not installed."""
+    return shutil.which(program, path=PATH) or ""
+
+
+def start_as(
+    user: User, argv: Sequence[str], pass_fds: Sequence[int], stderr: int
+) -> "subprocess.Popen[bytes]":
+    """Starts a program for a user, who could start it as well.
+
+    All three ids are theirs, it has no privilege and gets none. It may outlive us. Raises Failed
+    where setpriv is missing.
+    """
+    try:
+        return subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            [*_as(user), "--", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=ENVIRONMENT,
+            cwd="/",
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+
+
+def _as(user: User) -> tuple[str, ...]:
+    ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
+    groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
+    return ("setpriv", *ids, groups, "--no-new-privs", "--inh-caps=-all")
+
+
 def run(
     argv: Sequence[str],
     pass_fds: Sequence[int] = (),
@@ -51,7 +84,7 @@ def run(
     It is killed once `stop` is set, or after `timeout` seconds. `variables` are added to its
     environment. Raises Failed where the program is missing.
     """
-    if shutil.which(argv[0], path=PATH) is None:
+    if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
     try:
         process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
@@ -102,14 +135,11 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
     All three ids are theirs, it has no privilege and gets none; it ends with this process. Raises
     Declined where it is missing.
     """
-    if shutil.which(argv[0], path=PATH) is None:
+    if not which(argv[0]):
         raise Declined("program", f"{argv[0]} is not installed on this node")
-    ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
-    groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
-    end = ("--pdeathsig", "KILL")
     try:
         process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*AS_USER, *ids, groups, *end, "--", *argv],
+            [*_as(user), "--pdeathsig", "KILL", "--", *argv],
             stdin=source,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

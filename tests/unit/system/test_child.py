@@ -63,6 +63,22 @@ def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
     assert left(root) == {"memory"}
 
 
+def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path) -> None:
+    root = fake(tmp_path, "")
+    lines = "4:memory:/slurm_n1/job_7\n3:name=systemd:/user.slice\n2:freezer:/job_7/gone\n"
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(lines)
+    (root / "sys/fs/cgroup/memory/slurm_n1/job_7").mkdir(parents=True)
+    child.join(4711, 42, root)
+    joined = [str(one.parent) for one in root.rglob("cgroup.procs") if one.read_text() == "4711"]
+    assert joined == [f"{root}/sys/fs/cgroup/memory/slurm_n1/job_7"]
+
+
+def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        child.join(4711, 42, fake(tmp_path, ""))
+
+
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A job's cgroup in a hierarchy of this machine."""
@@ -93,18 +109,3 @@ def test_process_really_leaves_its_job(cgroup: Path) -> None:
     os.waitpid(pid, 0)
     assert os.read(gone, 10) == b"yes"
     os.close(gone)
-
-
-def test_joined_are_the_cgroups_of_another_process(tmp_path: Path) -> None:
-    (tmp_path / "proc/7").mkdir(parents=True)
-    (tmp_path / "proc/7/cgroup").write_text("2:memory:/slurm/job_7\n1:name=x:/\n0::/job_7/slurm\n")
-    spots = ("memory/slurm/job_7", "unified/job_7/slurm", "job_7/slurm")
-    for spot in spots:
-        (tmp_path / "sys/fs/cgroup" / spot).mkdir(parents=True)
-    child.join(7, tmp_path)
-    for spot in spots:
-        assert (tmp_path / "sys/fs/cgroup" / spot / "cgroup.procs").read_text() == "0"
-
-
-def test_process_that_has_ended_is_not_joined(tmp_path: Path) -> None:
-    child.join(7, tmp_path)
