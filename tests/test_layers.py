@@ -44,8 +44,10 @@ STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
     *("check.hooks", "check.plugins", "check.sources", "slurm.queue", "system.tree"),
     *("cache.doubt", "data.job_disk", "peers.auth", "stage.engines", "system.loop"),
+    *("data.fill", "data.serving"),  # as the job's user, with all three ids
 }
-"""Modules that may start programs: none of these runs for a job's user, or parses what users wrote.
+"""Modules that may start programs: all but the last run none for a job's user, nor parse what users
+wrote.
 
 One that does must have all three ids of the user (setresuid, setgroups, no_new_privs): bash with
 real uid 0 makes itself root again. See docs/security.md.

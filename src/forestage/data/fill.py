@@ -281,7 +281,7 @@ def _refused(order: _Order, error: OSError) -> Put:
     """Pure: what an error of reading or writing means."""
     path = printable(order.path)
     if error.errno == errno.ENOSPC:
-        return Put(0, "job-dir-full", f"{path} does not fit into what is left of stage-dir=")
+        return Put(reason="job-dir-full", detail=f"{path} does not fit into what is left of it")
     name = error.filename if isinstance(error.filename, str) else ""
     at = f" ({printable(name)})" if name else ""
     return Put(0, "not-put", f"{path}{at}: {error.strerror or error}")

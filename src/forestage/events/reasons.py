@@ -36,6 +36,9 @@ REASONS = {
     " would not have been readable.",
     "bad-hint": "The comment names no image, but has a hint that could not be read.",
     "evicted-stays": "What was evicted could not be deleted.",
+    "loop": "The node gave no loop device, or did not take one back.",
+    "no-companion": "Data shows in steps only through forestage's SPANK plugin, which is not loaded"
+    " here.",
     "job-dir": "The job has no directory of its own on this node.",
     "job-dir-full": "It did not fit into the job's own directory.",
     "not-put": "It could not be put into the job's own directory.",
