@@ -43,7 +43,7 @@ ALLOWED = {
 STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
     *("check.hooks", "check.plugins", "check.sources", "slurm.queue", "system.tree"),
-    *("cache.doubt", "data.job_disk", "peers.auth", "stage.engines", "system.loop"),
+    *("cache.doubt", "data.job_disk", "data.tree", "peers.auth", "stage.engines", "system.loop"),
     *("data.fill", "data.serving"),  # as the job's user, with all three ids
 }
 """Modules that may start programs: all but the last run none for a job's user, nor parse what users

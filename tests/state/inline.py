@@ -163,7 +163,7 @@ def _start(task: Task) -> Channel:
         hook.send(Message("started"))
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):
-                hook.send(stager._copy(task, threading.Event()))
+                hook.send(stager.copy(task, threading.Event()))
         except lock.Busy:
             hook.send(Message("busy"))
         else:

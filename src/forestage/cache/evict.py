@@ -1,8 +1,9 @@
 """Evicts entries: a pure plan from what is here, who uses it and the room, and its execution.
 
-Order: damaged entries, superseded ones, those of users who take more than their share, then the
-least recently used; leased and pinned ones never (only admin/verify removes those, if their bytes
-are wrong). For a user above their share nobody else's entry goes.
+Order: damaged entries, superseded ones, data above its share of the room, those of users who take
+more than theirs, then the least recently used; leased and pinned ones never (only admin/verify
+removes those, if their bytes are wrong). For a user above their share nobody else's entry goes, and
+for data no image.
 Plans are made and entries renamed away under the space lock; their bytes are deleted outside it.
 """
 
@@ -28,8 +29,8 @@ NOBODY: Mapping[int, int] = {}
 class Room(msgspec.Struct, frozen=True):
     """Bytes: free on the file system, used by the cache, and the limits of the configuration.
 
-    `low` and `share` (of one user) are parts of what the cache may take: `max_size`, or less where
-    others have filled the disk.
+    `low`, `share` (of one user) and `data` are parts of what the cache may take: `max_size`, or
+    less where others have filled the disk.
     """
 
     free: int
@@ -38,6 +39,7 @@ class Room(msgspec.Struct, frozen=True):
     min_free: int
     low: int
     share: int
+    data: int = 1 << 62
 
 
 class Goal(msgspec.Struct, frozen=True):
@@ -73,13 +75,15 @@ def plan(
     superseded_path: str = "",
     copies: Mapping[int, int] = NOBODY,
     user: int | None = None,
+    data: int = 0,
 ) -> Plan:
     """Pure: the entries to evict, in order; `user` is who asks for room, None where nobody does.
 
     Damaged entries go first, then superseded ones (an older identity of a path that has a newer
-    entry, or of `superseded_path`), then those of users above their share until they are within it,
-    then the least recently used. The last only if `user` is not above theirs. Leased and pinned
-    entries never go.
+    entry, or of `superseded_path`), then data above its share, then entries of users above theirs
+    until they are within it, then the least recently used. The last only if `user` is not above
+    theirs. Leased and pinned entries never go. `data` are the bytes of data that room is made for:
+    other data goes until all of it is within its share, and no image.
 
     A user takes what is only theirs: entries that nobody else has used, and `copies`, the bytes
     that their copies will have. Root has no share to keep to: what it warms is for all.
@@ -91,28 +95,36 @@ def plan(
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
     )
     taken = _taken(everything, copies)
+    excess = sum(one.bytes for one in everything if one.is_data) + data - room.data
     victims: list[str] = []
     freed = 0
 
     def is_above(user: int | None) -> bool:
         return bool(user) and taken[user or 0] > room.share
 
+    def is_met() -> bool:
+        return _met(room, goal, freed) and not (data and excess > 0)
+
     def pick(may_go: Callable[[StoredEntry], bool]) -> None:
-        nonlocal left, freed
+        nonlocal left, freed, excess
         stay = []
         for one in left:
-            if _met(room, goal, freed) or not may_go(one):
+            if is_met() or not may_go(one):
                 stay.append(one)
                 continue
             victims.append(one.key)
             freed += one.bytes
             taken[one.user or 0] -= one.bytes
+            excess -= one.bytes if one.is_data else 0
         left = stay
 
     pick(lambda one: one.entry is None or one.key in old)
+    pick(lambda one: one.is_data and excess > 0)
+    if data:
+        left = [one for one in left if one.is_data]
     pick(lambda one: is_above(one.user))
     pick(lambda one: not is_above(user))
-    return Plan(tuple(victims), freed, _met(room, goal, freed))
+    return Plan(tuple(victims), freed, is_met())
 
 
 def _taken(stored: Iterable[StoredEntry], copies: Mapping[int, int]) -> Counter[int]:
@@ -174,6 +186,7 @@ def _room(cache: Cache, config: Config, used: int) -> Room:
         min_free=min_free,
         low=config.low_watermark.of(may_take),
         share=config.max_user_share.of(may_take),
+        data=config.data.share.of(may_take),
     )
 
 
@@ -188,16 +201,22 @@ def copies(cache: Cache) -> Counter[int]:
 
 
 def make_room(
-    cache: Cache, leases: Leases, config: Config, path: str, size: int, user: int | None = None
+    cache: Cache,
+    leases: Leases,
+    config: Config,
+    path: str,
+    size: int,
+    user: int | None = None,
+    data: bool = False,
 ) -> tuple[str, ...]:
     """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
-    `user` is the uid of who asks. Raises Declined, and evicts nothing, where even everything that
-    may go for them would not do.
+    `user` is the uid of who asks, `data` whether it is no image. Raises Declined, and evicts
+    nothing, where even everything that may go for them would not do.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         room = at_least(cache, config)
-        if _met(room, room_for_copy(room, size), 0):
+        if not data and _met(room, room_for_copy(room, size), 0):
             return ()
         stored = cache.stored_entries()
         room = measure(cache, stored, config)
@@ -206,18 +225,19 @@ def make_room(
             # What might be resumed one day goes before anything that is whole.
             drop_dead_parts(cache, lambda part: True)
             room = measure(cache, stored, config)
-        if _met(room, goal, 0):
+        if not data and _met(room, goal, 0):
             return ()
         under_way = copies(cache)
         under_way[user or 0] += size
-        made = plan(stored, leases.keys(), room, goal, path, under_way, user)
+        made = plan(stored, leases.keys(), room, goal, path, under_way, user, size if data else 0)
         if not made.enough:
             raise Declined(
                 "no-room",
                 f"needs {format_size(size)}; {format_size(room.free)} are free, of which"
                 f" {format_size(room.min_free)} stay so, and {format_size(made.freed)} can be"
-                f" evicted (the cache may take {format_size(room.max_size)}, one user"
-                f" {format_size(room.share)} where others' entries would have to go)",
+                f" evicted (the cache may take {format_size(room.max_size)}, data"
+                f" {format_size(room.data)}, one user {format_size(room.share)} where others'"
+                " entries would have to go)",
             )
         _evict(cache, made)
     cache.delete_evicted()

@@ -24,18 +24,25 @@ _MAGIC, _VERSION = b"hsqs", (4, 0)  # linux/fs/squashfs/squashfs_fs.h, struct sq
 PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """Which bytes are meant. `path` is resolved; times are in ns, of the file server's clock."""
+class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which bytes are meant. `path` is resolved; times are in ns, of the file server's clock.
+
+    Of a directory `tree` is the digest of all that it holds, and `size` that of the image which is
+    made of it (data/erofs.py).
+    """
 
     path: str
     inode: int
     size: int
     mtime_ns: int
     ctime_ns: int
+    tree: str = ""
 
     @property
     def key(self) -> str:
         """The cache's name for these bytes: 32 hex digits."""
+        if self.tree:
+            return self.tree[:32]
         parts = (self.path, self.inode, self.size, self.mtime_ns, self.ctime_ns)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 

@@ -66,6 +66,11 @@ class StoredEntry(msgspec.Struct, frozen=True):
     entry: Entry | None
     user: int | None = None
 
+    @property
+    def is_data(self) -> bool:
+        """Whether it is no image, but a directory of a job's data."""
+        return self.entry is not None and bool(self.entry.identity.tree)
+
 
 def open_copy(path: Path) -> io.FileIO:
     """Opens a copy for reading, without waiting for its owner. Raises OSError.

@@ -1,1 +1,327 @@
-"""A directory as one entry of the cache (to be written)."""
+"""A directory as one entry of the cache: looked at, copied and shown to the steps of a job.
+
+A process of its own, begun by the Prolog, looks at all that the directory holds, as the user. What
+it finds is the identity; the entry is an EROFS image made of it (data/erofs.py), so that stager,
+peers, resume, verify and eviction know nothing of directories. Steps start from the shared path
+until all of it is here. Each looks again before it is shown the copy: a job may write to its data
+between two steps.
+
+    state in JOB.data     reached by
+    looking               the Prolog
+    copying               the process has looked, and there is no entry
+    ready                 there is one
+    declined              why not is beside it
+"""
+
+import os
+import socket
+import stat
+import threading
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage import log
+from forestage.cache import image
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases, Use
+from forestage.cache.node import Node
+from forestage.clock import Clock, Deadline
+from forestage.data import erofs, manifest, wanted
+from forestage.data.erofs import Layout
+from forestage.data.manifest import Manifest
+from forestage.data.wanted import Fields, Tree
+from forestage.errors import Declined, Failed, ForestageError
+from forestage.events import Handled
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.stage import source, stager
+from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
+from forestage.stage.stager import Channel, Message
+from forestage.stage.task import Task
+from forestage.system import as_user, child, lock, loop, run
+from forestage.system.as_user import User
+from forestage.units import printable
+
+READERS = 16  # threads of a copy: a small file costs round trips more than bytes
+OTHERS_COPY = 7 * 86400.0  # seconds that another job's copy of the same may take
+HANDSHAKE = 5.0  # seconds in which the process leaves the hook's session, which Slurm will kill
+POLL = 0.25  # seconds between two looks of a step that waits
+LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
+ROOTS_OWN = Access(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
+PROBE = 10.0  # seconds for the kernel to load a module
+
+
+def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
+    """Starts the process that brings a directory, for the Prolog. `path` is absolute.
+
+    Raises OSError.
+    """
+    wanted.note_tree(node, job.id, path, Tree("looking"))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        hook = Channel(theirs)
+        child.live(partial(_live, node, job, path, hook), partial(_died, node, job, path))
+    theirs.close()
+    with Channel(ours) as channel:
+        try:
+            channel.recv(HANDSHAKE)
+        except EOFError:
+            raise Failed("helper", "the process that looks at the directory died") from None
+    return Handled("started", request=printable(request.path), via="hint")
+
+
+def show(
+    node: Node, job: Job, request: Request, path: str, until: Deadline | None
+) -> tuple[list[Fields], Handled]:
+    """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
+
+    `until` is how long to wait for it. Raises Declined, Failed, OSError.
+    """
+    found = _state(node, job.id, path)
+    while until is not None and found.state in ("looking", "copying") and until.left():
+        node.clock.sleep(min(POLL, until.left()))
+        found = _state(node, job.id, path)
+    outcome = Handled("started", request=printable(request.path), via="hint", image=found.path)
+    if found.state == "declined":
+        raise Declined(found.reason, found.detail)
+    entry = node.cache.read(found.key) if found.state == "ready" else None
+    if entry is None or not node.cache.is_proven(found.key):
+        return [], outcome
+    if _digest(node, job.user, path) != entry.identity.tree:
+        raise Declined("changed", f"{path} has changed since the job began")
+    device = loop.attach(node.cache.image(found.key), read_only=True)
+    node.cache.touch(found.key, node.clock.wall(), job.user.uid)
+    line = ("device", device, "erofs", "ro", found.path, str(entry.identity.inode))
+    shown = msgspec.structs.replace(
+        outcome, result="hit", key=found.key, size=entry.identity.size, redirect="spank"
+    )
+    return [line], shown
+
+
+def let_go(cache: Cache, leases: Leases) -> None:
+    """Detaches the devices of entries that no lease names. Under the space lock. Raises Failed.
+
+    Where a task is left that has one mounted, the kernel does so after it. A step that is about to
+    mount one this moment finds it gone and reads the shared path.
+    """
+    used = leases.keys()
+    devices = loop.attached()
+    for key in {one.name for one in cache.entries.iterdir()} - used if devices else ():
+        try:
+            facts = os.lstat(cache.image(key))
+        except OSError:
+            continue
+        for one in devices:
+            if one.is_of(facts):
+                loop.detach(one.name)
+
+
+class OpenTree:
+    """A directory as the stager's source: its manifest, and where each byte is from."""
+
+    def __init__(
+        self, root: int, found: Manifest, made: Layout, user: User, max_files: int, clock: Clock
+    ) -> None:
+        self.root = root
+        self.found = found
+        self.user = user
+        self.max_files = max_files
+        self.clock = clock
+        self.made = made
+        self.own = threading.local()
+
+    @property
+    def image(self) -> Image:
+        facts = self.found.files[0]
+        identity = Identity(
+            self.found.path,
+            facts.inode,
+            self.made.size,
+            facts.mtime_ns,
+            facts.ctime_ns,
+            tree=self.found.digest,
+        )
+        return Image(identity, ROOTS_OWN)
+
+    def open(self) -> Source:
+        """Returns it as the engines read it, once a further change must show in its times."""
+        newest = Identity("", 0, 0, self.found.newest_ns, self.found.newest_ns)
+        self.clock.sleep(source.settling(Image(newest, ROOTS_OWN), self.clock.wall()))
+        self.must_be_unchanged()
+        head = len(self.made.head)
+        return Source(-1, None, self.made.size, self.found.path, self.read, head)
+
+    def must_be_unchanged(self) -> None:
+        """Looks at all of it once more. Raises Declined."""
+        now = manifest.take(self.root, self.found.path, self.user, self.max_files)
+        if now.digest != self.found.digest:
+            raise source.changed(self.found.path)
+
+    def read(self, start: int, want: memoryview) -> None:
+        """Fills `want` with what begins at `start`. Raises Declined, Truncated, Unreadable.
+
+        Each thread that calls this reads with the user's rights from then on.
+        """
+        if not hasattr(self.own, "fd"):
+            manifest.act_as(self.user)
+            self.own.fd, self.own.number = -1, -1
+        made, end = self.made, start + len(want)
+        head = made.head[start:end]
+        want[: len(head)] = head
+        at = start + len(head)
+        place = max(0, made.first(at))
+        while at < end:
+            begins = made.starts[place] if place < len(made.starts) else made.size
+            size = self.found.files[made.numbers[place]].size if begins < made.size else 0
+            if at >= begins + size:  # to the next block's, or the image's, end
+                after = made.starts[place + 1] if place + 1 < len(made.starts) else made.size
+                count = min(end, after) - at
+                want[at - start : at - start + count] = bytes(count)
+                place += 1
+            else:
+                count = min(end, begins + size) - at
+                self._read_file(made.numbers[place], at - begins, want[at - start :][:count])
+            at += count
+
+    def _read_file(self, number: int, offset: int, want: memoryview) -> None:
+        file = self.found.files[number]
+        name = os.path.join(self.found.path, os.fsdecode(file.path))
+        try:
+            if self.own.number != number:
+                self._open(number)
+            done = 0
+            while done < len(want):
+                count = os.preadv(self.own.fd, [want[done:]], offset + done)
+                if count == 0:
+                    raise Truncated(printable(name))
+                done += count
+            os.posix_fadvise(self.own.fd, offset, len(want), os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise Unreadable(printable(name), error) from None
+
+    def _open(self, number: int) -> None:
+        """Makes a file this thread's open one. Raises OSError, Declined where it has changed."""
+        file = self.found.files[number]
+        if self.own.fd >= 0:
+            os.close(self.own.fd)
+            self.own.fd, self.own.number = -1, -1
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self.own.fd = os.open(file.path, flags, dir_fd=self.root)
+        facts = os.fstat(self.own.fd)
+        seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+        if seen != (file.inode, file.size, file.mtime_ns, file.ctime_ns):
+            raise source.changed(printable(os.path.join(self.found.path, os.fsdecode(file.path))))
+        self.own.number = number
+
+
+def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
+    """The whole life of the process that brings a directory."""
+    stager.leave_hook()
+    child.let_go({hook.fileno()})
+    stop = stager.be_stager()
+    hook.send(Message("started"))
+    hook.close()
+    try:
+        ended = _bring(node, job, path, stop)
+    except (ForestageError, OSError) as error:
+        reason = error.reason if isinstance(error, Declined) else "io"
+        ended = Tree("declined", reason=reason, detail=printable(str(error)))
+        line = f"reason={reason} detail={printable(str(error))!r}"
+        log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
+    wanted.note_tree(node, job.id, path, ended)
+
+
+def _died(node: Node, job: Job, path: str, error: BaseException | None) -> None:
+    log.say(f"stager job={job.id} result=failed detail={error!r}", by_slurm=True)
+    wanted.note_tree(node, job.id, path, Tree("declined", reason="helper", detail=repr(error)))
+
+
+def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+    """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
+    os.setgroups(os.getgrouplist(job.user.name, job.user.gid) if job.user.name else [job.user.gid])
+    root, resolved = manifest.open_root(path, job.user)
+    _must_be_a_source(node, resolved)
+    max_files = node.config.data.max_files
+    found = manifest.take(root, resolved, job.user, max_files)
+    _must_have_bytes(found)
+    key = found.digest[:32]
+    _lease(node, job, key)
+    ready = Tree("ready", key, resolved)
+    if node.cache.read(key) is not None and node.cache.is_proven(key):
+        return ready
+    wanted.note_tree(node, job.id, path, Tree("copying", key, resolved))
+    _must_be_mountable()
+    made = erofs.layout(found, manifest.acls(root, found, job.user))
+    opened = OpenTree(root, found, made, job.user, max_files, node.clock)
+    # Of files there is no second descriptor past the page cache, and rsync knows no images.
+    config = msgspec.structs.replace(node.config, engine="chunks", threads=READERS, cold="shared")
+    here = msgspec.structs.replace(node, config=config)
+    task = Task(here, job, OpenImage(opened.image, job.user, root), opened)
+    with lock.held(node.cache.key_lock(key), OTHERS_COPY):
+        ended = stager.copy(task, stop)
+    if ended.state == "failed":
+        raise (Failed if ended.node_failed else Declined)(ended.reason, ended.detail)
+    return ready
+
+
+def _must_be_a_source(node: Node, resolved: str) -> None:
+    sources = tuple(map(as_user.real, node.config.sources))
+    if not image.is_below(resolved, sources):
+        raise Declined(
+            "outside-sources",
+            f"{resolved} is not below {', '.join(sources)}",
+            "the admin can add its directory to `sources:`",
+        )
+    if image.is_below(str(node.cache.real), [resolved]):
+        raise Declined("outside-sources", f"{resolved} holds the cache itself")
+
+
+def _must_have_bytes(found: Manifest) -> None:
+    """Raises Declined for a directory that is nothing but links: the bytes lie elsewhere."""
+    if not found.bytes:
+        links = sum(bool(one.link) for one in found.files)
+        what = f"{found.path} has no bytes" + (f", only {links} links" if links else "")
+        raise Declined("empty", what, "name the directory to which the links lead, too")
+
+
+def _must_be_mountable() -> None:
+    """Raises Declined where the kernel has no EROFS, nor a module of it; Failed."""
+    if "\terofs\n" not in Path("/proc/filesystems").read_text():
+        ran = run.run(["modprobe", "erofs"], timeout=PROBE)
+        if ran.code != 0:
+            what = f"this kernel has no EROFS, of which the copy would be: {ran.explained()}"
+            raise Declined("no-erofs", what)
+
+
+def _lease(node: Node, job: Job, key: str) -> None:
+    """Holds the entry for the job. Raises Stopped where that is over."""
+    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        lease = node.leases.read(job.id)
+        if lease is None or not lease.data:
+            raise Declined("stopped", "the job is over")
+        node.leases.write(lease.with_use(Use(key)))
+
+
+def _state(node: Node, job: int, path: str) -> Tree:
+    return wanted.read(node.leases, job).trees.get(path, Tree("looking"))
+
+
+def _digest(node: Node, user: User, path: str) -> str:
+    """What the directory is now, as the user sees it. Raises as_user.TooSlow, Declined, OSError."""
+
+    def work() -> as_user.Found[tuple[str, str, str]]:
+        os.setgroups(os.getgrouplist(user.name, user.gid) if user.name else [user.gid])
+        try:
+            root, resolved = manifest.open_root(path, user)
+            found = manifest.take(root, resolved, user, node.config.data.max_files)
+        except Declined as declined:
+            return ("", declined.reason, str(declined)), []
+        return (found.digest, "", ""), []
+
+    digest, reason, detail = as_user.call(work, tuple[str, str, str], LOOK)[0]
+    if reason:
+        raise Declined(reason, detail)
+    return digest

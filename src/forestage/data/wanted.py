@@ -5,12 +5,14 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from forestage.cache.lease import Leases
+from forestage.cache.node import Node
 from forestage.slurm.hints import Request
-from forestage.system import records
+from forestage.system import lock, records
 
 Fields = tuple[str, ...]
 """What the companion is told, between tabs (src/spank/data.c):
@@ -30,16 +32,28 @@ def in_order(lines: Sequence[Fields]) -> list[Fields]:
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 
 
+class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a directory is (data/tree.py): its key and resolved path, or why it has none."""
+
+    state: Literal["looking", "copying", "ready", "declined"]
+    key: str = ""
+    path: str = ""
+    reason: str = ""
+    detail: str = ""
+
+
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
 
-    `refused` says why it has none though.
+    `refused` says why it has none though. `trees` has the directories by their paths as the job
+    names them.
     """
 
     requests: tuple[Request, ...] = ()
     room: int | None = None
     ram: bool = False
     refused: str = ""
+    trees: dict[str, Tree] = {}
 
 
 def note(leases: Leases, job: int, wanted: Wanted) -> None:
@@ -52,3 +66,13 @@ def read(leases: Leases, job: int) -> Wanted:
     with contextlib.suppress(OSError, records.Damaged):
         return records.load(leases.data(job), Wanted)
     return Wanted()
+
+
+def note_tree(node: Node, job: int, path: str, tree: Tree) -> None:
+    """Notes how far a directory is, if the job is still here. Raises lock.Busy, OSError."""
+    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        lease = node.leases.read(job)
+        if lease is not None and lease.data:
+            noted = read(node.leases, job)
+            trees = {**noted.trees, path: tree}
+            note(node.leases, job, msgspec.structs.replace(noted, trees=trees))

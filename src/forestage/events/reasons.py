@@ -17,6 +17,14 @@ REASONS = {
     "empty": "There is nothing to copy.",
     "below-bind": "A redirect would have kept the job's container from starting.",
     "saved": "A job saves its container to this path; a redirect would be in its way.",
+    "no-companion": "Data shows in steps only through forestage's SPANK plugin, which this node's"
+    " plugstack.conf does not load.",
+    "not-a-directory": "The hint ends with a slash, as a directory's does; this is none.",
+    "odd-file": "The directory holds something that is neither a file, a directory nor a link, or"
+    " another file system; it is staged whole or not at all.",
+    "too-many-files": "The directory has more files than the admin's `data: max_files:`.",
+    "no-erofs": "The node's kernel lacks the file system of which copies of directories are made.",
+    "loop": "No loop device could be had, or let go of.",
     "too-many": "The job holds as many images on this node as one job may.",
     "too-large": "The image is above the admin's `max_image_size:`, or has too many chunks.",
     "source-error": "The shared file system gave an error.",
@@ -36,9 +44,6 @@ REASONS = {
     " would not have been readable.",
     "bad-hint": "The comment names no image, but has a hint that could not be read.",
     "evicted-stays": "What was evicted could not be deleted.",
-    "loop": "The node gave no loop device, or did not take one back.",
-    "no-companion": "Data shows in steps only through forestage's SPANK plugin, which is not loaded"
-    " here.",
     "job-dir": "The job has no directory of its own on this node.",
     "job-dir-full": "It did not fit into the job's own directory.",
     "not-put": "It could not be put into the job's own directory.",

@@ -8,6 +8,8 @@ Only with the companion: it mounts all this in each task's own namespace.
 """
 
 import contextlib
+import io
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -21,11 +23,14 @@ from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
 from forestage.hooks import binds, image
 from forestage.hooks.image import Wait
+from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import lock
+from forestage.system import as_user, lock
 from forestage.units import printable
 
+LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
+LOOK = 5.0  # seconds for it
 STAGE_DIR = Request("stage-dir", "hint")
 
 
@@ -38,13 +43,13 @@ class Shown(msgspec.Struct, frozen=True):
 
 def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Handled]:
     """Notes what data the job wants, and begins to bring it. For the Prolog; waits for nothing."""
-    hints = job.hints
-    if not hints.has_data:
+    asked = job.hints
+    if not asked.has_data:
         return []
     try:
         _must_be_possible(node, job, refusal)
-        requests = (*hints.data, *_listed(node, job, limit.end))
-        noted = Wanted(requests, hints.room, hints.ram)
+        requests = (*asked.data, *_listed(job, limit.end))
+        noted = Wanted(requests, asked.room, asked.ram)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]
@@ -71,13 +76,35 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     return Shown(wanted.in_order(lines), outcomes)
 
 
-def _listed(node: Node, job: Job, end: Deadline) -> Sequence[Request]:
-    """What stage-list= names."""
+def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
+    """What the job's list names. Raises Declined, as_user.TooSlow, OSError."""
     if not job.hints.listed:
         return ()
-    from forestage.data import tree
+    path = os.path.join(job.work_dir, job.hints.listed)
 
-    return tree.listed(node, job, job.hints.listed, end)
+    def work() -> as_user.Found[bytes]:
+        as_user.become(job.user)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with io.FileIO(fd) as file:
+            return file.read(LONGEST_LIST + 1), []
+
+    try:
+        text = as_user.call(work, bytes, min(LOOK, end.left()))[0]
+    except OSError as error:
+        raise images.declined_by(error, path) from None
+    if len(text) > LONGEST_LIST:
+        raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
+    lines = [line.strip() for line in os.fsdecode(text).split("\n")]
+    problems: list[str] = []
+    wanted = hints.requests([one for one in lines if not one.startswith("#")], job.rank, problems)
+    data = tuple(dict.fromkeys(one for one in wanted if one.is_data))
+    if len(data) < len(set(wanted)):
+        problems.append("it names images, which belong into stage=")
+    if len(data) > hints.MAX_HINTED:
+        problems.append(f"it names {len(data)}, more than {hints.MAX_HINTED}")
+    if problems:
+        raise Declined("bad-hint", f"stage-list: {path}: {'; '.join(problems)}")
+    return data
 
 
 def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:

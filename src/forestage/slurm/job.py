@@ -45,6 +45,11 @@ class Job(msgspec.Struct, frozen=True):
     home: str = ""
     restart: int = 0
 
+    @property
+    def rank(self) -> Rank:
+        """Which of the job's nodes this is; as Slurm named them to the Prolog."""
+        return _rank(self.nodelist, self.node)
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Job":
         """Reads slurmd's variables, or the SPANK companion's, which have the same names.
@@ -52,7 +57,10 @@ class Job(msgspec.Struct, frozen=True):
         Raises JobError when one that is always set is not there.
         """
         comment = environ.get("SLURM_JOB_COMMENT", "")
-        hints = read_hints(comment, _rank(environ) if "{" in comment else NOWHERE)
+        node = environ.get("SLURMD_NODENAME", "")
+        # The second is what releases before 23.02.6 have.
+        listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+        hints = read_hints(comment, _rank(listed, node) if "{" in comment else NOWHERE)
         image = environ.get(IMAGE_OPTION, "")
         from_option = (Request(image, "option"),) if image else ()
         hinted = tuple(one for one in hints.wanted if not one.is_data and one.path != image)
@@ -63,15 +71,14 @@ class Job(msgspec.Struct, frozen=True):
                 uid=_number(environ, "SLURM_JOB_UID"),
                 gid=_number(environ, "SLURM_JOB_GID"),
             ),
-            node=environ.get("SLURMD_NODENAME", ""),
+            node=node,
             partition=environ.get("SLURM_JOB_PARTITION", ""),
             work_dir=environ.get("SLURM_JOB_WORK_DIR", ""),
             requests=from_option + hinted,
             saves=environ.get(SAVE_OPTION) or None,
             hints=hints,
             step=_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else None,
-            # The second is what releases before 23.02.6 have.
-            nodelist=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""),
+            nodelist=listed,
             step_nodelist=environ.get("SLURM_STEP_NODELIST", ""),
             # pyxis refuses both together.
             mounts_home=True
@@ -87,12 +94,11 @@ class Job(msgspec.Struct, frozen=True):
         )
 
 
-def _rank(environ: Mapping[str, str]) -> Rank:
-    """Which of the job's nodes this is, as Slurm lists them."""
+def _rank(listed: str, own: str) -> Rank:
+    """Which of the listed nodes this one is."""
     from forestage.slurm import nodelist  # few comments need it
 
-    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    nodes, own = nodelist.expand(listed), environ.get("SLURMD_NODENAME", "")
+    nodes = nodelist.expand(listed)
     return Rank(nodes.index(own) if own in nodes else None, len(nodes))
 
 

@@ -153,10 +153,10 @@ class Run:
         self.past_cache = _direct(part) if tuning.direct else None
         self.in_kernel = not tuning.digest
         self.holes: dict[int, bytes] = {}
-        if tuning.through:
+        if tuning.through and source.read is None:
             # Between the job's reads and those of several threads read-ahead reads things twice.
             os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
-        self.data = space.data_chunks(source.buffered, source.size, tuning.chunk)
+        self.data = reading.data_chunks(source, tuning.chunk)
         self.readers = readers
         self.lock = threading.Lock()
         self.began = time.monotonic()
@@ -356,7 +356,7 @@ class Run:
         start, size = self.span(number)
         if not self.is_urgent(number):
             self.throttle.take(size, self.stop)
-        if self.in_kernel and self._copied_in_kernel(start, size):
+        if self.in_kernel and self.source.read is None and self._copied_in_kernel(start, size):
             return digest.UNKNOWN
         running = digest.Running() if self.tuning.digest else None
         for at, piece in reading.pieces(self.source, start, size, buffer, self._turn):

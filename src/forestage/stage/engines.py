@@ -9,7 +9,7 @@ from forestage.cache.part import Part
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
-from forestage.stage import chunks
+from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning
 from forestage.stage.source import Source, Unreadable
 from forestage.system import run
@@ -50,11 +50,11 @@ class Chunks:
         self.downloads = downloads
 
     def needs(self, source: Source) -> int:
-        data = space.data_chunks(source.buffered, source.size, self.tuning.chunk)
+        data = reading.data_chunks(source, self.tuning.chunk)
         return space.needed(source.size, self.tuning.chunk, data)
 
     def reserve(self, source: Source, part: Part) -> None:
-        data = space.data_chunks(source.buffered, source.size, self.tuning.chunk)
+        data = reading.data_chunks(source, self.tuning.chunk)
         space.reserve(part, source.size, self.tuning.chunk, data)
 
     def copy(

@@ -131,6 +131,8 @@ def _take_back(task: Task, owner: Owner) -> None:
 
 def _open_settled(task: Task) -> Source:
     """Opens the source once a further change of it would show in its times."""
+    if task.tree is not None:
+        return task.tree.open()
     clock = task.node.clock
     clock.sleep(source.settling(task.image, clock.wall()))
     return source.open_source(task.opened, task.node.config)
@@ -182,7 +184,13 @@ def _make_room(task: Task, opened: Source, figures: Figures) -> None:
     node = task.node
     need = max(0, engines.of(node.config).needs(opened) - task.part.allocated())
     figures.evicted += evict.make_room(
-        node.cache, node.leases, node.config, task.image.path, need, task.job.user.uid
+        node.cache,
+        node.leases,
+        node.config,
+        task.image.path,
+        need,
+        task.job.user.uid,
+        data=task.tree is not None,
     )
 
 
@@ -205,7 +213,7 @@ def _readers(task: Task) -> Iterator[Readers | None]:
     config = task.node.config
     directory = task.node.places.through / task.key
     made = None
-    if config.engine == "chunks":
+    if config.engine == "chunks" and task.tree is None:
         made = readers.make(directory, task.image.size, config.chunk_size, task.part.image)
     try:
         yield made
@@ -277,6 +285,9 @@ def progress_line(task: Task, owner: Owner) -> str:
 
 def must_be_unchanged(task: Task) -> None:
     """Raises Declined unless both the open file and what the path leads to now are as before."""
+    if task.tree is not None:
+        task.tree.must_be_unchanged()
+        return
     wanted, node = task.image, task.node
     source.must_be_same(task.opened)
     caches = [node.cache.real]

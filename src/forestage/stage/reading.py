@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
+from forestage.cache import space
+from forestage.cache.part import chunk_count
 from forestage.stage.source import Source, Truncated, Unreadable
 
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
@@ -97,6 +99,9 @@ def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview)
 
     What the page cache has is taken from there; the rest comes past it, or is dropped behind.
     """
+    if source.read is not None:
+        source.read(start, want)
+        return
     done = _from_cache(source, start, want) if source.direct is not None else 0
     tries = 0
     while done < len(want):
@@ -118,6 +123,13 @@ def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview)
         tries = 0
     with contextlib.suppress(OSError):
         os.posix_fadvise(source.buffered, start, len(want), os.POSIX_FADV_DONTNEED)
+
+
+def data_chunks(source: Source, chunk: int) -> set[int]:
+    """The numbers of the chunks that hold any data; the others are holes of a sparse file."""
+    if source.read is not None:
+        return set(range(chunk_count(source.size, chunk)))
+    return space.data_chunks(source.buffered, source.size, chunk)
 
 
 def _from_cache(source: Source, start: int, want: memoryview) -> int:

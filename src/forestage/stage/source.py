@@ -42,12 +42,18 @@ SKEW_NS = 300_000_000_000
 
 
 class Source(msgspec.Struct, frozen=True):
-    """An open source as the engines read it; `direct` is the same file past the page cache."""
+    """An open source as the engines read it; `direct` is the same file past the page cache.
+
+    Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset. The
+    first `own` bytes are what this node has made itself: no other node is asked for them.
+    """
 
     buffered: int
     direct: int | None
     size: int  # bytes
     path: str = ""  # for messages only
+    read: Callable[[int, memoryview], None] | None = None
+    own: int = 0
 
 
 class Truncated(Declined):

@@ -96,24 +96,35 @@ def start(task: Task) -> Channel:
     return Channel(ours)
 
 
-def _live(task: Task, hook: Channel) -> None:
-    """The stager's whole life."""
+def leave_hook() -> None:
+    """Goes out of the reach of what ends the hook or its job."""
     os.setsid()
     os.chdir("/")  # nobody's directory is to be busy because of a copy
     child.leave_job()
+
+
+def _live(task: Task, hook: Channel) -> None:
+    """The stager's whole life."""
+    leave_hook()
     task = task.received()
     child.let_go({hook.fileno(), task.opened.fd})
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = be_stager()
     hook.send(Message("started"))
     try:
         with lock.held(task.node.cache.key_lock(task.key), PROBE_GRACE):
-            hook.send(_copy(task, stop))
+            hook.send(copy(task, stop))
     except lock.Busy:
         hook.send(Message("busy"))
     else:
         _redirect_waiting(task)
+
+
+def be_stager() -> threading.Event:
+    """Has this process look like a stager; the event is set once it is to stop."""
+    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    return stop
 
 
 def _failed(task: Task, error: BaseException | None) -> None:
@@ -128,8 +139,11 @@ def _redirect_waiting(task: Task) -> None:
             log.say(f"stager job={job} {line}", by_slurm=True)
 
 
-def _copy(task: Task, stop: threading.Event) -> Message:
-    """Makes the copy, its event and its log line; every expected error becomes a message."""
+def copy(task: Task, stop: threading.Event) -> Message:
+    """Makes the copy, its event and its log line; every expected error becomes a message.
+
+    The caller holds the key's lock.
+    """
     # Here: its hook is not to wait for what only a copy needs.
     from forestage.stage import pipeline
 

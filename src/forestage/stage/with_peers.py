@@ -18,7 +18,7 @@ from random import SystemRandom
 
 from forestage import log
 from forestage.cache import digest
-from forestage.cache.part import ENTRY_BYTES, Part
+from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
 from forestage.cache.readers import NOW, PIECE, SOON, Readers
 from forestage.errors import Declined
 from forestage.peers import samples
@@ -84,8 +84,10 @@ class Shared(Run):
         readers: Readers | None = None,
     ) -> None:
         super().__init__(source, part, tuning, stop, readers)
-        # The next chunks of the file are other nodes' shares: readahead would read them in vain.
-        os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
+        self._bring_own()
+        if source.read is None:
+            # The next chunks of the file are other nodes' shares: readahead would read in vain.
+            os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
         self.peers = peers
         self.downloads = downloads
         self.from_peers = 0
@@ -109,6 +111,14 @@ class Shared(Run):
         # Of the own share too: who begins late gets it from peers as well.
         nodes = len(self.schedule.ring.nodes)
         self.samples = samples.draw(missing, source.size, tuning.chunk, nodes, SystemRandom())
+
+    def _bring_own(self) -> None:
+        """Brings what no other node is asked for: of a directory, what the kernel will parse."""
+        buffer = reading.buffer(self.tuning.chunk)
+        for number in range(chunk_count(self.source.own, self.tuning.chunk)):
+            if number in self.todo:
+                del self.todo[number]
+                self.note(number, self.take(number, buffer, self.write))
 
     def share(self) -> None:
         self.bring_holes()

@@ -40,8 +40,9 @@ def stored(
     pinned: bool = False,
     damaged: bool = False,
     user: int | None = None,
+    tree: str = "",
 ) -> StoredEntry:
-    identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0)
+    identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0, tree)
     entry = None if damaged else Entry(key, identity, Access(0, 0, 0o644), created, "rsync")
     return StoredEntry(key, size, used, pinned, entry, user)
 
@@ -225,6 +226,57 @@ def test_nobody_evicts_others_entries_for_more_than_their_share(
     expected: Plan,
 ) -> None:
     assert plan(things, frozenset(), room(), goal, "", copies, user) == expected
+
+
+@pytest.mark.parametrize(
+    ("things", "free", "data", "expected"),
+    [
+        pytest.param(
+            [stored("a", 1), stored("b", 2)], 10, 5, Plan((), 0, False), id="no image goes for data"
+        ),
+        pytest.param(
+            [stored("a", 1), stored("d", 2, tree="x"), stored("e", 3, tree="x")],
+            10,
+            5,
+            Plan(("d",), 10, True),
+            id="data goes for data, as long ago as it was used",
+        ),
+        pytest.param(
+            [stored("d", 2, tree="x"), stored("e", 3, tree="x")],
+            0,
+            15,
+            Plan(("d",), 10, True),
+            id="data keeps within its share, however much is free",
+        ),
+        pytest.param([stored("d", tree="x")], 0, 31, Plan(("d",), 10, False), id="above the share"),
+        pytest.param(
+            [stored("a", 1), stored("d", 9, tree="x", size=40)],
+            10,
+            0,
+            Plan(("d",), 40, True),
+            id="above its share it goes before images",
+        ),
+        pytest.param(
+            [stored("a", 1), stored("d", 9, tree="x")],
+            10,
+            0,
+            Plan(("a",), 10, True),
+            id="within its share it is as an image",
+        ),
+        pytest.param(
+            [stored("old", 1, "/x", 1), stored("new", 2, "/x", 2), stored("d", 3, tree="x")],
+            10,
+            5,
+            Plan(("old",), 10, True),
+            id="an image that was superseded goes first",
+        ),
+    ],
+)
+def test_data_takes_no_images_place(
+    things: list[StoredEntry], free: int, data: int, expected: Plan
+) -> None:
+    at = Room(0, 100, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT, share=NO_LIMIT, data=30)
+    assert plan(things, frozenset(), at, want(free), data=data) == expected
 
 
 THINGS = st.lists(

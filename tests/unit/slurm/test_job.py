@@ -1,16 +1,13 @@
-"""A job's requests and hints, read from Slurm's variables and from the user's comment."""
+"""A job, read from Slurm's variables."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forestage.errors import JobError
-from forestage.slurm.hints import MAX_HINTED, MAX_PROBLEMS, Hints, Request, read_hints
+from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
 from forestage.system.as_user import User
-from forestage.units import MAX_TEXT
 
 ENVIRON = {
     "SLURM_JOB_ID": "42",
@@ -21,78 +18,6 @@ ENVIRON = {
     "SLURM_JOB_WORK_DIR": "/home/alice",
     "SLURMD_NODENAME": "n1",
 }
-
-
-@pytest.mark.parametrize(
-    ("comment", "expected"),
-    [
-        ("", Hints()),
-        # Words that only look like a hint.
-        ("my favourite job, on stage", Hints()),
-        ("stages=/a upstage=/a Stage=/a stage /a stage:/a stage- xstage-wait=1", Hints()),
-        ("stage=/a", Hints(paths=("/a",))),
-        ("x;stage=/a;y", Hints(paths=("/a",))),
-        ("stage=/a,/b stage=/c\nstage=/a", Hints(paths=("/a", "/b", "/c"))),
-        ("stage=,/a,,", Hints(paths=("/a",))),
-        ("stage=/a%2Cb%20c", Hints(paths=("/a,b c",))),
-        ("stage=/a=b", Hints(paths=("/a=b",))),
-        ("stage=off", Hints(off=True)),
-        ("stage=off stage=/a", Hints(off=True, paths=("/a",))),
-        ("stage=/off,off", Hints(paths=("/off", "off"))),
-        ("stage-wait=10m", Hints(wait=600.0)),
-        ("stage-wait=10m stage-wait=1m", Hints(wait=60.0)),
-    ],
-)
-def test_hints_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
-    assert read_hints(comment) == expected
-
-
-@pytest.mark.parametrize(
-    ("comment", "problem"),
-    [
-        ("stage=", "names no image"),
-        ("stage-wait=", "stage-wait: expected a duration"),
-        ("stage-wait=soon", "'soon'"),
-        ("stage-wait=1e9", "'1e9'"),
-        ("stage-=1", "unknown hint stage-="),
-    ],
-)
-def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
-    hints = read_hints(f"{comment} stage=/a")
-    assert hints.paths == ("/a",)
-    assert hints.wait is None
-    (found,) = hints.problems
-    assert problem in found
-
-
-def test_too_many_images_are_cut_and_reported() -> None:
-    hints = read_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
-    assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED))
-    assert f"names {MAX_HINTED + 1} images" in hints.problems[0]
-
-
-@pytest.mark.parametrize(
-    ("comment", "number"),
-    [
-        (" ".join(f"stage-x{n}=1" for n in range(1000)), MAX_PROBLEMS),
-        ("stage-" + "x" * 10_000 + "=1", 1),
-        ("stage-\udcff=1", 1),
-        ("stage-\x1b[2J=1", 1),
-    ],
-)
-def test_problems_are_few_short_and_printable(comment: str, number: int) -> None:
-    problems = read_hints(comment).problems
-    assert len(problems) == number
-    for problem in problems:
-        assert problem.isprintable()
-        assert len(problem.encode()) <= MAX_TEXT + len("…".encode())
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
-def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
-    encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
-    expected = tuple(dict.fromkeys(paths))[:MAX_HINTED]
-    assert read_hints(f"stage={encoded}").paths == expected
 
 
 def test_job_is_read_from_slurmds_variables() -> None:
@@ -106,7 +31,7 @@ def test_job_is_read_from_slurmds_variables() -> None:
         # The same path twice would be staged twice.
         requests=(Request("/a", "option"), Request("/c", "hint")),
         saves="/b",
-        hints=Hints(paths=("/c", "/a")),
+        hints=Hints((Request("/c", "hint"), Request("/a", "hint"))),
     )
     assert Job.from_environ(ENVIRON | {IMAGE_OPTION: ""}).requests == ()
 
@@ -146,3 +71,23 @@ def test_number_that_is_none_is_refused(name: str, value: str | None) -> None:
 )
 def test_jobs_nodes_are_kept_as_slurm_wrote_them(given: dict[str, str], nodelist: str) -> None:
     assert Job.from_environ(ENVIRON | given).nodelist == nodelist
+
+
+@pytest.mark.parametrize(
+    ("node", "nodelist", "paths"),
+    [
+        ("n1", "n[1-3]", ("/d/0-3/00/",)),
+        ("n3", "n[1-3]", ("/d/2-3/02/",)),
+        ("n3", "n3", ("/d/0-1/00/",)),
+        # Not a node of the job, as far as Slurm says.
+        ("n9", "n[1-3]", ()),
+    ],
+)
+def test_slice_is_that_of_the_nodes_place_in_the_job(
+    node: str, nodelist: str, paths: tuple[str, ...]
+) -> None:
+    comment = {"SLURM_JOB_COMMENT": "stage=/d/{node}-{nodes}/{node:02}/"}
+    listed = {"SLURMD_NODENAME": node, "SLURM_JOB_NODELIST": nodelist}
+    hints = Job.from_environ(ENVIRON | comment | listed).hints
+    assert tuple(one.path for one in hints.data) == paths
+    assert bool(hints.problems) == (not paths)

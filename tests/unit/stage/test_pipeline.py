@@ -372,7 +372,7 @@ def rooms(monkeypatch: Patch) -> list[int]:
     """What room was asked for; each time something is evicted."""
     asked: list[int] = []
 
-    def noting(*arguments: object) -> tuple[str, ...]:
+    def noting(*arguments: object, **_: object) -> tuple[str, ...]:
         asked.append(arguments[-2])  # type: ignore[arg-type]
         return ("victim",)
 
@@ -414,7 +414,7 @@ def test_room_is_looked_for_before_anything_that_grows_with_the_size(
 ) -> None:
     phases: list[str | None] = []
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         owner = task.part.owner()
         phases.append(owner and owner.phase)
         raise Declined("no-room", "full")
@@ -488,7 +488,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
     monkeypatch.setattr(engines, "of", lambda _: Stub())
     monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
     monkeypatch.setattr(stage_source, "open_source", lambda *_: Source(-1, None, count))
-    monkeypatch.setattr(evict, "make_room", lambda *_: ())
+    monkeypatch.setattr(evict, "make_room", lambda *_, **__: ())
     identity = msgspec.structs.replace(task.image.identity, size=count)
     wanted = msgspec.structs.replace(task.image, identity=identity)
     task = msgspec.structs.replace(task, opened=msgspec.structs.replace(task.opened, image=wanted))

@@ -153,6 +153,15 @@ def test_source_is_not_read_where_peers_have_all(pair: Pair, patient: None) -> N
     assert not pair.read
 
 
+def test_what_the_kernel_will_parse_comes_from_no_peer(pair: Pair, patient: None) -> None:
+    pair.source = msgspec.structs.replace(pair.source, own=CHUNK + 1)
+    fake = Fake(pair.data, everything())
+    assert pair.copy(fake) == SIZE - 2 * CHUNK
+    pair.check()
+    assert sorted(pair.read) == [0, 1]
+    assert not {0, 1} & {number for _, number in fake.asked}
+
+
 def test_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patient: None) -> None:
     mine = sum(1 << number for number in share())
     fake = Fake(pair.data, everything() & ~mine)

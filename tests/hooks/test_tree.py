@@ -1,0 +1,389 @@
+"""A directory that a comment names: staged whole, shown to steps, and never outdated."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache.node import Node as Bare
+from forestage.clock import Clock, Deadline
+from forestage.config import load_settings
+from forestage.data import tree, wanted
+from forestage.data.wanted import Tree
+from forestage.events import Copied, Handled
+from forestage.hooks import data
+from forestage.hooks.image import Wait
+from forestage.slurm.job import Job
+from forestage.stage import chunks
+from forestage.system import lock, loop, mounts
+from node import ALICE, BOB, Node, content, read_as, until
+
+User = type(ALICE)
+MANY = 40
+
+
+@pytest.fixture
+def spank(node: Node) -> Iterator[Node]:
+    node.configure(redirect="spank")
+    yield node
+    for one in loop.attached():
+        if one.file and one.file.startswith(str(node.cache.root)):
+            loop.detach(one.name)
+
+
+def fill(node: Node, name: str = "alice/set", user: User = ALICE) -> Path:
+    """Puts a small tree on the shared file system; gives its path on the node."""
+    for number in range(MANY):
+        node.put(f"{name}/a/{number:03}", os.urandom(number * 997), user)
+    node.put(f"{name}/empty", b"", user)
+    node.put(f"{name}/private", b"mine", user, mode=0o600)
+    top = node.server / name
+    (top / "link").symlink_to("a/003")
+    os.lchown(top / "link", user.uid, user.gid)
+    (top / "a" / "sub").mkdir(mode=0o750)
+    os.chown(top / "a" / "sub", user.uid, user.gid)
+    with open(os.fsencode(top / "a" / "sub") + b"/\xff\n name", "wb") as file:
+        file.write(b"odd")
+    os.chown(os.fsencode(top / "a" / "sub") + b"/\xff\n name", user.uid, user.gid)
+    return node.shared / name
+
+
+def ready(node: Node, job: int) -> Bare:
+    """The node as a hook of the job has it."""
+    config = load_settings(node.places.etc).for_partition("batch")
+    return Bare(config, node.places, node.cache, node.leases, Clock())
+
+
+def as_job(node: Node, job: int, comment: str, user: User = ALICE) -> Job:
+    return Job.from_environ(node.environ(job, user=user, comment=comment))
+
+
+def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[Handled]:
+    limit = Wait.of(Clock(), 600.0, None)
+    return data.begin(ready(node, job), as_job(node, job, comment, user), limit, None)
+
+
+def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.Shown:
+    limit = Wait.of(Clock(), 600.0, wait)
+    return data.show(ready(node, job), as_job(node, job, "", user), limit, None)
+
+
+def settled(node: Node, job: int, path: Path) -> Tree:
+    """How the directory stands once its process has ended."""
+
+    def found() -> Tree | None:
+        one = wanted.read(node.leases, job).trees.get(str(path) + "/")
+        return one if one and one.state in ("ready", "declined") else None
+
+    return until(found, "the tree")  # type: ignore[return-value]
+
+
+def staged(node: Node, job: int, path: Path, user: User = ALICE) -> Tree:
+    (outcome,) = begin(node, job, f"stage={path}/", user)
+    assert (outcome.result, outcome.reason) == ("started", "")
+    return settled(node, job, path)
+
+
+@pytest.fixture
+def mounted(spank: Node) -> Iterator[Callable[[data.Shown], Path]]:
+    """Mounts what a step is shown, where the test can look at it."""
+    points: list[Path] = []
+
+    def mount(shown: data.Shown) -> Path:
+        (line,) = shown.lines
+        kind, device, fs, how, _, _ = line
+        assert (kind, fs, how) == ("device", "erofs", "ro")
+        point = spank.places.root / f"mounted{len(points)}"
+        point.mkdir()
+        mounts.mount(device, str(point), 7, "erofs")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in points:
+        mounts.umount(str(point))
+
+
+def differences(path: Path, copy: Path) -> str:
+    """What rsync would change: contents, owners, modes, times, links, ACLs."""
+    argv = ["rsync", "-nacAX", "--delete", "--out-format=%i %n", f"{path}/", f"{copy}/"]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
+    spank: Node, mounted: Callable[[data.Shown], Path]
+) -> None:
+    path = fill(spank)
+    found = staged(spank, 1, path)
+    assert (found.state, found.path) == ("ready", str(path))
+    shown = show(spank, 1)
+    (outcome,) = shown.outcomes
+    assert (outcome.result, outcome.image, outcome.key) == ("hit", str(path), found.key)
+    assert shown.lines[0][4:] == (str(path), str(path.stat().st_ino))
+    copy = mounted(shown)
+    assert differences(path, copy) == ""
+    assert read_as(ALICE, copy / "private") == b"mine"
+    assert read_as(BOB, copy / "private") is None
+
+
+def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.Shown], Path]) -> None:
+    path = fill(spank)
+    file = spank.server / "alice/set/private"
+    subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:r", file], check=True)
+    staged(spank, 1, path)
+    copy = mounted(show(spank, 1))
+    assert differences(path, copy) == ""
+    assert read_as(BOB, copy / "private") == b"mine"
+
+
+def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.Shown], Path]) -> None:
+    path = fill(spank)
+    (spank.server / "alice/set/a/003").chmod(0o6755)
+    staged(spank, 1, path)
+    assert (mounted(show(spank, 1)) / "a/003").stat().st_mode & 0o7777 == 0o755
+
+
+def test_second_job_has_a_hit_and_brings_nothing(spank: Node) -> None:
+    path = fill(spank)
+    first = staged(spank, 1, path)
+    assert staged(spank, 2, path) == first
+    assert [one.result for one in spank.outcomes("stager")] == ["copied"]
+    assert spank.held(2).uses[0].key == first.key
+
+
+def test_tree_that_has_changed_since_is_shown_to_no_step(spank: Node) -> None:
+    path = fill(spank)
+    staged(spank, 1, path)
+    (spank.server / "alice/set/a/007").write_bytes(b"other")
+    shown = show(spank, 1)
+    assert shown.lines == []
+    assert (shown.outcomes[0].result, shown.outcomes[0].reason) == ("declined", "changed")
+
+
+@pytest.mark.parametrize("change", ["new", "gone", "mode", "replaced"])
+def test_every_change_makes_another_entry(spank: Node, change: str) -> None:
+    path = fill(spank)
+    file = spank.server / "alice/set/a/007"
+    first = staged(spank, 1, path)
+    if change == "new":
+        (file.parent / "new").write_bytes(b"")
+    elif change == "gone":
+        file.unlink()
+    elif change == "mode":
+        file.chmod(0o600)
+    else:
+        facts = file.stat()
+        (file.parent / ".new").write_bytes(file.read_bytes()[::-1])
+        os.utime(file.parent / ".new", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+        (file.parent / ".new").replace(file)
+    os.chown(file.parent, ALICE.uid, ALICE.gid)
+    second = staged(spank, 2, path)
+    assert second.state == "ready"
+    assert second.key != first.key
+
+
+def test_other_user_who_may_read_all_shares_the_entry(spank: Node) -> None:
+    path = fill(spank)
+    (spank.server / "alice/set/private").unlink()
+    (spank.server / "alice/set/a/sub").chmod(0o755)
+    assert staged(spank, 1, path) == staged(spank, 2, path, BOB)
+
+
+def test_user_who_may_not_read_one_file_gets_none_of_it(spank: Node) -> None:
+    path = fill(spank)
+    assert staged(spank, 1, path).state == "ready"
+    found = staged(spank, 2, path, BOB)
+    assert (found.state, found.reason) == ("declined", "no-permission")
+    shown = show(spank, 2, BOB)
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "no-permission")
+    # Not by the other job's entry either, should the record say so.
+    with lock.held(spank.cache.space_lock, 5):
+        noted = wanted.read(spank.leases, 2)
+        trees = {str(path) + "/": wanted.read(spank.leases, 1).trees[str(path) + "/"]}
+        wanted.note(spank.leases, 2, msgspec.structs.replace(noted, trees=trees))
+    assert show(spank, 2, BOB).lines == []
+
+
+def odd(node: Node, what: str) -> None:
+    top = node.server / "alice/set"
+    if what == "fifo":
+        os.mkfifo(top / "fifo")
+    elif what == "socket":
+        os.mknod(top / "socket", 0o140600)
+    elif what == "device":
+        os.mknod(top / "device", 0o020600, os.makedev(1, 3))
+    else:
+        (top / "other").mkdir()
+        mounts.mount("tmpfs", str(node.shared / "alice/set/other"), 0, "tmpfs")
+
+
+@pytest.mark.parametrize("what", ["fifo", "socket", "device", "disk"])
+def test_what_is_no_file_has_the_tree_declined(spank: Node, what: str) -> None:
+    path = fill(spank)
+    odd(spank, what)
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "odd-file")
+    assert spank.entries() == set()
+    if what == "disk":
+        mounts.umount(str(path / "other"))
+
+
+def test_directory_of_links_alone_says_where_the_bytes_are(spank: Node) -> None:
+    spank.put("alice/snapshots/x", b"")
+    top = spank.server / "alice/snapshots"
+    (top / "x").unlink()
+    (top / "model").symlink_to("../../blobs/1234")
+    found = staged(spank, 1, spank.shared / "alice/snapshots")
+    assert (found.state, found.reason) == ("declined", "empty")
+    assert "only 1 links" in found.detail
+
+
+def test_too_many_files_are_refused_with_what_to_do(spank: Node) -> None:
+    spank.configure(redirect="spank", data={"max_files": 10})
+    found = staged(spank, 1, fill(spank))
+    assert (found.state, found.reason) == ("declined", "too-many-files")
+    assert "more than 10 files" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("alice/none", "missing"), ("alice/file", "not-a-directory"), ("bob", "no-permission")],
+)
+def test_path_that_is_no_directory_of_the_users_says_so(
+    spank: Node, name: str, reason: str
+) -> None:
+    spank.put("alice/file", b"x")
+    spank.put("bob/x", b"x", BOB)
+    (spank.server / "bob").chmod(0o700)
+    found = staged(spank, 1, spank.shared / name)
+    assert (found.state, found.reason) == ("declined", reason)
+
+
+def test_directory_outside_of_the_sources_is_declined(spank: Node) -> None:
+    found = staged(spank, 1, Path("/usr/share/doc"))
+    assert (found.state, found.reason) == ("declined", "outside-sources")
+
+
+def test_tree_that_changes_while_it_is_copied_is_no_entry(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    before(tree.OpenTree, "_read_file", lambda: (spank.server / "alice/set/late").touch())
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "changed")
+    assert spank.entries() == set()
+
+
+def test_file_that_is_swapped_before_it_is_read_is_no_entry(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    file = spank.server / "alice/set/a/039"
+
+    def swap() -> None:
+        if file.is_file() and not file.is_symlink():
+            file.unlink()
+            file.symlink_to("/etc/shadow")
+
+    before(tree.OpenTree, "_read_file", swap)
+    found = staged(spank, 1, path)
+    assert found.state == "declined"
+    assert spank.entries() == set()
+
+
+def test_tree_without_room_is_declined_and_evicts_no_image(spank: Node) -> None:
+    image = spank.put("alice/image.sqsh", content(1))
+    assert spank.prolog(7, image).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    spank.epilog(7)
+    path = fill(spank)
+    spank.put("alice/set/large", bytes(40 << 20))
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "no-room")
+    assert spank.entries() == {key}
+    assert spank.parts() == []
+
+
+def test_killed_copy_of_a_tree_is_resumed_by_the_next_job(
+    spank: Node, after: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    spank.put("alice/set/large", os.urandom(3 << 20))
+    with pytest.MonkeyPatch.context() as once:
+        real = chunks.Run.note
+
+        def note(run: chunks.Run, number: int, found: bytes) -> None:
+            real(run, number, found)
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        once.setattr(chunks.Run, "note", note)
+        begin(spank, 1, f"stage={path}/")
+    (part,) = until(lambda: [one for one in spank.parts() if one.digests()], "a part")
+    until(lambda: spank.is_idle(part.directory.name), "the stager's end")
+    assert staged(spank, 2, path).state == "ready"
+    (copied,) = spank.outcomes("stager")
+    assert isinstance(copied, Copied)
+    assert copied.resumed > 0
+
+
+def test_step_that_waits_gets_the_tree_of_its_own_job(spank: Node) -> None:
+    path = fill(spank)
+    begin(spank, 1, f"stage={path}/")
+    assert [line[0] for line in show(spank, 1, wait=600.0).lines] == ["device"]
+
+
+def test_step_that_does_not_wait_starts_from_the_shared_path(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(spank)
+    monkeypatch.setattr(tree, "_bring", lambda *_: Tree("looking"))
+    begin(spank, 1, f"stage={path}/")
+    shown = show(spank, 1)
+    assert (shown.lines, shown.outcomes[0].result) == ([], "started")
+
+
+def test_tree_of_a_job_that_is_over_is_not_begun(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    before(tree, "_lease", lambda: spank.leases.drop(1))
+    begin(spank, 1, f"stage={path}/")
+    until(lambda: not spank.leases.file(1).exists(), "the lease to go")
+    assert spank.entries() == set()
+    assert spank.lease(1) is None
+
+
+def test_devices_go_with_the_last_lease(spank: Node) -> None:
+    path = fill(spank)
+    staged(spank, 1, path)
+    staged(spank, 2, path)
+    assert show(spank, 1).lines == show(spank, 2).lines
+
+    def ours() -> list[loop.Loop]:
+        root = str(spank.cache.root)
+        return [one for one in loop.attached() if one.file and one.file.startswith(root)]
+
+    for job, left in ((1, 1), (2, 0)):
+        spank.leases.drop(job)
+        tree.let_go(spank.cache, spank.leases)
+        assert len(ours()) == left
+
+
+def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's wait ends, whatever becomes of the copy."""
+    path = fill(spank)
+    monkeypatch.setattr(tree, "_bring", lambda *_: Tree("copying", "0" * 32, str(path)))
+    begin(spank, 1, f"stage={path}/")
+    bare, job = ready(spank, 1), as_job(spank, 1, "")
+    request = as_job(spank, 1, f"stage={path}/").hints.data[0]
+    until_now = Deadline.after(0.01, Clock())
+    lines, outcome = tree.show(bare, job, request, f"{path}/", until_now)
+    assert (lines, outcome.result) == ([], "started")

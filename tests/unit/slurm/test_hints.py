@@ -1,0 +1,187 @@
+"""The hints of a comment: which paths, where they are to show, how long that may take."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.slurm.hints import (
+    MAX_HINTED,
+    MAX_PROBLEMS,
+    Hints,
+    Rank,
+    Request,
+    read_hints,
+)
+from forestage.units import MAX_TEXT
+
+GIB = 1024**3
+
+
+def _images(*paths: str, off: bool = False) -> Hints:
+    return Hints(tuple(Request(path, "hint") for path in paths), off=off)
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        ("", Hints()),
+        # Words that only look like a hint.
+        ("my favourite job, on stage", Hints()),
+        ("stages=/a upstage=/a Stage=/a stage /a stage:/a stage- xstage-wait=1", Hints()),
+        ("stage=/a", _images("/a")),
+        ("x;stage=/a;y", _images("/a")),
+        ("stage=/a,/b stage=/c\nstage=/a", _images("/a", "/b", "/c")),
+        ("stage=,/a,,", _images("/a")),
+        ("stage=/a%2Cb%20c", _images("/a,b c")),
+        ("stage=/a=b", _images("/a=b")),
+        ("stage=off", Hints(off=True)),
+        ("stage=off stage=/a", _images("/a", off=True)),
+        ("stage=/off,off", _images("/off", "off")),
+        ("stage-wait=10m", Hints(wait=600.0)),
+        ("stage-wait=10m stage-wait=1m", Hints(wait=60.0)),
+    ],
+)
+def test_hints_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
+    assert read_hints(comment) == expected
+
+
+@pytest.mark.parametrize(
+    ("comment", "problem"),
+    [
+        ("stage=", "names no image"),
+        ("stage-wait=", "stage-wait: expected a duration"),
+        ("stage-wait=soon", "'soon'"),
+        ("stage-wait=1e9", "'1e9'"),
+        ("stage-=1", "stage-: unknown hint"),
+    ],
+)
+def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
+    hints = read_hints(f"{comment} stage=/a")
+    assert hints.paths == ("/a",)
+    assert hints.wait is None
+    (found,) = hints.problems
+    assert problem in found
+
+
+def test_too_many_images_are_cut_and_reported() -> None:
+    hints = read_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
+    assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED))
+    assert f"names {MAX_HINTED + 1} images" in hints.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("comment", "number"),
+    [
+        (" ".join(f"stage-x{n}=1" for n in range(1000)), MAX_PROBLEMS),
+        ("stage-" + "x" * 10_000 + "=1", 1),
+        ("stage-\udcff=1", 1),
+        ("stage-\x1b[2J=1", 1),
+    ],
+)
+def test_problems_are_few_short_and_printable(comment: str, number: int) -> None:
+    problems = read_hints(comment).problems
+    assert len(problems) == number
+    for problem in problems:
+        assert problem.isprintable()
+        assert len(problem.encode()) <= MAX_TEXT + len("…".encode())
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
+def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
+    encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
+    expected = list(dict.fromkeys(paths))
+    hints = read_hints(f"stage={encoded}")
+    assert {one.path for one in hints.wanted} >= set(expected[:MAX_HINTED]) - {""}
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "at"),
+    [
+        ("/models/llama/", "/models/llama/", ""),
+        ("/env.sqsh@/opt/env", "/env.sqsh", "/opt/env"),
+        ("/d/@job", "/d/", "job"),
+        ("/d/x.tar@job", "/d/x.tar", "job"),
+        ("/cache@seed:TRITON_CACHE_DIR", "/cache", "seed:TRITON_CACHE_DIR"),
+        # Only the last @ before one of these endings separates.
+        ("/home/u@dom/x.sqsh@/opt/env", "/home/u@dom/x.sqsh", "/opt/env"),
+        ("/home/u@dom/d/", "/home/u@dom/d/", ""),
+        ("/a@b@job", "/a@b", "job"),
+        ("/a%40/d/@job", "/a@/d/", "job"),
+        ("/a@%2Fopt/", "/a@/opt/", ""),
+        ("/x.sqsh@/opt/a%2Cb", "/x.sqsh", "/opt/a,b"),
+        ("/d/%7Bnode%7D/", "/d/{node}/", ""),
+    ],
+)
+def test_data_has_a_path_and_a_place(value: str, path: str, at: str) -> None:
+    hints = read_hints(f"stage={value}")
+    assert hints.data == (Request(path, "hint", at),)
+    assert (hints.paths, hints.problems) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "value", ["/home/u@dom/x.sqsh", "/a@jobs", "/a@seed:", "/a@seed", "/x%40job"]
+)
+def test_other_ats_belong_to_the_path_of_an_image(value: str) -> None:
+    assert read_hints(f"stage={value}").paths == (value.replace("%40", "@"),)
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ("/d/{node}/", "/d/7/"),
+        ("/d/{nodes}/{node}/", "/d/16/7/"),
+        ("/d/{node:05}/", "/d/00007/"),
+        ("/d/{node:01}.sqsh", "/d/7.sqsh"),
+    ],
+)
+def test_slice_is_replaced(value: str, path: str) -> None:
+    (found,) = read_hints(f"stage={value}", Rank(7, 16)).wanted
+    assert found.path == path
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["{node:0300000000d}", "{node:5}", "{node:010}", "{}", "{0}", "{node.x}", "{node"],
+)
+def test_anything_else_in_braces_is_a_problem_and_takes_no_memory(path: str) -> None:
+    hints = read_hints(f"stage=/d/{path},/a", Rank(7, 16))
+    assert hints.paths == ("/a",)
+    (problem,) = hints.problems
+    assert "unknown placeholder {" in problem
+    assert len(problem) < 200
+
+
+def test_slice_without_a_known_node_is_a_problem() -> None:
+    hints = read_hints("stage=/d/{node}/,/a")
+    assert (hints.paths, hints.data) == (("/a",), ())
+    assert "is not known here" in hints.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("comment", "room", "ram"),
+    [("stage-dir=200GiB", 200 * GIB, False), ("stage-dir=64G,ram", 64 * GIB, True)],
+)
+def test_own_directory_has_a_size(comment: str, room: int, ram: bool) -> None:
+    hints = read_hints(comment)
+    assert (hints.room, hints.ram, hints.has_data, hints.problems) == (room, ram, True, ())
+
+
+@pytest.mark.parametrize("value", ["", "much", "-1", "1G,disk", "1G,", "80%"])
+def test_own_directory_of_no_size_is_a_problem(value: str) -> None:
+    hints = read_hints(f"stage-dir={value} stage=/a")
+    assert (hints.room, hints.paths) == (None, ("/a",))
+    assert hints.problems[0].startswith("stage-dir: expected")
+
+
+def test_list_is_a_file_of_this_nodes() -> None:
+    assert read_hints("stage-list=lists/{node}", Rank(3, 4)).listed == "lists/3"
+
+
+def test_images_and_data_are_counted_apart() -> None:
+    value = ",".join(f"/{n}/,/{n}.sqsh" for n in range(MAX_HINTED + 1))
+    hints = read_hints(f"stage={value}")
+    assert (len(hints.paths), len(hints.data)) == (MAX_HINTED, MAX_HINTED)
+    for what, problem in zip(("images", "data"), hints.problems, strict=True):
+        assert f"names {MAX_HINTED + 1} {what}" in problem
