@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import signal
@@ -440,6 +441,32 @@ def test_link_in_the_directory_leads_no_copy_out_of_it(dirs: Dirs, home: Path) -
         assert left(at) == ["tree"]
 
 
+NO_NEW_PRIVS, DUMPABLE = 39, 3  # linux/prctl.h: what asks for them
+
+
+def must_be_confined() -> None:
+    libc = ctypes.CDLL(None)
+    assert os.listdir("/") == []
+    assert {*os.getresuid(), *os.getresgid(), *os.getgroups()} == {ALICE.uid}
+    assert (libc.prctl(NO_NEW_PRIVS, 0, 0, 0, 0), libc.prctl(DUMPABLE, 0, 0, 0, 0)) == (1, 0)
+    with pytest.raises(PermissionError):
+        os.setuid(0)
+
+
+def test_confined_process_has_no_way_back(dirs: Dirs, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+
+    def life() -> None:
+        os.setgroups([0, 4242])
+        put.confine(os.open(tmp_path / "empty", os.O_RDONLY), ALICE)
+        must_be_confined()
+
+    process = _fork.Process(target=life)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 def test_copy_runs_with_all_ids_of_the_user_and_no_way_to_others(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,10 +474,7 @@ def test_copy_runs_with_all_ids_of_the_user_and_no_way_to_others(
     real = put.tree
 
     def looked(source: int, still: put.Still) -> int:
-        assert os.listdir("/") == []
-        assert {*os.getresuid(), *os.getresgid(), *os.getgroups()} == {ALICE.uid}
-        with pytest.raises(PermissionError):
-            os.setuid(0)
+        must_be_confined()
         return real(source, still)
 
     monkeypatch.setattr(put, "tree", looked)

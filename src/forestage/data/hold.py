@@ -53,8 +53,9 @@ def _live(device: str, place: Path, prolog: socket.socket) -> None:
     os.write(held, b"%d" % os.getpid())
     root = mounts.open_hidden(device, job_disk.KIND, os.fspath(place))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    child.let_go({held, root, prolog.fileno()})
     prolog.send(b".")
-    child.let_go({held, root})
+    prolog.close()
     while not signal.sigtimedwait({signal.SIGTERM}, LOOK) and os.fstat(held).st_nlink:
         pass
     fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)
