@@ -44,13 +44,12 @@ STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
     *("check.hooks", "check.plugins", "check.sources", "slurm.queue", "system.tree"),
     *("cache.doubt", "data.job_disk", "data.tree", "peers.auth", "stage.engines", "system.loop"),
-    *("data.fill", "data.serving"),  # as the job's user, with all three ids
 }
-"""Modules that may start programs: all but the last run none for a job's user, nor parse what users
-wrote.
+"""Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
-One that does must have all three ids of the user (setresuid, setgroups, no_new_privs): bash with
-real uid 0 makes itself root again. See docs/security.md.
+FOR_USERS = {"data.fill", "data.serving"}
+"""Those that start one for a job's user, with all three ids theirs (run.start_as, start_filter):
+bash with real uid 0 makes itself root again. See docs/security.md.
 """
 
 
@@ -154,7 +153,11 @@ def test_every_folder_and_module_has_its_place() -> None:
 
 def test_programs_are_started_where_it_is_known_by_whom() -> None:
     found = {module for module in MODULES if "forestage.system.run" in imported(module)}
-    assert found == STARTERS
+    assert found == STARTERS | FOR_USERS
+    for module in FOR_USERS:
+        nodes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
+        used = {node.attr for node in nodes if ast.unparse(node.value) == "run"}
+        assert used <= {"which", "start_as", "start_filter", "Filter"}, module
 
 
 def test_environment_is_read_by_the_hooks_and_the_command_line_only() -> None:

@@ -115,7 +115,7 @@ static int open_folder(const void *path)
 	return open(path, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
 }
 
-/* The directory where it is to show, O_PATH, or -1: what the user cannot reach, nobody mounts over. */
+/* The directory where it is to show, O_PATH, or -1: also where this user cannot reach it. */
 static int open_target(spank_t sp, const struct datum *one, const char **wrong)
 {
 	char link[32], path[PATH_MAX];

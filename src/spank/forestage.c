@@ -137,8 +137,8 @@ static char mounts_home(spank_t sp)
 }
 
 /*
- * Whether the Prolog noted images or data of the job's comment (cache/lease.py). By access(2), which looks with
- * our real user, root. A job's extern step has no process that could read them.
+ * Whether the Prolog noted images or data of the job's comment (cache/lease.py). By access(2), which
+ * looks with our real user, root. A job's extern step has no process that could read them.
  */
 static bool is_hinted(spank_t sp)
 {

@@ -96,7 +96,7 @@ void identify(const struct stat *st, unsigned long long identity[4]);
 /* redirect.c. Real and saved ids stay root's: the user can neither signal nor trace the process. */
 bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups);
 
-/* redirect.c. Calls `open_it` with the ids and groups of the job, which a task does not have yet. */
+/* redirect.c. Calls `open_it` with the job's ids and groups, which a task does not have yet. */
 int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what);
 
 /* redirect.c. The task has a mount namespace of its own from now on; false, and errno. */
@@ -114,7 +114,7 @@ void forget_data(void);
 /* data.c. In user_init: what the helper said of the step's environment. */
 void set_variables(spank_t sp);
 
-/* data.c. In the step manager: its connections keep the servers until the tasks have their mounts. */
+/* data.c. In the step manager: its connections keep the servers for the tasks. */
 void hold_data(void);
 
 /* data.c. In each task: all that is to be mounted, in the order of the lines. */

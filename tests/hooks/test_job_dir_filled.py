@@ -371,19 +371,20 @@ def test_damaged_archive_is_told_and_nothing_of_it_appears(dirs: Dirs, cut: str)
         assert left(at) == []
 
 
+@pytest.mark.parametrize("at", [70_000, -6], ids=["amid", "checksum"])
 @pytest.mark.parametrize("mode", ["gz", "bz2", "xz", "zst"])
-def test_archive_whose_packing_is_damaged_is_told(dirs: Dirs, mode: str) -> None:
+def test_archive_whose_packing_is_damaged_is_told(dirs: Dirs, mode: str, at: int) -> None:
     bare = packed(dirs, *((f"f{n}", os.urandom(30000), {}) for n in range(5)))
     file = dirs.source / f"set.tar.{mode}"
     with file.open("wb") as out:
         subprocess.run([PACKERS[mode], "-c", bare], stdout=out, check=True)
     data = bytearray(file.read_bytes())
-    data[70_000] ^= 1
+    data[at] ^= 1
     file.write_bytes(data)
     begun(dirs, f"{file}@job")
     assert told(dirs) == [("declined", "not-put")]
-    with dirs.seen(7) as at:
-        assert left(at) == []
+    with dirs.seen(7) as seen:
+        assert left(seen) == []
 
 
 def test_header_larger_than_memory_is_refused(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +395,8 @@ def test_header_larger_than_memory_is_refused(dirs: Dirs, monkeypatch: pytest.Mo
     file.write_bytes(raw.tobuf(tarfile.GNU_FORMAT))
     os.truncate(file, 3 << 30)
     begun(dirs, f"{file}@job")
-    assert told(dirs) == [("declined", "not-put")]
+    (outcome,) = dirs.step(7).outcomes
+    assert "does not fit into memory" in outcome.detail
 
 
 def deep(top: Path, levels: int) -> None:
@@ -484,7 +486,8 @@ def test_copy_runs_with_all_ids_of_the_user_and_no_way_to_others(
 def test_killed_copier_is_told_and_the_next_step_tries_again(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun(dirs, f"{tree(dirs)}@job")
+    top = tree(dirs)
+    begun(dirs, f"{top}@job")
 
     def dies(source: int, still: put.Still) -> int:
         Path("/half").write_text("x")
@@ -497,6 +500,7 @@ def test_killed_copier_is_told_and_the_next_step_tries_again(
     assert told(dirs) == [("copied", "")]
     with dirs.seen(7) as at:
         assert left(at) == ["tree"]
+        assert content(at / "tree") == content(top)
 
 
 def test_hook_killed_while_it_waits_leaves_a_whole_copy_or_none(

@@ -229,6 +229,8 @@ def _consequence(event: Event) -> str:
         )
     if event.outcome.reason == "bad-hint":
         return "The job ran as if the hint were not there."
+    if event.outcome.reason == "no-mount":
+        return f"The {who} went on without it."
     if event.outcome.result == "failed" and event.hook != "step":
         return "The job kept its original path, unless the admin's `on_error: drain` stopped it."
     return f"The {who} kept its original path."

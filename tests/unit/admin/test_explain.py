@@ -87,6 +87,7 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
         ),
         (Handled("failed", reason="cache-not-mounted"), "on_error: drain"),
         (Handled("declined", reason="bad-hint", detail="unknown hint"), "as if the hint were not"),
+        (Handled("declined", reason="no-mount", detail="no such place"), "went on without it"),
         (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
 )
