@@ -238,6 +238,25 @@ def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_no_file(name
     assert ran.stderr == f"forestage: {name} job=4294967294 result=none\n"
 
 
+AT_WORK = """
+import sys
+from forestage.hooks.boundary import import_msgspec
+import_msgspec()
+import forestage.hooks.prolog, forestage.hooks.step, forestage.hooks.epilog
+import forestage.stage.stager, forestage.through.keeper, forestage.cache.shown
+heavy = {"yaml", "filelock", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
+print(sorted(heavy & set(sys.modules)), "msgspec" in sys.modules)
+import typing_extensions
+"""
+
+
+def test_hook_at_work_imports_nothing_that_it_can_do_without() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-BIc", AT_WORK], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] True\n", "")
+
+
 STEP = """
 import sys
 from forestage.hooks import boundary

@@ -80,6 +80,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "disk.json"
 
     @property
+    def preloaded(self) -> Path:
+        """It is there once the page cache has what starts of images read, see cache/hot.py."""
+        return self.run / "preloaded"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

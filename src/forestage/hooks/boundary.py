@@ -66,6 +66,7 @@ def _main(name: Name) -> int:
         hook.answer("leave", "no-image")
         return 0
     try:
+        import_msgspec()
         from forestage.clock import Clock
         from forestage.paths import Places
 
@@ -75,6 +76,24 @@ def _main(name: Name) -> int:
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
         return DRAIN if hook.drains else 0
+
+
+def import_msgspec() -> None:
+    """Imports msgspec without typing_extensions, which would be a seventh of a hook's time.
+
+    It takes from there what typing has too, and does with that where there is nothing else.
+    """
+    import sys
+
+    if "typing_extensions" in sys.modules:
+        return
+    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+    try:
+        import msgspec  # noqa: F401
+    except ImportError:  # who needs it next imports it with all that it wants
+        pass
+    finally:
+        del sys.modules["typing_extensions"]
 
 
 def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:

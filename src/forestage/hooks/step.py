@@ -243,7 +243,8 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
         return None
     if job.mounts_home is False:  # a further step need not say so
         return None
-    further = msgspec.structs.replace(outcome, result=answer.outcome.result, via="option", wait=0.0)
+    changes = {"result": answer.outcome.result, "via": "option", "wait": 0.0, "evicted": ()}
+    further = msgspec.structs.replace(outcome, **changes)
     event = msgspec.to_builtins(events.of_job(job, "step", further))
     # The companion writes these before the rest.
     event = {name: value for name, value in event.items() if name not in MEASURED}

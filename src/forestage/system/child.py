@@ -43,6 +43,23 @@ def let_go(keep: set[int]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
+def is_in_job(root: Path = Path("/")) -> bool:
+    """Whether this process is in a job's own PID or user namespace (namespace/linux, Slurm 25.11).
+
+    It is killed with the job then, and nobody outside may read a FUSE that it mounts. The first
+    process of a job's PID namespace is a step manager. Where it is the node's, it has another user
+    namespace, or may not be looked at.
+    """
+    proc = root / "proc"
+    with contextlib.suppress(OSError):
+        if (proc / "1/comm").read_bytes() == b"slurmstepd\n":
+            return True
+        users = os.readlink(proc / "self/ns/user")
+        return users != FIRST_USERS and users != os.readlink(proc / "1/ns/user")
+    return True
+
+
+FIRST_USERS = "user:[4026531837]"  # PROC_USER_INIT_INO of linux/proc_ns.h
 SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
 """Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
 

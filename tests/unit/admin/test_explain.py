@@ -120,6 +120,12 @@ def test_copy_is_explained_with_its_evictions() -> None:
     )
 
 
+def test_room_for_a_container_is_explained_with_its_evictions() -> None:
+    for result in ("hit", "started", "through"):
+        *_, last = sentences(event(Handled(result, image="/a", evicted=("f" * 32,))), {})
+        assert last == "evicted ffffffffffff, to make room"
+
+
 def test_copy_from_and_to_peers_is_explained() -> None:
     (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G, "uploaded": 2 * G}), {})
     assert text == (

@@ -109,3 +109,26 @@ def test_process_really_leaves_its_job(cgroup: Path) -> None:
     os.waitpid(pid, 0)
     assert os.read(gone, 10) == b"yes"
     os.close(gone)
+
+
+@pytest.mark.parametrize(
+    ("first", "users", "of_first", "is_in"),
+    [
+        pytest.param("systemd", child.FIRST_USERS, child.FIRST_USERS, False, id="node"),
+        pytest.param("systemd", child.FIRST_USERS, None, False, id="node, unseen"),
+        pytest.param("tini", "user:[5]", "user:[5]", False, id="slurmd in a container"),
+        pytest.param("slurmstepd", child.FIRST_USERS, child.FIRST_USERS, True, id="job, pids"),
+        pytest.param("slurmstepd", "user:[5]", "user:[5]", True, id="job, pids and users"),
+        pytest.param("systemd", "user:[5]", child.FIRST_USERS, True, id="job, users"),
+        pytest.param("systemd", "user:[5]", None, True, id="job, users, unseen"),
+    ],
+)
+def test_namespaces_of_a_job_are_told_from_the_nodes(
+    tmp_path: Path, first: str, users: str, of_first: str | None, is_in: bool
+) -> None:
+    for name, link in (("1", of_first), ("self", users)):
+        (tmp_path / "proc" / name / "ns").mkdir(parents=True)
+        if link is not None:
+            (tmp_path / "proc" / name / "ns/user").symlink_to(link)
+    (tmp_path / "proc/1/comm").write_text(f"{first}\n")
+    assert child.is_in_job(tmp_path) is is_in
