@@ -373,7 +373,10 @@ def test_damaged_archive_is_told_and_nothing_of_it_appears(dirs: Dirs, cut: str)
 
 @pytest.mark.parametrize("at", [70_000, -6], ids=["amid", "checksum"])
 @pytest.mark.parametrize("mode", ["gz", "bz2", "xz", "zst"])
-def test_archive_whose_packing_is_damaged_is_told(dirs: Dirs, mode: str, at: int) -> None:
+def test_archive_whose_packing_is_damaged_is_told(
+    dirs: Dirs, mode: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(put, "BLOCK", 512)  # else all of so small a one is read at once
     bare = packed(dirs, *((f"f{n}", os.urandom(30000), {}) for n in range(5)))
     file = dirs.source / f"set.tar.{mode}"
     with file.open("wb") as out:
