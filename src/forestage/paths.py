@@ -65,6 +65,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "through"
 
     @property
+    def job_dir(self) -> Path:
+        """Where a step's tasks see the job's own directory; an empty one on the node itself."""
+        return self.root / "forestage/job"
+
+    @property
     def served(self) -> Path:
         """A socket for each file that is mounted in a step, see data/serving.py."""
         return self.run / "served"

@@ -15,6 +15,7 @@ from forestage.cache import doubt, evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.config import switch
+from forestage.data import job_dir
 from forestage.errors import Failed
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
@@ -55,8 +56,9 @@ class Status(msgspec.Struct, frozen=True):
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
     peer service of this node sent to others, if one runs or has run since boot. `off` says what
     has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
-    that jobs read through a server. `held` is what redirects of evicted entries keep on the disk.
-    `doubt` is there while the disk is not trusted.
+    that jobs read through a server. `held` is what redirects of evicted entries keep on the disk,
+    `job_dirs` what directories of running jobs take of it. `doubt` is there while the disk is not
+    trusted.
     """
 
     cache: str
@@ -72,6 +74,7 @@ class Status(msgspec.Struct, frozen=True):
     off: str = ""
     through: tuple[str, ...] = ()
     held: inventory.Held = inventory.Held()
+    job_dirs: job_dir.Taken = job_dir.Taken()
     doubt: Doubt | None = None
 
 
@@ -106,6 +109,7 @@ def gather(node: Node) -> Status:
         entries=counts(holdings.items),
         copies=copies.gather(node),
         held=inventory.held(node.cache),
+        job_dirs=job_dir.taken(node.cache),
     )
 
 
@@ -169,6 +173,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
             ("used", f"{format_size(room.used)} by the cache"),
             *_held(status.held),
+            *_job_dirs(status.job_dirs),
             ("max_size", f"{format_size(room.max_size)}, the most it may take"),
             ("low_watermark", f"{format_size(room.low)}, where evicting at rest stops"),
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
@@ -188,6 +193,13 @@ def _held(held: inventory.Held) -> list[tuple[str, str]]:
         return []
     more = f", and {held.unknown} that cannot be reached" if held.unknown else ""
     return [("held", f"{format_size(held.bytes)} by redirects of evicted entries{more}")]
+
+
+def _job_dirs(taken: job_dir.Taken) -> list[tuple[str, str]]:
+    if not taken.number:
+        return []
+    number = count(taken.number, "job directory", "job directories")
+    return [("job directories", f"{format_size(taken.bytes)} in {number}")]
 
 
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:

@@ -39,6 +39,7 @@ from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import Part, boot_id
+from forestage.data import job_dir
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
@@ -87,8 +88,9 @@ class ReleasedLease(msgspec.Struct, frozen=True):
 class SweepReport(msgspec.Struct, frozen=True):
     """What one sweep did, or would do. `redirects` no lease asked for; `parts`, `evicted`: keys.
 
-    `kept` is how many leases stay. `keepers` hung: their keys. `doubt` says why no lease was
-    released. `unproven` are the entries that a dry run would read.
+    `job_dirs` are directories of jobs that are over. `kept` is how many leases stay. `keepers`
+    hung: their keys. `doubt` says why no lease was released. `unproven` are the entries that a dry
+    run would read.
     """
 
     dry_run: bool
@@ -96,6 +98,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     kept: int = 0
     redirects: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    job_dirs: tuple[str, ...] = ()
     keepers: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     verified: tuple[Verdict, ...] = ()
@@ -135,10 +138,12 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     run.tried(run.strays, stale)
     keepers = run.tried(run.hanging_keepers, node) or ()
     parts: tuple[str, ...] = ()
+    job_dirs: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     due: tuple[Due, ...] = ()
     if made:
         parts = run.tried(run.dead_parts, stale) or ()
+        job_dirs = run.tried(run.job_dirs, stale) or ()
         evicted = run.tried(run.evicted, stale) or ()
         if not dry_run:
             doubt.look(node.places, node.cache, node.clock)
@@ -156,6 +161,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         kept=len(node.leases.jobs()) - (len(released) if dry_run else 0),
         redirects=tuple(run.unmounted),
         parts=parts,
+        job_dirs=job_dirs,
         keepers=keepers,
         evicted=evicted,
         verified=verified,
@@ -295,6 +301,14 @@ class _Run:
             for directory in node.cache.parts.iterdir()
             if unwanted(Part(directory)) and lock.is_free(node.cache.key_lock(directory.name))
         )
+
+    def job_dirs(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
+        """Removes the directories of jobs that are over; returns their names."""
+        node = self.node
+        if not self.dry_run:
+            return job_dir.sweep(node.cache, node.leases)
+        staying = frozenset(node.leases.jobs()) - {one.job for one in stale}
+        return tuple(one.directory.name for one in job_dir.leftover(node.cache, staying))
 
     def hanging_keepers(self, node: Node) -> tuple[str, ...]:
         """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
@@ -460,6 +474,7 @@ def pieces(done: SweepReport) -> list[Piece]:
         lines.append(f"{who}: lease {would}released ({lease.why}){redirects}")
     lines += [f"{path}: redirect {would}unmounted, no lease needs it" for path in done.redirects]
     lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
+    lines += [f"directory of job {name}: {would}deleted" for name in done.job_dirs]
     lines += [f"keeper of {short(key)}: {would}ended, it hung" for key in done.keepers]
     lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
     lines += [f"{short(key)}: would be read and verified" for key in done.unproven]

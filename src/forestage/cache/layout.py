@@ -5,7 +5,8 @@
                          used: mtime is the last use, the text the uid of the only user so far;
                          empty from the second user on, so that it has one size and no race
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
-    <root>/evicted/<key>.<n>                     evicted, soon deleted
+    <root>/jobs/<job>.<restart>/                 a job's own directory, see data/job_dir.py
+    <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
     <root>/locks/{<key>.lock, space.lock}
 
 A published entry is read without a lock: it appears by one rename and leaves by one.
@@ -88,6 +89,7 @@ class Cache:
         self.root = root
         self.entries = root / "entries"
         self.parts = root / "parts"
+        self.jobs = root / "jobs"
         self.evicted = root / "evicted"
         self.locks = root / "locks"
         self.space_lock = self.locks / "space.lock"
@@ -274,23 +276,23 @@ class Cache:
 
         Who has it open, or bound over a path, keeps reading it: unlinked files stay until closed.
         """
-        self._move_aside(self.entry_dir(key))
+        self.move_aside(self.entry_dir(key))
 
     def delete_evicted(self) -> None:
         """Deletes what was evicted, also what a crash left. Two at once do no harm."""
         for evicted in self.evicted.iterdir():
-            _delete(evicted)
+            delete(evicted)
 
     def drop_part(self, key: str) -> None:
         """Deletes a part. The caller holds the key's lock.
 
         By one rename first: a part that is half gone would pass for one that can be resumed.
         """
-        gone = self._move_aside(self.part_dir(key))
+        gone = self.move_aside(self.part_dir(key))
         if gone is not None:
-            _delete(gone)
+            delete(gone)
 
-    def _move_aside(self, directory: Path) -> Path | None:
+    def move_aside(self, directory: Path) -> Path | None:
         """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
         for number in range(1000):
             target = self.evicted / f"{directory.name}.{number}"
@@ -347,7 +349,7 @@ def tree_bytes(directory: Path) -> int:
     return total * 512
 
 
-def _delete(evicted: Path) -> None:
+def delete(evicted: Path) -> None:
     """Deletes what it can; the next hook tries again."""
     if evicted.is_dir() and not evicted.is_symlink():
         import shutil  # few hooks delete something

@@ -1,1 +1,275 @@
-"""A directory as one entry of the cache (to be written)."""
+"""A job's own directory on the node's disk: made by its Prolog, gone with the job.
+
+    <cache>/jobs/<job>.<restart>/disk        the file system that steps mount, see data/job_disk.py
+                                 made.json   for whom and how large; without it nothing is whole
+                                 held         see data/hold.py
+                                 lock.<n>, put.<n>    of the job's n-th request, see data/fill.py
+
+Its room is taken in advance: what a job has asked for it has, and no more. The order of what
+happens to a directory keeps the sweep from taking that of a job that begins:
+
+    Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
+    step        mounts its device in each task's namespace
+    Epilog      drops the lease; renames the directory away, ends its holder, detaches its device,
+                deletes the file
+    sweep       under the space lock: renames away what has no lease; then as the Epilog
+"""
+
+import contextlib
+import os
+import stat
+from collections.abc import Container
+from pathlib import Path
+
+import msgspec
+
+from forestage import trace
+from forestage.cache import doubt, evict, room
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.cache.node import Node
+from forestage.cache.part import boot_id
+from forestage.data import hold, job_disk
+from forestage.data.wanted import Fields
+from forestage.errors import Declined
+from forestage.slurm.job import Job
+from forestage.system import lock, loop, records
+from forestage.units import format_size
+
+PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
+
+
+class Made(msgspec.Struct, frozen=True):
+    """made.json: whose directory it is, of how many bytes, made in which boot of the node."""
+
+    uid: int
+    gid: int
+    size: int
+    boot: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The directory of one run of a job."""
+
+    directory: Path
+
+    @property
+    def job(self) -> int:
+        number = self.directory.name.partition(".")[0]
+        return int(number) if number.isascii() and number.isdigit() else 0
+
+    @property
+    def disk(self) -> Path:
+        return self.directory / "disk"
+
+    @property
+    def record(self) -> Path:
+        return self.directory / "made.json"
+
+    def lock(self, number: int) -> Path:
+        """Held while the job's request of this number is put into the directory."""
+        return self.directory / f"lock.{number}"
+
+    def put(self, number: int) -> Path:
+        """What came of that, once it is over."""
+        return self.directory / f"put.{number}"
+
+    def made(self) -> Made | None:
+        """What it is; None where it is not whole."""
+        with contextlib.suppress(OSError, records.Damaged):
+            return records.load(self.record, Made)
+        return None
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """The directories of jobs on this node, and the bytes that they take of its disk."""
+
+    number: int = 0
+    bytes: int = 0
+
+
+def make(node: Node, job: Job, size: int, ram: bool) -> None:
+    """Makes the job's directory of `size` bytes; one that this run of the job has already, stays.
+
+    For the Prolog, once the lease is noted. Raises Declined, Failed, OSError.
+    """
+    place = Place(node.cache.jobs / f"{job.id}.{job.restart}")
+    wanted = Made(job.user.uid, job.user.gid, size, boot_id())
+    for earlier in _of(node.cache, job.id):
+        if earlier != place or earlier.made() != wanted:
+            _remove(node.cache, earlier)
+    doubt.must_not_be(node.places)
+    if ram:
+        raise Declined(
+            "job-dir",
+            "a directory in memory is not offered",
+            "leave out `,ram`: what fits into memory is read from there; or ask Slurm for memory"
+            " with --mem, and write to /dev/shm",
+        )
+    _must_be_allowed(node, size)
+    _make_mount_point(node.places.job_dir)
+    if place.made() is not None:
+        return
+    node.cache.jobs.mkdir(mode=0o700, exist_ok=True)
+    place.directory.mkdir(mode=0o700)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(_remove, node.cache, place)
+        # One after the other: each must see the room that the one before has taken.
+        with lock.held(node.cache.locks / "jobs.lock", PATIENCE):
+            _make_room(node, job, size)
+            job_disk.reserve(place.disk, size)
+        trace.point("job room")
+        device = job_disk.format_for(place.disk, job.user, place.directory)
+        hold.start(device, place.directory)
+        records.write(place.record, msgspec.json.encode(wanted))
+        on_error.pop_all()
+
+
+def _must_be_allowed(node: Node, size: int) -> None:
+    if size < job_disk.SMALLEST:
+        least = format_size(job_disk.SMALLEST)
+        raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
+    disk = os.statvfs(node.cache.root)
+    most = node.config.data.job_dir.of(disk.f_blocks * disk.f_frsize)
+    if size > most:
+        raise Declined(
+            "too-large",
+            f"stage-dir= asks for {format_size(size)}, a job may have {format_size(most)}"
+            " on this node (`data: job_dir`)",
+        )
+
+
+def _make_mount_point(target: Path) -> None:
+    """Makes the empty directory over which each task mounts; nobody but root may replace it."""
+    for directory in (target.parent, target):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            directory.chmod(0o755)  # whatever the umask is
+        facts = os.lstat(directory)
+        others = stat.S_IWGRP | stat.S_IWOTH
+        if (
+            not stat.S_ISDIR(facts.st_mode)
+            or facts.st_uid != os.geteuid()
+            or facts.st_mode & others
+        ):
+            raise Declined("job-dir", f"{directory} is no directory of root's alone")
+
+
+def _make_room(node: Node, job: Job, size: int) -> None:
+    """Evicts what the job's user may have evicted, and only if that is enough. Raises Declined."""
+    if not room.is_free(node.cache, node.config, size):
+        evict.leave_room(node.cache, node.leases, node.config, size, job.user.uid, PATIENCE)
+    if not room.is_free(node.cache, node.config, size):
+        stays = room.min_free(node.cache, node.config)
+        raise Declined(
+            "no-room",
+            f"stage-dir= asks for {format_size(size)}; the disk of {node.cache.root} has less,"
+            f" beside {format_size(stays)} that stay free, and what may be evicted for this user"
+            " does not make up for it",
+        )
+
+
+def find(node: Node, job: Job) -> Place | None:
+    """The directory that a running job has here, whole; None if it has none."""
+    boot = boot_id()
+    for place in _of(node.cache, job.id):
+        made = place.made()
+        if made is not None and (made.uid, made.boot) == (job.user.uid, boot):
+            return place
+    return None
+
+
+def lines(node: Node, job: Job) -> list[Fields]:
+    """What the companion mounts in a step of the job, and sets for it. Raises Failed."""
+    place = find(node, job)
+    if place is None:
+        return []
+    target = os.fspath(node.places.job_dir)
+    device = loop.attach(place.disk, read_only=False)
+    return [
+        ("device", device, job_disk.KIND, "rw", target, "root"),
+        ("env", "FORESTAGE_DIR", target),
+    ]
+
+
+def end(cache: Cache, job: int) -> None:
+    """Removes what the job has here, at once and whatever it holds; may run again.
+
+    For the Epilog, once the lease is dropped, and not under the space lock. Raises Failed, OSError.
+    """
+    for place in _of(cache, job):
+        _remove(cache, place)
+
+
+def leftover(cache: Cache, jobs: Container[int]) -> list[Place]:
+    """The directories of other jobs than these, of which leases are known. Raises OSError."""
+    return [place for place in _all(cache) if place.job not in jobs]
+
+
+def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
+    """Removes what Epilogs left that were killed, or never ran; returns its names.
+
+    Raises Failed, OSError.
+    """
+    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        going = [_aside(cache, place) for place in leftover(cache, leases.jobs())]
+    for gone in going:
+        _let_go(gone)
+    cache.delete_evicted()
+    # Also of an Epilog that was killed before it did so: a device keeps its file's room.
+    facts = os.stat(cache.root)  # noqa: PTH116
+    for one in loop.attached():
+        deleted = (one.file or "").endswith("/disk (deleted)")
+        if deleted and one.is_on(facts) and (one.file or "").startswith(f"{cache.real}/"):
+            loop.detach(one.name)
+    return tuple(gone.name for gone in going)
+
+
+def taken(cache: Cache) -> Taken:
+    """What the directories of jobs take of the disk. Raises OSError."""
+    sizes = []
+    for place in _all(cache):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(os.lstat(place.disk).st_blocks * 512)
+    return Taken(len(sizes), sum(sizes))
+
+
+def _all(cache: Cache) -> list[Place]:
+    with contextlib.suppress(FileNotFoundError):
+        return [Place(directory) for directory in sorted(cache.jobs.iterdir())]
+    return []
+
+
+def _of(cache: Cache, job: int) -> list[Place]:
+    return [place for place in _all(cache) if place.job == job]
+
+
+class _Gone(msgspec.Struct, frozen=True):
+    """A directory that no step finds any more: where it is now, what stat(2) says of its disk."""
+
+    name: str
+    now: Path | None
+    disk: os.stat_result | None
+
+
+def _remove(cache: Cache, place: Place) -> None:
+    gone = _aside(cache, place)
+    trace.point("job aside")
+    _let_go(gone)
+    trace.point("job detached")
+    cache.delete_evicted()
+
+
+def _aside(cache: Cache, place: Place) -> _Gone:
+    facts = None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        facts = os.lstat(place.disk)
+    return _Gone(place.directory.name, cache.move_aside(place.directory), facts)
+
+
+def _let_go(gone: _Gone) -> None:
+    """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
+    if gone.now is not None:
+        hold.end(gone.now)
+    for device in job_disk.devices(gone.disk) if gone.disk else ():
+        loop.detach(device)

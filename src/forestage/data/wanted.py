@@ -45,12 +45,14 @@ class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
 
-    `trees` has the directories by their paths as the job names them.
+    `refused` says why it has none though. `trees` has the directories by their paths as the job
+    names them.
     """
 
     requests: tuple[Request, ...] = ()
     room: int | None = None
     ram: bool = False
+    refused: str = ""
     trees: dict[str, Tree] = {}
 
 

@@ -44,6 +44,9 @@ REASONS = {
     " would not have been readable.",
     "bad-hint": "The comment names no image, but has a hint that could not be read.",
     "evicted-stays": "What was evicted could not be deleted.",
+    "job-dir": "The job has no directory of its own on this node.",
+    "job-dir-full": "It did not fit into the job's own directory.",
+    "not-put": "It could not be put into the job's own directory.",
     "lease-damaged": "A lease file on the node cannot be read.",
     "config": "The configuration on the node could not be used: see `forestage config`.",
     "disk-errors": "The cache's disk has lost data. Nothing is served from it until the sweep has"

@@ -2,11 +2,12 @@
 
     PATH/               data/tree.py      a directory, over its own path, once all of it is here
     FILE@/mount/point   data/mounted.py   a squashfs file, mounted; the file is staged as an image
-    stage-dir=, @job    data/job_dir.py   the job's own directory, and what is put into it
+    stage-dir=, @job    data/job_dir.py   the job's own directory; data/fill.py fills it
 
 Only with the companion: it mounts all this in each task's own namespace.
 """
 
+import contextlib
 import io
 import os
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
-from forestage.errors import Declined, Failed, ForestageError
+from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
 from forestage.hooks import binds, image
 from forestage.hooks.image import Wait
@@ -26,9 +27,11 @@ from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import as_user, lock
+from forestage.units import printable
 
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
 LOOK = 5.0  # seconds for it
+STAGE_DIR = Request("stage-dir", "hint")
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -46,11 +49,13 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
     try:
         _must_be_possible(node, job, refusal)
         requests = (*asked.data, *_listed(job, limit.end))
-        made = _made(node, job)
-        _note(node, job, Wanted(requests, asked.room, asked.ram), limit.end)
+        noted = Wanted(requests, asked.room, asked.ram)
+        _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]
-    return [*made, *(_begun(node, job, request, limit) for request in requests)]
+    # Once the lease is there: the sweep takes away the directories of jobs that have none.
+    made = _made(node, job, noted, limit)
+    return [*made, *(_begun(node, job, noted, request, limit) for request in requests)]
 
 
 def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
@@ -64,10 +69,10 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
         found, outcome = _shown(node, job, noted, request, limit)
         lines += found
         outcomes.append(outcome)
-    if noted.room is not None:
-        from forestage.data import job_dir
-
-        lines += job_dir.lines(node, job, noted)
+    if noted.refused:
+        outcomes.append(image.of_error(STAGE_DIR, Declined("job-dir", noted.refused)))
+    elif noted.room is not None:  # what it was filled with is there by now
+        lines += _dir_lines(node, job)
     return Shown(wanted.in_order(lines), outcomes)
 
 
@@ -102,13 +107,28 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
     return data
 
 
-def _made(node: Node, job: Job) -> list[Handled]:
-    """Makes the job's own directory, where it wants one."""
-    if job.hints.room is None:
+def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:
+    """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
+    if noted.room is None:
         return []
     from forestage.data import job_dir
 
-    return job_dir.make(node, job, job.hints.room, job.hints.ram)
+    try:
+        job_dir.make(node, job, noted.room, noted.ram)
+    except (ForestageError, OSError) as error:
+        with contextlib.suppress(ForestageError, OSError):
+            refused = msgspec.structs.replace(noted, refused=printable(str(error)))
+            _note(node, job, refused, limit.end)
+        return [image.of_error(STAGE_DIR, error)]
+    return []
+
+
+def _dir_lines(node: Node, job: Job) -> list[Fields]:
+    from forestage.data import job_dir
+
+    with contextlib.suppress(ForestageError, OSError):  # the step begins without it
+        return job_dir.lines(node, job)
+    return []
 
 
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
@@ -132,7 +152,7 @@ def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
 
 
-def _begun(node: Node, job: Job, request: Request, limit: Wait) -> Handled:
+def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -> Handled:
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
@@ -145,8 +165,11 @@ def _begun(node: Node, job: Job, request: Request, limit: Wait) -> Handled:
             # Nothing is copied for what will not be mounted; the step looks closer.
             mounted.must_be_allowed(request.at, ())
             return _staged(node, job, request, limit).outcome
+        from forestage.data import fill
+
+        fill.must_be_possible(noted, request)
     except (ForestageError, OSError) as error:
-        return image.of_error(request, error)
+        return _of_error(request, error)
     return Handled("started", request=request.path, via="hint")
 
 
@@ -170,11 +193,11 @@ def _shown(
             answer = _staged(node, job, request, limit)
             staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
             return mounted.show(node, job, request, path, place, staged, limit.end)
-        from forestage.data import job_dir
+        from forestage.data import fill
 
-        return job_dir.fill(node, job, noted, request, path)
+        return fill.fill(node, job, noted, request, path, limit.fill or limit.end)
     except (ForestageError, OSError) as error:
-        return (), image.of_error(request, error)
+        return (), _of_error(request, error)
 
 
 def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
@@ -192,9 +215,6 @@ def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer
     return image.handle(node, job, [plain], limit)[0]
 
 
-def end(node: Node, job: int) -> None:
-    """Lets go of all that the job had of its data; may run again. For Epilog and sweep.
-
-    Not under the space lock: what is deleted may be large. Raises Failed, OSError.
-    """
-    raise Failed("io", "not built yet")
+def _of_error(request: Request, error: Exception) -> Handled:
+    named = f"{request.path}@{request.at}" if request.at else request.path
+    return image.of_error(msgspec.structs.replace(request, path=named), error)

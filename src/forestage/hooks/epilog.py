@@ -53,13 +53,17 @@ def epilog(
         done = Released(result="released")
         if cache:
             done = _release(cache, leases, lease, places, clock, job, patience)
+            if lease is None or lease.data:
+                from forestage.data import job_dir  # few jobs have one
+
+                job_dir.end(cache, job.id)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
         leases.drop(job.id)
-        return [_failed(busy)]
+        return [_failed(busy)]  # the sweep takes away the job's directory
     except Failed as failed:
         return [_failed(failed)]
     except OSError as error:

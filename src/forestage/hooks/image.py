@@ -49,13 +49,15 @@ class Wait(msgspec.Struct, frozen=True):
     """How long a hook goes on: `end` limits everything, `copy` waiting for copies.
 
     `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
-    all the same. `watch` is called now and then during a wait.
+    all the same. `watch` is called now and then during a wait. `fill` is how long a step waits for
+    what its job has put into its own directory.
     """
 
     end: Deadline
     copy: Deadline | None
     small: Deadline
     watch: Callable[[Eta], None] | None = None
+    fill: Deadline | None = None
 
     @classmethod
     def of(cls, clock: Clock, end: float, copy: float | None, small: bool = True) -> "Wait":

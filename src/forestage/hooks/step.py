@@ -19,7 +19,7 @@ from forestage.cache import shown
 from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.shown import Shown
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
@@ -75,6 +75,9 @@ def waiting(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | No
     copy = None if wish is None else timeouts.step_patience(wish, timeout)
     end = timeouts.step_patience(source.HOOK_TIMEOUT, timeout)
     limit = Wait.of(node.clock, end, copy, small=hint != 0)
+    wish = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
+    fill = Deadline.after(timeouts.step_patience(wish, timeout), node.clock)
+    limit = msgspec.structs.replace(limit, fill=fill)
     if copy is None or config.user_messages == "none":
         return limit
     return msgspec.structs.replace(limit, watch=Watch(node.clock, say))
@@ -175,6 +178,10 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     if wanted == "none":
         return ""
     if outcome.result in ("declined", "failed"):
+        if outcome.request == "stage-dir":
+            return f"this job has no directory of its own on this node: {outcome.detail}"
+        if outcome.request.endswith("@job") or "@seed:" in outcome.request:
+            return f"{name} is not in the job's directory: {outcome.detail}"
         quiet = outcome.reason in PYXIS_TELLS | AS_DECIDED
         if outcome.reason == "no-mount":
             return f"{name} is not mounted: {outcome.detail}"

@@ -26,7 +26,8 @@ class Job(msgspec.Struct, frozen=True):
 
     `nodelist` is what Slurm wrote for the Prolog, n[1-4,7]; `step_nodelist` that of the step, a
     user's word. `mounts_home` is whether its container is to have the user's home directory, `home`
-    what a step calls so; None and "" where nobody says it.
+    what a step calls so; None and "" where nobody says it. `restart` counts how often it was
+    requeued; 0 in a step.
     """
 
     id: int
@@ -42,6 +43,7 @@ class Job(msgspec.Struct, frozen=True):
     step_nodelist: str = ""
     mounts_home: bool | None = None
     home: str = ""
+    restart: int = 0
 
     @property
     def rank(self) -> Rank:
@@ -85,6 +87,10 @@ class Job(msgspec.Struct, frozen=True):
             if NO_HOME_OPTION in environ
             else None,
             home=environ.get("FORESTAGE_HOME", ""),
+            # Not in a step, whose environment is the user's.
+            restart=_number(environ, "SLURM_RESTART_COUNT")
+            if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
+            else 0,
         )
 
 

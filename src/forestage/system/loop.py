@@ -23,10 +23,13 @@ class Loop(msgspec.Struct, frozen=True, rename={"file": "back-file", "inode": "b
     inode: int | None
     disk: str | None = msgspec.field(name="back-maj:min", default=None)
 
+    def is_on(self, directory: os.stat_result) -> bool:
+        """Whether its file lies on the file system of this directory, of which stat(2) says it."""
+        return (self.disk or "").strip() == _disk(directory)
+
     def is_of(self, facts: os.stat_result) -> bool:
         """Whether it shows the file of which stat(2) says this."""
-        disk = f"{os.major(facts.st_dev)}:{os.minor(facts.st_dev)}"
-        return (self.inode, (self.disk or "").strip()) == (facts.st_ino, disk)
+        return (self.inode, (self.disk or "").strip()) == (facts.st_ino, _disk(facts))
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -62,3 +65,7 @@ def attached() -> list[Loop]:
     if ran.code != 0:
         raise Failed("loop", f"loop devices cannot be listed: {ran.explained()}")
     return msgspec.json.decode(ran.out or "{}", type=_Listed).loopdevices
+
+
+def _disk(facts: os.stat_result) -> str:
+    return f"{os.major(facts.st_dev)}:{os.minor(facts.st_dev)}"

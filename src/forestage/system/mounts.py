@@ -71,6 +71,28 @@ def empty_namespace() -> None:
     mount("forestage", "/run", MS_NOSUID | MS_NODEV, "tmpfs", "mode=700,size=64k")
 
 
+def open_hidden(source: str, kind: str, point: str) -> int:
+    """Returns a descriptor of the root of a file system that is mounted at no path.
+
+    It is unmounted when the last descriptor in it is closed. Meanwhile, for an instant, it covers
+    the directory `point` in a mount namespace of this process' own. Raises OSError; EINVAL in a
+    process with threads.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        private_namespace()
+        try:
+            mount(source, point, MS_NOSUID | MS_NODEV, kind)
+            return os.open(point, flags)
+        finally:
+            enter_namespace(namespace, root)
+    finally:
+        os.close(namespace)
+        os.close(root)
+
+
 def enter_namespace(namespace: int, root: int) -> None:
     """Goes back to the mount namespace and the root directory that these descriptors are of.
 

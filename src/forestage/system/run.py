@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed
 from forestage.system import as_user
 from forestage.system.as_user import User
 
@@ -19,7 +19,6 @@ from forestage.system.as_user import User
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
-AS_USER = ("setpriv", "--no-new-privs", "--inh-caps=-all")
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
@@ -52,11 +51,9 @@ def start_as(
     All three ids are theirs, it has no privilege and gets none. It may outlive us. Raises Failed
     where setpriv is missing.
     """
-    ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
-    listed = f"--groups={','.join(map(str, as_user.groups(user)))}"
     try:
         return subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*AS_USER, *ids, listed, "--", *argv],
+            [*_as(user), "--", *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -67,6 +64,12 @@ def start_as(
         )
     except FileNotFoundError:
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+
+
+def _as(user: User) -> tuple[str, ...]:
+    ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
+    groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
+    return ("setpriv", *ids, groups, "--no-new-privs", "--inh-caps=-all")
 
 
 def run(
@@ -114,3 +117,35 @@ def _finish(
             late = end is not None and time.monotonic() >= end
             if late or (stop is not None and stop.is_set()):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+class Filter:
+    """A program that runs for a user, and what it writes: `out`, a pipe."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdout is not None
+        self.out = process.stdout.fileno()
+        self.wait = process.wait
+        self._process = process  # whose end closes the pipe
+
+
+def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
+    """Starts a program that reads the open file `source`, for a user who could start it as well.
+
+    All three ids are theirs, it has no privilege and gets none; it ends with this process. Raises
+    Declined where it is missing.
+    """
+    if not which(argv[0]):
+        raise Declined("program", f"{argv[0]} is not installed on this node")
+    try:
+        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            [*_as(user), "--pdeathsig", "KILL", "--", *argv],
+            stdin=source,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+        )
+    except FileNotFoundError:
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    return Filter(process)

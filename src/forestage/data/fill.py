@@ -1,0 +1,295 @@
+"""Fills a job's own directory: the trees, archives and files that its comment has put there.
+
+By the first step that starts on the node, which waits; others that start meanwhile wait as well.
+It appears by one rename, whole. What could not be put there is not tried again by each further
+step: the job has one line that says why.
+
+    stage=DIR@job          DIR, writable, at /forestage/job/DIR
+    stage=X.tar.gz@job     what the archive holds, at /forestage/job/X
+    stage=FILE@job         a copy of it, at /forestage/job/FILE
+    stage=DIR@seed:NAME    DIR, writable, at /forestage/job/seed/NAME; NAME is set to that path
+"""
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from forestage.cache.image import declined_by
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.data import job_dir, job_disk, put
+from forestage.data.job_dir import Place
+from forestage.data.wanted import Fields, Wanted
+from forestage.errors import Declined, Failed
+from forestage.events import Handled
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.system import as_user, child, lock, loop, mounts, records, run
+from forestage.system.as_user import Found, User
+from forestage.units import printable, quote
+
+SEED = "seed:"
+FILE = "file"  # in a draft
+LAST = 3.0  # seconds, once the time is over, to delete what is not whole and to say so
+
+_ARCHIVE = re.compile(r"\.(tar(\.[a-z0-9]{1,4})?|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}", re.ASCII)
+_OTHERS = {"PATH", "HOME", "SHELL", "USER", "LOGNAME", "IFS", "ENV", "TMPDIR"}
+_OTHERS_BEGIN = ("LD_", "SLURM", "SPANK_", "ENROOT_", "PYXIS_", "PYTHON", "BASH_", "FORESTAGE_")
+
+
+class Put(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How it ended: with `bytes` in the directory, or for a `reason` without.
+
+    `again`: another step may try it again.
+    """
+
+    bytes: int = 0
+    reason: str = ""
+    detail: str = ""
+    again: bool = False
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """What the process that does the work is to do; `name` is where, below the directory."""
+
+    place: Place
+    number: int
+    device: str
+    user: User
+    path: str
+    name: str
+    until: Deadline
+
+    @property
+    def draft(self) -> str:
+        """The name that it has in the job's directory until it is whole."""
+        return f".forestage-{self.number}"
+
+
+class _Way(msgspec.Struct, frozen=True):
+    """What puts something into the draft, and where in it that is then; "" for all of it."""
+
+    work: Callable[[], int]
+    made: str = ""
+
+
+def is_variable(name: str) -> bool:
+    """Pure: whether a job may have this variable set to the path of its seed."""
+    own = name not in _OTHERS and not name.startswith(_OTHERS_BEGIN)
+    return bool(_VARIABLE.fullmatch(name)) and own
+
+
+def name_of(request: Request) -> str:
+    """Pure: where a request shows, below the job's directory. Raises Declined."""
+    if request.at.startswith(SEED):
+        variable = request.at.removeprefix(SEED)
+        if not is_variable(variable):
+            raise Declined("bad-hint", f"{quote(variable)} is no variable that a seed may set")
+        return f"seed/{variable}"
+    name = os.path.basename(request.path.rstrip("/"))
+    if not request.path.endswith("/"):
+        name = _ARCHIVE.sub("", name)
+    if name in ("", ".", "..", "seed") or name.startswith(".forestage-"):
+        raise Declined("bad-hint", f"{printable(request.path)} has no name for the job's directory")
+    return name
+
+
+def must_be_possible(noted: Wanted, request: Request) -> str:
+    """Pure: `name_of` a request, if the job has a directory and nothing else has that name in it.
+
+    Raises Declined.
+    """
+    if noted.room is None:
+        raise Declined(
+            "job-dir",
+            f"@{request.at} needs a directory of the job's own",
+            "add stage-dir=SIZE to the comment",
+        )
+    name = name_of(request)
+    if name in _names(noted.requests[: noted.requests.index(request)]):
+        raise Declined("bad-hint", f"another stage= has the name {printable(name)} already")
+    return name
+
+
+def _names(requests: Sequence[Request]) -> set[str]:
+    """Pure: the names that these take in the job's directory."""
+    names = set()
+    for request in requests:
+        with contextlib.suppress(Declined):
+            if request.at and not request.at.startswith("/"):
+                names.add(name_of(request))
+    return names
+
+
+def fill(
+    node: Node, job: Job, noted: Wanted, request: Request, path: str, until: Deadline
+) -> tuple[list[Fields], Handled]:
+    """Puts what a step's job asked for into its directory, if no step before has done so.
+
+    `path` is absolute. Waits up to `until`. Raises Declined, Failed, OSError.
+    """
+    start = node.clock.monotonic()
+    name = must_be_possible(noted, request)
+    place = job_dir.find(node, job)
+    if place is None:
+        raise Declined("job-dir", "the job has no directory of its own on this node")
+    number = noted.requests.index(request)
+    known = _known(place, number)
+    found = known
+    if found is None:
+        device = loop.attach(place.disk, read_only=False)
+        found = _ordered(_Order(place, number, device, job.user, path, name, until))
+    if found.reason:
+        raise Declined(found.reason, found.detail)
+    target = f"{node.places.job_dir}/{name}"
+    handled = Handled(
+        "hit" if known else "copied",
+        request=printable(f"{request.path}@{request.at}"),
+        via="hint",
+        image=printable(path),
+        size=found.bytes,
+        wait=round(node.clock.monotonic() - start, 4),
+    )
+    return [("env", name.removeprefix("seed/"), target)] if "/" in name else [], handled
+
+
+def _known(place: Place, number: int) -> Put | None:
+    with contextlib.suppress(OSError, records.Damaged):
+        return records.load(place.put(number), Put)
+    return None
+
+
+def _ordered(order: _Order) -> Put:
+    """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
+    work = partial(_work, order, os.getppid())
+    try:
+        found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST)
+    except as_user.TooSlow:
+        raise
+    except Failed:  # in the job's cgroup: killed for want of memory, or by the user
+        raise Declined("not-put", f"{printable(order.path)}: its copier was killed") from None
+    line.close()
+    if not found.again:
+        records.write(order.place.put(order.number), msgspec.json.encode(found))
+    return found
+
+
+def _work(order: _Order, step: int) -> Found[Put]:
+    """All that this process is for. `step` is the step's own, in whose cgroups it works."""
+    with contextlib.suppress(OSError):  # it has ended
+        child.join(os.getpid(), step)
+    try:
+        # Held by this process: the hook that waits for it may be killed.
+        with lock.held(order.place.lock(order.number), order.until.left()):
+            return _known(order.place, order.number) or _put(order), []
+    except lock.Busy:
+        what = "another step copies it, and takes longer than this one may wait"
+        return Put(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
+
+
+def _put(order: _Order) -> Put:
+    put.load()
+    try:
+        root = mounts.open_hidden(order.device, job_disk.KIND, os.fspath(order.place.directory))
+        with as_user.acting(order.user):
+            if _is_there(order.name, root):  # the hook that waited for it was killed then
+                return Put()
+            try:
+                source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as error:
+                raise declined_by(error, printable(order.path)) from None
+            way = _way(order, source)
+            _make_draft(order, root)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            draft = os.open(order.draft, flags, dir_fd=root)
+        put.confine(draft, order.user)
+        return _copied(order, way, root)
+    except Declined as declined:
+        return Put(0, declined.reason, str(declined))
+    except OSError as error:
+        return _refused(order, error)
+
+
+def _make_draft(order: _Order, root: int) -> None:
+    """An empty directory, in place of what a killed process left."""
+    for name in os.listdir(root):
+        if name.startswith(order.draft):
+            put.remove(root, name, lambda: None)
+    os.mkdir(order.draft, 0o700, dir_fd=root)
+    if "/" in order.name:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir("seed", 0o700, dir_fd=root)
+
+
+def _way(order: _Order, source: int) -> _Way:
+    """How to put the open source there. Raises Declined, OSError."""
+    still = partial(_still, order.until)
+    kind = os.fstat(source).st_mode
+    if stat.S_ISDIR(kind):
+        return _Way(partial(put.tree, source, still))
+    if order.name.startswith("seed/") or not stat.S_ISREG(kind):
+        raise put.Bad(f"{printable(order.path)} is no directory, and no file that can be put there")
+    if not _ARCHIVE.search(order.path):
+        return _Way(partial(put.file, source, FILE, still), f"/{FILE}")
+    packed = put.packing(source)
+    if packed != "zstd":
+        return _Way(partial(put.archive, source, packed, still))
+    filtering = run.start_filter(order.user, ["zstd", "-dcq"], source)
+    return _Way(partial(_unzipped, filtering, still))
+
+
+def _unzipped(filtering: run.Filter, still: put.Still) -> int:
+    size = put.archive(filtering.out, "", still)
+    if filtering.wait() != 0:
+        raise put.Bad("the archive is damaged: zstd cannot read all of it")
+    return size
+
+
+def _copied(order: _Order, way: _Way, root: int) -> Put:
+    """Does the work as the user, below the draft; gives it its name once it is whole."""
+    try:
+        size = way.work()
+        ready = order.draft + way.made
+        os.rename(ready, order.name, src_dir_fd=root, dst_dir_fd=root)
+        if way.made:
+            os.rmdir(order.draft, dir_fd=root)
+        return Put(size)
+    except Declined as declined:
+        found = Put(0, declined.reason, f"{printable(order.path)}: {declined}")
+    except OSError as error:
+        found = _refused(order, error)
+    # Where even that takes too long, the rest goes with the job.
+    with contextlib.suppress(Declined, OSError):
+        put.remove(root, order.draft, partial(_still, Deadline.after(LAST, order.until.clock)))
+    return found
+
+
+def _still(until: Deadline) -> None:
+    """Raises Declined once the time is over."""
+    if not until.left():
+        raise Declined("deadline", "it takes longer than the step may wait", "copy it in the job")
+
+
+def _refused(order: _Order, error: OSError) -> Put:
+    """Pure: what an error of reading or writing means."""
+    path = printable(order.path)
+    if error.errno == errno.ENOSPC:
+        return Put(reason="job-dir-full", detail=f"{path} does not fit into what is left of it")
+    name = error.filename if isinstance(error.filename, str) else ""
+    at = f" ({printable(name)})" if name else ""
+    return Put(0, "not-put", f"{path}{at}: {error.strerror or error}")
+
+
+def _is_there(name: str, root: int) -> bool:
+    try:
+        os.stat(name, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,73 @@
+"""The process that holds the file system of a job's directory while no step has it mounted.
+
+Whoever unmounts a file system last waits until all of it is written. That would be the last task of
+each step, which cannot be killed then: for as long as 20 % of a node's memory take to be written,
+and Slurm drains nodes whose tasks do not end. So this process has the root directory open, from the
+Prolog to the Epilog; what is in the page cache also stays for the job's next step.
+
+    <cache>/jobs/<job>.<restart>/held    locked as long as it lives; its pid
+
+At the end it shuts the file system down first, so that nobody writes what is deleted the next
+moment: who still has files open there gets EIO. It ends by itself once the directory is deleted.
+One that was killed is missed by nobody but the tasks that then wait.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+from forestage.data import job_disk
+from forestage.system import child, lock, mounts
+
+PROCESS_NAME = "forestage-job"  # in ps(1)
+START = 10.0  # seconds until it has left the Prolog's session
+END = 5.0  # seconds for its end; nothing but room depends on it
+LOOK = 5.0  # seconds between two looks at whether the directory is deleted
+_GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN
+_NOLOGFLUSH = (2).to_bytes(4, "little")
+
+
+def start(device: str, place: Path) -> None:
+    """Starts the holder of this device's file system; `place` is the job's directory."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        child.live(partial(_live, device, place, theirs), lambda error: None)
+    theirs.close()
+    with ours, contextlib.suppress(OSError):
+        ours.settimeout(START)
+        ours.recv(1)
+
+
+def _live(device: str, place: Path, prolog: socket.socket) -> None:
+    os.setsid()
+    os.chdir("/")
+    child.leave_job()
+    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    held = os.open(place / "held", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.write(held, b"%d" % os.getpid())
+    root = mounts.open_hidden(device, job_disk.KIND, os.fspath(place))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    child.let_go({held, root, prolog.fileno()})
+    prolog.send(b".")
+    prolog.close()
+    while not signal.sigtimedwait({signal.SIGTERM}, LOOK) and os.fstat(held).st_nlink:
+        pass
+    fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)
+
+
+def end(place: Path) -> None:
+    """Ends the holder; `place` is where the job's directory is by now. Raises OSError."""
+    held = place / "held"
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
+        if lock.is_free(held):
+            return
+        os.kill(int(held.read_text()), signal.SIGTERM)
+    until = time.monotonic() + END
+    while not lock.is_free(held) and time.monotonic() < until:
+        time.sleep(lock.POLL)

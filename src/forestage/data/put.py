@@ -1,0 +1,362 @@
+"""Puts a tree or the files of an archive into the job's own directory. Runs as the job's user.
+
+In a process of its own that has all three ids of the user, no way to others (no_new_privs), and the
+new directory as its root: no link, `..` or absolute name of an archive leads out of it. What is
+read may be hostile, and compressed sizes lie: the file system ends what is too large.
+
+It is whole in the end, or raises: nothing is left out in silence.
+"""
+
+import codecs
+import contextlib
+import ctypes
+import os
+import queue
+import resource
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from forestage.errors import Declined
+from forestage.system import as_user
+from forestage.system.as_user import User
+from forestage.units import printable
+
+if TYPE_CHECKING:
+    import tarfile
+
+THREADS = 8  # files that are read at once: a shared file system answers slowly, but many
+BLOCK = 1 << 20  # bytes
+MEMORY = 4 << 30  # bytes of address space: a hostile archive must not take the job's memory
+ZSTD = b"\x28\xb5\x2f\xfd"
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+
+Still = Callable[[], None]
+"""Raises Declined when there is no time left."""
+
+
+def confine(root: int, user: User) -> None:
+    """Leaves root's rights and the node's files for good; `root` is the user's own directory.
+
+    Raises OSError.
+    """
+    groups = as_user.groups(user)  # which this process can look up no more afterwards
+    os.fchdir(root)
+    os.chroot(".")
+    os.setgroups(groups)
+    os.setresgid(user.gid, user.gid, user.gid)
+    os.setresuid(user.uid, user.uid, user.uid)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option, value in ((_PR_SET_NO_NEW_PRIVS, 1), (_PR_SET_DUMPABLE, 0)):
+        if libc.prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.umask(0o077)
+
+
+class Bad(Declined):
+    """What was read cannot be put there as it is."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("not-put", what)
+
+
+def mode_of(mode: int) -> int:
+    """Pure: the mode of a copy, which its user may write and delete; set-id bits are not copied."""
+    own = 0o700 if stat.S_ISDIR(mode) else 0o600
+    return stat.S_IMODE(mode) & 0o777 | own
+
+
+# A tree
+
+
+def tree(source: int, still: Still) -> int:
+    """Copies what lies below the open directory `source` to /; returns the bytes of its files.
+
+    Modes and times are kept, owners and hard links are not. Raises Declined, OSError.
+    """
+    directories: list[tuple[str, os.stat_result]] = []
+    with _Copiers(source, still) as copiers:
+        left = ["."]
+        while left:
+            still()
+            path = left.pop()
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(path, flags, dir_fd=source)
+            try:
+                if path != ".":
+                    Path("/", path).mkdir()
+                directories.append((path, os.fstat(fd)))
+                with os.scandir(fd) as entries:
+                    for entry in entries:
+                        name = f"{path}/{entry.name}".removeprefix("./")
+                        if entry.is_symlink():
+                            Path("/", name).symlink_to(os.readlink(entry.name, dir_fd=fd))
+                        elif entry.is_dir(follow_symlinks=False):
+                            left.append(name)
+                        elif entry.is_file(follow_symlinks=False):
+                            copiers.copy(name)
+                        else:
+                            raise Bad(f"{printable(name)} is neither a file, directory nor link")
+            finally:
+                os.close(fd)
+    for path, facts in reversed(directories):
+        Path("/", path).chmod(mode_of(facts.st_mode))
+        os.utime(f"/{path}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+    return copiers.bytes
+
+
+class _Copiers:
+    """Threads that copy files. The first error ends all; it is raised at the end, or in `copy`."""
+
+    def __init__(self, source: int, still: Still) -> None:
+        self.source = source
+        self.still = still
+        self.bytes = 0
+        self.error: Declined | OSError | None = None
+        self.names: queue.Queue[str | None] = queue.Queue(4 * THREADS)
+        self.lock = threading.Lock()
+        self.threads = [threading.Thread(target=self._run, daemon=True) for _ in range(THREADS)]
+
+    def __enter__(self) -> "_Copiers":
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        if error is not None:
+            self.error = self.error or Bad("")
+        for _ in self.threads:
+            self.names.put(None)
+        for thread in self.threads:
+            thread.join()
+        if error is None and self.error:
+            raise self.error
+
+    def copy(self, name: str) -> None:
+        if self.error:
+            raise self.error
+        self.names.put(name)
+
+    def _run(self) -> None:
+        while (name := self.names.get()) is not None:
+            if self.error:
+                continue
+            try:
+                size = self._copied(name)
+            except (Declined, OSError) as error:
+                self.error = self.error or error
+            except MemoryError:
+                self.error = self.error or Bad("no memory is left for the copy")
+            else:
+                with self.lock:
+                    self.bytes += size
+
+    def _copied(self, name: str) -> int:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=self.source)
+        try:
+            return file(fd, name, self.still)
+        finally:
+            os.close(fd)
+
+
+def file(source: int, target: str, still: Still) -> int:
+    """Copies one open regular file; returns its bytes. Raises Declined, OSError."""
+    facts = os.fstat(source)
+    if not stat.S_ISREG(facts.st_mode):
+        raise Bad(f"{printable(target)} was replaced while it was copied")
+    blocks = iter(lambda: os.read(source, BLOCK), b"")
+    size = _write(target, mode_of(facts.st_mode), blocks, still)
+    os.utime(f"/{target}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+    return size
+
+
+def _write(target: str, mode: int, blocks: Iterator[bytes], still: Still) -> int:
+    fd = os.open(f"/{target}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    size = 0
+    try:
+        for block in blocks:
+            still()
+            size += len(block)
+            view = memoryview(block)
+            while view:
+                view = view[os.write(fd, view) :]
+        os.fchmod(fd, mode)
+    finally:
+        os.close(fd)
+    return size
+
+
+# An archive
+
+
+PACKINGS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", ZSTD: "zstd"}
+
+
+def packing(file: int) -> str:
+    """How an archive is compressed, by its first bytes; "" for not at all. Raises OSError."""
+    head = os.pread(file, 6, 0)
+    return next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
+
+
+def load() -> None:
+    """Imports what is needed later: a confined process finds no module any more."""
+    import bz2  # noqa: F401
+    import gzip  # noqa: F401
+    import lzma  # noqa: F401
+    import tarfile  # noqa: F401
+
+    codecs.lookup("unicode_escape")
+
+
+def archive(fd: int, packed: str, still: Still) -> int:
+    """Unpacks the open tar archive to /; returns the bytes of its files.
+
+    Links are made as they are, wherever they lead. It is read to its very end, where its checksum
+    is. `zstd` has been taken off already. Raises Declined, OSError.
+    """
+    import lzma
+    import tarfile
+    import zlib
+
+    class Strict(tarfile.TarInfo):
+        """Damage in the middle is no end: tarfile takes it for one."""
+
+        @classmethod
+        def fromtarfile(cls, tar: tarfile.TarFile) -> "Strict":
+            try:
+                return super().fromtarfile(tar)
+            except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+                raise
+            except tarfile.HeaderError as error:
+                raise Bad(f"the archive is damaged, or none: {error}") from None
+
+    directories: dict[str, tarfile.TarInfo] = {}
+    size = 0
+    try:
+        with contextlib.ExitStack() as opened:
+            raw = opened.enter_context(open(fd, "rb", closefd=False))
+            file = opened.enter_context(_plain(raw, packed))
+            tar = opened.enter_context(
+                tarfile.open(fileobj=file, mode="r|", bufsize=BLOCK, tarinfo=Strict)
+            )
+            while (member := tar.next()) is not None:
+                still()
+                tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
+                size += _member(tar, member, directories, still)
+            while file.read(BLOCK):
+                still()
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        raise Bad(f"the archive is damaged, or none: {error}") from None
+    except (zlib.error, lzma.LZMAError) as error:
+        raise Bad(f"the archive is damaged: {error}") from None
+    except MemoryError:
+        raise Bad("the archive has a header that does not fit into memory") from None
+    for name in reversed(directories):
+        Path("/", name).chmod(mode_of(stat.S_IFDIR | directories[name].mode & 0o777))
+        _set_time(name, directories[name].mtime)
+    return size
+
+
+def _plain(file: BinaryIO, packed: str) -> Any:
+    """A file to read what this one holds, unpacked."""
+    import bz2
+    import gzip
+    import lzma
+
+    if packed == "gzip":
+        return gzip.GzipFile(fileobj=file)
+    return {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile}.get(packed, contextlib.nullcontext)(file)
+
+
+def _member(
+    tar: "tarfile.TarFile",
+    member: "tarfile.TarInfo",
+    directories: dict[str, "tarfile.TarInfo"],
+    still: Still,
+) -> int:
+    name = inside(member.name)
+    if member.isdir():
+        if name:
+            Path("/", name).mkdir(parents=True, exist_ok=True)
+            directories[name] = member
+        return 0
+    if not name:
+        raise Bad("the archive holds a file without a name")
+    path = Path("/", name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # the last one of a name counts
+    if member.issym():
+        path.symlink_to(member.linkname)
+        return 0
+    if member.islnk():
+        os.link(f"/{inside(member.linkname)}", path, follow_symlinks=False)
+        return 0
+    content = tar.extractfile(member) if member.isreg() else None
+    if content is None:
+        raise Bad(f"the archive holds {printable(name)}, neither a file, directory nor link")
+    blocks = iter(lambda: content.read(BLOCK), b"")
+    size = _write(name, mode_of(member.mode & 0o7777), blocks, still)
+    _set_time(name, member.mtime)
+    return size
+
+
+def inside(name: str) -> str:
+    """Pure: a member's path below the root; "" for the root itself. Raises Bad for one with `..`.
+
+    It could not leave the directory, but no honest archive has such names.
+    """
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise Bad(f"the archive holds {printable(name)}, which leads out of it")
+    return "/".join(parts)
+
+
+def _set_time(name: str, seconds: float) -> None:
+    # A user's number: of any size, or none at all.
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        os.utime(f"/{name}", (seconds, seconds))
+
+
+# Away with it
+
+
+def remove(directory: int, name: str, still: Still) -> None:
+    """Deletes what has this name in an open directory, however deep it is; links are not followed.
+
+    Each directory in it is moved up beside it first: so no path grows long, and no stack. Raises
+    OSError, and what `still` raises.
+    """
+    left, number = [name], 0
+    while left:
+        still()
+        at = left.pop()
+        try:
+            os.unlink(at, dir_fd=directory)
+        except FileNotFoundError:
+            continue
+        except IsADirectoryError:
+            fd = _opened(at, directory)
+        else:
+            continue
+        try:
+            for entry in os.listdir(fd):  # noqa: PTH208 - by descriptor
+                try:
+                    os.unlink(entry, dir_fd=fd)
+                except IsADirectoryError:
+                    number += 1
+                    left.append(f"{name}.{os.getpid()}.{number}")
+                    os.close(_opened(entry, fd))  # it is to be writable for that
+                    os.rename(entry, left[-1], src_dir_fd=fd, dst_dir_fd=directory)
+        finally:
+            os.close(fd)
+        os.rmdir(at, dir_fd=directory)
+
+
+def _opened(name: str, above: int) -> int:
+    """Opens one of the user's own directories, which may be forbidden to them so far."""
+    os.chmod(name, 0o700, dir_fd=above)
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)

@@ -1,0 +1,393 @@
+"""A job's own directory: made by its Prolog, seen by its steps, gone with its Epilog."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jobdir
+from forestage import trace
+from forestage.admin import status, sweep
+from forestage.cache import room
+from forestage.data import job_dir, job_disk
+from forestage.slurm.queue import JobState, Slurm
+from forestage.system import lock, mounts
+from forestage.system.as_user import User
+from jobdir import MIB, Dirs, as_alice
+from node import ALICE, BOB, Node, content, until
+
+_fork = get_context("fork")
+
+
+@pytest.fixture
+def dirs(node: Node, tmp_path: Path) -> Iterator[Dirs]:
+    with jobdir.made(node, tmp_path / "disk") as made:
+        yield made
+
+
+def free(dirs: Dirs) -> int:
+    disk = os.statvfs(dirs.node.nvme)
+    return disk.f_bavail * disk.f_frsize
+
+
+# --- what a job gets
+
+
+def test_job_has_a_directory_of_its_own_and_of_its_size(dirs: Dirs) -> None:
+    assert dirs.prolog(7, "stage-dir=64M") == []
+    lines = dirs.step(7).lines
+    target = str(dirs.node.places.job_dir)
+    assert ("env", "FORESTAGE_DIR", target) in lines
+    with dirs.seen(7) as at:
+        facts = at.stat()
+        assert (facts.st_uid, facts.st_gid, facts.st_mode & 0o7777) == (ALICE.uid, ALICE.gid, 0o700)
+        assert list(at.iterdir()) == []
+        assert as_alice("echo here > file", at).returncode == 0
+        ran = as_alice("cat /dev/zero > large", at)
+        assert "No space left" in ran.stderr
+        assert 60 * MIB < (at / "large").stat().st_size <= 64 * MIB
+    assert not os.path.ismount(target)
+    assert (dirs.node.places.job_dir.stat().st_mode & 0o777, list(Path(target).iterdir())) == (
+        0o755,
+        [],
+    )
+
+
+def test_all_steps_of_the_job_see_one_file_system(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    with dirs.seen(7) as at:
+        as_alice("echo first > file", at)
+        # Mounted once more while it is mounted, as by a second step.
+        (device,) = dirs.devices()
+        other = dirs.node.places.root / "other"
+        other.mkdir()
+        mounts.mount(device, str(other), mounts.MS_NOSUID | mounts.MS_NODEV, "ext4")
+        as_alice("echo second > file", other)
+        assert (at / "file").read_text() == "second\n"
+        mounts.umount(str(other))
+    with dirs.seen(7) as at:
+        assert (at / "file").read_text() == "second\n"
+
+
+def test_its_room_is_taken_at_once_and_given_back_at_the_end(dirs: Dirs) -> None:
+    dirs.on.cache.prepare(require_mount=False)
+    before = free(dirs)
+    dirs.prolog(7, "stage-dir=128M")
+    assert 128 * MIB <= before - free(dirs) < 130 * MIB
+    assert dirs.taken().number == 1
+    assert 128 * MIB <= dirs.taken().bytes < 130 * MIB
+    told = status.pieces(status.gather(dirs.on), 0.0)
+    assert "128 MiB in 1 job directory" in str(told)
+    assert dirs.node.epilog(7).said == ("released", "")
+    assert_gone(dirs)
+    assert before - free(dirs) < MIB
+    assert "job director" not in str(status.pieces(status.gather(dirs.on), 0.0))
+
+
+def assert_gone(dirs: Dirs) -> None:
+    assert dirs.taken().number == 0
+    until(lambda: not dirs.devices(), "the devices to go")
+    assert not list(dirs.node.cache.evicted.iterdir())
+
+
+def test_another_user_sees_nothing_of_it(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    assert dirs.step(7, BOB).lines == []
+    (place,) = dirs.node.cache.jobs.iterdir()
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_jobs_at_once_have_one_each(dirs: Dirs) -> None:
+    hooks = [_fork.Process(target=dirs.prolog, args=(job, "stage-dir=32M")) for job in range(1, 7)]
+    for hook in hooks:
+        hook.start()
+    for hook in hooks:
+        hook.join()
+        assert hook.exitcode == 0
+    assert dirs.taken().number == 6
+    found = {line[1] for job in range(1, 7) for line in dirs.step(job).lines if len(line) == 6}
+    assert len(found) == 6
+    for job in range(1, 7):
+        dirs.node.epilog(job)
+    assert_gone(dirs)
+
+
+# --- what it does not get
+
+
+@pytest.mark.parametrize(
+    ("comment", "reason", "text"),
+    [
+        ("stage-dir=4K", "bad-hint", "16 MiB at least"),
+        ("stage-dir=450M", "too-large", "data: job_dir"),
+        ("stage-dir=64M,ram", "job-dir", "/dev/shm"),
+    ],
+)
+def test_what_cannot_be_is_told_and_the_job_starts_without(
+    dirs: Dirs, comment: str, reason: str, text: str
+) -> None:
+    (told,) = dirs.prolog(7, comment)
+    assert (told.result, told.reason) == ("declined", reason)
+    assert text in told.detail
+    shown = dirs.step(7)
+    assert shown.lines == []
+    (again,) = shown.outcomes  # which the step's user reads
+    assert (again.request, text in again.detail) == ("stage-dir", True)
+    assert dirs.devices() == []
+    dirs.node.epilog(7)
+
+
+def test_full_disk_gives_none_and_leaves_nothing(dirs: Dirs) -> None:
+    dirs.on.cache.prepare(require_mount=False)
+    subprocess.run(
+        ["fallocate", "-l", str(free(dirs) - 64 * MIB), dirs.node.nvme / "x"], check=True
+    )
+    before = free(dirs)
+    (told,) = dirs.prolog(7, "stage-dir=100M")
+    assert (told.result, told.reason) == ("declined", "no-room")
+    assert dirs.taken().number == 0
+    assert before - free(dirs) < MIB
+
+
+def test_what_must_stay_free_stays_free(dirs: Dirs) -> None:
+    dirs.node.configure(redirect="spank", require_mount=False, min_free="300M")
+    (told,) = dirs.prolog(7, "stage-dir=200M")
+    assert told.reason == "no-room"
+    assert dirs.prolog(8, "stage-dir=64M") == []
+
+
+def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "is_free", lambda *_: True)
+    subprocess.run(
+        ["fallocate", "-l", str(free(dirs) - 64 * MIB), dirs.node.nvme / "x"], check=True
+    )
+    (told,) = dirs.prolog(7, "stage-dir=100M")
+    assert (told.result, told.reason) == ("declined", "no-room")
+    assert dirs.taken().number == 0
+
+
+@pytest.mark.parametrize(("user", "fits"), [(BOB, False), (ALICE, True)])
+def test_entries_go_for_it_but_not_for_more_than_a_users_share(
+    dirs: Dirs, user: User, fits: bool
+) -> None:
+    keys = {"redirect": "bind", "require_mount": False, "data": {"job_dir": "90%"}}
+    dirs.node.configure(**keys, max_size="100%", max_user_share="60%")
+    path = dirs.node.put("bob/image.sqsh", content(size=MIB), user)
+    dirs.node.prolog(1, path, user)
+    dirs.node.epilog(1)
+    image = dirs.node.cache.image(dirs.node.identity(path).key)
+    assert image.exists()
+    # As large as none that a test's file system takes.
+    subprocess.run(["fallocate", "-l", "150M", image.with_name("map")], check=True)
+    dirs.node.configure(**keys | {"redirect": "spank"}, max_size="100%", max_user_share="60%")
+    assert (dirs.prolog(7, "stage-dir=360M") == []) is fits
+    assert image.exists() is not fits
+
+
+def test_mount_point_that_others_could_replace_is_refused(dirs: Dirs) -> None:
+    point = dirs.node.places.job_dir
+    point.parent.mkdir()
+    point.symlink_to("/tmp")
+    (told,) = dirs.prolog(7, "stage-dir=32M")
+    assert (told.reason, str(point) in told.detail) == ("job-dir", True)
+    point.unlink()
+    point.mkdir()
+    os.chown(point, ALICE.uid, ALICE.gid)
+    (told,) = dirs.prolog(7, "stage-dir=32M")
+    assert told.reason == "job-dir"
+
+
+def test_mount_point_is_for_all_whatever_the_umask_is(dirs: Dirs) -> None:
+    before = os.umask(0o077)
+    try:
+        assert dirs.prolog(7, "stage-dir=32M") == []
+    finally:
+        os.umask(before)
+    assert dirs.node.places.job_dir.parent.stat().st_mode & 0o777 == 0o755
+
+
+# --- requeue, cancel, crash
+
+
+def test_requeued_job_has_an_empty_directory(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    with dirs.seen(7) as at:
+        as_alice("echo old > file", at)
+    # Its Epilog never ran.
+    assert dirs.prolog(7, "stage-dir=32M", restart=1) == []
+    assert [place.name for place in dirs.node.cache.jobs.iterdir()] == ["7.1"]
+    with dirs.seen(7) as at:
+        assert list(at.iterdir()) == []
+    assert len(dirs.devices()) == 1
+
+
+def test_prolog_that_runs_again_leaves_the_directory_as_it_is(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    with dirs.seen(7) as at:
+        as_alice("echo mine > file", at)
+        dirs.prolog(7, "stage-dir=32M")
+        assert (at / "file").read_text() == "mine\n"
+
+
+def test_number_of_another_users_earlier_job_brings_none_of_its_files(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M", BOB)
+    assert dirs.prolog(7, "stage-dir=32M") == []
+    with dirs.seen(7) as at:
+        assert at.stat().st_uid == ALICE.uid
+
+
+def killed_at(point: str, run: object, *args: object) -> None:
+    """Runs it in a process that is killed -9 at a trace point."""
+
+    def life() -> None:
+        def listen(name: str) -> None:
+            if name == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trace.listener = listen
+        run(*args)  # type: ignore[operator]
+
+    process = _fork.Process(target=life)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_cancelled_in_its_prolog_the_job_leaves_nothing(dirs: Dirs) -> None:
+    killed_at("job room", dirs.prolog, 7, "stage-dir=32M")
+    assert dirs.taken().number == 1
+    assert dirs.step(7).lines == []  # it is not whole
+    assert dirs.node.epilog(7).said == ("released", "")
+    assert_gone(dirs)
+
+
+class Idle(Slurm):
+    """No job runs here."""
+
+    def at_work(self) -> frozenset[int]:
+        return frozenset()
+
+    def knows_node(self, node: str) -> bool:
+        return True
+
+    def job(self, job: int) -> JobState | None:
+        return None
+
+
+def swept(dirs: Dirs, dry_run: bool = False) -> tuple[str, ...]:
+    done = sweep.sweep(dirs.on, Idle("", "", Path("/proc")), dry_run, lambda *_: None)
+    assert done.problems == ()
+    return done.job_dirs
+
+
+@pytest.mark.parametrize("point", ["job aside", "job detached"])
+def test_epilog_killed_while_it_deletes_is_finished_by_the_sweep(dirs: Dirs, point: str) -> None:
+    dirs.on.cache.prepare(require_mount=False)
+    before = free(dirs)
+    dirs.prolog(7, "stage-dir=128M")
+    killed_at(point, dirs.node.epilog, 7)
+    assert dirs.node.lease(7) is None
+    assert dirs.step(7).lines == []
+    swept(dirs)
+    assert_gone(dirs)
+    assert before - free(dirs) < MIB
+
+
+def test_epilog_that_never_came_to_it_is_finished_by_the_sweep(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    dirs.prolog(8, "stage-dir=32M")
+    dirs.node.leases.drop(7)
+    assert swept(dirs, dry_run=True) == ("7.0", "8.0")
+    assert dirs.taken().number == 2
+    assert job_dir.sweep(dirs.node.cache, dirs.node.leases) == ("7.0",)
+    assert len(dirs.devices()) == 1
+    with dirs.seen(8):
+        pass
+
+
+def test_what_a_task_still_holds_goes_with_its_last_mount(dirs: Dirs) -> None:
+    dirs.on.cache.prepare(require_mount=False)
+    before = free(dirs)
+    dirs.prolog(7, "stage-dir=128M")
+    with dirs.seen(7) as at:
+        dirs.node.epilog(7)
+        assert as_alice("echo late > file", at).returncode != 0  # nothing is written any more
+    until(lambda: not dirs.devices(), "the device to go")
+    assert before - free(dirs) < MIB
+
+
+def test_last_task_of_a_step_does_not_wait_until_all_is_written(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=256M")
+    (device,) = dirs.devices()
+    mounted = Path("/proc/fs/ext4") / Path(device).name
+    with dirs.seen(7):
+        pass
+    assert mounted.exists()  # nowhere any more, but who took it off had nothing to write
+    dirs.node.epilog(7)
+    until(lambda: not mounted.exists(), "the file system to go")
+    assert_gone(dirs)
+
+
+def test_holder_that_was_killed_is_no_matter(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    (place,) = dirs.node.cache.jobs.iterdir()
+    os.kill(int((place / "held").read_text()), signal.SIGKILL)
+    until(lambda: lock.is_free(place / "held"), "the holder's end")
+    with dirs.seen(7) as at:
+        assert as_alice("echo x > y", at).returncode == 0
+    assert dirs.node.epilog(7).said == ("released", "")
+    assert_gone(dirs)
+
+
+def test_epilog_that_waits_in_vain_for_the_lock_leaves_it_to_the_sweep(
+    dirs: Dirs, short_locks: None
+) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    with lock.held(dirs.node.cache.space_lock, 0):
+        assert dirs.node.epilog(7).said == ("failed", "busy")
+    assert job_dir.sweep(dirs.node.cache, dirs.node.leases) == ("7.0",)
+
+
+def test_many_files_go_as_fast_as_few(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+    dirs.prolog(7, "stage-dir=360M")
+    with dirs.seen(7) as at:
+        made = "import os\nfor n in range(20000): os.close(os.open(f'f{n}', os.O_CREAT))"
+        subprocess.run(["python3", "-c", made], cwd=at, check=True)
+    unlinked: list[object] = []
+    real = os.unlink
+
+    def counted(path: Any, **more: Any) -> None:
+        unlinked.append(path)
+        real(path, **more)
+
+    monkeypatch.setattr(os, "unlink", counted)
+    dirs.node.epilog(7)
+    assert len(unlinked) < 20
+    assert dirs.taken().number == 0
+
+
+def test_image_jobs_epilog_knows_nothing_of_directories(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_dir, "end", lambda *_: pytest.fail("looked"))
+    path = dirs.node.put("alice/image.sqsh", content())
+    dirs.node.prolog(7, path)
+    assert dirs.node.epilog(7).said == ("released", "")
+
+
+def test_formatting_without_the_newest_option_works_as_well(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_disk, "PREZEROED", "no_such_option=1")
+    assert dirs.prolog(7, "stage-dir=32M") == []
+    with dirs.seen(7) as at:
+        assert as_alice("echo x > y", at).returncode == 0

@@ -1,0 +1,105 @@
+"""A node whose NVMe is a real file system, and jobs that have directories of their own on it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import node as nodes
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import load_settings
+from forestage.data import job_dir
+from forestage.events import Handled
+from forestage.hooks import data
+from forestage.hooks.data import Shown
+from forestage.hooks.image import Wait
+from forestage.slurm.job import Job
+from forestage.system import loop, mounts
+from forestage.system.as_user import User
+from node import ALICE
+
+MIB = 1 << 20
+
+
+class Dirs:
+    """What Prologs, steps and Epilogs do with directories of jobs; the companion is played."""
+
+    def __init__(self, node: nodes.Node) -> None:
+        self.node = node
+        self.source = node.shared / "data"
+        self.source.mkdir()
+
+    @property
+    def on(self) -> Node:
+        settings = load_settings(self.node.places.etc, self.node.places.config)
+        return Node.of(settings.for_partition("batch"), self.node.places, Clock())
+
+    def job(self, job: int, comment: str, user: User = ALICE, **more: str) -> Job:
+        return Job.from_environ(self.node.environ(job, user=user, comment=comment) | more)
+
+    def prolog(
+        self, job: int, comment: str, user: User = ALICE, restart: int | None = None
+    ) -> list[Handled]:
+        """The outcomes of what went wrong, or was begun."""
+        more = {} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}
+        asked = self.job(job, comment, user, **more)
+        return data.begin(self.on, asked, Wait.of(Clock(), 60.0, None), None)
+
+    def step(self, job: int, user: User = ALICE, fill: float = 240.0) -> Shown:
+        asked = self.job(job, "", user, SLURM_STEP_ID="0")
+        limit = Wait.of(Clock(), 60.0, None)
+        until = type(limit.end).after(fill, Clock())
+        return data.show(self.on, asked, Wait(limit.end, None, limit.small, fill=until), None)
+
+    @contextlib.contextmanager
+    def seen(self, job: int, user: User = ALICE) -> Iterator[Path]:
+        """The directory as a task of the job sees it."""
+        shown = job_dir.lines(self.on, self.job(job, "", user))
+        ((_, device, kind, mode, target, inode),) = [line for line in shown if len(line) == 6]
+        assert (kind, mode, inode) == ("ext4", "rw", "root")
+        mounts.mount(device, target, mounts.MS_NOSUID | mounts.MS_NODEV, kind)
+        try:
+            yield Path(target)
+        finally:
+            mounts.umount(target, 0)
+
+    def taken(self) -> job_dir.Taken:
+        return job_dir.taken(self.node.cache)
+
+    def devices(self) -> list[str]:
+        facts = self.node.nvme.stat()
+        return [one.name for one in loop.attached() if one.is_on(facts)]
+
+
+def as_alice(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a shell's words as the job's user."""
+    return subprocess.run(
+        ["sh", "-c", script],
+        user=ALICE.uid,
+        group=ALICE.gid,
+        extra_groups=[],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@contextlib.contextmanager
+def made(node: nodes.Node, file: Path, size: str = "512M") -> Iterator[Dirs]:
+    """The NVMe of `node` is an ext4 in `file` meanwhile; its loop devices go with it."""
+    subprocess.run(["truncate", "-s", size, file], check=True)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", file], check=True)
+    subprocess.run(["mount", "-o", "loop", file, node.nvme], check=True)
+    node.configure(redirect="spank", require_mount=False, data={"job_dir": "80%"})
+    dirs = Dirs(node)
+    try:
+        yield dirs
+    finally:
+        for job in {place.name.partition(".")[0] for place in node.cache.jobs.glob("*")}:
+            job_dir.end(node.cache, int(job))
+        for name in dirs.devices():
+            loop.detach(name)

@@ -1,0 +1,121 @@
+"""A job's own directory on a cluster: in all its steps, filled by the first, gone with the job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from host import wait_until
+from jobs import Ran, Site
+from spec import ClusterSpec
+from steps import Tables, accompanied
+
+from forestage.data.hold import PROCESS_NAME
+
+AT = "/forestage/job"
+SEED = f"{AT}/seed/JIT_CACHE"
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    spec = accompanied(2)
+    return dataclasses.replace(spec, node_dirs=(*spec.node_dirs, "/forestage"))
+
+
+@pytest.fixture
+def dirs(spank: Site) -> Iterator[Site]:
+    """Nodes on which no directory of a job outlives it, nor the process that holds it."""
+    spank.cluster.run(
+        ["sh", "-c", "mkdir -p /shared/alice/tree/a; echo hello >/shared/alice/tree/a/file"],
+        user="alice",
+    )
+    yield spank
+    spank.cluster.wait_idle()
+    for node in spank.cluster.nodes:
+        wait_until(
+            lambda node=node: not spank.named(node, PROCESS_NAME),  # type: ignore[misc]
+            60,
+            lambda node=node: f"a holder lives on {node}",  # type: ignore[misc]
+        )
+        for place in ("jobs", "evicted"):
+            assert not list((spank.cache(node).root / place).glob("*"))
+        assert list(spank.cluster.host_path(AT, node).glob("*")) == []
+
+
+def step(site: Site, comment: str, script: str, node: str = "n1") -> Ran:
+    return site.srun(None, "sh", "-c", script, comment=comment, node=node)
+
+
+def test_step_has_a_directory_of_its_own(dirs: Site) -> None:
+    script = (
+        "echo $FORESTAGE_DIR; stat -c '%U %a' $FORESTAGE_DIR; echo x >$FORESTAGE_DIR/file"
+        f"; df -k --output=size {AT} | tail -1; grep ' {AT} ' /proc/self/mountinfo"
+    )
+    ran = step(dirs, "stage-dir=64M", script)
+    at, owner, size, mount = ran.stdout.splitlines()
+    assert (at, owner) == (AT, "alice 700")
+    assert 50_000 < int(size) <= 65_536
+    assert " rw,nosuid,nodev" in mount
+    assert " ext4 /dev/loop" in mount
+
+
+def test_later_steps_find_what_earlier_ones_wrote_and_the_node_sees_nothing(dirs: Site) -> None:
+    script = (
+        f"echo batch >{AT}/one; srun sh -c 'cat {AT}/one; echo step >{AT}/two'; cat {AT}/two"
+        f"; srun --ntasks=3 --overcommit cat {AT}/two"
+    )
+    step(dirs, "stage-dir=32M", "true")  # the mount point is made
+    with Tables(dirs) as tables:
+        ran = dirs.sbatch(script, "--comment=stage-dir=32M")
+        assert tables.changed() == []
+    assert ran.stdout.split() == ["batch", "step", "step", "step", "step"]
+
+
+def test_tree_and_seed_are_there_before_the_task_begins(dirs: Site) -> None:
+    comment = "stage-dir=64M stage=/shared/alice/tree@job,/shared/alice/tree@seed:JIT_CACHE"
+    script = f"cat {AT}/tree/a/file $JIT_CACHE/a/file; echo $JIT_CACHE; echo more >{AT}/tree/a/file"
+    ran = step(dirs, comment, script)
+    assert ran.stdout.splitlines() == ["hello", "hello", SEED]
+    assert dirs.cluster.read("/shared/alice/tree/a/file") == "hello\n"
+    assert [one.result for one in dirs.outcomes(ran.job, hook="step")] == ["copied", "copied"]
+
+
+def test_each_node_has_one_of_its_own(dirs: Site) -> None:
+    script = f"echo $SLURMD_NODENAME >{AT}/who; cat {AT}/who"
+    ran = step(dirs, "stage-dir=32M", script, node="n1,n2")
+    assert sorted(ran.stdout.split()) == ["n1", "n2"]
+
+
+def test_user_reads_why_there_is_none(dirs: Site) -> None:
+    ran = step(dirs, "stage-dir=900M", f'echo "[$FORESTAGE_DIR]"; ls {AT}')
+    assert ran.stdout == "[]\n"
+    assert "no directory of its own on this node" in ran.stderr
+    assert "data: job_dir" in ran.stderr
+    ran = step(dirs, "stage-dir=32M stage=/shared/alice/nothing@job", f"ls {AT}")
+    assert ran.stdout == ""
+    assert "/shared/alice/nothing does not exist" in ran.stderr
+
+
+def test_another_users_job_has_another(dirs: Site) -> None:
+    step(dirs, "stage-dir=32M", f"echo secret >{AT}/file")
+    script = ["sh", "-c", f"ls -A {AT}; stat -c %U {AT}"]
+    ran = dirs.srun(None, *script, comment="stage-dir=32M", user="bob")
+    assert ran.stdout == "bob\n"
+
+
+@pytest.mark.long  # Slurm has it wait for two minutes
+def test_requeued_job_begins_with_an_empty_one(dirs: Site) -> None:
+    found = "/shared/alice/requeued"
+    script = (
+        "#!/bin/sh\n"
+        f"ls -A {AT} >>{found}; echo ${{SLURM_RESTART_COUNT:-0}} >>{found}; echo old >{AT}/old\n"
+        'test "${SLURM_RESTART_COUNT:-0}" != 0 || { scontrol requeue $SLURM_JOB_ID; sleep 600; }\n'
+    )
+    options = ["--comment=stage-dir=32M", "--requeue", "--nodelist=n1"]
+    dirs.cluster.submit(script, *options, user="alice")
+    file = dirs.source(found)
+    wait_until(
+        lambda: file.exists() and "1" in file.read_text().split(), 400, dirs.cluster.overview
+    )
+    assert file.read_text().split() == ["0", "1"]
