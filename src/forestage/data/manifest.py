@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from forestage.cache import image
-from forestage.errors import Declined
+from forestage.errors import Declined, Failed
 from forestage.system.as_user import User
 from forestage.units import printable
 
@@ -143,7 +143,7 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
         found.extend(files)
         return [*more, *(_Todo(one.path) for one in files if one.is_dir)]
 
-    _spread([_Todo(b"")], user, look)
+    _spread([_Todo(b"")], user, look, THREADS)
     return Manifest(path, tuple(sorted(found, key=lambda one: one.path)))
 
 
@@ -305,24 +305,22 @@ def each_as(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> lis
     return [results[number] for number in sorted(results)]
 
 
-def _spread(
-    first: list[T], user: User, work: Callable[[T], list[T]], threads: int = THREADS
-) -> None:
+def _spread(first: list[T], user: User, work: Callable[[T], list[T]], threads: int) -> None:
     """Does `work` on items, and on those that it returns, in threads. Raises their first error."""
     todo = deque(first)
     turn = threading.Condition()
-    busy = 0
+    busy, over = 0, False
     errors: list[Exception] = []
 
     def go() -> None:
-        nonlocal busy
+        nonlocal busy, over
         try:
             act_as(user)
             while True:
                 with turn:
-                    while not todo and busy and not errors:
+                    while not todo and busy and not over:
                         turn.wait()
-                    if errors or not todo:
+                    if over or not todo:
                         return
                     item = todo.popleft()
                     busy += 1
@@ -332,8 +330,10 @@ def _spread(
                     todo.extend(more)
                     turn.notify_all()
         except (OSError, Declined) as error:
+            errors.append(error)
+        finally:
             with turn:
-                errors.append(error)
+                over = True  # all is done, or something has failed
                 turn.notify_all()
 
     started = [threading.Thread(target=go, name=f"walk-{n}") for n in range(threads)]
@@ -343,3 +343,5 @@ def _spread(
         thread.join()
     if errors:
         raise errors[0]
+    if todo or busy:
+        raise Failed("helper", "a thread that looks at files died")
