@@ -70,6 +70,24 @@ def mounted(cluster: Cluster, tree: Path, at: str, latency_ms: int, work: Path) 
 
 
 @contextlib.contextmanager
+def limited(tree: Path, work: Path) -> Iterator[tuple[Disk, Path]]:
+    """The same without a cluster, for the processes of this namespace: mounted below `work`."""
+    limit, shown = _cgroup() / LIMIT, work / "shared"
+    if not limit.exists():
+        raise ClusterError(f"no {limit} (this needs cgroup v1's blkio)")
+    loop = _attached(_filled(tree, work), direct=False)
+    try:
+        number = Path("/sys/class/block", Path(loop).name, "dev").read_text().strip()
+        with _unlimited_at_the_end(Disk(number, limit)) as disk:
+            shown.mkdir()
+            subprocess.run(["mount", "-o", "ro", loop, shown], check=True)
+            yield disk, shown
+            subprocess.run(["umount", "--lazy", shown], check=True)
+    finally:
+        subprocess.run(["losetup", "--detach", loop], check=True)
+
+
+@contextlib.contextmanager
 def _unlimited_at_the_end(disk: Disk) -> Iterator[Disk]:
     """The loop device may serve somebody else later: its limit goes, also if this is killed."""
     lift = f"read -r _; echo '{disk.number} 0' >{disk.limit}"

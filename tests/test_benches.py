@@ -32,6 +32,10 @@ SMALL = {
         ["8", "--rounds", "1"],
         f"squashfuse_cold={RATIO} unpack_cold={RATIO} squashfuse_warm={RATIO} unpack_warm={RATIO}",
     ),
+    "window": (
+        ["0.0625", "1"],
+        f"stalls_vs_shared={RATIO} speedup={RATIO} src_bytes={RATIO} peak={RATIO}",
+    ),
     "step": (["2"], f"noimage={RATIO} first={RATIO} further={RATIO}"),
 }
 

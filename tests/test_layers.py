@@ -45,10 +45,11 @@ STARTERS = {
     *("check.hooks", "check.plugins", "check.sources", "slurm.queue", "system.tree"),
     *("cache.doubt", "data.tree", "peers.auth", "stage.engines", "system.loop"),
 }
-"""Modules that may start programs: none of these runs for a job's user, or parses what users wrote.
+"""Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
-One that does must have all three ids of the user (setresuid, setgroups, no_new_privs): bash with
-real uid 0 makes itself root again. See docs/security.md.
+FOR_USERS = {"data.serving"}
+"""Those that start one for a job's user, with all three ids theirs (run.start_as): bash with real
+uid 0 makes itself root again. See docs/security.md.
 """
 
 
@@ -152,7 +153,11 @@ def test_every_folder_and_module_has_its_place() -> None:
 
 def test_programs_are_started_where_it_is_known_by_whom() -> None:
     found = {module for module in MODULES if "forestage.system.run" in imported(module)}
-    assert found == STARTERS
+    assert found == STARTERS | FOR_USERS
+    for module in FOR_USERS:
+        nodes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
+        used = {node.attr for node in nodes if ast.unparse(node.value) == "run"}
+        assert used == {"which", "start_as"}, module
 
 
 def test_environment_is_read_by_the_hooks_and_the_command_line_only() -> None:
@@ -231,6 +236,25 @@ def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_no_file(name
         ran.stdout == "0 [] ['forestage.hooks', 'forestage.hooks.boundary', 'forestage.log'] []\n"
     )
     assert ran.stderr == f"forestage: {name} job=4294967294 result=none\n"
+
+
+AT_WORK = """
+import sys
+from forestage.hooks.boundary import import_msgspec
+import_msgspec()
+import forestage.hooks.prolog, forestage.hooks.step, forestage.hooks.epilog
+import forestage.stage.stager, forestage.through.keeper, forestage.cache.shown
+heavy = {"yaml", "filelock", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
+print(sorted(heavy & set(sys.modules)), "msgspec" in sys.modules)
+import typing_extensions
+"""
+
+
+def test_hook_at_work_imports_nothing_that_it_can_do_without() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-BIc", AT_WORK], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] True\n", "")
 
 
 STEP = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-FOLDERS = ["src", "tests", "bench", "packaging"]
+FOLDERS = ["src", "tests", "bench", "packaging", "docs"]
 
 
 def scripts() -> Iterator[str]:

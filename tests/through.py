@@ -12,6 +12,8 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.layout import Entry
@@ -19,11 +21,15 @@ from forestage.cache.node import Node as Here
 from forestage.cache.readers import Readers
 from forestage.clock import Clock
 from forestage.config import Config
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
 from forestage.stage.source import OpenImage
+from forestage.stage.task import Task
 from forestage.system import mounts
 from forestage.system.as_user import User
 from forestage.through import keeper
 from forestage.through.keeper import PROCESS_NAME, SERVER_NAME
+from forestage.units import Amount
 from node import ALICE, Node, children_left, comm, end_keepers, until
 
 MIB = 1024 * 1024
@@ -39,7 +45,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def here(node: Node) -> Here:
-    return Here.of(Config(cache="/mnt/nvme/forestage", chunk_size=MIB), node.places, Clock())
+    room = {"max_size": Amount(share=1.0), "min_free": Amount()}
+    given = {"cache": "/mnt/nvme/forestage", "sources": (str(node.shared),), **room}
+    return Here.of(Config(**given, chunk_size=MIB), node.places, Clock())
 
 
 def opened(path: Path, user: User = ALICE) -> OpenImage:
@@ -47,6 +55,13 @@ def opened(path: Path, user: User = ALICE) -> OpenImage:
     facts = os.fstat(fd)
     access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
     return OpenImage(Image(image.identity(facts, str(path)), access), user, fd)
+
+
+def task(here: Here, opened: OpenImage, **keys: object) -> Task:
+    """What job 7 asks for, with further keys of the configuration."""
+    job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
+    config = msgspec.structs.replace(here.config, **keys)
+    return Task(msgspec.structs.replace(here, config=config), job, opened)
 
 
 class Through:
@@ -62,7 +77,7 @@ class Through:
         self.start()
 
     def start(self) -> None:
-        self.sock = keeper.start(self.node, self.opened)
+        self.sock = keeper.start(task(self.node, self.opened))
         self.pid = next(state.pid for spot, state in self.living() if spot == self.spot)
 
     def living(self) -> list[tuple[Path, keeper.State]]:

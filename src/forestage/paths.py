@@ -65,9 +65,19 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "through"
 
     @property
+    def served(self) -> Path:
+        """A socket for each file that is mounted in a step, see data/serving.py."""
+        return self.run / "served"
+
+    @property
     def disk(self) -> Path:
         """What is known of errors of the cache's disk, see cache/doubt.py."""
         return self.run / "disk.json"
+
+    @property
+    def preloaded(self) -> Path:
+        """It is there once the page cache has what starts of images read, see cache/hot.py."""
+        return self.run / "preloaded"
 
     @property
     def peer(self) -> Path:

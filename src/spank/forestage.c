@@ -4,7 +4,8 @@
  * Once per step and node, before pyxis looks at the image, the helper `forestage step` is asked
  * which file of the cache may stand in for it (helper.c). Each task then gets that file bound over
  * the path in a mount namespace of its own (redirect.c), or the file that the copy's keeper serves
- * while the copy is under way (through.c). Whatever fails: the path stays as it is, the step goes on.
+ * while the copy is under way (through.c), and the data of the job's comment at its mount points
+ * (data.c). Whatever fails: the path stays as it is, the step goes on.
  *
  * Plugstack arguments, listed before pyxis:
  *   helper=PATH       the program to ask; default /usr/lib/forestage/bin/forestage
@@ -136,8 +137,8 @@ static char mounts_home(spank_t sp)
 }
 
 /*
- * Whether the Prolog noted images of the job's comment (cache/lease.py). By access(2), which looks with
- * our real user, root. A job's extern step has no process that could read them.
+ * Whether the Prolog noted images or data of the job's comment (cache/lease.py). By access(2), which
+ * looks with our real user, root. A job's extern step has no process that could read them.
  */
 static bool is_hinted(spank_t sp)
 {
@@ -171,6 +172,7 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 		step.folder[0] = '\0';
 	if (step.image[0] == '/' || step.save[0] == '/' || step.folder[0] || step.hinted)
 		ask_helper(sp, helper, timeout, &step);
+	set_variables(sp);
 	return 0;
 }
 
@@ -194,5 +196,6 @@ int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 	show(sp, &step);
 	for (int i = 0; i < step.count; i++)
 		show(sp, &step.also[i]);
+	show_data(sp); /* after the images, which are known by what lies beneath */
 	return 0;
 }

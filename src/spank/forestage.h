@@ -29,7 +29,7 @@ struct step {
 
 	int keeper;            /* connected to it; -1 where that was not possible */
 
-	bool hinted;           /* the job's comment names images, which its steps are to be shown too */
+	bool hinted;           /* the job's comment names images or data for its steps */
 	int count;             /* of `also`, as the helper answered */
 	struct step *also;     /* MOST_HINTED of them */
 };
@@ -72,6 +72,12 @@ int connect_keeper(const char *path);
 /* through.c. Gets a mount of the file that is served. NULL, or why not, and errno. */
 const char *open_through(const struct step *step, struct copy *copy);
 
+/* through.c. A detached clone of the mount that a keeper holds; -1, and errno. */
+int fetch_mount(int keeper);
+
+/* through.c. Mounts it on the open directory or file `target`; false, and errno. */
+bool attach_mount(int mount, int target);
+
 /* through.c. Has it show at the open file `target`; false, and errno. */
 bool show_through(const struct copy *copy, int target);
 
@@ -90,7 +96,28 @@ void identify(const struct stat *st, unsigned long long identity[4]);
 /* redirect.c. Real and saved ids stay root's: the user can neither signal nor trace the process. */
 bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups);
 
+/* redirect.c. Calls `open_it` with the job's ids and groups, which a task does not have yet. */
+int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what);
+
+/* redirect.c. The task has a mount namespace of its own from now on; false, and errno. */
+bool own_namespace(void);
+
 /* redirect.c. The path shows the entry to this task alone. NULL, or why not, and errno. */
 const char *redirect(spank_t sp, const struct step *step);
+
+/* data.c. A line of the helper's on the job's data, without its first word. */
+void understand_data(const char *line);
+
+/* data.c. Before a helper is asked (again). */
+void forget_data(void);
+
+/* data.c. In user_init: what the helper said of the step's environment. */
+void set_variables(spank_t sp);
+
+/* data.c. In the step manager: its connections keep the servers for the tasks. */
+void hold_data(void);
+
+/* data.c. In each task: all that is to be mounted, in the order of the lines. */
+void show_data(spank_t sp);
 
 #endif

@@ -274,6 +274,8 @@ static const char *listen_to(int out, uid_t uid, long timeout, struct step *step
 			*newline = '\0';
 			if (strncmp(line, "also\t", 5) == 0)
 				understand_also(line + 5, step);
+			else if (strncmp(line, "data\t", 5) == 0)
+				understand_data(line + 5);
 			else if (strncmp(line, "say\t", 4) != 0)
 				return understand(line, step);
 			else if (said++ < LINES_SAID)
@@ -361,6 +363,7 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 		timeout = CONTAINED_SECONDS;
 	step->use = step->through = false;
 	step->count = 0;
+	forget_data();
 	describe_step(env, sp, step, &who, timeout);
 	errand.argv = argv;
 	errand.env = env;
@@ -372,6 +375,8 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	/* A process beside the step manager would keep the connections for itself. */
 	for (int i = contained ? step->count : 0; i < step->count; i++)
 		hold_keeper(&step->also[i]);
-	if (!contained)
+	if (!contained) {
 		hold_keeper(step);
+		hold_data();
+	}
 }

@@ -79,11 +79,17 @@ int open_path(const struct step *step)
 	return fd;
 }
 
+struct looked_at {
+	const struct step *step;
+	int copied; /* the copy, or -1 */
+};
+
 /* The image's path, or -1, also if this user cannot open the copy (if there is one yet: not -1). */
-static int open_image(const struct step *step, int copied)
+static int open_image(const void *what)
 {
+	const struct looked_at *one = what;
 	char copy_path[32];
-	int fd = open_path(step);
+	int fd = open_path(one->step), copied = one->copied;
 
 	if (fd < 0 || copied < 0)
 		return fd;
@@ -101,8 +107,7 @@ static int open_image(const struct step *step, int copied)
 	return readable ? fd : -1;
 }
 
-/* With the job's groups, which a task does not have yet. */
-static int open_as_user(spank_t sp, const struct step *step, int copied)
+int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what)
 {
 	gid_t *groups = NULL, gid = 0, own_gid = getegid(), own[NGROUPS_MAX];
 	int count = 0, own_count = getgroups(NGROUPS_MAX, own), fd = -1;
@@ -113,12 +118,21 @@ static int open_as_user(spank_t sp, const struct step *step, int copied)
 	    spank_get_item(sp, S_JOB_SUPPLEMENTARY_GIDS, &groups, &count) != ESPANK_SUCCESS)
 		return -1;
 	if (act_as(uid, gid, count, groups))
-		fd = open_image(step, copied);
+		fd = open_it(what);
 	int error = errno;
 	if (!act_as(0, own_gid, own_count, own))
 		slurm_error("forestage: cannot become root again: %s", strerror(errno));
 	errno = error;
 	return fd;
+}
+
+bool own_namespace(void)
+{
+	static bool own;
+
+	own = own || (unshare(CLONE_NEWNS) == 0 &&
+		      mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) == 0);
+	return own;
 }
 
 /* Whose mount the open file is on: a bind of an entry is known by its root (redirect.py). */
@@ -175,7 +189,7 @@ static enum sight look(spank_t sp, const struct step *step, int copied, int *tar
 
 	if (*target >= 0)
 		close(*target);
-	*target = open_as_user(sp, step, copied);
+	*target = as_job_user(sp, open_image, &(struct looked_at){step, copied});
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", *target);
 	ssize_t length = *target < 0 ? -1 : readlink(link, path, sizeof(path) - 1);
 	if (length < 0 || fstat(*target, &st) < 0 || (copied >= 0 && fstat(copied, &copy) < 0))
@@ -240,7 +254,7 @@ static const char *lay(spank_t sp, const struct step *step, struct copy *copy, i
 	if (wrong)
 		return wrong;
 	if (seen == IS_SOURCE || seen == IS_STALE) {
-		if (unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) < 0)
+		if (!own_namespace())
 			return "no mount namespace";
 		/* In the new namespace, a file opened in the old one cannot be bound, or bound over. */
 		close_copy(copy);

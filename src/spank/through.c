@@ -104,6 +104,30 @@ static bool refused(const char *answer)
 	return strncmp(answer, "no", 2) == 0;
 }
 
+/* The tasks share a connection, and an answer does not say to whom. */
+static bool take_turn(int keeper, short how)
+{
+	struct flock turn = {.l_type = how};
+
+	return fcntl(keeper, F_SETLKW, &turn) == 0;
+}
+
+int fetch_mount(int keeper)
+{
+	char answer[ANSWER_BYTES] = "";
+	int mount = take_turn(keeper, F_WRLCK) ? exchange(keeper, "mount", -1, answer) : -1;
+	int error = refused(answer) ? ECONNREFUSED : errno;
+
+	take_turn(keeper, F_UNLCK);
+	errno = error;
+	return mount;
+}
+
+bool attach_mount(int mount, int target)
+{
+	return syscall(SYS_move_mount, mount, "", target, "", FROM_AND_TO_DESCRIPTORS) == 0;
+}
+
 /* A mount of the task's own, first where nobody looks, so that it is checked before it shows. */
 static int mount_own(int keeper, char answer[ANSWER_BYTES])
 {
@@ -130,22 +154,19 @@ static int mount_own(int keeper, char answer[ANSWER_BYTES])
 const char *open_through(const struct step *step, struct copy *copy)
 {
 	int keeper = step->keeper >= 0 ? step->keeper : connect_keeper(step->entry);
-	/* The tasks share the connection, and an answer does not say to whom. */
-	struct flock turn = {.l_type = F_WRLCK};
 	char answer[ANSWER_BYTES] = "no move_mount(2) here";
 	struct stat st;
 
 	if (keeper < 0)
 		return "nobody serves its copy";
-	if (fcntl(keeper, F_SETLKW, &turn) == 0 && moves())
+	if (take_turn(keeper, F_WRLCK) && moves())
 		copy->image = exchange(keeper, "mount", -1, answer);
 	if (copy->image < 0 && refused(answer)) {
 		copy->image = mount_own(keeper, answer);
 		copy->own_mount = copy->image >= 0;
 	}
 	int error = refused(answer) ? ECONNREFUSED : errno;
-	turn.l_type = F_UNLCK;
-	fcntl(keeper, F_SETLK, &turn);
+	take_turn(keeper, F_UNLCK);
 	if (keeper != step->keeper)
 		close(keeper);
 	errno = error;
@@ -165,8 +186,7 @@ bool show_through(const struct copy *copy, int target)
 	char link[32];
 
 	if (!copy->own_mount)
-		return syscall(SYS_move_mount, copy->image, "", target, "",
-			       FROM_AND_TO_DESCRIPTORS) == 0;
+		return attach_mount(copy->image, target);
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", target);
 	return mount(DEVICE, link, NULL, MS_BIND, NULL) == 0;
 }

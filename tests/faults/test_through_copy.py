@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import msgspec
+import contextlib
+import os
+import shutil
+import signal
+from pathlib import Path
+
 import pytest
 from fault import Gate, Points, image, kill_stager
 
-from forestage.clock import Clock
-from forestage.config import Config
-from forestage.slurm.hints import Hints
-from forestage.slurm.job import Job
+from forestage.cache.lease import Lease, Use
+from forestage.errors import Declined
 from forestage.stage import stager
 from forestage.stage.stager import Channel, Message
-from forestage.stage.task import Task
-from forestage.units import Amount
+from forestage.through import keeping
 from node import ALICE, Node, until
-from through import MIB, SIZE, Shown, Through, read_fresh, reading
+from through import MIB, SIZE, Shown, Through, read_fresh, reading, task
 
 DATA = image(7, SIZE)
 
 
-def start(node: Node, through: Through, **keys: object) -> Channel:
+def start(through: Through, **keys: object) -> Channel:
     """Starts a stager as a hook does."""
-    room = {"sources": (str(node.shared),), "max_size": Amount(share=1.0), "min_free": Amount()}
-    config = msgspec.structs.replace(Config(**room), chunk_size=MIB, **keys)
-    job = Job(7, ALICE, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
-    here = msgspec.structs.replace(through.node, config=config, clock=Clock())
-    channel = stager.start(Task(here, job, through.opened))
+    channel = stager.start(task(through.node, through.opened, **keys))
     assert channel.recv(60) == Message("started")
     return channel
 
@@ -43,7 +41,7 @@ def test_bytes_are_right_before_during_and_after_the_copy(
 ) -> None:
     path = node.put("alice/image.sqsh", DATA)
     through = shown(path)
-    with reading(path, DATA, 4), start(node, through, **keys) as channel:
+    with reading(path, DATA, 4), start(through, **keys) as channel:
         assert read_fresh(path) == DATA
         assert end(channel) == "published"
         assert read_fresh(path) == DATA
@@ -56,7 +54,7 @@ def test_job_reads_what_the_copy_has_and_the_rest_of_the_source(
     path = node.put("alice/image.sqsh", DATA)
     points.at("chunk", gate, nth=3)
     through = shown(path)
-    with start(node, through, threads=1) as channel:
+    with start(through, threads=1) as channel:
         until(lambda: points.count("chunk") == 3, "three chunks")
         assert read_fresh(path) == DATA
         gate.open()
@@ -70,10 +68,78 @@ def test_stager_killed_and_begun_anew_shows_no_wrong_byte(
     points.at("chunk", kill_stager, nth=4)
     through = shown(path)
     with reading(path, DATA, 4):
-        with start(node, through) as channel, pytest.raises(EOFError):
+        with start(through) as channel, pytest.raises(EOFError):
             end(channel)
         assert read_fresh(path) == DATA
         points.calm()
-        with start(node, through) as channel:
+        with start(through) as channel:
             assert end(channel) == "published"
         assert read_fresh(path) == DATA
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "STAGER_PAUSE", 0.0)
+
+
+def leased(node: Node, shown: Shown) -> Through:
+    """Image and keeper of a job that runs, and needs the copy."""
+    through = shown(node.put("alice/image.sqsh", DATA))
+    use = Use(through.image.key)
+    node.leases.write(Lease(7, ALICE, 0.0, str(node.cache.root), (use,)))
+    return through
+
+
+@pytest.mark.parametrize(("point", "nth"), [("claimed", 1), ("reserved", 1), ("chunk", 4)])
+def test_copy_whose_stager_was_killed_goes_on_while_a_job_reads_through(
+    node: Node, shown: Shown, points: Points, point: str, nth: int, tmp_path: Path
+) -> None:
+    adjusted = tmp_path / "adjusted"
+    points.at("checked", lambda: shutil.copy("/proc/self/oom_score_adj", adjusted))
+    points.at(point, kill_stager, nth=nth)
+    through = leased(node, shown)
+    with start(through, threads=1) as channel, pytest.raises(EOFError):
+        end(channel)
+    assert read_fresh(through.path) == DATA
+    until(lambda: node.cache.find(through.image), "the copy's end")
+    assert read_fresh(through.path) == DATA
+    killed, other = (pid for name, pid in points.passed() if name == "claimed")
+    assert killed != other
+    assert points.count("chunk") == 8
+    assert int(adjusted.read_text()) == 0  # its keeper's is the safest
+
+
+def test_stager_that_is_always_killed_is_started_a_few_times(
+    node: Node, shown: Shown, points: Points, hasty: None
+) -> None:
+    points.at("claimed", kill_stager, nth=None)
+    through = leased(node, shown)
+    with start(through) as channel, pytest.raises(EOFError):
+        end(channel)
+    until(lambda: points.count("claimed") == 1 + keeping.MOST_STAGERS, "stagers")
+    through.turns(12)
+    assert points.count("claimed") == 1 + keeping.MOST_STAGERS
+    assert read_fresh(through.path) == DATA
+
+
+@pytest.mark.parametrize("why", ["no job", "no room", "upgraded", "stopped"])
+def test_copy_is_not_begun_again_where_that_is_of_no_use(
+    node: Node, shown: Shown, points: Points, hasty: None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "upgraded":
+        releases = iter(range(1000))
+        monkeypatch.setattr(keeping, "_release", lambda: next(releases))
+    through = leased(node, shown)
+
+    def no_room() -> None:
+        raise Declined("no-room", "as a test wants it")
+
+    ends = {"no room": no_room, "stopped": lambda: os.kill(os.getpid(), signal.SIGTERM)}
+    points.at("chunk", ends.get(why, kill_stager), nth=4)
+    if why == "no job":
+        node.leases.drop(7)
+    with start(through, threads=1) as channel, contextlib.suppress(EOFError):
+        assert end(channel) == "failed"
+    through.turns(16)
+    assert read_fresh(through.path) == DATA
+    assert points.count("claimed") == 1

@@ -19,7 +19,7 @@ from forestage.system import fuse, mounts
 from forestage.through import keeper, keeping, server
 from forestage.through.keeping import Keeper
 from node import ALICE, BOB, Node, until
-from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh
+from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, task
 
 DATA = image(7, SIZE)
 
@@ -195,7 +195,7 @@ def test_images_beyond_the_limit_are_not_read_through(
         shown(third, lay=False)
     assert declined.value.reason == "no-through"
     if others:
-        keeper.start(here(node), opened(third, BOB))
+        keeper.start(task(here(node), opened(third, BOB)))
 
 
 def test_limit_holds_for_hooks_at_the_same_moment(
@@ -207,7 +207,7 @@ def test_limit_holds_for_hooks_at_the_same_moment(
 
     def start(path: Path) -> None:
         with contextlib.suppress(Declined):
-            keeper.start(through.node, opened(path))
+            keeper.start(task(through.node, opened(path)))
 
     for aside in [Aside(lambda path=path: start(path)) for path in paths]:
         assert aside.ended() == 0
@@ -219,7 +219,7 @@ def test_hooks_that_start_an_image_at_the_same_moment_share_a_keeper(
 ) -> None:
     through = shown(lay=False)
     path = node.put("alice/other.sqsh")
-    asides = [Aside(lambda: keeper.start(through.node, opened(path))) for _ in range(6)]
+    asides = [Aside(lambda: keeper.start(task(through.node, opened(path)))) for _ in range(6)]
     assert {aside.ended() for aside in asides} == {0}
     assert len(through.living()) == 2
 
@@ -237,7 +237,7 @@ def test_keeper_that_fails_ends_and_never_becomes_the_hook(
     def start() -> None:
         me = os.getpid()
         try:
-            keeper.start(through.node, opened(path))
+            keeper.start(task(through.node, opened(path)))
         finally:
             if os.getpid() != me:
                 (tmp_path / "came-back").touch()
@@ -267,7 +267,10 @@ import os, sys
 from pathlib import Path
 from forestage.through import keeper, keeping
 from forestage.cache.node import Clock, Config, Node, Places
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
 from forestage.stage.source import Image, OpenImage, User, image
+from forestage.stage.task import Task
 from forestage.cache.image import Access
 
 class Gone:
@@ -281,8 +284,9 @@ facts = os.fstat(fd)
 access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
 opened = OpenImage(Image(image.identity(facts, str(path)), access), User("", 1, 1), fd)
 node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), Places(top), Clock())
+job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
 sys.meta_path[:] = [Gone()]
-keeper.start(node, opened)
+keeper.start(Task(node, job, opened))
 """
 
 

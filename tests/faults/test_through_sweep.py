@@ -60,6 +60,7 @@ def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> 
     ((spot, state),) = through.living()
     other = Aside(signal.pause)
     leftover.end(leftover.Keeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
+    until(lambda: not through.living(), "the keeper's end")
     assert read_fresh(through.path) == DATA
     assert other.kill() == -signal.SIGKILL
 

@@ -112,7 +112,7 @@ def test_copies_of_jobs_that_are_over_make_nobody_wait(node: Node, points: Point
     left = [key for key in keys if key != stopped.key]
     assert [key for key in left if node.is_idle(key)] == []
     for path in paths:
-        if (owner := _owner(node, path)) and owner.lives():
+        if owner := node.cache.stager(node.identity(path).key):
             os.kill(owner.pid, signal.SIGTERM)
     until(lambda: all(node.is_idle(key) for key in keys), "the stagers' end")
 

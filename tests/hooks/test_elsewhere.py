@@ -10,7 +10,9 @@ import pytest
 
 from forestage.admin import inventory
 from forestage.admin.inventory import Held
-from forestage.cache import elsewhere
+from forestage.cache import elsewhere, unmount
+from forestage.cache.layout import Cache
+from forestage.clock import Clock
 from forestage.system import mounts
 from node import BOB, Arrange, Node, content, until
 
@@ -98,6 +100,38 @@ def test_sweep_of_a_later_day_finds_what_an_epilog_left(
     left = elsewhere.clear(node.cache, node.leases)
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
     assert elsewhere.clear(node.cache, node.leases).off == 0, "it is covered once"
+
+
+def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
+    node: Node, private: Callable[..., Private], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mounts of each namespace have ids of their own."""
+    path = node.staged(1)
+    private(*USERS)
+    node.leases.drop(1)
+    mounts.umount(str(path))
+    tries, now = node.places.root / "tries", Clock().wall()
+    real = elsewhere._in_namespace
+
+    def hangs(ones: list[elsewhere.Foreign], cache: Cache) -> list[int]:
+        with tries.open("a") as file:
+            file.write("try\n")
+        until(lambda: False, "a dead file server")
+        return []
+
+    monkeypatch.setattr(elsewhere, "_in_namespace", hangs)
+    monkeypatch.setattr(unmount, "TIMEOUT", 1.0)
+    assert elsewhere.clear(node.cache, node.leases, now).off == 0
+    node.prolog(2, path)
+    second = private(*USERS)
+    assert node.epilog(2).said == ("released", "")
+    assert tries.read_text() == "try\n"
+    assert second.binds(node) == 1
+    # The sweep tries it all the same, and says when it is well again.
+    monkeypatch.setattr(elsewhere, "_in_namespace", real)
+    monkeypatch.setattr(unmount, "TIMEOUT", 600.0)
+    assert elsewhere.clear(node.cache, node.leases).off == 2
+    assert list(node.cache.locks.glob("*.hung")) == []
 
 
 def test_bind_of_an_evicted_entry_is_told_and_counted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forestage.events import Released
 from node import Later, Node, content
 
 ROOM_FOR_TWO = "700K"
@@ -106,3 +107,18 @@ def test_evicted_image_that_is_open_can_be_read_to_its_end(node: Node) -> None:
         stage(node, 3, "alice/3.sqsh", 3, Later(20))
         assert key not in node.entries()
         assert start + late.read() == content(1)
+
+
+def test_entry_of_a_job_that_is_requeued_at_once_outlives_its_own_epilog(node: Node) -> None:
+    """Expedited requeue (Slurm 25.11): the job begins again on its nodes, which are kept for it."""
+    node.configure(max_size="1M")
+    path = node.put("alice/1.sqsh", content(1))
+    first = node.prolog(7, path)
+    others = {stage(node, job, f"alice/{job}.sqsh", job, Later(10 * job)) for job in (2, 3)}
+    node.configure(max_size="1M", low_watermark="30%")
+    ended = node.epilog(7, Later(60)).outcome
+    assert isinstance(ended, Released)
+    assert (set(ended.evicted), node.entries()) == (others, {first.outcome.key})
+    again = node.prolog(7, path, clock=Later(61))
+    assert again.said == ("hit", "")
+    assert node.held(7).uses

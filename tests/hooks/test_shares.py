@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from forestage.cache import evict
 from forestage.cache.part import MAX_CHUNKS
 from forestage.config import Config
+from forestage.events import Handled
 from node import ALICE, BOB, Node, User, content
 
 MIB = 1 << 20
@@ -161,8 +164,34 @@ def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
     assert disk(node)[1] >= total // 5 + 3 * MIB
     # No more than that, the least recently used first, and not what the job has.
     assert len(keys - node.entries()) == 2
+    assert isinstance(ran.outcome, Handled)
+    assert set(ran.outcome.evicted) == keys - node.entries()
     assert ran.outcome.key in node.entries()
     assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "goes"),
+    [
+        ("/mnt/nvme/enroot/${UID}", True),
+        ("/raid/enroot-data/$(id -u)", False),
+        ("/link/${UID}", True),
+        ("${XDG_DATA_HOME}/enroot", True),  # nobody can say
+    ],
+)
+def test_room_to_unpack_is_made_only_on_the_disk_that_enroot_unpacks_to(
+    node: Node, told: str, goes: bool
+) -> None:
+    keys = staged(node, 1, BOB, 10)
+    node.configure(unpack_ratio=3, min_free="20%")
+    conf = node.places.root / "etc/enroot/enroot.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text(f"ENROOT_DATA_PATH {told}\n")
+    (node.places.root / "link").symlink_to(node.nvme)
+    total, free = disk(node)
+    fill(node, free - total // 5 - MIB)
+    assert node.prolog(20, node.shared / "bob/10", BOB).outcome.result == "hit"
+    assert (node.entries() != keys) is goes
 
 
 def test_job_that_declines_staging_evicts_nothing(node: Node) -> None:
@@ -192,6 +221,20 @@ def test_nobody_elses_entries_go_for_a_container_above_the_share(node: Node) -> 
     # Nor do his own, where all of them would not do.
     node.prolog(32, node.shared / "bob/1", BOB)
     assert keys <= node.entries()
+
+
+def test_what_went_for_a_container_is_told_once_and_not_again_by_the_jobs_steps(node: Node) -> None:
+    """Their events are written by the companion, from the record that the Prolog leaves."""
+    staged(node, 1, BOB, 10)
+    node.configure(redirect="spank", unpack_ratio=3, min_free="20%")
+    total, free = disk(node)
+    fill(node, free - total // 5 - MIB)
+    ran = node.prolog(20, node.shared / "bob/10", BOB)
+    assert isinstance(ran.outcome, Handled)
+    assert len(ran.outcome.evicted) == 2
+    record = node.leases.shown(20).read_text()
+    assert "evicted" not in record
+    assert ran.outcome.key in record
 
 
 def test_short_way_knows_how_much_has_to_be_free(node: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import signal
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forestage.admin import inventory, sweep, unredirect, verify
-from forestage.cache import unmount
+from forestage.cache import doubt, unmount
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
@@ -86,6 +87,46 @@ def test_redirect_that_hung_is_kept_for_a_job_that_wants_it(
     node.epilog(1)
     assert node.prolog(2, path).said == ("hit", "")
     assert node.binds() == {str(path): node.identity(path).key}
+
+
+def test_path_whose_turn_is_over_is_released_while_another_still_hangs(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays, as it cannot be taken off; a Prolog that wants it does not wait for the other."""
+    refused, hung = node.staged(1), node.put("bob/b.sqsh", content(2), BOB)
+    node.prolog(2, hung, user=BOB)
+    go, reach = node.places.root / "go", as_user.reach
+
+    def reached(point: str, user: User) -> int:
+        if point == str(refused):
+            raise OSError(errno.EIO, "Input/output error")
+        until(go.exists, "the end of the test")
+        return reach(point, user)
+
+    monkeypatch.setattr(as_user, "reach", reached)
+    for job in (1, 2):
+        node.leases.drop(job)
+    binds = {one.path: one for one in unmount.binds(node.cache)}
+    sweeps = _fork.Process(target=sweep.sweep, args=(here(node), Slurm(""), False, lambda text: 0))
+    sweeps.start()
+    is_going = unmount.is_going
+    until(lambda: is_going(node.cache, binds[str(hung)]), "the sweep to begin")
+    until(lambda: not is_going(node.cache, binds[str(refused)]), "the first path to be done")
+    assert is_going(node.cache, binds[str(hung)])
+    assert str(refused) in node.binds()
+    go.touch()
+    sweeps.join(HANGS)
+    assert set(node.binds()) == {str(refused)}
+
+
+def test_epilog_that_leaves_a_path_to_the_sweep_still_looks_at_the_kernels_log(
+    node: Node, hang: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    monkeypatch.setattr(doubt, "look", lambda *_: looked.append(1))
+    hang(node.staged(1))
+    assert node.epilog(1).said == ("released", "redirect")
+    assert looked == [1]
 
 
 def _prolog(node: Node, path: Path, waits: Path) -> None:

@@ -17,7 +17,10 @@ from host import wait_until
 from jobs import Site
 from spec import ClusterSpec
 from steps import accompanied
+from test_data import POINT, comment
 from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through, waits
+
+from forestage.data.serving import PROGRAMS
 
 CGROUPS = Path("/sys/fs/cgroup")
 CONF = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\nConstrainCores=yes\n"
@@ -87,3 +90,16 @@ def test_step_reads_on_though_the_one_that_started_its_keeper_has_ended(site: Si
         site.wait_over(job)
         assert read_through(site.cluster.read("/shared/alice/two")) == [digest]
         site.await_keepers()
+
+
+def test_program_that_serves_a_mounted_file_lives_in_the_step_and_goes_with_it(
+    spank: Site,
+) -> None:
+    image = spank.image("mounted")
+    spank.cluster.run(["mkdir", "-p", POINT], user="alice")
+    said = comment(image).removeprefix("--comment=")
+    with spank.holding(None, comment=said) as held:
+        (pid,) = spank.named("n1", *PROGRAMS)
+        wait_until(lambda: len(cgroups(spank, pid)) > 1, 60, lambda: f"only {cgroups(spank, pid)}")
+        assert all(f"/job_{held.job}/step_0" in one for one in cgroups(spank, pid))
+    wait_until(lambda: not spank.named("n1", *PROGRAMS), 60, lambda: "it lives on")

@@ -38,6 +38,7 @@ OTHERS = {
         "KILLED_MS": (2000, 60000),
     },
     "through.c": {"ANSWER_SECONDS": (5, 2)},
+    "data.c": {"MOST_DATA": ("40", "6")},
     "forestage.c": {"RUN": ('"/run/forestage"', f'"{MARK.parent}"')},
     "forestage.h": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
 }

@@ -100,6 +100,13 @@ spank_err_t spank_getenv(spank_t sp, const char *name, char *value, int size)
 	return ESPANK_ENV_NOEXIST;
 }
 
+spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int overwrite)
+{
+	(void)sp;
+	fact("setenv %d %s=%s", overwrite, name, value);
+	return ESPANK_SUCCESS;
+}
+
 spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 {
 	va_list out;

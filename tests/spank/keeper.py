@@ -4,7 +4,8 @@
 
 The file has the inode, size and times of IMAGE and the bytes and mode of BYTES. MANNER: `clones`;
 `serves` refuses clones, as kernels without open_tree(2) make it; `refuses` all; `silent`; `another`
-serves a file of another size; `hangs`: whoever opens it waits until they are killed.
+serves a file of another size; `hangs`: whoever opens it waits until they are killed. Where BYTES is
+a directory, clones of that are handed out, or not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-RDONLY_NOSUID_NODEV, CLONE_NEWNS, PRIVATE = 7, 0x20000, 1 << 18 | 1 << 14
+RDONLY_NOSUID_NODEV, CLONE_NEWNS, PRIVATE, BIND = 7, 0x20000, 1 << 18 | 1 << 14, 4096
 OPEN_TREE, OPEN_TREE_CLONE = 428, 1 | os.O_CLOEXEC
 INIT, GETATTR, OPEN, READ, STATFS, RELEASE = 26, 3, 14, 15, 17, 18
 NO_ANSWER = (2, 36, 42)  # FORGET, INTERRUPT, BATCH_FORGET
@@ -71,17 +72,20 @@ def checked(result: int) -> int:
     return result
 
 
-def mounted(file: File, place: bytes) -> None:
+def mounted(file: File | None, place: bytes) -> None:
     """In a namespace that nobody else sees."""
     checked(LIBC.unshare(CLONE_NEWNS))
     checked(LIBC.mount(b"none", b"/", None, PRIVATE, None))
+    if file is None:
+        checked(LIBC.mount(place, place, None, BIND, None))
+        return
     fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={fuse},{file.options}".encode()
     checked(LIBC.mount(b"forestage", place, b"fuse.forestage", RDONLY_NOSUID_NODEV, options))
     threading.Thread(target=file.serve, args=(fuse,), daemon=True).start()
 
 
-def talk(line: socket.socket, file: File, place: bytes, manner: str) -> None:
+def talk(line: socket.socket, file: File | None, place: bytes, manner: str) -> None:
     while True:
         request, fds, _, _ = socket.recv_fds(line, 100, 1)
         if not request:
@@ -92,7 +96,7 @@ def talk(line: socket.socket, file: File, place: bytes, manner: str) -> None:
             clone = checked(LIBC.syscall(OPEN_TREE, -100, place, OPEN_TREE_CLONE))
             socket.send_fds(line, [b"ok"], [clone])
             os.close(clone)
-        elif request == b"serve" and manner == "serves":
+        elif request == b"serve" and manner == "serves" and file:
             threading.Thread(target=file.serve, args=tuple(fds), daemon=True).start()
             line.send(b"ok " + file.options.encode())
         else:
@@ -101,7 +105,7 @@ def talk(line: socket.socket, file: File, place: bytes, manner: str) -> None:
 
 def main() -> None:
     name, image, data, manner = sys.argv[1:]
-    file = File(image, data, manner)
+    file = None if os.path.isdir(data) else File(image, data, manner)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
         listener.listen()

@@ -46,7 +46,6 @@ EFFECTS = {
     "os.truncate",
     "os.utime",
     "fcntl.flock",
-    "tempfile.mkstemp",
 }
 
 

@@ -21,7 +21,7 @@ from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config, load_settings
 from forestage.hooks import image
-from forestage.stage.source import OpenImage
+from forestage.stage.task import Task
 from forestage.system import mounts
 from forestage.through import keeper
 from node import Node
@@ -242,8 +242,8 @@ def _cold_starts() -> Iterator[None]:
     """No small image is waited for. None gets a keeper, but the word that it has one: what those
     do is in tests/faults."""
 
-    def start(node: Here, opened: OpenImage, wait: bool = True) -> Path:
-        return node.places.through / opened.image.key / "sock"
+    def start(task: Task, wait: bool = True) -> Path:
+        return task.node.places.through / task.key / "sock"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image, "SHORTLY", 0.0)

@@ -154,20 +154,20 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
 def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
-    made_room: tuple[str, ...] = ()
+    made_room = tuple(f"{text}, to make room" for text in _evicted(outcome.evicted, images))
     if isinstance(outcome, Released):
         if outcome.result == "released":
             return _released(outcome, images)
     elif isinstance(outcome, Copied):
-        made_room = tuple(f"{text}, to make room" for text in _evicted(outcome.evicted, images))
         if outcome.result == "copied":
             return (_copied(outcome), *made_room)
     elif outcome.result == "started":
-        return (*_started(outcome), _redirect(outcome))
+        return (*_started(outcome), _redirect(outcome), *made_room)
     elif outcome.result == "through":
-        return ("through: the step read what was here, and the rest from the source",)
+        read = "through: the step read what was here, and the rest from the source"
+        return (read, *made_room)
     elif outcome.result in STAGED:
-        return (_staged(outcome), _redirect(outcome))
+        return (_staged(outcome), _redirect(outcome), *made_room)
     meaning = REASONS.get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
     detail = (outcome.detail,) if outcome.detail else ()
@@ -229,6 +229,8 @@ def _consequence(event: Event) -> str:
         )
     if event.outcome.reason == "bad-hint":
         return "The job ran as if the hint were not there."
+    if event.outcome.reason == "no-mount":
+        return f"The {who} went on without it."
     if event.outcome.result == "failed" and event.hook != "step":
         return "The job kept its original path, unless the admin's `on_error: drain` stopped it."
     return f"The {who} kept its original path."

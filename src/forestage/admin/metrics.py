@@ -22,17 +22,21 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from forestage import events, log
+from forestage.admin import site as sites
 from forestage.admin import status as node_status
 from forestage.admin.status import Status
 from forestage.admin.tally import WAITS, Histogram, Tally
+from forestage.cache import doubt
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import Config, load_settings, switch
+from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.peers import stats as peer_counts
+from forestage.slurm import companion
 from forestage.system import lock, records
+from forestage.system.tree import Files
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end
 READABLE = 0o644  # node exporter is a user of its own
@@ -40,7 +44,7 @@ READABLE = 0o644  # node exporter is a user of its own
 REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
 ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
-EVICTORS = ("stager", "epilog", "sweep")
+EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
 PHASES = ("queued", "copying", "publishing")
 OTHER = "other"
 """For a reason that this release does not know: another one wrote the event."""
@@ -56,7 +60,8 @@ class Record(msgspec.Struct):
 class Facts(msgspec.Struct, frozen=True):
     """Everything that is exported. `config` is None where it cannot be used.
 
-    `status` is None where the node's state could not be read.
+    `status` is None where the node's state could not be read. `doubt` is since when the cache's
+    disk is not trusted, in seconds since the epoch; 0 where it is.
     """
 
     tally: Tally
@@ -64,6 +69,7 @@ class Facts(msgspec.Struct, frozen=True):
     off: bool
     config: Config | None = None
     status: Status | None = None
+    doubt: float = 0.0
 
 
 @contextlib.contextmanager
@@ -99,15 +105,17 @@ def _read(file: Path) -> Record:
         return Record()
 
 
-def export(places: Places, clock: Clock, version: str) -> bytes:
+def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
     """Writes the file that node exporter reads, if one is configured; returns its text.
 
+    `conf` is $SLURM_CONF or "": what `redirect: auto` means depends on it.
     Raises OSError and lock.Busy; ConfigError, once the file says so too; MetricsError where nobody
     would read the file.
     """
     config, wrong = None, None
     try:
         config = load_settings(places.etc).config
+        config = decided(config, _has_companion(places, conf))
     except ConfigError as error:
         wrong = error
     with alone(places):
@@ -117,7 +125,8 @@ def export(places: Places, clock: Clock, version: str) -> bytes:
             with contextlib.suppress(OSError, ForestageError):
                 status = node_status.gather(Node.of(config, places, clock))
         off = bool(switch.by_file(places)) or (config is not None and not config.enabled)
-        written = text(Facts(tally, version, off, config, status))
+        since = doubt.known(places).since
+        written = text(Facts(tally, version, off, config, status, since))
         textfile = (config or Config()).metrics.textfile
         if textfile is not None:
             file = places.root / textfile.lstrip("/")
@@ -129,6 +138,13 @@ def export(places: Places, clock: Clock, version: str) -> bytes:
     if wrong:
         raise wrong
     return written
+
+
+def _has_companion(places: Places, conf: str) -> bool:
+    """Whether steps get the companion, as hooks find it out."""
+    files = Files(places.root)
+    found = sites.find_conf(files, conf)
+    return found is not None and companion.is_loaded(places.loaded, str(files.at(found.path)))
 
 
 def text(facts: Facts) -> bytes:
@@ -165,6 +181,11 @@ def state(facts: Facts) -> Iterator[Metric]:
     yield _gauge("switched_off", "Whether no job is served, by the file or `enabled`.", facts.off)
     usable = facts.status is not None and not facts.status.unusable
     yield _gauge("cache_usable", "Whether the cache is mounted and may be used.", usable)
+    distrusted = "Whether no job is served until every entry was read, for errors of the disk."
+    yield _gauge("disk_doubt", distrusted, bool(facts.doubt))
+    if facts.doubt:
+        since = "When the last of these errors was seen."
+        yield _gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
 
 
 def room(status: Status) -> Iterator[Metric]:

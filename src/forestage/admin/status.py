@@ -11,7 +11,7 @@ import msgspec
 from forestage.admin import copies, inventory
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
-from forestage.cache import evict, redirect
+from forestage.cache import doubt, evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.config import switch
@@ -19,7 +19,7 @@ from forestage.errors import Failed
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
 from forestage.system import mounts
-from forestage.system.terminal import Facts, Line, Piece, Table, age, count
+from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
 from forestage.through import keeper
 from forestage.units import format_size
 
@@ -42,6 +42,13 @@ class Counts(msgspec.Struct, frozen=True):
     damaged: int = 0
 
 
+class Doubt(msgspec.Struct, frozen=True):
+    """Errors of the cache's disk, for which no job is served; `since` in seconds of the epoch."""
+
+    since: float
+    why: str
+
+
 class Status(msgspec.Struct, frozen=True):
     """The node as it is now. `unusable` says why the cache is not used.
 
@@ -49,6 +56,7 @@ class Status(msgspec.Struct, frozen=True):
     peer service of this node sent to others, if one runs or has run since boot. `off` says what
     has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
     that jobs read through a server. `held` is what redirects of evicted entries keep on the disk.
+    `doubt` is there while the disk is not trusted.
     """
 
     cache: str
@@ -64,6 +72,7 @@ class Status(msgspec.Struct, frozen=True):
     off: str = ""
     through: tuple[str, ...] = ()
     held: inventory.Held = inventory.Held()
+    doubt: Doubt | None = None
 
 
 def gather(node: Node) -> Status:
@@ -76,6 +85,7 @@ def gather(node: Node) -> Status:
         holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
     paths = {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
+    disk = doubt.known(node.places)
     found = Status(
         cache=str(node.cache.root),
         unusable=unusable,
@@ -84,6 +94,7 @@ def gather(node: Node) -> Status:
         problems=holdings.problems,
         served=stats.read(node.places.peer),
         off=_off(node),
+        doubt=Doubt(disk.since, disk.why) if disk.since else None,
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
     )
     if not made:
@@ -144,6 +155,9 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         facts.append(("state", f"not in use: {status.unusable}"))
     elif status.room is None:
         facts.append(("state", "does not exist yet: the first job with an image creates it"))
+    if status.doubt:
+        told = f"since {moment(status.doubt.since)}: {status.doubt.why}"
+        facts.append(("disk errors", f"no job is served, {told} (the sweep reads every entry)"))
     if status.disk and status.room:
         disk, room = status.disk, status.room
         of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"

@@ -33,7 +33,7 @@ from forestage.admin import evict, inventory, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
-from forestage.cache import doubt, elsewhere, redirect, unmount
+from forestage.cache import doubt, elsewhere, hot, redirect, unmount
 from forestage.cache import evict as eviction
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
@@ -146,6 +146,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         due = run.tried(due_entries, node) or ()
         if not dry_run:
             run.tried(eviction.drop_dead_locks, node.cache)
+            run.tried(preload, node)
     verified = () if dry_run else tuple(run.proofs(due, progress))
     if made and not dry_run:
         run.tried(end_doubt, node)
@@ -372,6 +373,20 @@ def due_entries(node: Node) -> tuple[Due, ...]:
     return (*doubted, *unproven, *(due for _, due in old))
 
 
+def preload(node: Node) -> None:
+    """Once after a boot, has the page cache hold what starts read of all proven images.
+
+    Raises Failed, OSError.
+    """
+    if not node.config.preload or node.places.preloaded.exists():
+        return
+    node.places.preloaded.touch()
+    # Last what was used last: of that most is to stay.
+    for item in sorted(inventory.gather(node).items, key=lambda item: item.used):
+        if node.cache.is_proven(item.key):
+            hot.preload(node.cache, item.key)
+
+
 def end_doubt(node: Node) -> None:
     """Ends the doubt in the disk once no entry is left that was not read since it began."""
     since = doubt.known(node.places).since
@@ -410,8 +425,12 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
         if verdict.error:
             raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
         if note is not None and verdict.result == "ok":
+            is_first = node.config.preload and not node.cache.is_proven(item.key)
             os.pwrite(note, PROVEN, 0)
             os.ftruncate(note, len(PROVEN))
+            if is_first:
+                with contextlib.suppress(OSError):  # only a matter of speed
+                    hot.preload(node.cache, item.key)
         if note is not None and verdict.result != "bad":
             os.utime(note, (began, began))
     return verdict

@@ -90,7 +90,7 @@ class Tally(msgspec.Struct):
             self.swept += event.hook == "sweep" and event.job != 0
             if outcome.result == "failed":
                 _more(self.errors, outcome.reason)
-        if not isinstance(outcome, Handled) and outcome.evicted:
+        if outcome.evicted:
             _more(self.evicted, event.hook, len(outcome.evicted))
         return start
 

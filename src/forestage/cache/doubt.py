@@ -10,9 +10,10 @@ reads each entry, evicts what is bad, and ends the doubt.
 """
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -64,18 +65,17 @@ def must_not_be(places: Places) -> None:
 
 def begin(places: Places, clock: Clock, why: str) -> None:
     """Notes an error that somebody met. Raises OSError, Failed."""
-    with _changing(places):
-        _write(places, _doubted(known(places), clock, why))
-    _end_short_ways(places)
+    _change(places, lambda disk: _doubted(disk, clock, why))
 
 
 def end(places: Places, since: float) -> bool:
     """Ends the doubt, unless it began anew after `since`. Raises OSError, Failed."""
-    with _changing(places):
-        disk = known(places)
-        if disk.since == since:
-            _write(places, msgspec.structs.replace(disk, since=0.0, why=""))
-        return disk.since == since
+
+    def ended(disk: Disk) -> Disk:
+        same = disk.since == since
+        return msgspec.structs.replace(disk, since=0.0, why="") if same else disk
+
+    return _change(places, ended).since == since
 
 
 def look(places: Places, cache: Cache, clock: Clock) -> None:
@@ -84,21 +84,17 @@ def look(places: Places, cache: Cache, clock: Clock) -> None:
     The first look only notes where the log ends. It takes some milliseconds and never raises: a
     hook has nothing to do about a log that it may not read.
     """
+
+    def looked(disk: Disk) -> Disk:
+        listed = _records()
+        found = errors((text for number, text in listed if number >= disk.seen), names)
+        now = msgspec.structs.replace(disk, seen=listed[-1][0] + 1) if listed else disk
+        return _doubted(now, clock, found[-1]) if found and disk.seen >= 0 else now
+
     with contextlib.suppress(OSError, Failed):
         names = devices(cache.root)
-        if not names:
-            return
-        with _changing(places):
-            disk = known(places)
-            listed = _records()
-            found = errors((text for number, text in listed if number >= disk.seen), names)
-            now = msgspec.structs.replace(disk, seen=listed[-1][0] + 1) if listed else disk
-            if found and disk.seen >= 0:
-                now = _doubted(now, clock, found[-1])
-            if now != disk:
-                _write(places, now)
-        if now.since != disk.since:
-            _end_short_ways(places)
+        if names:
+            _change(places, looked)
 
 
 def look_at_media(places: Places, cache: Cache, clock: Clock) -> None:
@@ -106,23 +102,14 @@ def look_at_media(places: Places, cache: Cache, clock: Clock) -> None:
     from forestage.system import run  # not in hooks: it loads subprocess
 
     with contextlib.suppress(OSError, Failed):  # not installed, most likely
-        counted = {}
+        counted: dict[str, int] = {}
         for name in sorted(devices(cache.root)):
             if name.startswith("nvme"):
                 argv = ("nvme", "smart-log", f"/dev/{name}", "-o", "json")
                 count = media_errors(run.run(argv, timeout=NVME_TIMEOUT).out)
                 if count is not None:
                     counted[name] = count
-        with _changing(places):
-            disk = known(places)
-            now = msgspec.structs.replace(disk, media={**disk.media, **counted})
-            for name, count in counted.items():
-                if count > disk.media.get(name, count):
-                    now = _doubted(now, clock, f"{name} counts {count} media errors")
-            if now != disk:
-                _write(places, now)
-        if now.since != disk.since:
-            _end_short_ways(places)
+        _change(places, functools.partial(_counted, counted, clock))
 
 
 def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
@@ -190,11 +177,20 @@ def _records() -> list[tuple[int, str]]:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def _changing(places: Places) -> Iterator[None]:
+def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:
+    """Notes what `changed` makes of what is known, under a lock; returns what was known before.
+
+    Raises OSError, Failed.
+    """
     places.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     with lock.held(places.disk.with_suffix(".lock"), LOCK_TIMEOUT):
-        yield
+        before = known(places)
+        now = changed(before)
+        if now != before:
+            records.write(places.disk, msgspec.json.encode(now))
+    if now.since not in (0.0, before.since):
+        _end_short_ways(places)
+    return before
 
 
 def _doubted(disk: Disk, clock: Clock, why: str) -> Disk:
@@ -207,5 +203,9 @@ def _end_short_ways(places: Places) -> None:
         record.unlink(missing_ok=True)
 
 
-def _write(places: Places, disk: Disk) -> None:
-    records.write(places.disk, msgspec.json.encode(disk))
+def _counted(counted: Mapping[str, int], clock: Clock, disk: Disk) -> Disk:
+    now = msgspec.structs.replace(disk, media={**disk.media, **counted})
+    for name, count in counted.items():
+        if count > disk.media.get(name, count):
+            now = _doubted(now, clock, f"{name} counts {count} media errors")
+    return now

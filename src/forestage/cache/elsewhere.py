@@ -28,8 +28,10 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.system import as_user, child, mounts
 from forestage.system.mounts import Mount
+from forestage.system.sha256 import sha256
 
 HOST = Path("/proc")
+HUNG = ".hung"  # of a file beside the locks
 
 
 class Foreign(msgspec.Struct, frozen=True):
@@ -44,10 +46,6 @@ class Foreign(msgspec.Struct, frozen=True):
     mount: Mount
     key: str
     source: str = ""
-
-    @property
-    def bind(self) -> unmount.Bind:
-        return unmount.Bind(self.mount, self.key)
 
 
 class Left(msgspec.Struct, frozen=True):
@@ -100,31 +98,53 @@ def clear(cache: Cache, leases: Leases, now: float | None = None, total: float =
     """Takes off, or covers, what no lease holds in other namespaces. Not under a lock.
 
     Within unmount.TIMEOUT or `total` seconds: what is not reached is for the sweep. With `now`
-    (seconds since the epoch), what hung a while ago is left to it too. Raises OSError; Failed for a
-    damaged lease, which may hold any entry.
+    (seconds since the epoch), what hung a while ago is left to it too: by its path, as each new
+    namespace has mounts with new ids. Raises OSError; Failed for a damaged lease, which may hold
+    any entry.
     """
     found = find(cache)
     gone = unneeded(found, leases.keys()) if found else []
     if now is not None:
-        gone = [one for one in gone if not unmount.hung_lately(cache, one.bind, now)]
-    return _take_off(cache, gone, total)
+        gone = [one for one in gone if not _hung_lately(_note(cache, one), now)]
+    hung, left = _take_off(cache, gone, total)
+    for file in {_note(cache, one) for one in hung}:
+        with contextlib.suppress(OSError):  # it only spares others the wait
+            file.touch()
+    if now is None:  # all were tried
+        for file in set(cache.locks.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:
+            file.unlink(missing_ok=True)
+    return left
 
 
-def _take_off(cache: Cache, gone: list[Foreign], total: float) -> Left:
+def _note(cache: Cache, one: Foreign) -> Path:
+    """The file that says, by its time, when this path hung in some namespace."""
+    path = os.fsencode(one.source or one.mount.point)
+    return cache.locks / f"{sha256(path)[:32]}{HUNG}"
+
+
+def _hung_lately(note: Path, now: float) -> bool:
+    try:
+        return abs(now - note.stat().st_mtime) < unmount.LEFT_TO_SWEEP
+    except OSError:
+        return False
+
+
+def _take_off(cache: Cache, gone: list[Foreign], total: float) -> tuple[list[Foreign], Left]:
+    """Also returns those whose namespace did not answer."""
     by_namespace: dict[int, list[Foreign]] = {}
     for one in gone[::-1]:  # the newest lies on top
         by_namespace.setdefault(one.namespace, []).append(one)
     works = [functools.partial(_in_namespace, ones, cache) for ones in by_namespace.values()]
     timeout = max(unmount.TIMEOUT, total)
     answers = as_user.each(works, list[int], unmount.TIMEOUT, timeout, unmount.AT_ONCE)
-    off, problems = 0, []
+    off, problems, hung = 0, [], []
     for ones, numbers in zip(by_namespace.values(), answers, strict=True):
+        hung += ones if numbers is None else []
         for one, number in zip(ones, numbers or [errno.ETIMEDOUT] * len(ones), strict=True):
-            unmount.note(unmount.Going(one.bind, cache), hung=numbers is None)
             what = f"{one.mount.point} in the mount namespace of process {one.pid}"
             off += not number
             problems += [f"still redirected: {what} ({os.strerror(number)})"] if number else []
-    return Left(off, tuple(problems))
+    return hung, Left(off, tuple(problems))
 
 
 def _in_namespace(ones: list[Foreign], cache: Cache) -> list[int]:

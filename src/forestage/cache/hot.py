@@ -1,21 +1,24 @@
 """The hot map: which pieces of an image jobs read in the first minute, beside it as `hot`.
 
 The copy of the image that supersedes it begins with them (stage/chunks): its layout is much the
-same. So does its own copy, if it is resumed. A job that unpacks the image reads all of it,
-which says nothing: such a map is not kept.
+same. So does its own copy, if it is resumed. With `preload` the sweep has the page cache hold them
+after a boot. A job that unpacks the image reads all of it, which says nothing: such a map is not
+kept.
 """
 
 import contextlib
+import os
 
 import msgspec
 
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, open_copy
 from forestage.cache.part import HOT_PIECE, chunk_count
 from forestage.system import records
 
 WINDOW = 60.0  # seconds from the first read on
 MOST = 0.25  # of the image's pieces: more are no hot spots
+AHEAD = 128 * 1024  # bytes; what is asked for at once beyond the disk's own window is cut off
 ALIKE = 0.3  # of its size, by which a superseding image may differ
 
 
@@ -50,3 +53,16 @@ def inherit(cache: Cache, image: Image) -> None:
         with contextlib.suppress(FileNotFoundError, records.Damaged):
             records.write(part.hot, records.read(cache.entry_dir(entry.key) / "hot"))
             return
+
+
+def preload(cache: Cache, key: str) -> None:
+    """Has the kernel read the hot pieces of an entry, if it has a map, into the page cache.
+
+    It begins that, and does not wait for the end. Raises OSError.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, records.Damaged):
+        pieces = records.load(cache.entry_dir(key) / "hot", list[int])
+        with open_copy(cache.image(key)) as copy:
+            for piece in pieces:
+                for start in range(piece * HOT_PIECE, (piece + 1) * HOT_PIECE, AHEAD):
+                    os.posix_fadvise(copy.fileno(), start, AHEAD, os.POSIX_FADV_WILLNEED)

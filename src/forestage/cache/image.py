@@ -5,7 +5,6 @@ makes an image, or says why it is none.
 """
 
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ import msgspec
 
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
+from forestage.system.sha256 import sha256
 from forestage.units import format_size
 
 ACL = "system.posix_acl_access"
@@ -44,7 +44,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.tree:
             return self.tree[:32]
         parts = (self.path, self.inode, self.size, self.mtime_ns, self.ctime_ns)
-        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+        return sha256("\0".join(map(str, parts)).encode())[:32]
 
 
 class Access(msgspec.Struct, frozen=True):

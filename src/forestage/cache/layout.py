@@ -15,16 +15,15 @@ import contextlib
 import errno
 import io
 import os
-import shutil
 import stat
 from pathlib import Path
 
 import msgspec
 
 from forestage.cache.image import Access, Identity, Image
-from forestage.cache.part import Part, boot_id
+from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Failed
-from forestage.system import mounts, records
+from forestage.system import lock, mounts, records
 
 FORMAT = "1\n"
 PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
@@ -112,6 +111,25 @@ class Cache:
 
     def part(self, key: str) -> Part:
         return Part(self.parts / key)
+
+    def note_stager(self, key: str) -> None:
+        """Tells `stager` that who holds the key's lock has just taken it."""
+        with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
+            os.utime(self.key_lock(key))
+
+    def stager(self, key: str) -> Owner | None:
+        """The record of who copies the key now; None where nobody does, or has not written one.
+
+        By the key's lock: a pid would be another process' after a while, or in another PID
+        namespace. A record from before the lock was taken is that of a stager that was killed.
+        """
+        owner, taken = self.part(key).owner(), self.key_lock(key)
+        try:
+            is_its = os.lstat(self.part(key).record).st_mtime_ns >= taken.stat().st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        lives = owner is not None and owner.boot == boot_id() and not lock.is_free(taken)
+        return owner if is_its and lives else None
 
     def prepare(self, require_mount: bool) -> None:
         """Makes the layout, or finds it made. Raises Failed where it must not be used."""
@@ -332,6 +350,8 @@ def tree_bytes(directory: Path) -> int:
 def _delete(evicted: Path) -> None:
     """Deletes what it can; the next hook tries again."""
     if evicted.is_dir() and not evicted.is_symlink():
+        import shutil  # few hooks delete something
+
         shutil.rmtree(evicted, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

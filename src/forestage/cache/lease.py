@@ -15,8 +15,7 @@ under, so that no entry is evicted between being found and being leased.
 
 import contextlib
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -141,24 +140,23 @@ class Leases:
 
     def saved_to(self, path: str) -> bool:
         """Whether some job saves its container there; a damaged lease is of none."""
-        for file in self.directory.glob("*.json"):
-            with contextlib.suppress(Failed):
-                lease = _decode(file)
-                if lease and path in lease.saves:
-                    return True
-        return False
+        return any(path in lease.saves for lease in self._sound())
 
     def redirected(self) -> frozenset[str]:
         """The paths that some job needs redirected. A damaged lease needs none.
 
         It protects its entries, but taking a redirect off does nobody harm.
         """
-        paths: set[str] = set()
+        return frozenset(use.path for lease in self._sound() for use in lease.uses if use.path)
+
+    def _sound(self) -> Iterator[Lease]:
+        """The leases that can be read."""
         for file in self.directory.glob("*.json"):
+            lease = None
             with contextlib.suppress(Failed):
                 lease = _decode(file)
-                paths.update(use.path for use in lease.uses if use.path) if lease else None
-        return frozenset(paths)
+            if lease is not None:
+                yield lease
 
     def write(self, lease: Lease) -> None:
         """Takes or extends a job's lease. Under the space lock."""
@@ -222,6 +220,8 @@ class Leases:
             try:
                 file.unlink(missing_ok=True)
             except IsADirectoryError:
+                import shutil  # no hook needs it
+
                 shutil.rmtree(file)
 
 

@@ -42,8 +42,10 @@ Positive = Annotated[int, msgspec.Meta(gt=0)]
 class Owner(msgspec.Struct, frozen=True):
     """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
 
-    `chunk` in bytes; `resumed` bytes were in when it began; `job` is the one that asked first, and
-    `uid` its user's; `placed` once the queue has let it go on.
+    `pid` is for people: a step's stager may have that of its job's PID namespace. `chunk` in bytes;
+    `resumed` bytes were in when it began; `job` is the one that asked first, and `uid` its user's;
+    `placed` once the queue has let it go on; `stopped`: not to be gone on with until another job
+    asks.
     """
 
     pid: int
@@ -59,16 +61,7 @@ class Owner(msgspec.Struct, frozen=True):
     digest: bool = True
     uid: int = 0
     placed: bool = False
-
-    def lives(self) -> bool:
-        """Whether this very stager still runs: parts outlive theirs, and pids are used again."""
-        try:
-            # As bytes: a user's process may have the pid by now, and any name.
-            name = Path(f"/proc/{self.pid}/comm").read_bytes().strip()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            # It ends this very moment, or /proc is mounted with hidepid=: then it is not seen.
-            return False
-        return self.boot == boot_id() and name == PROCESS_NAME[:15].encode()
+    stopped: bool = False
 
 
 class Part:
@@ -99,6 +92,12 @@ class Part:
             self.waited.touch()
             os.utime(self.waited, (0, 0))
         records.write(self.record, msgspec.json.encode(owner))
+
+    def note_stopped(self) -> None:
+        """Says that the copy did not end by misfortune. Raises OSError."""
+        owner = self.owner()
+        if owner is not None:
+            self.write_owner(msgspec.structs.replace(owner, stopped=True))
 
     def digests(self) -> bytes:
         """The whole map; empty where there is none yet, or something else has its name."""

@@ -1,14 +1,17 @@
-"""Room on the cache's disk for what jobs unpack there, as each hook asks: is there enough?
+"""Room on the cache's disk for what a job unpacks there: how much that is, and whether it is free.
 
 Where enroot's data lies on that disk, a container takes a few times its image. What to evict for it
 is cache/evict's to say.
 """
 
 import os
+from pathlib import Path
 
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache
 from forestage.config import Config
+from forestage.slurm import enroot
+from forestage.system import as_user
 
 
 def unpacked(cache: Cache, config: Config, image: Image) -> int:
@@ -24,6 +27,25 @@ def is_free(cache: Cache, config: Config, need: int) -> bool:
     """Whether `need` bytes are free beside those that stay so. Raises OSError."""
     disk = os.statvfs(cache.root)
     return disk.f_bavail * disk.f_frsize >= min_free(cache, config) + need
+
+
+def is_beside(cache: Cache, root: Path, timeout: float) -> bool:
+    """Whether enroot unpacks to the cache's disk, or to the same pool (btrfs, ZFS).
+
+    True where its configuration does not tell. In a child, as that place may hang, for `timeout`
+    seconds. Raises as_user.TooSlow, OSError.
+    """
+    above = enroot.data_above(enroot.settings(*enroot.reader(root)))
+
+    def work() -> as_user.Found[bool]:
+        place = root / above.lstrip("/")
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        there, here = os.statvfs(place), os.statvfs(cache.root)
+        pool = there.f_bavail * there.f_frsize == here.f_bavail * here.f_frsize
+        return (pool or place.stat().st_dev == cache.root.stat().st_dev), []
+
+    return as_user.call(work, bool, timeout)[0] if above else True
 
 
 def min_free(cache: Cache, config: Config) -> int:

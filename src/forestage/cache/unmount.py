@@ -55,10 +55,11 @@ class Bind(msgspec.Struct, frozen=True):
 
 
 class Going(msgspec.Struct, frozen=True):
-    """A bind that was claimed: nobody else takes it off, and nobody counts on it."""
+    """A bind that is claimed until `release`: nobody else takes it off, nor counts on it."""
 
     bind: Bind
     cache: Cache
+    release: Callable[[], None] = lambda: None
 
 
 class StillMounted(Failed):
@@ -87,8 +88,9 @@ def key_of(inside: str) -> str:
 def claim(
     cache: Cache, wanted: Iterable[Bind], claims: contextlib.ExitStack, now: float | None = None
 ) -> list[Going]:
-    """Claims binds that are to go, until `claims` is closed; returns those to `unmount`.
+    """Claims binds that are to go; returns those to `unmount`, which releases each that is done.
 
+    What it does not get to is released when `claims` is closed.
     Under the space lock. Left out is what another process takes off, what is gone, and, with `now`
     (seconds since the epoch), what hung a while ago; and what is beyond MOST, for the next time.
     Raises OSError.
@@ -97,11 +99,12 @@ def claim(
     for bind in islice(wanted, MOST):
         with contextlib.suppress(lock.Busy):
             if now is None or not hung_lately(cache, bind, now):
-                claims.enter_context(_claimed(cache, bind))
-                mine.append(bind)
+                claim = claims.enter_context(contextlib.ExitStack())
+                claim.enter_context(_claimed(cache, bind))
+                mine.append(Going(bind, cache, claim.close))
     # Looked at again: who had the claim before may have taken it off in between.
     there = {mount.id for mount in mounts.current()} if mine else set()
-    return [Going(bind, cache) for bind in mine if bind.mount.id in there]
+    return [one for one in mine if one.bind.mount.id in there]
 
 
 @contextlib.contextmanager
@@ -133,7 +136,7 @@ def hung_lately(cache: Cache, bind: Bind, now: float) -> bool:
         return False
 
 
-def note(one: Going, hung: bool) -> None:
+def _note(one: Going, hung: bool) -> None:
     """Notes that a path hung, or that it does no more."""
     file = _file(one.cache, one.bind)
     with contextlib.suppress(OSError):  # it only spares others the wait
@@ -167,7 +170,8 @@ def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.
     """Takes the binds off, each path in a child of its own, within TIMEOUT or `total` seconds.
 
     Not under a lock. `whose` is the user who can reach a bind's path where root is squashed.
-    Raises StillMounted at last: what hangs keeps no other from going.
+    Raises StillMounted at last: what hangs keeps no other from going, nor anybody waiting for one
+    whose turn is over.
     """
     paths: dict[str, list[Going]] = {}
     for one in going[::-1]:  # the newest lies on top
@@ -179,19 +183,26 @@ def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.
         functools.partial(_take_off, [one.bind.mount for one in at], whose(at[0].bind))
         for at in ordered
     ]
-    answers = as_user.each(works, list[int], TIMEOUT, max(TIMEOUT, total), AT_ONCE)
-    there = {mount.id for mount in mounts.current()} if None in answers else set()
-    stuck = []
-    for at, numbers in zip(ordered, answers, strict=True):
-        for n, one in enumerate(at):
-            hung = numbers is None and one.bind.mount.id in there
-            note(one, hung)
-            if hung:
-                stuck.append(f"{one.bind.path} (hangs)")
-            elif numbers and numbers[n]:
-                stuck.append(f"{one.bind.path} ({os.strerror(numbers[n])})")
+    stuck: list[str] = []
+    as_user.each(
+        *(works, list[int], TIMEOUT, max(TIMEOUT, total), AT_ONCE),
+        lambda number, answer: stuck.extend(_ended(ordered[number], answer)),
+    )
     if stuck:
         raise StillMounted(stuck, len(going) - len(stuck))
+
+
+def _ended(at: list[Going], numbers: list[int] | None) -> Iterator[str]:
+    """Notes how it went at one path, and releases what was claimed there; yields what stays."""
+    there = {mount.id for mount in mounts.current()} if numbers is None else set()
+    for n, one in enumerate(at):
+        hung = numbers is None and one.bind.mount.id in there
+        _note(one, hung)
+        one.release()
+        if hung:
+            yield f"{one.bind.path} (hangs)"
+        elif numbers and numbers[n]:
+            yield f"{one.bind.path} ({os.strerror(numbers[n])})"
 
 
 def _below_a_users(table: list[mounts.Mount], path: str) -> bool:

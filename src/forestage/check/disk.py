@@ -29,10 +29,24 @@ def findings(
     """
     real = files.real(config.cache)
     under = tree.under(files.filesystems(), real)
-    line = f"{origin}: cache: /mnt/nvme/forestage"
     if under is None:
         return
-    if under.point == "/" and config.require_mount:
+    yield from _place(config, under, hidden, real, origin)
+    if not _is_missing(under, config) and not under.network:
+        yield from _holdings(files, config, real, images, origin)
+
+
+def _is_missing(under: tree.Filesystem, config: Config) -> bool:
+    """Whether the cache would lie on the root disk for want of its own."""
+    return under.point == "/" and config.require_mount
+
+
+def _place(
+    config: Config, under: tree.Filesystem, hidden: tuple[str, ...], real: str, origin: str
+) -> Iterator[Finding]:
+    """The file system `under` the cache, which lies at `real`."""
+    line = f"{origin}: cache: /mnt/nvme/forestage"
+    if _is_missing(under, config):
         yield Finding(
             "cache-not-mounted",
             "critical",
@@ -79,6 +93,12 @@ def findings(
             f"{origin}: cache: on a file system without quotas for users and groups (those for"
             " projects do no harm)",
         )
+
+
+def _holdings(
+    files: Files, config: Config, real: str, images: tuple[Used, ...], origin: str
+) -> Iterator[Finding]:
+    """What the disk told of itself, who may write to the cache, and its room."""
     disk = doubt.known(Places(files.root))
     if disk.since:
         yield Finding(
@@ -113,11 +133,11 @@ def _is_ours(root: Path) -> bool:
 
 def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -> Iterator[Finding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
-    told = enroot.settings(files.text, files.names).get("ENROOT_DATA_PATH", "")
-    fixed = told.partition("$")[0].rstrip("/")  # ${UID}, $HOME: what is above them tells the disk
+    settings = enroot.settings(files.text, files.names)
+    told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.data_above(settings)
     mounted = files.filesystems()
     disk = tree.under(mounted, files.real(config.cache))
-    if not fixed.startswith("/") or disk != tree.under(mounted, files.real(fixed)):
+    if not fixed or disk != tree.under(mounted, files.real(fixed)):
         return
     if config.unpack_ratio and min_free:
         return
@@ -136,12 +156,8 @@ def _room(
     files: Files, cache: Cache, config: Config, images: tuple[Used, ...], origin: str
 ) -> Iterator[Finding]:
     """What entries may take if all others are evicted, compared with the largest image."""
-    above = cache.root
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    try:
-        disk = os.statvfs(above)
-    except OSError:
+    disk = files.disk(config.cache)
+    if disk is None:
         return
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     used = 0

@@ -1,6 +1,6 @@
 """Findings about settings that are right one by one, and fit each other or this node badly."""
 
-import os
+import re
 from collections.abc import Iterator
 
 from forestage.admin.site import Conf
@@ -13,6 +13,7 @@ from forestage.units import format_duration, format_size
 
 LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
 CONTAINED = 50.0  # the same with SlurmdParameters=contain_spank
+COVERS = (5, 2)  # the Linux from which cache/elsewhere.py covers what it cannot unmount
 
 
 def findings(
@@ -24,6 +25,7 @@ def findings(
         yield from _waits(conf, settings)
     yield from _places(files, settings.config, origin(settings, places, "sources"))
     yield from _sizes(files, settings, images, places)
+    yield from _locked_binds(files, settings, origin(settings, places, "redirect"))
 
 
 def origin(settings: Settings, places: Places, key: str) -> str:
@@ -90,6 +92,26 @@ def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
             )
 
 
+def _locked_binds(files: Files, settings: Settings, where: str) -> Iterator[Finding]:
+    """Where nobody can cover a redirect that lies in a user's own mount namespace."""
+    found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
+    everywhere = [settings.for_partition(name) for name in (None, *settings.partitions)]
+    if (
+        found
+        and (int(found[1]), int(found[2])) < COVERS
+        and any(config.redirect == "bind" for config in everywhere)
+        and files.number("/proc/sys/user/max_user_namespaces") != 0
+    ):
+        yield Finding(
+            "bind-stays",
+            "warning",
+            f"Linux {found[0]} has no open_tree(2), and redirects are mounts of the whole node",
+            "One that is copied to a user's own mount namespace (rootless podman, unshare) stays"
+            " there, and keeps the room of its entry, until the last process of it has ended",
+            f"{where}: redirect: spank, with the companion in plugstack.conf",
+        )
+
+
 def _sizes(
     files: Files, settings: Settings, images: tuple[Used, ...], places: Places
 ) -> Iterator[Finding]:
@@ -107,10 +129,9 @@ def _sizes(
             f"{origin(settings, places, 'max_image_size')}: max_image_size:"
             f" {format_size(max(sizes)).replace(' ', '')}",
         )
-    above = files.at(files.real(config.cache))
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    disk = os.statvfs(above)
+    disk = files.disk(config.cache)
+    if disk is None:
+        return
     total = disk.f_blocks * disk.f_frsize
     if config.max_size.of(total) < smallest <= total:
         yield Finding(

@@ -306,7 +306,8 @@ def metrics(world: World, is_shown: bool) -> None:
 
     from forestage.admin import metrics as work
 
-    written = work.export(world.places, world.clock, version("forestage"))
+    conf = os.environ.get("SLURM_CONF", "")
+    written = work.export(world.places, world.clock, version("forestage"), conf)
     if is_shown:
         click.echo(written, nl=False)
 

@@ -7,15 +7,13 @@ that nothing here can be outdated; what is damaged, or cannot be written, is ign
 """
 
 import contextlib
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from forestage.system import records
-
-NAME_BYTES = 16
+from forestage.system.sha256 import sha256
 
 
 class Kept:
@@ -33,7 +31,7 @@ class Kept:
         """What `parse` returns for this text. Raises as it does."""
         if self.file is None:
             return parse(text)
-        name = hashlib.blake2b(text.encode(), digest_size=NAME_BYTES).hexdigest()
+        name = sha256(text.encode())
         self.now[name] = self.before[name] if name in self.before else parse(text)
         return self.now[name]
 

@@ -199,6 +199,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_copies: Annotated[
         int, Key("Copies at once on a node; others queue, those that jobs need first.", UP_TO_64)
     ] = 4
+    preload: Annotated[
+        bool, Key("After a boot, read what starts of the images read into the page cache.")
+    ] = False
     cold: Annotated[
         Cold,
         JobKey(

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -19,10 +20,16 @@ Fields = tuple[str, ...]
     env     NAME VALUE                          a variable of the step
     device  DEVICE KIND ro|rw TARGET INODE|root a block device's file system of KIND, at TARGET
     served  SOCKET TARGET INODE|root            a clone of the mount that a keeper holds, at TARGET
+    folder  PATH TARGET root                    PATH made in a tmpfs over TARGET, which it hides
 
 TARGET is a directory without links on its way. INODE is its inode's number as the user sees it: the
 task opens it as the user. `root`: it is root's own, and is opened as root.
 """
+
+
+def in_order(lines: Sequence[Fields]) -> list[Fields]:
+    """Pure: the lines as the companion is to follow them: no mount hides one that came before."""
+    return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 
 
 class Tree(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -38,7 +38,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
 
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
     spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
-    through it.
+    through it. `evicted` are the keys that made room for the container that is unpacked from it.
     """
 
     request: str = ""
@@ -48,6 +48,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     size: int = 0
     redirect: str = ""
     wait: float = 0.0
+    evicted: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -132,7 +133,8 @@ def _facts(outcome: Outcome) -> dict[str, object]:
     if isinstance(outcome, Handled):
         image = {"image": outcome.image or outcome.request, "key": outcome.key}
         rest = {"redirect": outcome.redirect, "bytes": outcome.bytes, "wait": wait}
-        return image | ended | rest | {"detail": outcome.detail}
+        last = {"evicted": ",".join(outcome.evicted), "detail": outcome.detail}
+        return image | ended | rest | last
     return {
         "image": outcome.image,
         "key": outcome.key,

@@ -34,6 +34,7 @@ REASONS = {
     "deadline": "The copy takes longer than this job may wait; `stage-wait=` in the comment or the"
     " admin's `deadline:` moves that.",
     "no-through": "The step could not read through the copy as it came in.",
+    "no-mount": "The file could not be mounted in the step; what lies at its mount point stays.",
     "busy": "A lock of the node was held too long.",
     "changed": "The file was written to or replaced; what cannot be copied whole is not used.",
     "stopped": "The copy was stopped; what has arrived is kept until a job wants the image again.",

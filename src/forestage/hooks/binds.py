@@ -17,7 +17,7 @@ from forestage.slurm.job import Job
 from forestage.system import as_user
 
 HOME = "/\0"  # stands for it until it is known; no directory has such a name
-LOOK = 5.0  # seconds
+LOOK = 5.0  # seconds for the user's home, or for where a job saves to
 
 
 def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
@@ -26,19 +26,7 @@ def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
     `path` is resolved, and what the site binds is taken as it is written. Raises as_user.TooSlow,
     OSError.
     """
-
-    def text(name: str) -> str | None:
-        try:
-            return (root / name.lstrip("/")).read_text(errors="replace")
-        except OSError:
-            return None
-
-    def names(name: str) -> list[str]:
-        try:
-            return sorted(os.listdir(root / name.lstrip("/")))  # noqa: PTH208 - names are wanted
-        except OSError:
-            return []
-
+    text, names = enroot.reader(root)
     bound = [one.source for one in enroot.plain_binds(text, names, {"HOME": HOME})]
     wanted = job.mounts_home
     if wanted is None:

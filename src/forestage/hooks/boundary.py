@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from forestage.config import Config
     from forestage.errors import Declined
     from forestage.events import Outcome
-    from forestage.hooks.image import Answer
+    from forestage.hooks.image import Answer, Wait
+    from forestage.hooks.step import Say
     from forestage.paths import Places
     from forestage.slurm.job import Job
 
@@ -65,6 +66,7 @@ def _main(name: Name) -> int:
         hook.answer("leave", "no-image")
         return 0
     try:
+        import_msgspec()
         from forestage.clock import Clock
         from forestage.paths import Places
 
@@ -74,6 +76,24 @@ def _main(name: Name) -> int:
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
         return DRAIN if hook.drains else 0
+
+
+def import_msgspec() -> None:
+    """Imports msgspec without typing_extensions, which would be a seventh of a hook's time.
+
+    It takes from there what typing has too, and does with that where there is nothing else.
+    """
+    import sys
+
+    if "typing_extensions" in sys.modules:
+        return
+    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+    try:
+        import msgspec  # noqa: F401
+    except ImportError:  # who needs it next imports it with all that it wants
+        pass
+    finally:
+        del sys.modules["typing_extensions"]
 
 
 def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
@@ -139,7 +159,8 @@ class Hook:
         from forestage.hooks import prolog
         from forestage.slurm import timeouts
 
-        if not (job.requests or job.saves or job.hints.for_steps):
+        has_data = job.hints.has_data
+        if not (job.requests or job.saves or job.hints.for_steps or has_data):
             return prolog.bad_hint(job)
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
         decided = shown.decided_by(places)
@@ -153,7 +174,12 @@ class Hook:
             from forestage.hooks import step
 
             step.note_shown(nodes[0], job, decided, answers)
-        return [answer.outcome for answer in answers]
+        outcomes: list[Outcome] = [answer.outcome for answer in answers]
+        if has_data:
+            from forestage.hooks import data
+
+            outcomes += data.begin(nodes[0], job, limit, refusal)
+        return outcomes
 
     def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
         from forestage.cache import shown
@@ -172,12 +198,33 @@ class Hook:
         limit = step.waiting(nodes[0], job, timeout, say, refusal)
         for node in nodes:
             done = step.step(node, job, limit, say, refusal)
-        # At once: the log can wait, the step does not.
+        outcomes: list[Outcome] = [*done.outcomes]
         for words in done.also:
             _write("also", *words)
+        if nodes[0].leases.data(job.id).exists():
+            outcomes += self._show_data(nodes[0], job, limit, say, refusal)
+        # At once: the log can wait, the step does not.
         self.answer(*done.answer)
         step.note_shown(nodes[0], job, decided, done.answers)
-        return done.outcomes
+        return outcomes
+
+    def _show_data(
+        self, node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None
+    ) -> Sequence[Outcome]:
+        """Tells the companion what data the step is shown."""
+        from forestage.hooks import data, image, step
+
+        shown = data.show(node, job, limit, refusal)
+        for outcome in shown.outcomes:
+            line = step.message(outcome, node.config.user_messages)
+            if line:
+                say(line)
+        for words in shown.lines:
+            if any(map(image.has_control, words)):
+                self.say(f"result=unshown detail={words!r}")
+            else:
+                _write("data", *words)
+        return shown.outcomes
 
     def _epilog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
         from forestage.errors import ConfigError

@@ -16,11 +16,11 @@ import msgspec
 from forestage.cache import image as images
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.data import job_dir, mounted, tree, wanted
+from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
-from forestage.hooks import image
+from forestage.hooks import binds, image
 from forestage.hooks.image import Wait
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
@@ -46,7 +46,7 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
     try:
         _must_be_possible(node, job, refusal)
         requests = (*asked.data, *_listed(job, limit.end))
-        made = job_dir.make(node, job, asked.room, asked.ram) if asked.room is not None else []
+        made = _made(node, job)
         _note(node, job, Wanted(requests, asked.room, asked.ram), limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]
@@ -65,8 +65,10 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
         lines += found
         outcomes.append(outcome)
     if noted.room is not None:
+        from forestage.data import job_dir
+
         lines += job_dir.lines(node, job, noted)
-    return Shown(lines, outcomes)
+    return Shown(wanted.in_order(lines), outcomes)
 
 
 def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
@@ -100,6 +102,15 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
     return data
 
 
+def _made(node: Node, job: Job) -> list[Handled]:
+    """Makes the job's own directory, where it wants one."""
+    if job.hints.room is None:
+        return []
+    from forestage.data import job_dir
+
+    return job_dir.make(node, job, job.hints.room, job.hints.ram)
+
+
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
     if refusal:
         raise refusal
@@ -125,10 +136,15 @@ def _begun(node: Node, job: Job, request: Request, limit: Wait) -> Handled:
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
+            from forestage.data import tree
+
             return tree.begin(node, job, request, path)
         if request.at.startswith("/"):
-            plain = msgspec.structs.replace(request, at="")
-            return image.handle(node, job, [plain], limit)[0].outcome
+            from forestage.data import mounted
+
+            # Nothing is copied for what will not be mounted; the step looks closer.
+            mounted.must_be_allowed(request.at, ())
+            return _staged(node, job, request, limit).outcome
     except (ForestageError, OSError) as error:
         return image.of_error(request, error)
     return Handled("started", request=request.path, via="hint")
@@ -140,14 +156,37 @@ def _shown(
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
+            from forestage.data import tree
+
             return tree.show(node, job, request, path, limit.copy)
         if request.at.startswith("/"):
-            plain = msgspec.structs.replace(request, at="")
-            answer = image.handle(node, job, [plain], limit)[0]
-            return mounted.show(node, job, request, path, answer.image, answer.outcome)
+            from forestage.data import mounted
+
+            place = mounted.place(node, job, request.at, limit.end)
+            _keep_clear_of_binds(node, job, place.path, limit)
+            answer = _staged(node, job, request, limit)
+            staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
+            return mounted.show(node, job, request, path, place, staged, limit.end)
+        from forestage.data import job_dir
+
         return job_dir.fill(node, job, noted, request, path)
     except (ForestageError, OSError) as error:
         return (), image.of_error(request, error)
+
+
+def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
+    """Raises Declined where the job's container would not start with a mount there."""
+    try:
+        binds.must_not_hold(path, job, node.places.root, limit.end)
+    except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
+        raise Declined("no-mount", f"{path}: {why}") from None
+
+
+def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
+    """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
+    plain = msgspec.structs.replace(request, at="")
+    job = msgspec.structs.replace(job, saves=None, mounts_home=False)
+    return image.handle(node, job, [plain], limit)[0]
 
 
 def end(node: Node, job: int) -> None:

@@ -86,6 +86,7 @@ def _release(
                 with contextlib.suppress(OSError):  # only a note for evict
                     _note_use(cache, lease, clock.wall())
             going = let_go(cache, leases, lease, places, job.id, claims, clock.wall())
+        done = Released("released", unmounted=len(going))
         try:
             unmount.unmount(going, lambda bind: job.user)
             if going:  # else nothing can have been inherited
@@ -93,9 +94,9 @@ def _release(
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
-            return Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
+            done = Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
     doubt.look(places, cache, clock)  # this job may have failed for it, the next one need not
-    return Released("released", unmounted=len(going))
+    return done
 
 
 def _clear_elsewhere(cache: Cache, leases: Leases, now: float) -> None:

@@ -42,7 +42,6 @@ SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within 
 SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
-LOOK = 5.0  # seconds for where a job saves to
 MAX_USES = 1000  # of one job, some 200 bytes each: a job must not fill /run
 
 
@@ -117,25 +116,35 @@ def handle(
     runs = [_run(node, job, request, limit, refusal) for request in requests]
     begun = [next(run) for run in runs]
     answers = [answer or next(filter(None, run)) for answer, run in zip(begun, runs, strict=True)]
-    _leave_room(node, job, answers)
-    return answers
+    return _leave_room(node, job, answers)
 
 
-def _leave_room(node: Node, job: Job, answers: Sequence[Answer]) -> None:
+def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     """Evicts for what the job's containers take if enroot unpacks them on the cache's disk.
 
-    For the largest: steps come one after the other, mostly. It is only a favour: a job that finds
-    too little has no more without us.
+    For the largest, whose outcome says what went: steps come one after the other, mostly. It is
+    only a favour: a job that finds too little has no more without us.
     """
-    served = [answer for answer in answers if answer.outcome.result not in ("declined", "failed")]
-    found = [answer.image for answer in served if answer.image]
-    need = max((room.unpacked(node.cache, node.config, one) for one in found), default=0)
+    needs = {
+        number: room.unpacked(node.cache, node.config, one.image)
+        for number, one in enumerate(answers)
+        if one.image and one.outcome.result not in ("declined", "failed")
+    }
+    number = max(needs, key=lambda number: needs[number], default=None)
+    if number is None or not needs[number]:
+        return answers
     with contextlib.suppress(ForestageError, OSError):
-        if need and not room.is_free(node.cache, node.config, need):
+        if not room.is_free(node.cache, node.config, needs[number]) and room.is_beside(
+            node.cache, node.places.root, GIVE_UP
+        ):
             # Mostly there is enough.
             from forestage.cache import evict
 
-            evict.leave_room(node.cache, node.leases, node.config, need, job.user.uid, GIVE_UP)
+            whose = (needs[number], job.user.uid, GIVE_UP)
+            keys = evict.leave_room(node.cache, node.leases, node.config, *whose)
+            outcome = msgspec.structs.replace(answers[number].outcome, evicted=keys)
+            answers[number] = msgspec.structs.replace(answers[number], outcome=outcome)
+    return answers
 
 
 def _run(
@@ -237,10 +246,11 @@ def _through(node: Node, job: Job, request: Request, opened: OpenImage) -> Answe
     if node.config.start != "through":
         return _answer(request, opened, "started", way)
     # A hit needs none of it.
+    from forestage.stage.task import Task
     from forestage.through import keeper
 
     try:
-        socket = keeper.start(node, opened, wait=job.step is not None)
+        socket = keeper.start(Task(node, job, opened), wait=job.step is not None)
     except Declined as why:
         answer = _answer(request, opened, "started", way)
         detail = printable(str(why))
@@ -296,11 +306,14 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
 
 
 def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> None:
-    """Raises Declined where the job's container binds a directory above; then no redirect stays."""
+    """Raises Declined where the job's container binds a directory above.
+
+    Then no redirect of this job's stays; where another job needs one, this container may not start.
+    """
     try:
         binds.must_not_hold(found.path, job, node.places.root, limit.end)
     except Declined:
-        # A Prolog does not see what a step asks for, and another job's redirect may be there.
+        # A Prolog does not see what a step asks for, and may have laid one.
         _spare(node, job, found.path, limit)
         raise
 
@@ -385,7 +398,7 @@ def _note_saves(node: Node, job: Job, limit: Wait) -> Job:
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
-        saved, may = source.saved_to(path, job.user, min(LOOK, limit.end.left()))
+        saved, may = source.saved_to(path, job.user, min(binds.LOOK, limit.end.left()))
         job = msgspec.structs.replace(job, saves=saved)
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
             lease = lease_of(node, job)

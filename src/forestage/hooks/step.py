@@ -2,7 +2,8 @@
 
 The answer is one line of fields between tabs: `use` this entry for that file, read `through` the
 keeper at this socket, or `leave` the path as it is. A line with `say` before it is for the user,
-who sits at the terminal and waits; one with `also` is such an answer for one more image.
+who sits at the terminal and waits; one with `also` is such an answer for one more image, and one
+with `data` says what else is mounted (data/wanted.py).
 """
 
 import contextlib
@@ -175,6 +176,8 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
         return ""
     if outcome.result in ("declined", "failed"):
         quiet = outcome.reason in PYXIS_TELLS | AS_DECIDED
+        if outcome.reason == "no-mount":
+            return f"{name} is not mounted: {outcome.detail}"
         return "" if quiet else f"{name} is read from its original path: {outcome.detail}"
     if wanted != "all":
         return ""
@@ -233,7 +236,8 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
         return None
     if job.mounts_home is False:  # a further step need not say so
         return None
-    further = msgspec.structs.replace(outcome, result=answer.outcome.result, via="option", wait=0.0)
+    changes = {"result": answer.outcome.result, "via": "option", "wait": 0.0, "evicted": ()}
+    further = msgspec.structs.replace(outcome, **changes)
     event = msgspec.to_builtins(events.of_job(job, "step", further))
     # The companion writes these before the rest.
     event = {name: value for name, value in event.items() if name not in MEASURED}

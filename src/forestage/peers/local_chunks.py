@@ -18,7 +18,7 @@ import msgspec
 
 from forestage.cache import digest
 from forestage.cache.layout import Cache, Entry, open_copy
-from forestage.cache.part import ENTRY_BYTES, Owner, boot_id, chunk_count
+from forestage.cache.part import ENTRY_BYTES, boot_id, chunk_count
 from forestage.system import lock
 
 POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait for its chunks
@@ -81,7 +81,7 @@ def source_failed(cache: Cache, key: str) -> bool:
     """
     part = cache.part(key)
     owner = part.owner()
-    return part.source_failed.exists() or (owner is not None and not _is_copied(cache, key, owner))
+    return part.source_failed.exists() or (owner is not None and not _is_copied(cache, key))
 
 
 def is_in(digests: bytes, number: int) -> bool:
@@ -118,14 +118,12 @@ def _part(cache: Cache, key: str, number: int) -> Found | None:
     # What another boot wrote may have reached the map and not the disk.
     if owner.boot != boot_id() or owner.engine != "chunks":
         return None
-    is_copied = _is_copied(cache, key, owner)
+    is_copied = _is_copied(cache, key)
     return _chunk(cache.part_dir(key), number, owner.image.size, owner.chunk, is_copied)
 
 
-def _is_copied(cache: Cache, key: str, owner: Owner) -> bool:
-    # The lock as well: the service has few of root's capabilities, so where /proc is mounted with
-    # hidepid= it does not see a stager that lives.
-    return owner.lives() or not lock.is_free(cache.key_lock(key))
+def _is_copied(cache: Cache, key: str) -> bool:
+    return not lock.is_free(cache.key_lock(key))
 
 
 def _publishing(cache: Cache, key: str, number: int) -> Found | None:

@@ -152,8 +152,7 @@ class Sums:
             self._add_wait(outcome, slot)
             if start:
                 self._add_start(outcome, start.spared, slot)
-        evicted = 0 if isinstance(outcome, Handled) else len(outcome.evicted)
-        if evicted:
+        if evicted := len(outcome.evicted):
             slot.evicted += evicted
             self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
 

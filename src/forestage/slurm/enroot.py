@@ -5,8 +5,10 @@ directory that a container binds without rbind makes that bind fail with EINVAL 
 user namespace, and the container does not start.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 ETC = "/etc/enroot"
@@ -31,6 +33,24 @@ class Bind(NamedTuple):
     source: str
 
 
+def reader(root: Path) -> tuple[Text, Names]:
+    """How a hook reads these files, below the node's `root`."""
+
+    def text(name: str) -> str | None:
+        try:
+            return (root / name.lstrip("/")).read_text(errors="replace")
+        except OSError:
+            return None
+
+    def names(name: str) -> list[str]:
+        try:
+            return sorted(os.listdir(root / name.lstrip("/")))  # noqa: PTH208 - names are wanted
+        except OSError:
+            return []
+
+    return text, names
+
+
 def settings(text: Text, names: Names) -> dict[str, str]:
     """enroot.conf and what lies beside it: a name, white space, a value that a shell expands."""
     found = {}
@@ -41,6 +61,15 @@ def settings(text: Text, names: Names) -> dict[str, str]:
             if value:
                 found[name] = value[0].strip().strip("\"'")
     return found
+
+
+def data_above(settings: Mapping[str, str]) -> str:
+    """Pure: the part of ENROOT_DATA_PATH that is the same for all jobs; "" where there is none.
+
+    ${UID} or $HOME in it: what is above them tells the disk.
+    """
+    fixed = settings.get("ENROOT_DATA_PATH", "").partition("$")[0].rstrip("/")
+    return fixed if fixed.startswith("/") else ""
 
 
 def says_yes(value: str) -> bool:

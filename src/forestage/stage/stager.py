@@ -147,6 +147,7 @@ def copy(task: Task, stop: threading.Event) -> Message:
     # Here: its hook is not to wait for what only a copy needs.
     from forestage.stage import pipeline
 
+    task.node.cache.note_stager(task.key)
     if task.node.cache.find(task.image) is not None:
         return Message("found")  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()
@@ -163,6 +164,9 @@ def copy(task: Task, stop: threading.Event) -> Message:
         return Message("published")
     if error.reason in ("changed", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
+    elif error.reason == "stopped":
+        with contextlib.suppress(OSError):  # then its keeper has it go on
+            task.part.note_stopped()
     return Message("failed", error.reason, str(error), isinstance(error, Failed))
 
 

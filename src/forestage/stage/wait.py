@@ -168,8 +168,8 @@ class Eta:
         if left == 0.0:
             return True
         self.part.note_waiting(self.clock.wall())
-        owner = self.part.owner()
-        if owner is None or not owner.lives():
+        owner = self.node.cache.stager(self.key)
+        if owner is None:
             return False
         if owner.phase == "queued":
             self.begins = 0.0 if owner.placed else self._begins()

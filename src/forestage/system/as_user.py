@@ -56,11 +56,16 @@ class _Answer(msgspec.Struct):
     filename: bytes = b""  # it need not be text
 
 
+def groups(user: User) -> list[int]:
+    """All groups of a user, the primary one among them."""
+    return os.getgrouplist(user.name, user.gid) if user.name else [user.gid]
+
+
 def become(user: User) -> None:
     """Takes on the user's effective ids and groups, for file access, until the process ends."""
     # Groups first: they can only be set while the effective uid is still root's.
     if os.geteuid() == 0:
-        os.setgroups(os.getgrouplist(user.name, user.gid) if user.name else [user.gid])
+        os.setgroups(groups(user))
     os.setegid(user.gid)
     os.seteuid(user.uid)
 
@@ -134,12 +139,18 @@ def ask(
 
 
 def each(
-    works: Sequence[Callable[[], T]], answer: type[T], timeout: float, total: float, at_once: int
+    works: Sequence[Callable[[], T]],
+    answer: type[T],
+    timeout: float,
+    total: float,
+    at_once: int,
+    done: Callable[[int, T | None], None] = lambda number, value: None,
 ) -> list[T | None]:
     """Runs each of `works` in a child of its own, `at_once` of them together; returns their values.
 
     None for one that died, failed, or did not answer within `timeout` seconds, or by the end of the
-    `total` for all. A child that hangs is killed and left behind; it keeps no other waiting.
+    `total` for all. A child that hangs is killed and left behind; it keeps no other waiting. `done`
+    is called with the number and value of each as soon as it has ended.
     """
     found: list[T | None] = [None] * len(works)
     left = list(enumerate(works))[::-1]
@@ -151,6 +162,8 @@ def each(
             pid, ours = _begin(_bare(work), ())
             running[ours] = number, pid, min(end, time.monotonic() + timeout)
         if not running:
+            for number, _ in left:
+                done(number, None)
             return found
         first = min(until for _, _, until in running.values())
         answered = _readable([*running], first - time.monotonic())
@@ -165,6 +178,7 @@ def each(
             del running[ours]
             ours.close()
             _reap(pid)
+            done(number, found[number])
 
 
 def _bare(work: Callable[[], T]) -> Callable[[], Found[T]]:

@@ -43,6 +43,23 @@ def let_go(keep: set[int]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
+def is_in_job(root: Path = Path("/")) -> bool:
+    """Whether this process is in a job's own PID or user namespace (namespace/linux, Slurm 25.11).
+
+    It is killed with the job then, and nobody outside may read a FUSE that it mounts. The first
+    process of a job's PID namespace is a step manager. Where it is the node's, it has another user
+    namespace, or may not be looked at.
+    """
+    proc = root / "proc"
+    with contextlib.suppress(OSError):
+        if (proc / "1/comm").read_bytes() == b"slurmstepd\n":
+            return True
+        users = os.readlink(proc / "self/ns/user")
+        return users != FIRST_USERS and users != os.readlink(proc / "1/ns/user")
+    return True
+
+
+FIRST_USERS = "user:[4026531837]"  # PROC_USER_INIT_INO of linux/proc_ns.h
 SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
 """Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
 
@@ -56,14 +73,28 @@ def leave_job(oom_score_adj: int = 0, root: Path = Path("/")) -> None:
     all it starts, is also the last that the kernel kills for want of memory, which `oom_score_adj`
     sets.
     """
-    cgroups = root / "sys/fs/cgroup"
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for top, _ in _slurms(root, "self"):
+        with contextlib.suppress(OSError):
+            (top / "cgroup.procs").write_text("0")
+    with contextlib.suppress(OSError):
+        (root / "proc/self/oom_score_adj").write_text(str(oom_score_adj))
+
+
+def join(pid: int, task: int, root: Path = Path("/")) -> None:
+    """Puts a process into those of Slurm's cgroups that another one is in. Raises OSError."""
+    for top, path in _slurms(root, str(task)):
+        with contextlib.suppress(OSError):
+            (top / path.lstrip("/") / "cgroup.procs").write_text(str(pid))
+
+
+def _slurms(root: Path, pid: str) -> list[tuple[Path, str]]:
+    """Slurm's cgroups that a process is in: where each hierarchy may be, and the path in that."""
+    cgroups, found = root / "sys/fs/cgroup", []
+    for line in (root / "proc" / pid / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not any(fnmatchcase(part, name) for part in path.split("/") for name in SLURMS):
             continue
         name = controllers.removeprefix("name=")
         for top in (cgroups / name,) if name else (cgroups, cgroups / "unified"):
-            with contextlib.suppress(OSError):
-                (top / "cgroup.procs").write_text("0")
-    with contextlib.suppress(OSError):
-        (root / "proc/self/oom_score_adj").write_text(str(oom_score_adj))
+            found.append((top, path))
+    return found

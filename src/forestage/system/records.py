@@ -9,7 +9,6 @@ was there before.
 import contextlib
 import errno
 import os
-import tempfile
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,9 +58,11 @@ def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | N
 
     `owner` is (uid, gid), which only root can set; without it the file is the caller's.
     """
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by tempfile, whose import takes a hook as long as all that it writes.
+    new = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with contextlib.ExitStack() as undo:
-        undo.callback(Path(name).unlink, missing_ok=True)
+        undo.callback(new.unlink, missing_ok=True)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
@@ -69,7 +70,7 @@ def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | N
                 os.fchown(fd, *owner)
             os.fchmod(fd, mode)
             os.fsync(fd)
-        os.replace(name, path)
+        os.replace(new, path)
         undo.pop_all()
     sync_directory(path.parent)
 

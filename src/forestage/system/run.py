@@ -12,11 +12,14 @@ from types import MappingProxyType
 import msgspec
 
 from forestage.errors import Failed
+from forestage.system import as_user
+from forestage.system.as_user import User
 
 # slurmd starts its hooks without a PATH.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+AS_USER = ("setpriv", "--no-new-privs", "--inh-caps=-all")
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
@@ -36,6 +39,36 @@ class Ran(msgspec.Struct, frozen=True):
         return f"{self.argv[0]}: {end} {last[0]}".strip()
 
 
+def which(program: str) -> str:
+    """Where a program is; "" if it is not installed."""
+    return shutil.which(program, path=PATH) or ""
+
+
+def start_as(
+    user: User, argv: Sequence[str], pass_fds: Sequence[int], stderr: int
+) -> "subprocess.Popen[bytes]":
+    """Starts a program for a user, who could start it as well.
+
+    All three ids are theirs, it has no privilege and gets none. It may outlive us. Raises Failed
+    where setpriv is missing.
+    """
+    ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
+    listed = f"--groups={','.join(map(str, as_user.groups(user)))}"
+    try:
+        return subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            [*AS_USER, *ids, listed, "--", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=ENVIRONMENT,
+            cwd="/",
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+
+
 def run(
     argv: Sequence[str],
     pass_fds: Sequence[int] = (),
@@ -48,7 +81,7 @@ def run(
     It is killed once `stop` is set, or after `timeout` seconds. `variables` are added to its
     environment. Raises Failed where the program is missing.
     """
-    if shutil.which(argv[0], path=PATH) is None:
+    if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
     try:
         process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program

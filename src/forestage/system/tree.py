@@ -91,6 +91,16 @@ class Files(msgspec.Struct, frozen=True):
         except OSError:
             return None
 
+    def disk(self, path: str) -> os.statvfs_result | None:
+        """The file system that a path lies on, or would; None where it cannot be asked."""
+        place = self.at(self.real(path))
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        try:
+            return os.statvfs(place)
+        except OSError:
+            return None
+
     def program(self, name: str) -> str:
         """Where a program of the system lies, as run.py looks for it; "" where it is missing."""
         for folder in run.PATH.split(":"):

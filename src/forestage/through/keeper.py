@@ -18,9 +18,8 @@ from pathlib import Path
 import msgspec
 
 from forestage import events, log
-from forestage.cache.node import Node
 from forestage.errors import Declined
-from forestage.stage.source import OpenImage
+from forestage.stage.task import Task
 from forestage.system import child, fuse, lock, records
 
 PROCESS_NAME = "forestage-keep"  # in ps(1); its servers are SERVER_NAME
@@ -38,29 +37,31 @@ ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none on
 
 
 class State(msgspec.Struct, frozen=True):
-    """The file `state`: the keeper, the user it was started for, the file's st_dev."""
+    """The file `state`: the keeper, for people; the user it was started for, the file's st_dev."""
 
     pid: int
     uid: int
     device: int
 
 
-def start(node: Node, opened: OpenImage, wait: bool = True) -> Path:
+def start(task: Task, wait: bool = True) -> Path:
     """Returns the socket of the image's keeper, which is started if there is none.
 
     Without `wait` it listens there soon, or never: for a Prolog, which a source that hangs must not
     hold up. Raises Declined (no-through) where there can be none, OSError.
     """
-    spot = node.places.through / opened.image.key
+    spot = task.node.places.through / task.key
     spot.mkdir(mode=0o700, parents=True, exist_ok=True)
     if listens(spot / "sock"):
         return spot / "sock"
-    must_be_allowed(spot, opened.user.uid)
+    if child.is_in_job():  # others may come to read, and it would take them with it
+        raise Declined("no-through", "the step is in its job's own PID or user namespace")
+    must_be_allowed(spot, task.opened.user.uid)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         child.live(
-            partial(_live, node, opened, spot, theirs),
-            partial(_failed, opened.image.path, theirs),
+            partial(_live, task, spot, theirs),
+            partial(_failed, task.image.path, theirs),
         )
     theirs.close()
     with ours:
@@ -118,20 +119,20 @@ def _comes(path: Path) -> bool:
     return False
 
 
-def _live(node: Node, opened: OpenImage, spot: Path, hook: socket.socket) -> None:
+def _live(task: Task, spot: Path, hook: socket.socket) -> None:
     """The keeper's whole life."""
     os.setsid()
     os.chdir("/")
     child.leave_job(SAFEST)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
     tell(hook, "begun")
-    opened = opened.received()
-    child.let_go({hook.fileno(), opened.fd})
+    task = task.received()
+    child.let_go({hook.fileno(), task.opened.fd})
     from forestage.through.keeping import Keeper
 
     try:
         with lock.held(spot / "lock", PROBED):
-            Keeper(node, opened, spot).run(hook)
+            Keeper(task, spot).run(hook)
     except lock.Busy:
         tell(hook, "busy")
 

@@ -7,6 +7,9 @@ It starts servers, each in place of one that died or hangs, and hands clones of 
     descriptor         too; the task mounts it with these options (Linux before 5.2 has no clones)
     anything else      b"no REASON"
 
+A copy whose stager was killed gets another one, MOST_STAGERS in all: a job that reads through has
+no hook that would start it.
+
 The mount lives in a mount namespace of the keeper's own, which holds nothing else: nobody on the
 host meets it. The keeper reads no bytes and has one thread. It takes its own mount off when nobody
 can ask for more clones; when the tasks' have gone too, the server hears it from the kernel, and
@@ -24,10 +27,10 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import log
-from forestage.cache.node import Node
+import forestage
+from forestage import events, log
 from forestage.errors import Declined
-from forestage.stage.source import OpenImage
+from forestage.stage.task import Task
 from forestage.system import child, fuse, mounts
 from forestage.through import keeper, server
 from forestage.through.keeper import SERVER_NAME, State, must_be_allowed, tell
@@ -41,6 +44,8 @@ SILENT = 3.0  # seconds without a beat, after which a server is replaced
 LAST = 2.0  # seconds for steps that were told to come just before the copy was whole
 UNNEEDED = 5.0  # seconds without a lease, after which no task will come any more
 BURST, EACH = 256, 0.5  # servers started one upon the other, and then one in so many seconds
+MOST_STAGERS = 3  # started by one keeper: something may kill them all
+STAGER_PAUSE = 10.0  # seconds between two of them
 REAP = 0.2  # seconds for the end of a killed server; one that hangs in the kernel is left
 FILE = "/run/image"  # in the keeper's namespace
 
@@ -48,8 +53,9 @@ FILE = "/run/image"  # in the keeper's namespace
 class Keeper:
     """Its mount, its servers, its connections. Making one leaves the host's mount namespace."""
 
-    def __init__(self, node: Node, opened: OpenImage, spot: Path) -> None:
-        found = opened.image
+    def __init__(self, task: Task, spot: Path) -> None:
+        node, opened, found = task.node, task.opened, task.image
+        self.task = task
         self.uid = opened.user.uid
         self.common = Common.shared()
         # The kernel reads ahead in the served file; twice would be once too much.
@@ -60,6 +66,10 @@ class Keeper:
         self.well = self.needed = self.partial = self.started = time.monotonic()
         self.beat = 0
         self.credit = float(BURST)
+        self.stagers = 0
+        self.starting = 0  # the child that starts one
+        self.next_stager = 0.0
+        self.release = _release()
         # Before the namespace: all of this would be out of reach in there.
         self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -112,6 +122,7 @@ class Keeper:
             if self._reap():
                 break
             self._look_after_server()
+            self._look_after_copy()
             self._let_go()
             os.utime(self.state)
         with contextlib.suppress(FileNotFoundError):
@@ -185,6 +196,40 @@ class Keeper:
         while not memory.ended and time.monotonic() < end:
             self._reap()
             time.sleep(0.005)
+
+    # The copy
+
+    def _look_after_copy(self) -> None:
+        """Starts a stager where the last one has left the copy that a job needs."""
+        if self.starting:
+            ended, _ = os.waitpid(self.starting, os.WNOHANG)
+            self.starting = 0 if ended else self.starting
+        now = time.monotonic()
+        may = self.stagers < MOST_STAGERS and now >= self.next_stager and not self.starting
+        if not (self.common.abandoned and may):
+            return
+        self.stagers += 1
+        self.next_stager = now + STAGER_PAUSE
+        self.starting = os.fork()
+        if self.starting == 0:
+            child.live(self._start_stager, lambda error: self._say_of_stager("failed", repr(error)))
+
+    def _start_stager(self) -> None:
+        """Starts one from the host's mounts; it is no child of the keeper's, and outlives it."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        mounts.enter_namespace(self.namespace, self.root)
+        child.let_go({self.task.opened.fd})
+        if _release() != self.release:  # what is there now does not go with what is loaded
+            return
+        from forestage.stage import stager
+
+        self._say_of_stager("begun", "the last one has left its copy")
+        stager.start(self.task).close()
+
+    def _say_of_stager(self, result: str, detail: str) -> None:
+        about = f"job={self.task.job.id} image={events.field(self.task.image.path)}"
+        log.say(f"keeper {about} stager={self.stagers} {result=!s} {detail=}", by_slurm=True)
 
     # Tasks
 
@@ -261,6 +306,11 @@ def _listener(path: Path) -> socket.socket:
     made.listen(128)
     made.setblocking(False)
     return made
+
+
+def _release() -> int:
+    """Another number after an upgrade: packages put new files in place of the old ones."""
+    return Path(forestage.__file__).stat().st_ctime_ns
 
 
 def _is_done(memory: Generation) -> bool:

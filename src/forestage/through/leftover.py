@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -47,20 +48,33 @@ def hanging(through: Path, clock: Clock) -> list[Keeper]:
 def end(found: Keeper) -> None:
     """Ends a keeper that hangs. Raises OSError, Failed, TooSlow."""
     spot, state = found.spot, found.state
-    with contextlib.suppress(ProcessLookupError):
-        pid = os.pidfd_open(state.pid)
-        try:
-            if not _has_open(state.pid, spot / "lock"):  # the pid is another process' by now
-                return
-            servers = _servers(state.pid)
-            if not any(map(_is_well, servers)):
-                if state.device:
-                    as_user.call(lambda: (_abort(os.minor(state.device)), []), bool, ABORT)
-                for server in servers:  # one that is stopped would stay for ever
-                    os.kill(int(server.name), signal.SIGKILL)
-            signal.pidfd_send_signal(pid, signal.SIGKILL)
-        finally:
-            os.close(pid)
+    for pid in _keepers():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            process = os.pidfd_open(pid)
+            try:
+                if _has_open(pid, spot / "lock"):
+                    _end(pid, process, state.device)
+            finally:
+                os.close(process)
+
+
+def _keepers() -> Iterator[int]:
+    """What keepers wrote of themselves may be of another PID namespace, or of a process no more."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if (process / "comm").read_bytes() == f"{keeper.PROCESS_NAME}\n".encode():
+                yield int(process.name)
+
+
+def _end(pid: int, process: int, device: int) -> None:
+    """Ends the keeper that this pidfd is of, and its servers where none of them is well."""
+    servers = _servers(pid)
+    if not any(map(_is_well, servers)):
+        if device:
+            as_user.call(lambda: (_abort(os.minor(device)), []), bool, ABORT)
+        for server in servers:  # one that is stopped would stay for ever
+            os.kill(int(server.name), signal.SIGKILL)
+    signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def dead(through: Path, cache: Cache, now: float) -> list[Path]:

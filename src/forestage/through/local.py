@@ -7,6 +7,7 @@ memory, but for the reading itself.
 import contextlib
 import errno
 import os
+import shutil  # noqa: F401 - what evicts imports it late: Python may be upgraded under a server
 from pathlib import Path
 
 from forestage.cache.image import Image
@@ -51,6 +52,7 @@ class Local:
         self._seen = 0, 0  # the inodes of the marks and of the part's image that are open
         self._dropped = False
         self._is_evicted = False
+        self._is_free = False  # the key's lock
         self.spoilt = 0  # the inode of an entry that gave an I/O error
 
     @property
@@ -83,6 +85,18 @@ class Local:
         except FileNotFoundError:  # no copy is under way, or it has ended this moment
             self._file = self.readers = None
             self._seen = 0, 0
+
+    def abandoned(self) -> bool:
+        """Whether a part is left of which nobody made a copy at this call and at the last.
+
+        Its stager was killed, or met an error of source or disk. One that was told to stop says
+        so, and one that had no room, or found the source changed, leaves no part. Raises OSError.
+        """
+        was_free, self._is_free = self._is_free, lock.is_free(self.cache.key_lock(self.image.key))
+        if not (was_free and self._is_free):  # a new one may be about to take it
+            return False
+        owner = self.cache.part(self.image.key).owner()
+        return not self.whole and owner is not None and not owner.stopped
 
     def drop(self) -> None:
         """Uses nothing of it any more."""

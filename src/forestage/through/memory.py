@@ -26,7 +26,7 @@ RECORDS = 16384
 """READs that may wait at once: each reader waits for one, the kernel's read-ahead for thousands."""
 
 _NUMBERS = ("beat", "first_read", "device")
-_FLAGS = ("settled", "hides_acl", "changed", "whole", "unneeded", "hot_known")
+_FLAGS = ("settled", "hides_acl", "changed", "whole", "unneeded", "hot_known", "abandoned")
 _RECORD = struct.Struct("<QQIHHI4x")
 
 
@@ -113,6 +113,7 @@ class Common(ctypes.Structure):
     whole: int  # the entry is published, all reads come from it
     unneeded: int  # no job holds a lease on the image
     hot_known: int  # the hot map is made
+    abandoned: int  # nobody copies what a job needs
 
     _fields_: ClassVar = [
         *((name, ctypes.c_uint64) for name in _NUMBERS),

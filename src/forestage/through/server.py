@@ -360,8 +360,11 @@ class Server:
     def _note_need(self) -> None:
         if self.common.beat % NEED_BEATS == 0:
             with contextlib.suppress(Failed, OSError):  # a damaged lease may be of who needs it
-                needed = self.served.leases.keys()
-                self.common.unneeded = self.served.image.key not in needed
+                self.common.unneeded = not self._is_needed()
+
+    def _is_needed(self) -> bool:
+        """Whether a job holds a lease on the image. Raises Failed, OSError."""
+        return self.served.image.key in self.served.leases.keys()  # noqa: SIM118
 
     def _note_progress(self) -> None:
         readers = self.local.readers
@@ -463,6 +466,7 @@ class Server:
             for _ in range(round(SOURCE_LOOK / LOOK)):
                 self._look_at_copy()
                 time.sleep(LOOK)
+            self._look_at_stager()
             self._keep_hot()
 
     def _look_at_copy(self) -> None:
@@ -470,6 +474,12 @@ class Server:
             self.local.look()
             if self.local.whole:
                 self.common.whole = 1
+
+    def _look_at_stager(self) -> None:
+        """Tells the keeper, which may start another, whether a copy that is needed has none."""
+        with contextlib.suppress(Failed, OSError):
+            gone = not self.common.changed and self.local.abandoned()
+            self.common.abandoned = gone and self._is_needed()
 
     def _keep_hot(self) -> None:
         """Once the first minute is over."""

@@ -87,6 +87,7 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
         ),
         (Handled("failed", reason="cache-not-mounted"), "on_error: drain"),
         (Handled("declined", reason="bad-hint", detail="unknown hint"), "as if the hint were not"),
+        (Handled("declined", reason="no-mount", detail="no such place"), "went on without it"),
         (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
 )
@@ -117,6 +118,12 @@ def test_copy_is_explained_with_its_evictions() -> None:
         "evicted ffffffffffff: /old.sqsh, to make room",
         "evicted eeeeeeeeeeee, to make room",
     )
+
+
+def test_room_for_a_container_is_explained_with_its_evictions() -> None:
+    for result in ("hit", "started", "through"):
+        *_, last = sentences(event(Handled(result, image="/a", evicted=("f" * 32,))), {})
+        assert last == "evicted ffffffffffff, to make room"
 
 
 def test_copy_from_and_to_peers_is_explained() -> None:

@@ -15,11 +15,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from commands import Site
+from commands import NOW, Site
 from forestage import events
 from forestage.admin import metrics
 from forestage.admin.metrics import Facts
 from forestage.admin.tally import Tally
+from forestage.cache import doubt
 from forestage.cache.layout import Cache
 from forestage.cli.world import Exit
 from forestage.clock import Clock
@@ -311,6 +312,43 @@ def test_node_state_is_exported(site: Site) -> None:
     assert found["forestage_disk_free_bytes"] <= found["forestage_disk_bytes"]
     assert "forestage_oldest_lease_timestamp_seconds" in found
     assert [name for name in found if name.startswith("forestage_info ")]
+
+
+def info(site: Site) -> str:
+    (found,) = (name for name in written(site) if name.startswith("forestage_info "))
+    return found
+
+
+def test_redirect_is_what_auto_means_on_the_node(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    site.run("metrics")
+    assert "redirect=bind" in info(site)
+    conf = site.places.root / "etc/slurm/slurm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("ClusterName=x\n")
+    conf.with_name("plugstack.conf").write_text("optional /usr/lib/slurm/forestage.so\n")
+    site.run("metrics")
+    assert "redirect=bind" in info(site), "no Slurm has loaded it"
+    site.places.run.mkdir(parents=True, exist_ok=True)
+    site.places.loaded.touch()
+    site.run("metrics")
+    assert "redirect=spank" in info(site)
+    site.configure("redirect: none\n")
+    site.run("metrics")
+    assert "redirect=none" in info(site)
+
+
+def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(site: Site) -> None:
+    site.run("metrics")
+    assert written(site)["forestage_disk_doubt"] == 0
+    assert "forestage_disk_doubt_timestamp_seconds" not in written(site)
+    doubt.begin(site.places, site.world.clock, "test")
+    open_cache(site)
+    site.run("metrics")
+    assert written(site)["forestage_disk_doubt"] == 1
+    assert written(site)["forestage_disk_doubt_timestamp_seconds"] == NOW
 
 
 def off_by_file(site: Site) -> None:

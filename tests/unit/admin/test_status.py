@@ -13,10 +13,11 @@ from forestage.admin import status
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Leased
 from forestage.admin.status import Counts, Disk, Status, pieces
+from forestage.cache import doubt
 from forestage.cache.evict import Room
 from forestage.peers.stats import Uploaded
 from forestage.system import lock
-from forestage.system.terminal import draw
+from forestage.system.terminal import draw, moment
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"
@@ -101,6 +102,15 @@ def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
     site.places.peer.write_text('{"since": 1, "bytes": 1048576, "chunks": 1}')
     assert "1 MiB in 1 chunk to other nodes" in site.run("status").output
     assert site.json("status")["served"]["bytes"] == 1048576
+
+
+def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site) -> None:
+    assert "disk errors" not in site.run("status").output
+    assert site.json("status")["doubt"] is None
+    doubt.begin(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
+    line = f"no job is served, since {moment(NOW)}: I/O error, dev nvme0n1, sector 8"
+    assert line in site.run("status").output
+    assert site.json("status")["doubt"] == {"since": NOW, "why": "I/O error, dev nvme0n1, sector 8"}
 
 
 def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:

@@ -18,7 +18,7 @@ from forestage import events
 from forestage.admin import compare, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
-from forestage.cache import doubt, unmount
+from forestage.cache import doubt, hot, unmount
 from forestage.cache import redirect as redirects
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Use
@@ -368,6 +368,43 @@ def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -
     assert (site.node.cache.entry_dir(old) / "boot").read_bytes() == PROVEN
     spoil(site, old)  # what happens from now on is for `forestage verify`
     assert swept(site).verified == ()
+
+
+@pytest.fixture
+def preloaded(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys whose hot pieces are read ahead."""
+    site.configure("preload: true")
+    keys: list[str] = []
+    monkeypatch.setattr(hot, "preload", lambda cache, key: keys.append(key))
+    return keys
+
+
+def test_images_are_preloaded_once_after_a_boot_as_soon_as_they_are_proven(
+    site: Site, preloaded: list[str]
+) -> None:
+    """Those first that were used long ago."""
+    recent, old = (site.publish(site.image(name)) for name in ("recent.sqsh", "old.sqsh"))
+    site.node.cache.touch(recent, NOW)
+    site.node.cache.touch(old, NOW - 90)
+    unproven, bad = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
+    spoil(site, bad)
+    swept(site, dry_run=True)
+    assert preloaded == []
+    swept(site)
+    os.utime(site.node.cache.entry_dir(old) / "boot", (0, 0))
+    assert [one.key for one in swept(site).verified] == [old]  # as a precaution
+    assert preloaded == [old, recent, unproven]
+    site.node.places.preloaded.unlink()  # the next boot
+    swept(site)
+    assert set(preloaded[3:]) == {recent, old, unproven}
+
+
+def test_nothing_is_preloaded_unless_the_admin_says_so(site: Site, preloaded: list[str]) -> None:
+    site.configure("")
+    site.publish(site.image("new.sqsh"))
+    from_earlier_boot(site)
+    swept(site)
+    assert preloaded == []
 
 
 def test_entry_of_earlier_boot_is_verified_without_its_source(

@@ -140,7 +140,7 @@ def test_failed_copy_has_no_bytes_and_no_rate() -> None:
 
 def test_reasons_and_evictors_are_counted() -> None:
     tally = counted(
-        event("prolog", Handled("declined", reason="deadline", wait=15.0)),
+        event("prolog", Handled("declined", reason="deadline", wait=15.0, evicted=("e", "f"))),
         event("step", Handled("failed", reason="io")),
         event("epilog", Released("failed", reason="busy")),
         event("epilog", Released("released", evicted=("a", "b"))),
@@ -150,7 +150,7 @@ def test_reasons_and_evictors_are_counted() -> None:
     )
     assert tally.declined == {"deadline": 1}
     assert tally.errors == {"io": 1, "busy": 1}
-    assert tally.evicted == {"epilog": 2, "stager": 1, "sweep": 1}
+    assert tally.evicted == {"epilog": 2, "stager": 1, "prolog": 2, "sweep": 1}
     assert tally.swept == 1, "job 0 is no lease"
     assert tally.requests == {"prolog": {"declined": 1}, "step": {"failed": 1}}
     assert tally.waits["prolog"].sum == 15.0

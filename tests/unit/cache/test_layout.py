@@ -12,8 +12,9 @@ import pytest
 from forestage.cache import layout as module
 from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry, tree_bytes
+from forestage.cache.part import Owner, boot_id
 from forestage.errors import Failed
-from forestage.system import mounts
+from forestage.system import lock, mounts
 from forestage.system.mounts import Mount
 
 Publish = Callable[[Image], Entry]
@@ -297,6 +298,27 @@ def test_evicted_folder_that_cannot_be_emptied_is_an_error_and_no_endless_loop(
     with pytest.raises(Failed) as caught:
         cache.evict(make_image().key)
     assert caught.value.reason == "evicted-stays"
+
+
+def test_stager_is_who_has_the_keys_lock_and_wrote_its_record_since(
+    cache: Cache, make_image: Make
+) -> None:
+    wanted = make_image()
+    owner = Owner(1, boot_id(), wanted, chunk=4, engine="chunks", job=7, since=1.0)
+    assert cache.stager(wanted.key) is None
+    cache.part(wanted.key).write_owner(owner)
+    assert cache.stager(wanted.key) is None, "nobody has ever had the lock"
+    with lock.held(cache.key_lock(wanted.key), 0):
+        later = cache.part(wanted.key).record.stat().st_mtime_ns + 1
+        os.utime(cache.key_lock(wanted.key), ns=(later, later))
+        assert cache.stager(wanted.key) is None, "it is another's record, who was killed"
+        os.utime(cache.part(wanted.key).record, ns=(later, later))
+        assert cache.stager(wanted.key) == owner
+        cache.part(wanted.key).write_owner(msgspec.structs.replace(owner, boot="older"))
+        assert cache.stager(wanted.key) is None
+        cache.part(wanted.key).write_owner(owner)
+        assert cache.stager(wanted.key) == owner
+    assert cache.stager(wanted.key) is None
 
 
 def test_bytes_are_those_on_disk(tmp_path: Path) -> None:

@@ -136,29 +136,6 @@ def test_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
     assert not part.resumable_in("c")
 
 
-@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
-def test_stager_that_is_gone_or_cannot_be_seen_is_not_counted_on(
-    make_image: Make, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
-) -> None:
-    """/proc/<pid>/comm gives ESRCH if its process ends now, and EACCES below hidepid=1."""
-
-    def refuses(path: Path) -> bytes:
-        raise error(path)
-
-    monkeypatch.setattr(Path, "read_bytes", refuses)
-    assert not owner(make_image()).lives()
-
-
-def test_name_of_a_process_that_has_the_pid_now_may_be_any_bytes(make_image: Make) -> None:
-    name = Path("/proc/self/comm")
-    before = name.read_bytes()
-    try:
-        name.write_bytes(b"\xff")
-        assert not owner(make_image(), pid=os.getpid()).lives()
-    finally:
-        name.write_bytes(before)
-
-
 def test_progress_is_the_map_or_for_rsync_the_size(part: Part, make_image: Make) -> None:
     chunks, rsync = owner(make_image(size=9)), owner(make_image(size=9), engine="rsync")
     assert (part.copied(chunks), part.copied(rsync), part.allocated()) == (0, 0, 0)

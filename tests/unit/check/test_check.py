@@ -360,6 +360,7 @@ SEEN = both(
     lambda node: node.use("/lustre/a.sqsh", 20 << 20),
     lambda node: node.use("/lustre/b.sqsh", 30 << 20),
 )
+EL8 = wrote("/proc/sys/kernel/osrelease", "4.18.0-553.el8_10.x86_64\n")
 LEFT = "/raid/enroot/data/1001/pyxis_77.0"
 
 SETTINGS = [
@@ -400,6 +401,12 @@ SETTINGS = [
         f"{YAML}: max_image_size: 30MiB",
     ),
     warning("keeps-nothing", settings("low_watermark: 0%\n"), f"{YAML}: low_watermark"),
+    warning(
+        "bind-stays",
+        both(EL8, settings("redirect: bind\n")),
+        f"{YAML}: redirect: spank, with the companion in plugstack.conf",
+    ),
+    warning("bind-stays", both(EL8, settings("partitions: {gpu: {redirect: bind}}\n"))),
     warning(
         "bind-over-redirects",
         wrote(
@@ -513,6 +520,13 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
     "a slurmd that says nothing of use": both(
         lambda node: node.companion_for("24.11.5"),
         wrote("/usr/sbin/slurmd", "#!/bin/sh\necho nonsense\n", 0o755),
+    ),
+    "an old Linux, and redirects in steps only": EL8,
+    "a redirect of the node, and Linux can cover it": both(
+        wrote("/proc/sys/kernel/osrelease", "5.2.0\n"), settings("redirect: bind\n")
+    ),
+    "an old Linux, on which users make no namespaces": both(
+        EL8, wrote("/proc/sys/user/max_user_namespaces", "0\n"), settings("redirect: bind\n")
     ),
     "no slurmd": both(removed("/usr/sbin/slurmd"), lambda node: node.companion_for("24.11.5")),
     "our hooks' own interpreter, which has their modules": wrote(

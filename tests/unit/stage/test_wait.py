@@ -300,7 +300,7 @@ def test_job_does_not_wait_for_a_place_that_is_free_too_late(
 @pytest.fixture
 def living(monkeypatch: Patch) -> None:
     """The stagers that these tests make up are taken for processes that run."""
-    monkeypatch.setattr(Owner, "lives", lambda _: True)
+    monkeypatch.setattr(Cache, "stager", lambda cache, key: cache.part(key).owner())
 
 
 @pytest.mark.usefixtures("living")

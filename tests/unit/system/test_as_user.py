@@ -255,8 +255,26 @@ def test_no_more_than_some_work_at_once_and_none_after_the_end(tmp_path: Path) -
             signal.pause()
 
     works = [functools.partial(hangs, n) for n in range(5)]
-    assert as_user.each(works, int, TIMEOUT, 3.0, 2) == [None] * 5
+    done: list[tuple[int, int | None]] = []
+    each = as_user.each(works, int, TIMEOUT, 3.0, 2, lambda *ended: done.append(ended))
+    assert each == [None] * 5
     assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
+    assert sorted(done) == [(number, None) for number in range(5)]
+
+
+def test_end_of_one_is_told_while_another_hangs(tmp_path: Path) -> None:
+    def waits() -> int:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.005)
+        return 2
+
+    def ended(number: int, value: int | None) -> None:
+        (tmp_path / "go").touch()
+        done.append((number, value))
+
+    done: list[tuple[int, int | None]] = []
+    assert as_user.each([waits, lambda: 1], int, TIMEOUT, TIMEOUT, 2, ended) == [2, 1]
+    assert done == [(1, 1), (0, 2)]
 
 
 def test_children_are_heard_by_a_process_with_more_files_than_select_takes(tmp_path: Path) -> None:

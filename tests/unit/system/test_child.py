@@ -63,6 +63,22 @@ def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
     assert left(root) == {"memory"}
 
 
+def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path) -> None:
+    root = fake(tmp_path, "")
+    lines = "4:memory:/slurm_n1/job_7\n3:name=systemd:/user.slice\n2:freezer:/job_7/gone\n"
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(lines)
+    (root / "sys/fs/cgroup/memory/slurm_n1/job_7").mkdir(parents=True)
+    child.join(4711, 42, root)
+    joined = [str(one.parent) for one in root.rglob("cgroup.procs") if one.read_text() == "4711"]
+    assert joined == [f"{root}/sys/fs/cgroup/memory/slurm_n1/job_7"]
+
+
+def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        child.join(4711, 42, fake(tmp_path, ""))
+
+
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A job's cgroup in a hierarchy of this machine."""
@@ -93,3 +109,26 @@ def test_process_really_leaves_its_job(cgroup: Path) -> None:
     os.waitpid(pid, 0)
     assert os.read(gone, 10) == b"yes"
     os.close(gone)
+
+
+@pytest.mark.parametrize(
+    ("first", "users", "of_first", "is_in"),
+    [
+        pytest.param("systemd", child.FIRST_USERS, child.FIRST_USERS, False, id="node"),
+        pytest.param("systemd", child.FIRST_USERS, None, False, id="node, unseen"),
+        pytest.param("tini", "user:[5]", "user:[5]", False, id="slurmd in a container"),
+        pytest.param("slurmstepd", child.FIRST_USERS, child.FIRST_USERS, True, id="job, pids"),
+        pytest.param("slurmstepd", "user:[5]", "user:[5]", True, id="job, pids and users"),
+        pytest.param("systemd", "user:[5]", child.FIRST_USERS, True, id="job, users"),
+        pytest.param("systemd", "user:[5]", None, True, id="job, users, unseen"),
+    ],
+)
+def test_namespaces_of_a_job_are_told_from_the_nodes(
+    tmp_path: Path, first: str, users: str, of_first: str | None, is_in: bool
+) -> None:
+    for name, link in (("1", of_first), ("self", users)):
+        (tmp_path / "proc" / name / "ns").mkdir(parents=True)
+        if link is not None:
+            (tmp_path / "proc" / name / "ns/user").symlink_to(link)
+    (tmp_path / "proc/1/comm").write_text(f"{first}\n")
+    assert child.is_in_job(tmp_path) is is_in

@@ -9,7 +9,9 @@ import pytest
 
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
+from forestage.cache.part import Owner
 from forestage.cache.readers import Readers
+from forestage.system import lock
 from forestage.through import leftover, local
 from forestage.through.local import Local
 
@@ -80,6 +82,36 @@ def test_marks_are_cleared_before_their_directory_goes(found: Local, tmp_path: P
     leftover.remove(tmp_path / "spot")
     assert not found.has(0, 4096)
     assert not (tmp_path / "spot").exists()
+
+
+@pytest.fixture
+def left(found: Local) -> Local:
+    """A part of whose stager there is nothing else."""
+    owner = Owner(1, "boot", IMAGE, MIB, "chunks", job=7, since=0.0)
+    found.cache.part(IMAGE.key).write_owner(owner)
+    found.cache.root.chmod(0o700)
+    found.cache.prepare(require_mount=False)
+    return found
+
+
+def test_copy_is_abandoned_once_nobody_has_had_its_lock_for_a_while(left: Local) -> None:
+    assert not left.abandoned()
+    with lock.held(left.cache.key_lock(IMAGE.key), 0):
+        assert not left.abandoned()
+    assert not left.abandoned()
+    assert left.abandoned()
+
+
+@pytest.mark.parametrize("end", ["published", "dropped", "stopped"])
+def test_copy_that_has_ended_is_not_abandoned(left: Local, end: str) -> None:
+    if end == "published":
+        left.cache.publish(Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks"))
+    elif end == "stopped":
+        left.cache.part(IMAGE.key).note_stopped()
+    else:
+        left.cache.drop_part(IMAGE.key)
+    left.look()
+    assert [left.abandoned(), left.abandoned()] == [False, False]
 
 
 @pytest.fixture

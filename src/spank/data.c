@@ -1,0 +1,263 @@
+/* What of a job's data is shown in its steps? As the helper's lines say (data/wanted.py). */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "forestage.h"
+
+#define MOST_DATA 40 /* lines of a step; more are left out */
+#define MOST_FIELDS 6
+#define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
+
+/* A line, taken apart in user_init; the tasks inherit it. */
+struct datum {
+	char *text;               /* what `field` points into */
+	char *field[MOST_FIELDS]; /* of a mount, the last two are where, and its inode or `root` */
+	int count;
+	int keeper;               /* connected to it; -1 where that was not possible */
+	bool done;
+};
+
+static struct datum data[MOST_DATA];
+static int data_count;
+
+static const char *kind(const struct datum *one) { return one->field[0]; }
+static const char *target(const struct datum *one) { return one->field[one->count - 2]; }
+static const char *owner(const struct datum *one) { return one->field[one->count - 1]; }
+
+void forget_data(void)
+{
+	for (int i = 0; i < data_count; i++)
+		free(data[i].text);
+	data_count = 0;
+}
+
+/* [A-Z_][A-Z0-9_]*: nothing that a shell or a loader would take for more than a name. */
+static bool is_name(const char *name)
+{
+	const char *letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ_";
+
+	return *name && strchr(letters, *name) &&
+	       name[strspn(name, "ABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789")] == '\0';
+}
+
+static bool is_kind_of_disk(const char *name)
+{
+	return *name && name[strspn(name, "abcdefghijklmnopqrstuvwxyz0123456789")] == '\0';
+}
+
+static bool is_understood(const struct datum *one)
+{
+	char *end;
+
+	if (one->count == 3 && strcmp(kind(one), "env") == 0)
+		return is_name(one->field[1]);
+	if (one->count < 3 || target(one)[0] != '/' || target(one)[1] == '\0')
+		return false;
+	if (strcmp(owner(one), "root") != 0 &&
+	    (owner(one)[0] < '0' || owner(one)[0] > '9' ||
+	     (strtoull(owner(one), &end, 10), *end)))
+		return false;
+	if (strcmp(kind(one), "device") == 0)
+		return one->count == 6 && strncmp(one->field[1], "/dev/", 5) == 0 &&
+		       is_kind_of_disk(one->field[2]) &&
+		       (strcmp(one->field[3], "ro") == 0 || strcmp(one->field[3], "rw") == 0);
+	if (strcmp(kind(one), "served") == 0)
+		return one->count == 4 && one->field[1][0] == '/';
+	return strcmp(kind(one), "folder") == 0 && one->count == 4 &&
+	       strcmp(owner(one), "root") == 0;
+}
+
+void understand_data(const char *line)
+{
+	struct datum *one = &data[data_count];
+	char *rest;
+
+	if (data_count == MOST_DATA) {
+		slurm_info("forestage: more than %d lines on data: left out: %s", MOST_DATA, line);
+		return;
+	}
+	*one = (struct datum){.text = strdup(line), .keeper = -1};
+	rest = one->text;
+	while (rest && one->count < MOST_FIELDS)
+		one->field[one->count++] = strsep(&rest, "\t");
+	if (one->text && !rest && is_understood(one)) {
+		data_count++;
+		return;
+	}
+	slurm_info("forestage: a line on data cannot be understood: %s", line);
+	free(one->text);
+}
+
+void set_variables(spank_t sp)
+{
+	for (int i = 0; i < data_count; i++)
+		if (strcmp(kind(&data[i]), "env") == 0 &&
+		    spank_setenv(sp, data[i].field[1], data[i].field[2], 1) != ESPANK_SUCCESS)
+			slurm_info("forestage: %s cannot be set", data[i].field[1]);
+}
+
+void hold_data(void)
+{
+	for (int i = 0; i < data_count; i++)
+		if (strcmp(kind(&data[i]), "served") == 0)
+			data[i].keeper = connect_keeper(data[i].field[1]);
+}
+
+static int open_folder(const void *path)
+{
+	return open(path, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+}
+
+/* The directory where it is to show, O_PATH, or -1: also where this user cannot reach it. */
+static int open_target(spank_t sp, const struct datum *one, const char **wrong)
+{
+	char link[32], path[PATH_MAX];
+	bool by_root = strcmp(owner(one), "root") == 0, same = false;
+	struct stat st;
+	int fd = by_root ? open_folder(target(one)) : as_job_user(sp, open_folder, target(one));
+
+	*wrong = "it cannot be opened";
+	if (fd < 0)
+		return -1;
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	ssize_t length = readlink(link, path, sizeof(path) - 1);
+	if (length >= 0 && fstat(fd, &st) == 0) {
+		path[length] = '\0';
+		*wrong = "there are links on its way";
+		same = strcmp(path, target(one)) == 0;
+		if (same && by_root) {
+			*wrong = "it is not root's alone";
+			same = st.st_uid == 0 && !(st.st_mode & 022);
+		} else if (same) {
+			*wrong = "it is another directory by now";
+			same = st.st_ino == strtoull(owner(one), NULL, 10);
+		}
+	}
+	if (same)
+		return fd;
+	close(fd);
+	errno = ESTALE;
+	return -1;
+}
+
+static const char *mount_device(const struct datum *one, int fd)
+{
+	const unsigned long access = strcmp(one->field[3], "ro") == 0 ? MS_RDONLY : 0;
+	char link[32];
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	return mount(one->field[1], link, one->field[2], MS_NOSUID | MS_NODEV | access, "") == 0
+		       ? NULL
+		       : "it cannot be mounted";
+}
+
+static const char *mount_served(struct datum *one, int fd)
+{
+	const char *wrong = "nobody serves it";
+	int keeper = one->keeper >= 0 ? one->keeper : connect_keeper(one->field[1]);
+
+	if (keeper < 0)
+		return wrong;
+	int got = fetch_mount(keeper), error = errno;
+	if (keeper != one->keeper)
+		close(keeper);
+	errno = error;
+	if (got < 0)
+		return wrong;
+	wrong = attach_mount(got, fd) ? NULL : "it cannot be mounted";
+	error = errno;
+	close(got);
+	errno = error;
+	return wrong;
+}
+
+static bool is_made(const struct datum *one)
+{
+	for (const struct datum *other = data; other < one; other++)
+		if (other->done && strcmp(kind(other), "folder") == 0 &&
+		    strcmp(target(other), target(one)) == 0)
+			return true;
+	return false;
+}
+
+/* In a tmpfs over the directory, which this task alone sees: on the node nothing is made. */
+static const char *make_folder(spank_t sp, const struct datum *one, int *fd)
+{
+	char link[32], *rest = one->field[1], *name;
+	const char *wrong;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", *fd);
+	if (!is_made(one)) {
+		if (mount("forestage", link, "tmpfs", MS_NOSUID | MS_NODEV, MADE) < 0)
+			return "no tmpfs can be mounted";
+		close(*fd);
+		if ((*fd = open_target(sp, one, &wrong)) < 0)
+			return wrong;
+	}
+	mode_t mask = umask(022);
+	while ((name = strsep(&rest, "/"))) {
+		if (!*name || strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
+			continue;
+		int next = mkdirat(*fd, name, 0755) == 0 || errno == EEXIST
+				   ? openat(*fd, name, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC)
+				   : -1;
+		if (next < 0)
+			break;
+		close(*fd);
+		*fd = next;
+	}
+	umask(mask);
+	return name ? "it cannot be made" : NULL;
+}
+
+static const char *show_one(spank_t sp, struct datum *one)
+{
+	const char *wrong = "no mount namespace";
+
+	/* First: what is opened in another namespace cannot be mounted over. */
+	if (!own_namespace())
+		return wrong;
+	int fd = open_target(sp, one, &wrong);
+	if (fd < 0)
+		return wrong;
+	if (strcmp(kind(one), "device") == 0)
+		wrong = mount_device(one, fd);
+	else if (strcmp(kind(one), "served") == 0)
+		wrong = mount_served(one, fd);
+	else
+		wrong = make_folder(sp, one, &fd);
+	int error = errno;
+	if (fd >= 0)
+		close(fd);
+	errno = error;
+	return wrong;
+}
+
+void show_data(spank_t sp)
+{
+	int task = 0;
+
+	spank_get_item(sp, S_TASK_ID, &task);
+	for (struct datum *one = data; one < data + data_count; one++) {
+		if (strcmp(kind(one), "env") == 0)
+			continue;
+		errno = 0;
+		const char *wrong = show_one(sp, one);
+		one->done = !wrong;
+		if (one->keeper >= 0)
+			close(one->keeper);
+		if (!wrong)
+			continue;
+		slurm_info("forestage: nothing is mounted at %s: %s: %s", target(one), wrong,
+			   strerror(errno));
+		if (task == 0)
+			slurm_spank_log("forestage: nothing is mounted at %s: %s", target(one), wrong);
+	}
+}

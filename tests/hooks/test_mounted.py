@@ -1,0 +1,538 @@
+"""A squashfs file of a comment, mounted for a step: who serves it, from where, and for how long."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage import log
+from forestage.clock import Clock
+from forestage.data import serving
+from forestage.errors import Declined
+from forestage.events import Handled
+from forestage.hooks import data
+from forestage.hooks.boundary import Hook
+from forestage.slurm.job import HOME_OPTION, Job
+from forestage.system import fuse, mounts
+from node import ALICE, BOB, Node, children_left, comm, until
+from through import Through
+
+STEP = 4294967291
+FILE, TEXT = "lib/module", "from the squashfs\n"
+
+
+class Mounting:
+    """A node, a user's squashfs file, and the directory where it is to show."""
+
+    def __init__(self, node: Node, capfd: pytest.CaptureFixture[str]) -> None:
+        self.node, self.capfd = node, capfd
+        self.point = self.directory("alice/point")
+        self.path = self.squashfs("alice/env.sqsh")
+        self.taken: list[Path] = []
+
+    def directory(self, name: str, user: int = ALICE.uid, mode: int = 0o755) -> Path:
+        made = self.node.shared / name
+        made.mkdir(parents=True, exist_ok=True)
+        os.chown(made, user, user)
+        made.chmod(mode)
+        return made
+
+    def squashfs(self, name: str, text: str = TEXT) -> Path:
+        tree = self.node.places.root / "tree"
+        (tree / FILE).parent.mkdir(parents=True, exist_ok=True)
+        (tree / FILE).write_text(text)
+        made = self.node.places.root / "made"
+        made.unlink(missing_ok=True)
+        subprocess.run(["mksquashfs", tree, made, "-quiet", "-no-progress"], check=True)
+        return self.node.put(name, made.read_bytes())
+
+    def comment(self, point: Path | str | None = None) -> str:
+        return f"stage={self.path}@{point or self.point}"
+
+    def staged(self, job: int, point: Path | str | None = None) -> None:
+        """The job's Prolog, and the copy."""
+        assert self.node.prolog(job, comment=self.comment(point)).code == 0
+        self.copied()
+
+    def copied(self) -> None:
+        key = self.node.identity(self.path).key
+        until(lambda: key in self.node.entries() and self.node.is_idle(key), "the copy")
+
+    def step(self, job: int, **more: str) -> list[list[str]]:
+        """What the helper tells the companion, in fields."""
+        environ = self.node.environ(job) | {"SLURM_STEP_ID": str(STEP)} | more
+        self.capfd.readouterr()
+        assert Hook("step", environ, time.monotonic()).run(self.node.places, Clock()) == 0
+        return [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
+
+    def outcome(self, job: int) -> Handled:
+        found = self.node.outcomes("step", job)[-1]
+        assert isinstance(found, Handled)
+        return found
+
+    def socket(self, job: int) -> Path:
+        """Of the server that the step was told of."""
+        data, last = self.step(job)
+        assert data[:2] == ["data", "served"]
+        assert data[3:] == [str(self.point), str(self.point.stat().st_ino)]
+        assert last == ["leave", "no-image"]
+        return Path(data[2])
+
+    def show(self, name: Path, at: Path | None = None, task: int = 0) -> Path:
+        """Mounts a clone as a task would."""
+        at = at or self.point
+        who = struct.pack("iII", task or os.getpid(), 0, 0)
+        with connected(name) as line:
+            line.sendmsg([b"mount"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)])
+            said, (clone,), _, _ = socket.recv_fds(line, 64, 1)
+        assert said == b"ok"
+        target = os.open(at, os.O_PATH)
+        mounts.attach(clone, target)
+        os.close(clone)
+        os.close(target)
+        self.taken.append(at)
+        return at / FILE
+
+    def hide(self) -> None:
+        while self.taken:
+            mounts.umount(str(self.taken.pop()))
+
+    def processes(self) -> dict[str, int]:
+        """The pids of the server and of what serves beneath it."""
+        found = {}
+        for pid in children_left():
+            if comm(pid) == serving.PROCESS_NAME:
+                found["keeper"] = pid
+                for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                    found["program"] = int(one)
+        return found
+
+    def ended(self) -> None:
+        until(lambda: not self.processes(), "the server's end")
+
+
+@contextlib.contextmanager
+def connected(name: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect(os.fspath(name))
+        yield line
+
+
+@pytest.fixture
+def mounting(
+    node: Node, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Mounting]:
+    monkeypatch.setattr(serving, "LAST", 0.0)
+    node.configure(redirect="spank")
+    made = Mounting(node, capfd)
+    yield made
+    made.hide()
+    for pid in made.processes().values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    made.ended()
+
+
+@pytest.fixture
+def task() -> Iterator[int]:
+    """A task of the step that runs its program."""
+    with subprocess.Popen(["sleep", "600"], user=ALICE.uid, group=ALICE.gid) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A job's cgroup in a hierarchy of this machine."""
+    spots = (Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup"))
+    top = next((one for one in spots if os.access(one / "cgroup.procs", os.W_OK)), None)
+    if top is None:
+        pytest.skip("no cgroup hierarchy can be written here")
+    made = top / f"forestage-test-{os.getpid()}" / "job_7"
+    made.mkdir(parents=True)
+    yield made
+    until(lambda: not (made / "cgroup.procs").read_text(), "the end of all in the cgroup")
+    made.rmdir()
+    made.parent.rmdir()
+
+
+def test_step_mounts_the_nodes_copy_and_not_the_shared_file(mounting: Mounting) -> None:
+    mounting.staged(1)
+    name = mounting.socket(1)
+    outcome = mounting.outcome(1)
+    assert (outcome.result, outcome.redirect) == ("hit", "spank")
+    assert outcome.request == f"{mounting.path}@{mounting.point}"
+    shown = mounting.show(name)
+    (mounting.node.server / "alice/env.sqsh").write_bytes(b"")
+    assert shown.read_text() == TEXT
+    assert os.statvfs(shown).f_flag & 7 == os.ST_RDONLY | os.ST_NOSUID | os.ST_NODEV
+
+
+def test_two_tasks_of_a_step_are_served_by_one_process(mounting: Mounting) -> None:
+    mounting.staged(1)
+    name = mounting.socket(1)
+    with connected(name):  # the step manager
+        shown = [mounting.show(name, mounting.directory(f"alice/{n}")) for n in (1, 2)]
+    assert [one.read_text() for one in shown] == [TEXT, TEXT]
+    assert len({one.stat().st_dev for one in shown}) == 1
+    assert len(mounting.processes()) == 2
+
+
+def test_program_has_all_ids_of_the_user_and_no_privilege(mounting: Mounting) -> None:
+    mounting.staged(1)
+    mounting.socket(1)
+    pid = mounting.processes()["program"]
+    facts = dict(
+        line.split(":\t", 1)
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if ":\t" in line
+    )
+    assert facts["Uid"].split() == [str(ALICE.uid)] * 4
+    assert facts["Gid"].split() == [str(ALICE.gid)] * 4
+    assert facts["Groups"].split() == [str(ALICE.gid)]
+    assert facts["NoNewPrivs"] == "1"
+    assert {facts[f"Cap{kind}"].strip("0") for kind in ("Inh", "Prm", "Eff", "Amb")} == {""}
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert {one.partition(b"=")[0] for one in environ if one} == {b"PATH", b"LC_ALL"}
+    links = sorted(os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir())
+    assert links[:5] == ["/", "/", "/dev/fuse", "/dev/null", "/dev/null"]
+    assert [link.partition(":")[0] for link in links[5:]] == ["pipe"]
+
+
+def test_program_goes_to_the_cgroups_of_the_tasks(
+    cgroup: Path, mounting: Mounting, task: int
+) -> None:
+    """It is a process of the user's: without the step's limits it would be a way out of them."""
+    mounting.staged(1)
+    name = mounting.socket(1)
+    (cgroup / "cgroup.procs").write_text(str(task))
+    with connected(name):
+        mounting.show(name, task=task)
+        wanted = {task, mounting.processes()["program"]}
+        until(
+            lambda: set(map(int, (cgroup / "cgroup.procs").read_text().split())) == wanted,
+            "the program",
+        )
+
+
+def test_owner_of_the_file_cannot_write_to_the_copy_by_the_programs_descriptors(
+    mounting: Mounting,
+) -> None:
+    """They may trace what serves them. The copy has the owner and the mode of its source."""
+    mounting.staged(1)
+    mounting.socket(1)
+    pid = mounting.processes()["program"]
+    key = mounting.node.identity(mounting.path).key
+    inode = mounting.node.cache.image(key).stat().st_ino
+    copies = [one for one in Path(f"/proc/{pid}/fd").iterdir() if one.stat().st_ino == inode]
+    assert copies
+    for copy in copies:
+        with pytest.raises(OSError, match="Read-only"):
+            os.open(copy, os.O_WRONLY)
+
+
+def test_server_ends_with_the_last_mount_once_nobody_can_come(mounting: Mounting) -> None:
+    mounting.staged(1)
+    name = mounting.socket(1)
+    with connected(name):  # the step manager
+        shown = mounting.show(name)
+        until(lambda: "program" in mounting.processes(), "the server")
+    until(lambda: not name.exists(), "the end of the socket")
+    assert shown.read_text() == TEXT
+    mounting.hide()
+    mounting.ended()
+
+
+def test_server_that_nobody_asks_ends(mounting: Mounting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "FIRST", 0.0)
+    mounting.staged(1)
+    name = mounting.socket(1)
+    mounting.ended()
+    assert not name.exists()
+
+
+def test_reader_of_a_killed_program_gets_an_error_and_the_next_step_a_new_one(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch, task: int
+) -> None:
+    said = mounting.node.places.root / "log"
+    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.write_text(line))
+    mounting.staged(1)
+    name = mounting.socket(1)
+    shown = mounting.show(name, task=task)
+    program = mounting.processes()["program"]
+    os.kill(program, signal.SIGKILL)
+    until(lambda: program not in children_left() and not Path(f"/proc/{program}").exists(), "it")
+    with pytest.raises(OSError, match="not connected") as raised:
+        shown.read_text()
+    assert raised.value.errno == errno.ENOTCONN
+    mounting.ended()
+    assert not name.exists()
+    assert said.read_text() == (
+        f"mounted job=1 step={STEP} result=failed detail='its squashfuse ended: -9'"
+    )
+    mounting.hide()
+    assert mounting.show(mounting.socket(1)).read_text() == TEXT
+
+
+def test_program_goes_on_without_the_process_that_started_it(mounting: Mounting) -> None:
+    mounting.staged(1)
+    shown = mounting.show(mounting.socket(1))
+    found = mounting.processes()
+    os.kill(found["keeper"], signal.SIGKILL)
+    until(lambda: "keeper" not in mounting.processes(), "its end")
+    assert shown.read_text() == TEXT
+    mounting.hide()
+    until(lambda: found["program"] not in children_left(), "the program's end")
+
+
+def test_name_that_a_killed_server_left_goes_with_the_next_step(mounting: Mounting) -> None:
+    mounting.staged(1)
+    left = mounting.socket(1)
+    os.kill(mounting.processes()["keeper"], signal.SIGKILL)
+    until(lambda: "keeper" not in mounting.processes(), "its end")
+    assert left.exists()
+    name = mounting.socket(1)
+    assert [*left.parent.iterdir()] == [name]
+
+
+def test_file_that_is_not_staged_is_mounted_from_where_it_lies(mounting: Mounting) -> None:
+    mounting.node.configure(redirect="spank", sources=["/elsewhere"])
+    assert mounting.node.prolog(1, comment=mounting.comment()).said == (
+        "declined",
+        "outside-sources",
+    )
+    assert mounting.show(mounting.socket(1)).read_text() == TEXT
+    outcome = mounting.outcome(1)
+    assert (outcome.reason, outcome.redirect) == ("outside-sources", "none")
+
+
+def test_file_that_comes_in_is_mounted_through_its_keeper(
+    mounting: Mounting,
+) -> None:
+    through = Through(mounting.node, mounting.path)
+    job = Job.from_environ(mounting.node.environ(1) | {"SLURM_STEP_ID": "0"})
+    with serving.Bytes() as content:
+        content.through = through.sock
+        name = serving.start(mounting.node.places.served, job, content)
+    assert mounting.show(name).read_text() == TEXT
+    mounting.hide()
+    mounting.ended()
+    through.close()
+
+
+def test_private_file_is_mounted_for_who_can_read_it_alone(mounting: Mounting) -> None:
+    mounting.node.put("alice/env.sqsh", mounting.path.read_bytes(), mode=0o600)
+    mounting.staged(1)
+    assert mounting.show(mounting.socket(1)).read_text() == TEXT
+    job = Job.from_environ(mounting.node.environ(2, user=BOB) | {"SLURM_STEP_ID": "0"})
+    with serving.Bytes() as content:
+        content.entry = mounting.node.cache.image(mounting.node.identity(mounting.path).key)
+        with pytest.raises(Declined, match="Permission denied"):
+            serving.start(mounting.node.places.served, job, content)
+
+
+def declined(mounting: Mounting, why: str, job: int = 1, **environ: str) -> None:
+    """The step gets nothing, and its user reads why."""
+    said, last = mounting.step(job, **environ)
+    assert said[0] == "say"
+    assert why in said[1]
+    assert last == ["leave", "no-image"]
+    outcome = mounting.outcome(job)
+    assert (outcome.result, outcome.reason) == ("declined", "no-mount")
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [(b"x" * 5000, "look like a squashfs"), (b"hsqs" + b"\1" * 5000, "version 257.257")],
+)
+def test_file_that_is_no_squashfs_is_mounted_by_nobody(
+    mounting: Mounting, data: bytes, why: str
+) -> None:
+    mounting.node.put("alice/env.sqsh", data)
+    mounting.staged(1)
+    declined(mounting, why)
+    mounting.ended()
+
+
+def no_clones(*_: object) -> int:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "why"),
+    [
+        (serving, "PROGRAMS", ("no-such-program",), "squashfuse is not installed"),
+        (fuse, "DEVICE", "/dev/none", "this node has no /dev/none"),
+        (mounts, "clone", no_clones, "Function not implemented"),
+        (serving, "MOST", 0, "0 files are mounted on this node already"),
+        (serving, "MOST_OF_USER", 0, "0 files are mounted on this node already"),
+    ],
+)
+def test_node_that_cannot_mount_says_why_and_the_step_goes_on(
+    mounting: Mounting,
+    monkeypatch: pytest.MonkeyPatch,
+    where: object,
+    name: str,
+    value: object,
+    why: str,
+) -> None:
+    mounting.staged(1)
+    monkeypatch.setattr(where, name, value)
+    declined(mounting, why)
+    mounting.ended()
+
+
+def test_program_that_hangs_at_its_start_is_given_up(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounting.staged(1)
+    hangs = mounting.node.places.root / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 1000\n")
+    hangs.chmod(0o755)
+    mounting.node.places.root.chmod(0o755)
+    monkeypatch.setattr(serving, "PROGRAMS", (str(hangs),))
+    monkeypatch.setattr(serving, "START", 0.3)
+    declined(mounting, "its server does not answer")
+    mounting.ended()
+
+
+def test_links_on_the_way_are_resolved_as_the_user(mounting: Mounting) -> None:
+    (mounting.node.shared / "way").symlink_to("alice")
+    mounting.staged(1, mounting.node.shared / "way/point")
+    assert mounting.show(mounting.socket(1)).read_text() == TEXT
+
+
+def test_mount_point_that_is_not_the_users_stays(mounting: Mounting) -> None:
+    """Set-user-ID programs believe what lies there; the step's tasks could start one."""
+    for job, point in enumerate(
+        (
+            mounting.directory("roots", 0),
+            mounting.directory("bobs", BOB.uid),
+            mounting.directory("sticky", 0, 0o1777),
+        ),
+        1,
+    ):
+        mounting.staged(job, point)
+        declined(mounting, "this user cannot write to the directory", job)
+
+
+def test_mount_point_that_the_user_cannot_reach_stays(mounting: Mounting) -> None:
+    mounting.directory("bobs", BOB.uid, 0o700)
+    mounting.staged(1, mounting.directory("bobs/point"))
+    declined(mounting, "Permission denied")
+
+
+def test_mount_point_that_is_no_directory_stays(mounting: Mounting) -> None:
+    mounting.staged(1, mounting.path)
+    declined(mounting, "Not a directory")
+
+
+def test_directory_above_the_jobs_own_stays(mounting: Mounting) -> None:
+    os.chown(mounting.node.shared, ALICE.uid, ALICE.gid)
+    mounting.staged(1, mounting.node.shared)
+    declined(mounting, f"would hide {mounting.node.shared}")
+
+
+def test_directory_above_the_cache_stays_even_below_the_admins(mounting: Mounting) -> None:
+    roots = {"mount_roots": [str(mounting.node.nvme.parent)]}
+    mounting.node.configure(redirect="spank", data=roots)
+    mounting.staged(1, mounting.node.nvme)
+    declined(mounting, f"would hide {mounting.node.cache.root}")
+
+
+@pytest.mark.parametrize("above", ["alice", "alice/point"])
+def test_mount_that_would_keep_the_container_from_starting_is_left_out(
+    mounting: Mounting, above: str
+) -> None:
+    home = {"FORESTAGE_HOME": str(mounting.node.shared / above), HOME_OPTION: "1"}
+    mounting.staged(1)
+    why = {"alice": "the container binds", "alice/point": "would hide"}[above]
+    declined(mounting, why, **home)
+
+
+def test_line_with_a_control_character_is_left_out_and_told(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounting.staged(1)
+    lines = [("env", "A", "x\ty"), ("env", "B", "y")]
+    monkeypatch.setattr(data, "show", lambda *_: data.Shown(lines, []))
+    assert mounting.step(1) == [["data", "env", "B", "y"], ["leave", "no-image"]]
+
+
+@pytest.fixture
+def root(mounting: Mounting) -> Path:
+    """A directory of the admin's for mount points."""
+    root = mounting.node.places.root / "data"
+    root.mkdir()
+    mounting.node.places.root.chmod(0o755)
+    mounting.node.configure(redirect="spank", data={"mount_roots": [str(root)]})
+    return root
+
+
+def test_missing_mount_point_is_made_by_the_companion_below_the_admins_directory(
+    mounting: Mounting, root: Path
+) -> None:
+    mounting.staged(1, root / "a/b")
+    folder, served, _ = mounting.step(1)
+    assert folder == ["data", "folder", "a/b", str(root), "root"]
+    assert served[:2] + served[3:] == ["data", "served", f"{root}/a/b", "root"]
+    assert [*root.iterdir()] == []
+
+
+def test_mount_point_of_the_admins_is_the_users_to_mount_over(
+    mounting: Mounting, root: Path
+) -> None:
+    (root / "there").mkdir()
+    mounting.staged(1, root / "there")
+    served, _ = mounting.step(1)
+    assert served[3:] == [f"{root}/there", str((root / "there").stat().st_ino)]
+
+
+def test_directory_with_something_in_it_is_not_hidden(mounting: Mounting, root: Path) -> None:
+    (root / "there").mkdir()
+    mounting.staged(1, root / "missing")
+    declined(mounting, f"{root} is no empty directory of root's")
+
+
+def test_directory_of_somebody_else_is_no_place_for_mount_points(
+    mounting: Mounting, root: Path
+) -> None:
+    os.chown(root, ALICE.uid, ALICE.gid)
+    mounting.staged(1, root / "missing")
+    declined(mounting, f"{root} is no empty directory of root's")
+
+
+def test_missing_mount_point_elsewhere_is_told(mounting: Mounting) -> None:
+    mounting.staged(1, mounting.node.shared / "alice/missing")
+    declined(mounting, "does not exist")
+
+
+@pytest.mark.parametrize("point", ["/", "/etc", "/usr/lib/x", "/proc/self", "/var"])
+def test_nothing_is_copied_for_a_mount_point_of_the_systems(mounting: Mounting, point: str) -> None:
+    assert mounting.node.prolog(1, comment=mounting.comment(point)).said == (
+        "declined",
+        "no-mount",
+    )
+    assert mounting.node.entries() == set()
+    declined(mounting, "nothing may be mounted over")
+
+
+def test_job_without_data_has_no_note(mounting: Mounting) -> None:
+    mounting.node.prolog(1, comment=f"stage={mounting.path}")
+    assert not mounting.node.leases.data(1).exists()
+
+
+def test_outcome_of_the_prolog_is_as_that_of_an_image(mounting: Mounting) -> None:
+    assert mounting.node.prolog(1, comment=mounting.comment()).said == ("started", "")
+    mounting.copied()
+    assert mounting.node.prolog(2, comment=mounting.comment()).said == ("hit", "")

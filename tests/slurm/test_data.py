@@ -1,0 +1,172 @@
+"""A squashfs file that a comment names for a mount point shows there in the job's steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Iterator
+
+import pytest
+from host import wait_until
+from jobs import Ran, Site
+from spec import ClusterSpec
+from steps import SHOW, accompanied, served
+
+from forestage.data.serving import PROCESS_NAME, PROGRAMS
+from forestage.events import Handled
+
+POINT, ROOT = "/shared/alice/point", "/forestage-points"
+LOOK = f"cat {POINT}/etc/os-release"
+BINDS = 'unshare -rm --propagation slave sh -c "mkdir -p {box}; mount --{how} {of} {box} && {look}"'
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    spec = accompanied(2)
+    return dataclasses.replace(spec, node_dirs=(*spec.node_dirs, ROOT))
+
+
+@pytest.fixture
+def data(spank: Site) -> Iterator[Site]:
+    """Nodes on which nothing of what was mounted outlives the jobs."""
+    spank.cluster.run(["mkdir", "-p", POINT], user="alice")
+    yield spank
+    spank.cluster.wait_idle()
+    wait_until(lambda: not servers(spank), 60, lambda: f"servers live on: {servers(spank)}")
+    for node in spank.cluster.nodes:
+        assert list(spank.cluster.host_path("/run/forestage/served", node).glob("*")) == []
+
+
+def servers(site: Site, *names: str) -> list[str]:
+    wanted = names or (PROCESS_NAME, *PROGRAMS)
+    return [pid for node in site.cluster.nodes for pid in site.named(node, *wanted)]
+
+
+def comment(image: str, point: str = POINT) -> str:
+    return f"--comment=stage={image}@{point}"
+
+
+def step(site: Site, image: str, *argv: str, point: str = POINT) -> Ran:
+    return site.srun(None, "sh", "-c", *argv, options=[comment(image, point)])
+
+
+def of_step(site: Site, job: Ran, number: int = 0) -> Handled:
+    found = served(site, job.job, "n1")[number]
+    assert isinstance(found, Handled)
+    return found
+
+
+def says(name: str) -> str:
+    return f'NAME="{name}"\nID={name}\n'
+
+
+def test_file_shows_at_its_mount_point_in_the_step_alone(data: Site) -> None:
+    image = data.image("env", mib=2)
+    ran = step(data, image, f"{LOOK}; grep {POINT} /proc/self/mountinfo; id -u")
+    assert ran.stdout.startswith(says("env")), ran
+    line, _ = ran.stdout.splitlines()[2:]
+    assert " ro,nosuid,nodev" in line
+    assert " fuse.squashfuse " in line
+    outcome = of_step(data, ran)
+    assert (outcome.request, outcome.redirect) == (f"{image}@{POINT}", "spank")
+    assert [one.result for one in data.outcomes(ran.job)] == ["started"]
+
+
+def test_batch_script_and_its_steps_have_a_server_each(data: Site) -> None:
+    image = data.image("batch")
+    ran = data.sbatch(f"{LOOK}\nsrun {LOOK}\n", comment(image))
+    assert ran.stdout == 2 * says("batch")
+    assert [one.result for one in served(data, ran.job, "n1")[1:]] == ["hit"]
+
+
+def test_tasks_of_a_step_share_the_server_on_each_node(data: Site) -> None:
+    image = data.image("tasks")
+    options = [comment(image), "--ntasks-per-node=3", "--overcommit"]
+    look = ["stat", "-c", "%d", f"{POINT}/etc"]
+    ran = data.srun(None, *look, options=options, node="n1,n2")
+    shown = ran.stdout.split()
+    assert len(shown) == 6
+    assert len(set(shown)) == 2
+
+
+def test_step_with_a_container_sees_it_inside(data: Site) -> None:
+    """The stand-in for pyxis binds with all that is mounted below, as --container-mounts does."""
+    image, env = data.image("container"), data.image("inside")
+    ran = data.srun(image, "sh", "-c", f"{LOOK}; {SHOW}", options=[comment(env)])
+    assert ran.stdout == says("inside") + says("container")
+
+
+@pytest.mark.parametrize("of", [POINT, "/shared/alice", "/shared"])
+def test_container_by_hand_binds_it_with_all_below(data: Site, of: str) -> None:
+    image, box = data.image("bound"), "/shared/alice/box"
+    look = f"cat {box}{POINT.removeprefix(of)}/etc/os-release"
+    ran = step(data, image, BINDS.format(box=box, how="rbind", of=of, look=look))
+    assert ran.stdout == says("bound"), ran
+
+
+def test_container_by_hand_that_binds_the_directory_above_alone_would_not_start(
+    data: Site,
+) -> None:
+    """So the kernel has it, for a container of the user's own. Where a step's is known to bind so,
+    nothing is mounted: tests/hooks/test_mounted.py."""
+    image, box = data.image("above"), "/shared/alice/box"
+    ran = step(data, image, BINDS.format(box=box, how="bind", of="/shared/alice", look="true"))
+    assert ran.code != 0
+    bind = BINDS.format(box=box, how="bind", of=POINT, look=f"cat {box}/etc/os-release")
+    assert step(data, image, bind).stdout == says("above")
+
+
+def test_step_after_one_whose_server_was_killed_has_a_new_one(data: Site) -> None:
+    image = data.image("killed", mib=2)
+    gone, on = data.source("/shared/alice/gone"), data.source("/shared/alice/on")
+    for flag in (gone, on):
+        flag.unlink(missing_ok=True)
+    wait = f"{LOOK}; touch /shared/alice/on; until test -e /shared/alice/gone; do sleep 0.05; done"
+    script = f"srun sh -c '{wait}; ls {POINT}' 2>&1\nsrun {LOOK}\n"
+    node = ["--nodelist=n1", "--output=killed"]
+    job = data.cluster.submit(f"#!/bin/sh\n{script}", *node, comment(image), user="alice")
+    wait_until(on.exists, 60, lambda: "the step does not start")
+    for pid in servers(data, *PROGRAMS):
+        with contextlib.suppress(ProcessLookupError):
+            data.root(["kill", f"-{signal.SIGKILL.value}", pid], "n1")
+    wait_until(lambda: not servers(data, *PROGRAMS), 60, lambda: "the servers live")
+    gone.touch()
+    data.wait_over(job)
+    said = data.cluster.read("/shared/alice/killed")
+    assert said.startswith(says("killed"))
+    assert said.endswith(says("killed"))
+    assert "Transport endpoint is not connected" in said
+
+
+@pytest.mark.parametrize(
+    ("point", "why"),
+    [
+        ("/etc", "nothing may be mounted over /etc"),
+        ("/shared/bob", "this user cannot write to the directory"),
+        ("/shared/alice", "would hide /shared/alice"),
+        ("/shared/alice/to-etc", "nothing may be mounted over /etc"),
+        ("/shared/alice/none", "does not exist"),
+        ("/tmp", "this user cannot write to the directory"),
+    ],
+)
+def test_hostile_mount_point_stays_and_the_step_goes_on(data: Site, point: str, why: str) -> None:
+    link = data.source("/shared/alice/to-etc")
+    if not link.is_symlink():
+        link.symlink_to("/etc")
+    ran = step(data, data.image("hostile"), "grep -c squashfuse /proc/self/mountinfo", point=point)
+    assert ran.stdout == "0\n"
+    assert why in ran.stderr, ran.stderr
+
+
+def test_missing_mount_point_is_made_for_the_step_and_not_on_the_node(data: Site) -> None:
+    data.configure(redirect="spank", data={"mount_roots": [ROOT]})
+    image, point = data.image("made"), f"{ROOT}/deep/env"
+    assert step(data, image, f"cat {point}/etc/os-release", point=point).stdout == says("made")
+    assert data.root(["ls", ROOT], "n1") == ""
+
+
+def test_job_of_which_forestage_is_off_gets_nothing(data: Site) -> None:
+    image = data.image("off")
+    ran = data.srun(None, "ls", POINT, options=[comment(image), "--partition=plain"])
+    assert (ran.stdout, ran.code) == ("", 0)

@@ -1,0 +1,272 @@
+"""What the helper says of a job's data is mounted in each task, at directories that may be used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from companion import GID, HERE, JOB, LEASES, UID, Step
+from test_bind import options
+
+from forestage.system import loop
+
+
+@pytest.fixture
+def point(step: Step) -> Path:
+    """A directory of the user's."""
+    point = step.folder / "home/point"
+    point.mkdir(parents=True)
+    for one in (point.parent, point):
+        os.chown(one, UID, GID)
+    return point
+
+
+@pytest.fixture
+def socket(step: Step) -> Iterator[Path]:
+    """Of a keeper that hands out clones of a directory with one file."""
+    with keeping(step, "clones") as socket:
+        yield socket
+
+
+@contextlib.contextmanager
+def keeping(step: Step, manner: str) -> Iterator[Path]:
+    (step.place / "bytes").mkdir(parents=True)
+    (step.place / "bytes/file").write_text("from the keeper\n")
+    socket = step.place / "sock"
+    given = [str(socket), str(step.image), str(step.place / "bytes"), manner]
+    argv = [sys.executable, str(HERE / "keeper.py"), *given]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield socket
+        process.kill()
+
+
+@pytest.fixture
+def disk(step: Step) -> Iterator[str]:
+    """A loop device with one file."""
+    (step.folder / "tree").mkdir()
+    (step.folder / "tree/file").write_text("from the disk\n")
+    image = step.folder / "disk"
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    argv = ["/usr/sbin/mkfs.ext4", "-q", "-O", "^has_journal", "-d", step.folder / "tree", image]
+    subprocess.run(argv, check=True)
+    device = loop.attach(image, read_only=False)
+    yield device
+    loop.detach(device)
+
+
+def line(*fields: object) -> str:
+    return "\t".join(["data", *map(str, fields)])
+
+
+def served(socket: Path, point: Path, inode: int | str | None = None) -> str:
+    return line("served", socket, point, point.stat().st_ino if inode is None else inode)
+
+
+def test_clone_of_a_server_shows_in_each_task_alone(step: Step, point: Path, socket: Path) -> None:
+    step.answers(served(socket, point), "leave\tno-image")
+    ran = step.run("tasks=3", f"task=cat {point}/file")
+    assert ran.out == 3 * "from the keeper\n"
+    assert all(len(options(table, point)) == 1 for table in ran.mounts)
+    assert (ran.logged, ran.said) == ("", [])
+
+
+def test_step_without_an_image_asks_for_its_data(step: Step, point: Path, socket: Path) -> None:
+    LEASES.mkdir()
+    (LEASES / f"{JOB}.hinted").touch()
+    step.answers(served(socket, point), "leave\tno-image")
+    assert step.run(f"task=cat {point}/file", image="").out == "from the keeper\n"
+
+
+def test_image_and_data_show_together(step: Step, point: Path, socket: Path) -> None:
+    step.answers(served(socket, point), step.use())
+    ran = step.run(f"task=cat {point}/file; stat -c %i {step.image}")
+    assert ran.out.split("\n")[:2] == ["from the keeper", str(step.entry().stat().st_ino)]
+
+
+def test_contained_task_connects_to_the_server_by_itself(
+    step: Step, point: Path, socket: Path
+) -> None:
+    step.answers(served(socket, point), "leave\tno-image")
+    assert step.run("contained=1", f"task=cat {point}/file").out == "from the keeper\n"
+
+
+def test_program_of_the_task_inherits_nothing_of_its_data(
+    step: Step, point: Path, socket: Path
+) -> None:
+    step.answers("leave\tno-image")
+    alone = step.run("task=ls -l /proc/self/fd | wc -l").out
+    step.answers(served(socket, point), "leave\tno-image")
+    assert step.run("task=ls -l /proc/self/fd | wc -l").out == alone
+
+
+def test_server_that_refuses_or_is_gone_is_told_and_the_step_goes_on(
+    step: Step, point: Path
+) -> None:
+    with keeping(step, "refuses") as socket:
+        step.answers(served(socket, point), "leave\tno-image")
+        refused = step.run("tasks=2", f"task=ls {point}")
+    gone = step.run("tasks=2", f"task=ls {point}")
+    for ran in (refused, gone):
+        assert ran.out == ""
+        assert ran.logged.count(f"nothing is mounted at {point}: nobody serves it: ") == 2
+        assert ran.said == [f"forestage: nothing is mounted at {point}: nobody serves it"]
+
+
+@pytest.mark.parametrize(("access", "flag"), [("ro", "ro"), ("rw", "rw")])
+def test_device_is_mounted_without_the_rights_of_a_disk(
+    step: Step, point: Path, disk: str, access: str, flag: str
+) -> None:
+    inode = point.stat().st_ino
+    step.answers(line("device", disk, "ext4", access, point, inode), "leave\tno-image")
+    ran = step.run(f"task=cat {point}/file")
+    assert ran.out == "from the disk\n"
+    ((_, flags),) = options(ran.mounts[0], point)
+    assert {flag, "nosuid", "nodev"} <= flags
+
+
+def test_directory_of_roots_is_opened_as_root_if_nobody_else_can_change_it(
+    step: Step, socket: Path
+) -> None:
+    point = step.folder / "private/point"
+    point.mkdir(parents=True)
+    point.parent.chmod(0o700)
+    step.answers(served(socket, point, "root"), "leave\tno-image")
+    assert step.run(f"task=cat {point}/file").out == "from the keeper\n"
+    point.chmod(0o777)
+    ran = step.run(f"task=cat {point}/file 2>&1")
+    assert "it is not root's alone" in ran.logged
+    os.chown(point, UID, GID)
+    point.chmod(0o700)
+    assert "it is not root's alone" in step.run().logged
+
+
+def test_directory_that_the_user_cannot_reach_stays(step: Step, socket: Path) -> None:
+    point = step.folder / "private/point"
+    point.mkdir(parents=True)
+    point.parent.chmod(0o700)
+    step.answers(served(socket, point), "leave\tno-image")
+    ran = step.run(f"task=ls {point}")
+    assert "it cannot be opened: Permission denied" in ran.logged
+    assert ran.out == ""
+
+
+def test_link_is_not_followed_wherever_it_is_on_the_way(
+    step: Step, point: Path, socket: Path
+) -> None:
+    inode = point.stat().st_ino
+    (step.folder / "home/link").symlink_to(point)
+    (step.folder / "way").symlink_to(step.folder / "home")
+    for path, why in (
+        (step.folder / "home/link", "it cannot be opened: Not a directory"),
+        (step.folder / "way/point", "there are links on its way"),
+        (step.folder / "home/../home/point", "there are links on its way"),
+    ):
+        step.answers(line("served", socket, path, inode), "leave\tno-image")
+        ran = step.run(f"task=ls {point}")
+        assert why in ran.logged
+        assert ran.out == ""
+
+
+def test_directory_that_took_the_others_place_stays(step: Step, point: Path, socket: Path) -> None:
+    step.answers(served(socket, point), "leave\tno-image")
+    swap = f"mv {point} {point}.old; mkdir {point}; chown {UID} {point}"
+    ran = step.run(f"between={swap}", f"task=ls {point}")
+    assert "it is another directory by now" in ran.logged
+    assert ran.out == ""
+
+
+def test_missing_directories_are_made_in_the_task_alone(step: Step, socket: Path) -> None:
+    root = step.folder / "data"
+    root.mkdir()
+    lines = [line("folder", name, root, "root") for name in ("a/b", "c")]
+    lines += [line("served", socket, root / name, "root") for name in ("a/b", "c")]
+    step.answers(*lines[:3], "leave\tno-image")
+    ran = step.run("tasks=2", f"task=cd {root}; ls; cat a/b/file; stat -c %a:%u a a/b c")
+    once = "a\nc\nfrom the keeper\n755:0\n755:0\n755:0\n"
+    assert sorted(ran.out.splitlines()) == sorted((2 * once).splitlines())
+    assert ran.logged == ""
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../up", "a/../../up"])
+def test_missing_directory_is_made_nowhere_else(step: Step, name: str) -> None:
+    root = step.folder / "data"
+    root.mkdir()
+    step.answers(line("folder", name, root, "root"), "leave\tno-image")
+    step.run()
+    assert not (step.folder / "up").exists()
+    assert list(root.iterdir()) == []
+
+
+def test_directory_of_the_users_gets_no_folder(step: Step, point: Path) -> None:
+    step.answers(line("folder", "a", point, "root"), "leave\tno-image")
+    ran = step.run()
+    assert "it is not root's alone" in ran.logged
+    assert list(point.iterdir()) == []
+
+
+def test_variable_is_set_over_what_the_step_has(step: Step) -> None:
+    step.answers(line("env", "FORESTAGE_DIR", "/forestage/job"), "leave\tno-image")
+    assert step.run().facts("setenv") == {"setenv 1 FORESTAGE_DIR=/forestage/job"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "env",
+        "env\tLD_PRELOAD",
+        "env\tlower\tx",
+        "env\t1A\tx",
+        "env\tA=B\tx",
+        "env\t\tx",
+        "env\tA\tx\ty",
+        "served\tsock\t/x\t5",
+        "served\t/sock\tx\t5",
+        "served\t/sock\t/\t5",
+        "served\t/sock\t/x\t-5",
+        "served\t/sock\t/x\t5x",
+        "served\t/sock\t/x\t",
+        "served\t/sock\t/x\troot\tmore",
+        "device\t/etc/passwd\text4\tro\t/x\t5",
+        "device\t/dev/loop9\text4,bind\tro\t/x\t5",
+        "device\t/dev/loop9\text4\trx\t/x\t5",
+        "device\t/dev/loop9\text4\tro\t/x\t5\tmore",
+        "folder\ta\t/x\t5",
+        "tree\t/x\troot",
+    ],
+)
+def test_line_that_is_none_does_nothing_and_the_others_count(
+    step: Step, point: Path, socket: Path, text: str
+) -> None:
+    step.answers(f"data\t{text}", served(socket, point), "leave\tno-image")
+    ran = step.run(f"task=cat {point}/file")
+    assert ran.out == "from the keeper\n"
+    assert ran.logged == f"forestage: a line on data cannot be understood: {text}"
+    assert ran.facts("setenv") == set()
+
+
+def test_lines_above_the_limit_are_left_out(step: Step, point: Path) -> None:
+    lines = [line("env", f"N{number}", "x") for number in range(8)]
+    step.answers(*lines, "leave\tno-image")
+    ran = step.run()
+    assert len(ran.facts("setenv")) == 6
+    assert ran.logged.count("more than 6 lines on data") == 2
+
+
+def test_lines_are_followed_in_their_order(
+    step: Step, point: Path, socket: Path, disk: str
+) -> None:
+    """So parents come first (data/wanted.py): they would hide what is mounted below them."""
+    parent = line("device", disk, "ext4", "ro", point.parent, point.parent.stat().st_ino)
+    step.answers(served(socket, point), parent, "leave\tno-image")
+    ran = step.run(f"task=ls {point.parent}")
+    assert ran.out.split() == ["file", "lost+found"]
