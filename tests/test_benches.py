@@ -14,6 +14,10 @@ RATIO = r"-?\d+\.\d+"  # a time that is added to another may be lost in the nois
 # As small as they can be: a run of a few seconds each.
 SMALL = {
     "copy": (["32MiB", "1"], f"vs_rsync={RATIO} vs_cp={RATIO} of_limit={RATIO}"),
+    "data": (
+        ["--files", "60", "--large", "0", "--rounds", "1", "--jobs", "2", "--nodes", "2"],
+        f"dir_vs_rsync={RATIO} tree_vs_tar={RATIO} n2_src_bytes={RATIO} epoch_vs_shared={RATIO}",
+    ),
     "hooks": (["2"], f"noimage={RATIO} hit={RATIO}"),
     "peers": (
         ["--nodes", "1,2", "--mib", "4"],

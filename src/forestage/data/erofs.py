@@ -20,9 +20,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from forestage.data.manifest import File, Manifest
+from forestage.errors import Declined
 
 BLOCK = 4096
 MAGIC = 0xE0F5E1E2
+MOST_BLOCKS = 1 << 32
 ROOT = 2  # number of the root's inode; readers skip what has the number 0
 SLOT = 32  # bytes that one step of an inode's number is long
 _SUPER = struct.Struct("<IIIBBHQQIIII16s16sIHHHBBIQB23s")
@@ -69,7 +71,10 @@ class _Node:
 
 
 def layout(manifest: Manifest, acls: Mapping[bytes, bytes]) -> Layout:
-    """Where everything goes; `acls` by path. The same for the same manifest, on every node."""
+    """Where everything goes; `acls` by path. The same for the same manifest, on every node.
+
+    Raises Declined for what is too large. What this takes of memory, names decide, not sizes.
+    """
     nodes = [_Node(file, acls.get(file.path, b"")) for file in manifest.files]
     where = {file.path: number for number, file in enumerate(manifest.files)}
     for number, file in enumerate(manifest.files[1:], 1):
@@ -93,6 +98,8 @@ def layout(manifest: Manifest, acls: Mapping[bytes, bytes]) -> Layout:
             starts.append(block * BLOCK)
             numbers.append(number)
             block += -(-node.file.size // BLOCK)
+    if block > MOST_BLOCKS:
+        raise Declined("too-large", f"{manifest.path} has more than EROFS can hold, 16 TiB")
     digest = bytes.fromhex(manifest.digest)
     return Layout(_head(nodes, head, block, digest), block * BLOCK, tuple(starts), tuple(numbers))
 

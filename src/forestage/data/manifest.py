@@ -4,6 +4,7 @@ All file access is the user's: each thread has their ids for files (setfsuid(2))
 stays root's. Nothing is followed out of the directory; a name may be any bytes.
 """
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -11,17 +12,21 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from forestage.cache import image
-from forestage.errors import Declined
+from forestage.errors import Declined, Failed
 from forestage.system.as_user import User
+from forestage.units import printable
 
-THREADS = 16  # a look at a file costs a network file system a round trip, and hardly any time here
+THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
 AT_ONCE = 64  # files of one turn of a thread
+MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
+NAME_BYTES = 256  # of a file's path and link, on average; root's memory holds all of them
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_FACCESSAT2, _AT_EACCESS, _R_OK, _X_OK = 439, 0x200, 4, 1  # the same on every architecture
@@ -86,6 +91,17 @@ def act_as(user: User) -> None:
         raise PermissionError(errno.EPERM, "cannot take on the user's ids")
 
 
+@contextlib.contextmanager
+def acting(user: User) -> Iterator[None]:
+    """Has this thread use the user's ids for files for a while."""
+    try:
+        act_as(user)
+        yield
+    finally:
+        _libc.setfsuid(os.geteuid())
+        _libc.setfsgid(os.getegid())
+
+
 def open_root(path: str, user: User) -> tuple[int, str]:
     """The directory, opened as the user, and its resolved path. Raises Declined."""
     (found,) = each_as(user, [path], _open_root)
@@ -116,26 +132,51 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
     """
     disk = os.fstat(root).st_dev
     found = [_file(b"", os.fstat(root))]
-    lock = threading.Lock()
+    bound = _Bound(path, max_files)
 
-    def look(directory: bytes) -> list[bytes]:
+    def look(todo: _Todo) -> list[_Todo]:
         try:
-            files = _list(root, directory, disk, user)
+            files, more = _look_into(root, todo, disk, user, bound)
         except OSError as error:
-            name = os.fsdecode(os.path.join(os.fsencode(path), directory))
-            raise image.declined_by(error, name) from None
-        with lock:
-            found.extend(files)
-            if len(found) > max_files:
-                raise Declined(
-                    "too-many-files",
-                    f"{path} has more than {max_files} files",
-                    "make one of it: `forestage pack`, or the admin raises `data: max_files:`",
-                )
-        return [one.path for one in files if one.is_dir]
+            name = os.fsdecode(os.path.join(os.fsencode(path), todo.directory))
+            raise image.declined_by(error, printable(name)) from None
+        found.extend(files)
+        return [*more, *(_Todo(one.path) for one in files if one.is_dir)]
 
-    _spread([b""], user, look)
+    _spread([_Todo(b"")], user, look, THREADS)
     return Manifest(path, tuple(sorted(found, key=lambda one: one.path)))
+
+
+class _Todo(NamedTuple):
+    """A directory to list, or `names` in it to look at."""
+
+    directory: bytes
+    names: tuple[bytes, ...] = ()
+
+
+class _Bound:
+    """Counts files, and the bytes of their names and links, as they are listed."""
+
+    def __init__(self, path: str, max_files: int) -> None:
+        self.path = path
+        self.files, self.max_files = 1, max_files
+        self.room = max_files * NAME_BYTES
+        self.lock = threading.Lock()
+
+    def add(self, files: int, size: int) -> None:
+        """Raises Declined for what would take too much of root's memory."""
+        with self.lock:
+            self.files += files
+            self.room -= size
+        if self.files > self.max_files:
+            raise _too_many(self.path, f"has more than {self.max_files} files")
+        if self.room < 0:
+            raise _too_many(self.path, f"has names of more than {NAME_BYTES} bytes for each file")
+
+
+def _too_many(path: str, what: str) -> Declined:
+    hint = "make one of it: `forestage pack`, or the admin raises `data: max_files:`"
+    return Declined("too-many-files", f"{path} {what}", hint)
 
 
 def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
@@ -144,18 +185,26 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
     They are no part of the manifest, as a look at a file does not show them: who changes an ACL
     changes ctime.
     """
+    lock = threading.Lock()
+    all_bytes = 0
 
     def of(some: Sequence[File]) -> list[tuple[bytes, bytes]]:
+        nonlocal all_bytes
         found = []
         for one in some:
             name = f"/proc/self/fd/{root}/{os.fsdecode(one.path)}"
             try:
                 acl = os.getxattr(name, image.ACL, follow_symlinks=False)
             except OSError as error:
+                # Not for all at once: of a union of file systems some may have ACLs.
                 if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
                     raise image.declined_by(error, manifest.path) from None
             else:
                 found.append((one.path, acl))
+        with lock:
+            all_bytes += sum(len(acl) for _, acl in found)
+        if all_bytes > MOST_ACLS:
+            raise Declined("acl", f"{manifest.path} has more than {MOST_ACLS} bytes of ACLs")
         return found
 
     files = [one for one in manifest.files if not stat.S_ISLNK(one.mode)]
@@ -163,15 +212,36 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
     return dict(one for found in each_as(user, some, of) for one in found)
 
 
-def _list(root: int, directory: bytes, disk: int, user: User) -> list[File]:
-    """What is in one directory. Raises OSError, Declined."""
+def _look_into(
+    root: int, todo: _Todo, disk: int, user: User, bound: _Bound
+) -> tuple[list[File], list[_Todo]]:
+    """What is in one directory, or what is still to be looked at where there is much of it.
+
+    One after the other, the files of one large directory would take as many round trips. Raises
+    OSError, Declined.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    directory = todo.directory
     fd = os.open(directory or b".", flags, dir_fd=root)
     try:
-        names = [os.fsencode(name) for name in os.listdir(fd)]  # noqa: PTH208 - of a descriptor
-        return [_look(fd, os.path.join(directory, name), name, disk, user) for name in names]
+        some = [todo.names] if todo.names else list(_names(fd, len(directory) + 1, bound))
+        if len(some) > 1:
+            return [], [_Todo(directory, names) for names in some]
+        names = some[0] if some else ()
+        files = [_look(fd, os.path.join(directory, name), name, disk, user) for name in names]
     finally:
         os.close(fd)
+    bound.add(0, sum(len(one.link) for one in files))
+    return files, []
+
+
+def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:
+    """The names in a directory, some at a time; `above` bytes go before each of them."""
+    with os.scandir(fd) as listed:
+        names = (os.fsencode(entry.name) for entry in listed)
+        while some := tuple(islice(names, AT_ONCE)):
+            bound.add(len(some), sum(above + len(name) for name in some))
+            yield some
 
 
 def _look(fd: int, path: bytes, name: bytes, disk: int, user: User) -> File:
@@ -230,26 +300,27 @@ def each_as(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> lis
         results[numbered[0]] = work(numbered[1])
         return []
 
-    _spread(list(enumerate(items)), user, do)
+    todo = list(enumerate(items))
+    _spread(todo, user, do, min(THREADS, len(todo)))
     return [results[number] for number in sorted(results)]
 
 
-def _spread(first: list[T], user: User, work: Callable[[T], list[T]]) -> None:
+def _spread(first: list[T], user: User, work: Callable[[T], list[T]], threads: int) -> None:
     """Does `work` on items, and on those that it returns, in threads. Raises their first error."""
     todo = deque(first)
     turn = threading.Condition()
-    busy = 0
+    busy, over = 0, False
     errors: list[Exception] = []
 
     def go() -> None:
-        nonlocal busy
+        nonlocal busy, over
         try:
             act_as(user)
             while True:
                 with turn:
-                    while not todo and busy and not errors:
+                    while not todo and busy and not over:
                         turn.wait()
-                    if errors or not todo:
+                    if over or not todo:
                         return
                     item = todo.popleft()
                     busy += 1
@@ -259,14 +330,18 @@ def _spread(first: list[T], user: User, work: Callable[[T], list[T]]) -> None:
                     todo.extend(more)
                     turn.notify_all()
         except (OSError, Declined) as error:
+            errors.append(error)
+        finally:
             with turn:
-                errors.append(error)
+                over = True  # all is done, or something has failed
                 turn.notify_all()
 
-    threads = [threading.Thread(target=go, name=f"walk-{n}") for n in range(THREADS)]
-    for thread in threads:
+    started = [threading.Thread(target=go, name=f"walk-{n}") for n in range(threads)]
+    for thread in started:
         thread.start()
-    for thread in threads:
+    for thread in started:
         thread.join()
     if errors:
         raise errors[0]
+    if todo or busy:
+        raise Failed("helper", "a thread that looks at files died")

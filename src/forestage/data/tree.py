@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.cache import image
+from forestage.cache import image, part
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases, Use
@@ -45,7 +45,7 @@ from forestage.system import as_user, child, lock, loop, run
 from forestage.system.as_user import User
 from forestage.units import printable
 
-READERS = 16  # threads of a copy: a small file costs round trips more than bytes
+READERS = 32  # threads of a copy: a small file costs round trips more than bytes
 OTHERS_COPY = 7 * 86400.0  # seconds that another job's copy of the same may take
 HANDSHAKE = 5.0  # seconds in which the process leaves the hook's session, which Slurm will kill
 POLL = 0.25  # seconds between two looks of a step that waits
@@ -120,16 +120,27 @@ def let_go(cache: Cache, leases: Leases) -> None:
 
 
 class OpenTree:
-    """A directory as the stager's source: its manifest, and where each byte is from."""
+    """A directory as the stager's source: its manifest, and where each byte is from.
+
+    `looked` is the wall clock's time before the first look.
+    """
 
     def __init__(
-        self, root: int, found: Manifest, made: Layout, user: User, max_files: int, clock: Clock
+        self,
+        root: int,
+        found: Manifest,
+        made: Layout,
+        user: User,
+        max_files: int,
+        clock: Clock,
+        looked: float,
     ) -> None:
         self.root = root
         self.found = found
         self.user = user
         self.max_files = max_files
         self.clock = clock
+        self.looked = looked
         self.made = made
         self.own = threading.local()
 
@@ -147,10 +158,15 @@ class OpenTree:
         return Image(identity, ROOTS_OWN)
 
     def open(self) -> Source:
-        """Returns it as the engines read it, once a further change must show in its times."""
+        """Returns it as the engines read it, once a further change must show in its times.
+
+        What had not changed for long when it was first looked at needs no other look now.
+        """
         newest = Identity("", 0, 0, self.found.newest_ns, self.found.newest_ns)
-        self.clock.sleep(source.settling(Image(newest, ROOTS_OWN), self.clock.wall()))
-        self.must_be_unchanged()
+        pause = source.settling(Image(newest, ROOTS_OWN), self.looked)
+        if pause:
+            self.clock.sleep(pause)
+            self.must_be_unchanged()
         head = len(self.made.head)
         return Source(-1, None, self.made.size, self.found.path, self.read, head)
 
@@ -163,10 +179,9 @@ class OpenTree:
     def read(self, start: int, want: memoryview) -> None:
         """Fills `want` with what begins at `start`. Raises Declined, Truncated, Unreadable.
 
-        Each thread that calls this reads with the user's rights from then on.
+        With the user's rights, whichever thread it is; that has its own back afterwards.
         """
         if not hasattr(self.own, "fd"):
-            manifest.act_as(self.user)
             self.own.fd, self.own.number = -1, -1
         made, end = self.made, start + len(want)
         head = made.head[start:end]
@@ -190,14 +205,15 @@ class OpenTree:
         file = self.found.files[number]
         name = os.path.join(self.found.path, os.fsdecode(file.path))
         try:
-            if self.own.number != number:
-                self._open(number)
-            done = 0
-            while done < len(want):
-                count = os.preadv(self.own.fd, [want[done:]], offset + done)
-                if count == 0:
-                    raise Truncated(printable(name))
-                done += count
+            with manifest.acting(self.user):
+                if self.own.number != number:
+                    self._open(number)
+                done = 0
+                while done < len(want):
+                    count = os.preadv(self.own.fd, [want[done:]], offset + done)
+                    if count == 0:
+                        raise Truncated(printable(name))
+                    done += count
             os.posix_fadvise(self.own.fd, offset, len(want), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise Unreadable(printable(name), error) from None
@@ -210,6 +226,8 @@ class OpenTree:
             self.own.fd, self.own.number = -1, -1
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.own.fd = os.open(file.path, flags, dir_fd=self.root)
+        # What lies behind the piece may be another node's to read: no readahead.
+        os.posix_fadvise(self.own.fd, 0, 0, os.POSIX_FADV_RANDOM)
         facts = os.fstat(self.own.fd)
         seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         if seen != (file.inode, file.size, file.mtime_ns, file.ctime_ns):
@@ -245,8 +263,10 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, resolved)
     max_files = node.config.data.max_files
+    looked = node.clock.wall()
     found = manifest.take(root, resolved, job.user, max_files)
     _must_have_bytes(found)
+    _must_be_countable(node, found)
     key = found.digest[:32]
     _lease(node, job, key)
     ready = Tree("ready", key, resolved)
@@ -255,7 +275,7 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     wanted.note_tree(node, job.id, path, Tree("copying", key, resolved))
     _must_be_mountable()
     made = erofs.layout(found, manifest.acls(root, found, job.user))
-    opened = OpenTree(root, found, made, job.user, max_files, node.clock)
+    opened = OpenTree(root, found, made, job.user, max_files, node.clock, looked)
     # Of files there is no second descriptor past the page cache, and rsync knows no images.
     config = msgspec.structs.replace(node.config, engine="chunks", threads=READERS, cold="shared")
     here = msgspec.structs.replace(node, config=config)
@@ -285,6 +305,15 @@ def _must_have_bytes(found: Manifest) -> None:
         links = sum(bool(one.link) for one in found.files)
         what = f"{found.path} has no bytes" + (f", only {links} links" if links else "")
         raise Declined("empty", what, "name the directory to which the links lead, too")
+
+
+def _must_be_countable(node: Node, found: Manifest) -> None:
+    """Raises Declined for what is too large, before anything takes memory by its size."""
+    facts = found.files[0]
+    # Each file begins at a block; names and inodes take the rest.
+    size = found.bytes + erofs.BLOCK * len(found.files)
+    identity = Identity(found.path, facts.inode, size, facts.mtime_ns, facts.ctime_ns)
+    part.must_be_countable(Image(identity, ROOTS_OWN), node.config.chunk_size)
 
 
 def _must_be_mountable() -> None:
