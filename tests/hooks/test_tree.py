@@ -386,8 +386,7 @@ def test_devices_go_with_the_last_lease(spank: Node) -> None:
     assert show(spank, 1).lines == show(spank, 2).lines
 
     for job, left in ((1, 1), (2, 0)):
-        spank.leases.drop(job)
-        tree.let_go(spank.cache, spank.leases)
+        assert spank.epilog(job).said == ("released", "")
         assert len(devices(spank)) == left
 
 

@@ -39,7 +39,7 @@ from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import Part, boot_id
-from forestage.data import job_dir
+from forestage.data import job_dir, tree
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
@@ -303,9 +303,10 @@ class _Run:
         )
 
     def job_dirs(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
-        """Removes the directories of jobs that are over; returns their names."""
+        """Removes what jobs that are over had of data; returns the names of their directories."""
         node = self.node
         if not self.dry_run:
+            tree.let_go(node.cache, node.leases, lock.SPACE_TIMEOUT)
             return job_dir.sweep(node.cache, node.leases)
         staying = frozenset(node.leases.jobs()) - {one.job for one in stale}
         return tuple(one.directory.name for one in job_dir.leftover(node.cache, staying))

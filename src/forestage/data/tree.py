@@ -101,22 +101,24 @@ def show(
     return [line], shown
 
 
-def let_go(cache: Cache, leases: Leases) -> None:
-    """Detaches the devices of entries that no lease names. Under the space lock. Raises Failed.
+def let_go(cache: Cache, leases: Leases, patience: float) -> None:
+    """Detaches the devices of entries that no lease names. Raises Failed.
 
-    Where a task is left that has one mounted, the kernel does so after it. A step that is about to
+    `patience` is in seconds, for the space lock. Where a task is left that has one mounted, the kernel does so after it. A step that is about to
     mount one this moment finds it gone and reads the shared path.
     """
-    used = leases.keys()
     devices = loop.attached()
-    for key in {one.name for one in cache.entries.iterdir()} - used if devices else ():
-        try:
-            facts = os.lstat(cache.image(key))
-        except OSError:
-            continue
-        for one in devices:
-            if one.is_of(facts):
-                loop.detach(one.name)
+    if not devices:
+        return
+    with lock.held_if_writable(cache.space_lock, patience):
+        for key in {one.name for one in cache.entries.iterdir()} - leases.keys():
+            try:
+                facts = os.lstat(cache.image(key))
+            except OSError:
+                continue
+            for one in devices:
+                if one.is_of(facts):
+                    loop.detach(one.name)
 
 
 class OpenTree:

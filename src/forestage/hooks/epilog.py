@@ -54,8 +54,10 @@ def epilog(
         if cache:
             done = _release(cache, leases, lease, places, clock, job, patience)
             if lease is None or lease.data:
-                from forestage.data import job_dir  # few jobs have one
+                from forestage.data import job_dir, tree  # few jobs have data
 
+                with contextlib.suppress(Failed):  # the sweep does it
+                    tree.let_go(cache, leases, patience)
                 job_dir.end(cache, job.id)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
