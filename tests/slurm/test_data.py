@@ -170,3 +170,56 @@ def test_job_of_which_forestage_is_off_gets_nothing(data: Site) -> None:
     image = data.image("off")
     ran = data.srun(None, "ls", POINT, options=[comment(image), "--partition=plain"])
     assert (ran.stdout, ran.code) == ("", 0)
+
+
+SET = "/shared/alice/set"
+KIND = f"stat -f -c %T {SET}"
+
+
+@pytest.fixture
+def tree(data: Site) -> Iterator[Site]:
+    """A directory of Alice's; no node keeps a device of it."""
+    script = f"rm -rf {SET}; mkdir -p {SET}/a; echo one >{SET}/a/one; ln -s a/one {SET}/link"
+    data.cluster.run(["sh", "-c", script], user="alice")
+    yield data
+    data.cluster.wait_idle()
+    for node in data.cluster.nodes:
+        listed = data.root(["losetup", "--list", "--noheadings", "--output", "BACK-FILE"], node)
+        assert str(data.cache(node).root) not in listed
+        assert data.leases(node) == []
+
+
+def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> None:
+    comment = [f"--comment=stage={SET}/ stage-wait=60s", "--ntasks-per-node=2", "--overcommit"]
+    look = f"{KIND}; cat {SET}/link; stat -c %U {SET}/a; touch {SET}/x 2>&1 | grep -c Read-only"
+    ran = tree.srun(None, "sh", "-c", look, options=comment, node="n1,n2")
+    assert sorted(ran.stdout.split()) == sorted(4 * ["erofs", "one", "alice", "1"]), ran
+    found = [one for one in served(tree, ran.job, "n1") if isinstance(one, Handled)]
+    assert (SET, "hit") in [(one.image, one.result) for one in found]
+
+
+def test_step_after_one_that_wrote_to_the_directory_reads_the_shared_path(tree: Site) -> None:
+    fill = f"echo two >{SET}/a/two"
+    gone, on = tree.source("/shared/alice/gone"), tree.source("/shared/alice/on")
+    for flag in (gone, on):
+        flag.unlink(missing_ok=True)
+    wait = "touch /shared/alice/on; until test -e /shared/alice/gone; do sleep 0.05; done"
+    script = f"#!/bin/sh\nsrun {KIND}\n{wait}\nsrun {KIND}\nsrun cat {SET}/a/two\n"
+    options = ["--nodelist=n1", "--output=written", f"--comment=stage={SET}/ stage-wait=60s"]
+    job = tree.cluster.submit(script, *options, user="alice")
+    wait_until(on.exists, 60, lambda: "the first step does not end")
+    tree.cluster.run(["sh", "-c", fill], user="alice")  # as another node would
+    gone.touch()
+    tree.wait_over(job)
+    first, said, second, word = tree.cluster.read("/shared/alice/written").splitlines()
+    assert (first, word) == ("erofs", "two")
+    assert second != "erofs"
+    assert "has changed since the job began" in said
+
+
+def test_directory_that_cannot_be_staged_leaves_the_step_as_it_is(tree: Site) -> None:
+    tree.cluster.run(["mkfifo", f"{SET}/fifo"], user="alice")
+    options = [f"--comment=stage={SET}/ stage-wait=60s"]
+    ran = tree.srun(None, "cat", f"{SET}/a/one", options=options)
+    assert (ran.stdout, ran.code) == ("one\n", 0)
+    assert "fifo is neither a file, a directory nor a link" in ran.stderr
