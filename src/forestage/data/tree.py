@@ -104,8 +104,9 @@ def show(
 def let_go(cache: Cache, leases: Leases, patience: float) -> None:
     """Detaches the devices of entries that no lease names. Raises Failed.
 
-    `patience` is in seconds, for the space lock. Where a task is left that has one mounted, the kernel does so after it. A step that is about to
-    mount one this moment finds it gone and reads the shared path.
+    `patience` is in seconds, for the space lock. Where a task is left that has one mounted, the
+    kernel does so after it. A step that is about to mount one this moment finds it gone and reads
+    the shared path.
     """
     devices = loop.attached()
     if not devices:
