@@ -2,9 +2,11 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/loop.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -12,7 +14,7 @@
 #include "forestage.h"
 
 #define MOST_DATA 40 /* lines of a step; more are left out */
-#define MOST_FIELDS 6
+#define MOST_FIELDS 7
 #define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
 
 /* A line, taken apart in user_init; the tasks inherit it. */
@@ -65,9 +67,9 @@ static bool is_understood(const struct datum *one)
 	     (strtoull(owner(one), &end, 10), *end)))
 		return false;
 	if (strcmp(kind(one), "device") == 0)
-		return one->count == 6 && strncmp(one->field[1], "/dev/", 5) == 0 &&
-		       is_kind_of_disk(one->field[2]) &&
-		       (strcmp(one->field[3], "ro") == 0 || strcmp(one->field[3], "rw") == 0);
+		return one->count == 7 && strncmp(one->field[1], "/dev/", 5) == 0 &&
+		       is_kind_of_disk(one->field[3]) &&
+		       (strcmp(one->field[4], "ro") == 0 || strcmp(one->field[4], "rw") == 0);
 	if (strcmp(kind(one), "served") == 0)
 		return one->count == 4 && one->field[1][0] == '/';
 	return strcmp(kind(one), "folder") == 0 && one->count == 4 &&
@@ -147,15 +149,34 @@ static int open_target(spank_t sp, const struct datum *one, const char **wrong)
 	return -1;
 }
 
+/*
+ * The device is another file's if the helper's was let go of since. While it is open nobody gets its
+ * number: the check holds until it is mounted.
+ */
 static const char *mount_device(const struct datum *one, int fd)
 {
-	const unsigned long access = strcmp(one->field[3], "ro") == 0 ? MS_RDONLY : 0;
-	char link[32];
+	const unsigned long access = strcmp(one->field[4], "ro") == 0 ? MS_RDONLY : 0;
+	const char *wrong = "its device is gone";
+	char link[32], file[64] = "";
+	struct loop_info64 info;
+	int device = open(one->field[1], O_RDONLY | O_CLOEXEC);
 
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
-	return mount(one->field[1], link, one->field[2], MS_NOSUID | MS_NODEV | access, "") == 0
-		       ? NULL
-		       : "it cannot be mounted";
+	if (device < 0)
+		return wrong;
+	if (ioctl(device, LOOP_GET_STATUS64, &info) == 0)
+		snprintf(file, sizeof(file), "%llu:%llu", (unsigned long long)info.lo_device,
+			 (unsigned long long)info.lo_inode);
+	if (strcmp(file, one->field[2]) == 0) {
+		snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+		wrong = mount(one->field[1], link, one->field[3], MS_NOSUID | MS_NODEV | access,
+			      "") == 0
+				? NULL
+				: "it cannot be mounted";
+	}
+	int error = errno;
+	close(device);
+	errno = error;
+	return wrong;
 }
 
 static const char *mount_served(struct datum *one, int fd)

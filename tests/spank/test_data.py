@@ -48,8 +48,8 @@ def keeping(step: Step, manner: str) -> Iterator[Path]:
 
 
 @pytest.fixture
-def disk(step: Step) -> Iterator[str]:
-    """A loop device with one file."""
+def disk(step: Step) -> Iterator[tuple[str, str]]:
+    """A loop device with one file, and what it shows."""
     (step.folder / "tree").mkdir()
     (step.folder / "tree/file").write_text("from the disk\n")
     image = step.folder / "disk"
@@ -58,7 +58,7 @@ def disk(step: Step) -> Iterator[str]:
     argv = ["/usr/sbin/mkfs.ext4", "-q", "-O", "^has_journal", "-d", step.folder / "tree", image]
     subprocess.run(argv, check=True)
     device = loop.attach(image, read_only=False)
-    yield device
+    yield device, loop.file_of(image.stat())
     loop.detach(device)
 
 
@@ -122,14 +122,25 @@ def test_server_that_refuses_or_is_gone_is_told_and_the_step_goes_on(
 
 @pytest.mark.parametrize(("access", "flag"), [("ro", "ro"), ("rw", "rw")])
 def test_device_is_mounted_without_the_rights_of_a_disk(
-    step: Step, point: Path, disk: str, access: str, flag: str
+    step: Step, point: Path, disk: tuple[str, str], access: str, flag: str
 ) -> None:
     inode = point.stat().st_ino
-    step.answers(line("device", disk, "ext4", access, point, inode), "leave\tno-image")
+    step.answers(line("device", *disk, "ext4", access, point, inode), "leave\tno-image")
     ran = step.run(f"task=cat {point}/file")
     assert ran.out == "from the disk\n"
     ((_, flags),) = options(ran.mounts[0], point)
     assert {flag, "nosuid", "nodev"} <= flags
+
+
+def test_device_that_another_file_has_by_now_is_not_mounted(
+    step: Step, point: Path, disk: tuple[str, str]
+) -> None:
+    device, file = disk
+    inode = point.stat().st_ino
+    step.answers(line("device", device, f"{file}0", "ext4", "ro", point, inode), "leave\tno-image")
+    ran = step.run(f"task=ls {point}")
+    assert ran.out == ""
+    assert ran.said == [f"forestage: nothing is mounted at {point}: its device is gone"]
 
 
 def test_directory_of_roots_is_opened_as_root_if_nobody_else_can_change_it(
@@ -236,10 +247,11 @@ def test_variable_is_set_over_what_the_step_has(step: Step) -> None:
         "served\t/sock\t/x\t5x",
         "served\t/sock\t/x\t",
         "served\t/sock\t/x\troot\tmore",
-        "device\t/etc/passwd\text4\tro\t/x\t5",
-        "device\t/dev/loop9\text4,bind\tro\t/x\t5",
-        "device\t/dev/loop9\text4\trx\t/x\t5",
-        "device\t/dev/loop9\text4\tro\t/x\t5\tmore",
+        "device\t/etc/passwd\t1:2\text4\tro\t/x\t5",
+        "device\t/dev/loop9\t1:2\text4,bind\tro\t/x\t5",
+        "device\t/dev/loop9\t1:2\text4\trx\t/x\t5",
+        "device\t/dev/loop9\t1:2\text4\tro\t/x\t5\tmore",
+        "device\t/dev/loop9\text4\tro\t/x\t5",
         "folder\ta\t/x\t5",
         "tree\t/x\troot",
     ],
@@ -263,10 +275,10 @@ def test_lines_above_the_limit_are_left_out(step: Step, point: Path) -> None:
 
 
 def test_lines_are_followed_in_their_order(
-    step: Step, point: Path, socket: Path, disk: str
+    step: Step, point: Path, socket: Path, disk: tuple[str, str]
 ) -> None:
     """So parents come first (data/wanted.py): they would hide what is mounted below them."""
-    parent = line("device", disk, "ext4", "ro", point.parent, point.parent.stat().st_ino)
+    parent = line("device", *disk, "ext4", "ro", point.parent, point.parent.stat().st_ino)
     step.answers(served(socket, point), parent, "leave\tno-image")
     ran = step.run(f"task=ls {point.parent}")
     assert ran.out.split() == ["file", "lost+found"]

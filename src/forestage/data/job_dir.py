@@ -187,7 +187,7 @@ def lines(node: Node, job: Job) -> list[Fields]:
     target = os.fspath(node.places.job_dir)
     device = loop.attach(place.disk, read_only=False)
     return [
-        ("device", device, job_disk.KIND, "rw", target, "root"),
+        ("device", device, loop.file_of(place.disk.stat()), job_disk.KIND, "rw", target, "root"),
         ("env", "FORESTAGE_DIR", target),
     ]
 

@@ -92,9 +92,10 @@ def show(
         return [], outcome
     if _digest(node, job.user, path) != entry.identity.tree:
         raise Declined("changed", f"{path} has changed since the job began")
-    device = loop.attach(node.cache.image(found.key), read_only=True)
+    copy = node.cache.image(found.key)
+    device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
     node.cache.touch(found.key, node.clock.wall(), job.user.uid)
-    line = ("device", device, "erofs", "ro", found.path, str(entry.identity.inode))
+    line = ("device", device, file, "erofs", "ro", found.path, str(entry.identity.inode))
     shown = msgspec.structs.replace(
         outcome, result="hit", key=found.key, size=entry.identity.size, redirect="spank"
     )

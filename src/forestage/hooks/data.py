@@ -183,7 +183,7 @@ def _shown(
 
             lines, outcome = tree.show(node, job, request, path, limit.copy)
             for line in lines:
-                binds.must_not_hold(line[4], job, node.places.root, limit.end)
+                binds.must_not_hold(line[-2], job, node.places.root, limit.end)
             return lines, outcome
         if request.at.startswith("/"):
             from forestage.data import mounted

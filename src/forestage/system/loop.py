@@ -51,6 +51,11 @@ def attach(file: Path, read_only: bool) -> str:
     raise Failed("loop", f"no loop device for {file}: {ran.explained()}")
 
 
+def file_of(facts: os.stat_result) -> str:
+    """Pure: how the companion knows the file of a device, of which stat(2) says this."""
+    return f"{facts.st_dev}:{facts.st_ino}"
+
+
 def detach(name: str) -> None:
     """Lets go of a device; what is mounted stays so until its last unmount. Raises Failed."""
     ran = run.run(["losetup", "--detach", name], timeout=TIMEOUT)
