@@ -56,7 +56,7 @@ def epilog(
             if lease is None or lease.data:
                 from forestage.data import job_dir, tree  # few jobs have data
 
-                with contextlib.suppress(Failed):  # the sweep does it
+                with contextlib.suppress(Failed, OSError):  # the sweep does it
                     tree.let_go(cache, leases, patience)
                 job_dir.end(cache, job.id)
         made = cache is not None and cache.locks.is_dir()
