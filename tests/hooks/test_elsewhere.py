@@ -68,6 +68,18 @@ def test_private_namespace_shows_the_source_once_the_job_is_over(
     assert container.reads(path) == content(2)
 
 
+def test_namespace_that_left_a_step_shows_the_source_once_the_job_is_over(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    """With `redirect: spank` the node has no bind; once the entry is evicted it would be late."""
+    path = node.staged(1)
+    container = private(*USERS)
+    mounts.umount(str(path))
+    assert (container.binds(node), node.binds()) == (1, {})
+    assert node.epilog(1).said == ("released", "")
+    assert container.binds(node) == 0
+
+
 @pytest.mark.parametrize("options", [(), USERS], ids=["root", "user"])
 def test_bind_whose_entry_a_job_holds_stays(
     node: Node, private: Callable[..., Private], options: tuple[str, ...]
