@@ -16,6 +16,7 @@ TICK = 0.02  # seconds in which what is due may be late
 STUCK = 180.0  # seconds in which no job ends: something hangs
 # As squeue names what no job leaves any more; a job is none of these while it is COMPLETING.
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "TIMEOUT")
+ELSEWHERE = " in the mount namespace of process "
 COLUMNS = "JobID:12,State:20,RestartCnt:8,Reason:80"
 
 
@@ -206,7 +207,10 @@ class Load:
 
     def _sweep(self, mishap: Mishap) -> None:
         code, said = self._command(["sweep"], mishap.node)
-        if code:
+        # While a later redirect lies there nothing can be laid over an older one that somebody has
+        # taken along; whether it goes in the end is asked then.
+        told = [line for line in said.splitlines() if line.startswith("Problem: ")]
+        if code and not (told and all(ELSEWHERE in line for line in told)):
             self.problems.append(f"sweep on {mishap.node}: {code} {said}")
 
     def _command(self, words: list[str], node: str) -> tuple[int, str]:
