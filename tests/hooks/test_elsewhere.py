@@ -128,6 +128,21 @@ def test_bind_of_an_evicted_entry_is_told_and_counted(
     assert inventory.held(node.cache) == Held(0, unknown=1)
 
 
+def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    """The kernel takes off what is mounted on a deleted file, in all namespaces."""
+    path = node.staged(1)
+    container = private(*USERS)
+    node.epilog(1)
+    assert container.binds(node) == 0
+    node.cache.evict(node.identity(path).key)
+    node.cache.delete_evicted()
+    assert container.binds(node) == 1
+    assert container.reads(path) == content()
+    assert len(elsewhere.clear(node.cache, node.leases).problems) == 1
+
+
 def test_space_of_a_covered_bind_is_counted_once_its_entry_is_evicted(
     node: Node, private: Callable[..., Private]
 ) -> None:

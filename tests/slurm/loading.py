@@ -207,8 +207,8 @@ class Load:
 
     def _sweep(self, mishap: Mishap) -> None:
         code, said = self._command(["sweep"], mishap.node)
-        # While a later redirect lies there nothing can be laid over an older one that somebody has
-        # taken along; whether it goes in the end is asked then.
+        # Nothing can be laid over what somebody has taken along while a later redirect lies there,
+        # and once its entry is evicted; what is left in the end is asked then.
         told = [line for line in said.splitlines() if line.startswith("Problem: ")]
         if code and not (told and all(ELSEWHERE in line for line in told)):
             self.problems.append(f"sweep on {mishap.node}: {code} {said}")

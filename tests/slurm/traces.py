@@ -79,7 +79,10 @@ def _listed(site: Site, node: str, folder: str) -> list[str]:
 
 
 def shown_elsewhere(site: Site, node: str) -> list[str]:
-    """The binds of copies that processes which have left their jobs still see."""
+    """The binds of copies that processes which have left their jobs still see.
+
+    The bytes of an entry that is evicted stay with them (docs/security.md).
+    """
     found = []
     for pid in site.processes(node):
         process = site.cluster.host_path(f"/proc/{pid}", node)
@@ -89,7 +92,7 @@ def shown_elsewhere(site: Site, node: str) -> list[str]:
             found += [
                 f"{node}: process {pid} sees {bind.root} at {bind.point}"
                 for bind, _ in mounts.binds_from(table, CACHE)
-                if (bind.id, bind.point) not in over
+                if (bind.id, bind.point) not in over and not bind.root.endswith("//deleted")
             ]
     return found
 
