@@ -51,9 +51,9 @@ PROGRAMS = {"/shared/hold.sh": HOLD, "/shared/lease.py": LEASE, "/shared/cover.s
 LEAVE = "setsid --fork {program} </dev/null >/dev/null 2>&1"
 PRIVATE = "unshare --user --map-root-user --mount --propagation private sh /shared/hold.sh"
 ONE = "srun --nodes=1 --ntasks=1 --overlap --container-image={image}"
-OWN = """\
-own=$PWD/odd-$SLURM_JOB_ID
-mkdir -p $own && cp {image} $own/{name} || own=
+OWN = f"""\
+own=$PWD/{FOLDER}-$SLURM_JOB_ID
+mkdir -p $own && cp {{image}} $own/{{name}} || own=
 """
 SCRIPTS: Mapping[Trick, str] = {
     "": "",
