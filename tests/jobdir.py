@@ -58,7 +58,7 @@ class Dirs:
     def seen(self, job: int, user: User = ALICE) -> Iterator[Path]:
         """The directory as a task of the job sees it."""
         shown = job_dir.lines(self.on, self.job(job, "", user))
-        ((_, device, kind, mode, target, inode),) = [line for line in shown if len(line) == 6]
+        ((_, device, _, kind, mode, target, inode),) = [one for one in shown if one[0] == "device"]
         assert (kind, mode, inode) == ("ext4", "rw", "root")
         mounts.mount(device, target, mounts.MS_NOSUID | mounts.MS_NODEV, kind)
         try:
