@@ -41,12 +41,17 @@ class Dirs:
         return Job.from_environ(self.node.environ(job, user=user, comment=comment) | more)
 
     def prolog(
-        self, job: int, comment: str, user: User = ALICE, restart: int | None = None
+        self,
+        job: int,
+        comment: str,
+        user: User = ALICE,
+        restart: int | None = None,
+        seconds: float = 60.0,
     ) -> list[Handled]:
         """The outcomes of what went wrong, or was begun."""
         more = {} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}
         asked = self.job(job, comment, user, **more)
-        return data.begin(self.on, asked, Wait.of(Clock(), 60.0, None), None)
+        return data.begin(self.on, asked, Wait.of(Clock(), seconds, None), None)
 
     def step(self, job: int, user: User = ALICE, fill: float = 240.0) -> Shown:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
@@ -58,7 +63,7 @@ class Dirs:
     def seen(self, job: int, user: User = ALICE) -> Iterator[Path]:
         """The directory as a task of the job sees it."""
         shown = job_dir.lines(self.on, self.job(job, "", user))
-        ((_, device, kind, mode, target, inode),) = [line for line in shown if len(line) == 6]
+        ((_, device, _, kind, mode, target, inode),) = [one for one in shown if one[0] == "device"]
         assert (kind, mode, inode) == ("ext4", "rw", "root")
         mounts.mount(device, target, mounts.MS_NOSUID | mounts.MS_NODEV, kind)
         try:
