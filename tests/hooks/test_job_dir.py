@@ -210,9 +210,12 @@ def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     assert dirs.taken().number == 0
 
 
-@pytest.mark.parametrize(("user", "fits"), [(BOB, False), (ALICE, True)])
+@pytest.mark.parametrize(
+    ("user", "sizes", "fits"),
+    [(BOB, [360], False), (ALICE, [360], True), (BOB, [200, 160], False)],
+)
 def test_entries_go_for_it_but_not_for_more_than_a_users_share(
-    dirs: Dirs, user: User, fits: bool
+    dirs: Dirs, user: User, sizes: list[int], fits: bool
 ) -> None:
     keys = {"redirect": "bind", "require_mount": False, "data": {"job_dir": "90%"}}
     dirs.node.configure(**keys, max_size="100%", max_user_share="60%")
@@ -224,7 +227,9 @@ def test_entries_go_for_it_but_not_for_more_than_a_users_share(
     # As large as none that a test's file system takes.
     subprocess.run(["fallocate", "-l", "150M", image.with_name("map")], check=True)
     dirs.node.configure(**keys | {"redirect": "spank"}, max_size="100%", max_user_share="60%")
-    assert (dirs.prolog(7, "stage-dir=360M") == []) is fits
+    told = [dirs.prolog(job, f"stage-dir={size}M") for job, size in enumerate(sizes, 7)]
+    assert told[:-1] == [[]] * (len(sizes) - 1)  # all of the user's directories count
+    assert (told[-1] == []) is fits
     assert image.exists() is not fits
 
 
