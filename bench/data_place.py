@@ -102,16 +102,16 @@ class Place:
         """Unmounts all, once the stagers have ended."""
         if self.server is None:
             return
-        here = os.stat(self.node.nvme).st_dev
+        here = self.node.nvme.stat()
         for one in loop.attached():
             # Not by their names: those of another mount namespace may be the same.
-            if (one.disk or "").strip() == f"{os.major(here)}:{os.minor(here)}":
-                loop.detach(one.name)
+            if one.is_on(here):
+                loop.detach(one)
         points = (self.node.shared, self.node.nvme)
         wait_until(lambda: all(map(_unmounted, points)), 60, lambda: f"{points} are in use")
         assert self.server.wait(60) == 0
         self.server = None
-        loop.detach(self.device)
+        subprocess.run(["losetup", "--detach", self.device], check=True)
 
     def empty(self) -> None:
         """Has nothing on the disk, and no job."""

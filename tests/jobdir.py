@@ -106,5 +106,6 @@ def made(node: nodes.Node, file: Path, size: str = "512M") -> Iterator[Dirs]:
     finally:
         for job in {place.name.partition(".")[0] for place in node.cache.jobs.glob("*")}:
             job_dir.end(node.cache, int(job))
-        for name in dirs.devices():
-            loop.detach(name)
+        for one in loop.attached():
+            if one.is_on(dirs.node.nvme.stat()):
+                loop.detach(one)

@@ -192,7 +192,8 @@ class Node:
             part.map.write_bytes(digests)
         wanted = image(seed)
         entry = Entry(wanted.key, wanted.identity, wanted.access, 1.0, "chunks", CHUNK)
-        with lock.held(self.cache.key_lock(wanted.key), 60.0):  # as a stager does
+        taken = self.cache.key_lock(wanted.key)  # as a stager does; unless one lives
+        with lock.held(taken, 60.0) if lock.is_free(taken) else contextlib.nullcontext():
             self.cache.publish(entry)
         return wanted.key
 
@@ -219,11 +220,12 @@ class Node:
 
 
 @contextlib.contextmanager
-def stager() -> Iterator[int]:
-    """A process that looks like a live stager; its pid."""
-    with subprocess.Popen(
-        [sys.executable, "-Ic", LIVE + "print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
-    ) as process:
+def stager(node: Node, seed: int) -> Iterator[int]:
+    """A process that holds the key's lock, as a live stager does; its pid."""
+    taken = str(node.cache.key_lock(image(seed).key))
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX)\n"
+    argv = [sys.executable, "-Ic", LIVE + code + "print(flush=True); time.sleep(600)", taken]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:

@@ -70,6 +70,18 @@ def test_private_namespace_shows_the_source_once_the_job_is_over(
     assert container.reads(path) == content(2)
 
 
+def test_namespace_that_left_a_step_shows_the_source_once_the_job_is_over(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    """With `redirect: spank` the node has no bind; once the entry is evicted it would be late."""
+    path = node.staged(1)
+    container = private(*USERS)
+    mounts.umount(str(path))
+    assert (container.binds(node), node.binds()) == (1, {})
+    assert node.epilog(1).said == ("released", "")
+    assert container.binds(node) == 0
+
+
 @pytest.mark.parametrize("options", [(), USERS], ids=["root", "user"])
 def test_bind_whose_entry_a_job_holds_stays(
     node: Node, private: Callable[..., Private], options: tuple[str, ...]
@@ -148,6 +160,21 @@ def test_bind_of_an_evicted_entry_is_told_and_counted(
     assert left.off == 0
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
     assert inventory.held(node.cache) == Held(0, unknown=1)
+
+
+def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
+    node: Node, private: Callable[..., Private]
+) -> None:
+    """The kernel takes off what is mounted on a deleted file, in all namespaces."""
+    path = node.staged(1)
+    container = private(*USERS)
+    node.epilog(1)
+    assert container.binds(node) == 0
+    node.cache.evict(node.identity(path).key)
+    node.cache.delete_evicted()
+    assert container.binds(node) == 1
+    assert container.reads(path) == content()
+    assert len(elsewhere.clear(node.cache, node.leases).problems) == 1
 
 
 def test_space_of_a_covered_bind_is_counted_once_its_entry_is_evicted(

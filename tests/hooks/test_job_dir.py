@@ -354,7 +354,7 @@ def test_epilog_that_never_came_to_it_is_finished_by_the_sweep(dirs: Dirs) -> No
     assert swept(dirs, dry_run=True) == ("7.0", "8.0")
     assert dirs.taken().number == 2
     assert job_dir.sweep(dirs.node.cache, dirs.node.leases) == ("7.0",)
-    assert len(dirs.devices()) == 1
+    until(lambda: len(dirs.devices()) == 1, "its device to go")
     with dirs.seen(8):
         pass
 

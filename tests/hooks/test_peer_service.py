@@ -70,7 +70,7 @@ def logged_in(node: Node, key: str) -> Stranger:
 @pytest.fixture
 def copying(node: Node) -> Iterator[Part]:
     """A live copy under way, of which nothing is in."""
-    with stager() as pid:
+    with stager(node, seed=2) as pid:
         yield node.part(seed=2, pid=pid)
     node.cache.drop_part(image(2).key)
     shutil.rmtree(node.cache.entry_dir(image(2).key), ignore_errors=True)
@@ -136,7 +136,7 @@ def test_failed_source_is_reported_to_clients(node: Node, copying: Part) -> None
 
 def test_killed_stager_is_reported_to_clients(node: Node) -> None:
     """Else the others ask it for what it should read, again and again, and nobody reads it."""
-    with stager() as pid:
+    with stager(node, seed=3) as pid:
         part = node.part(seed=3, pid=pid)
         node.bring(part, 0, seed=3)
         client = Client(node, image(3).key)
@@ -519,7 +519,7 @@ def test_sigterm_during_a_wait_ends_service_and_keeps_counts(own: Node) -> None:
     client = Client(own, key)
     client.fetch(0)
     client.fetch(3)
-    with stager() as pid:
+    with stager(own, seed=2) as pid:
         own.part(seed=2, pid=pid)
         waiting, whys = Client(own, image(2).key), []
         thread = threading.Thread(target=lambda: whys.append(waiting.why(0)))

@@ -168,6 +168,20 @@ def test_path_changed_between_copy_and_redirect_is_not_covered(
     assert other.read_bytes() == content(3)
 
 
+def test_file_replaced_just_before_it_is_covered_is_no_failure_of_the_node(
+    node: Node, before: Arrange
+) -> None:
+    node.configure(on_error="drain")
+    path = node.put("alice/image.sqsh", content(1))
+    node.put("alice/new.sqsh", content(2))
+    folder = node.server / "alice"
+    once = iter([folder / "new.sqsh"])
+    before(redirect, "_bind", lambda: [new.replace(folder / "image.sqsh") for new in once])
+    assert node.prolog(1, path).ended == (0, "copied", "")
+    assert path.read_bytes() == content(2)
+    assert node.shows_entry(path, node.identity(path).key)
+
+
 def test_lease_is_there_before_the_redirect(node: Node, before: Arrange) -> None:
     """An Epilog takes off what no lease mentions, so the other order would lose a redirect."""
     path = node.put("alice/image.sqsh")

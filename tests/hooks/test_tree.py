@@ -33,14 +33,12 @@ def spank(node: Node) -> Iterator[Node]:
     node.configure(redirect="spank")
     yield node
     for one in devices(node):
-        loop.detach(one.name)
+        loop.detach(one)
 
 
 def devices(node: Node) -> list[loop.Loop]:
     """Those of files on the node's disk; another mount namespace may have files of their names."""
-    disk = os.stat(node.nvme).st_dev
-    number = f"{os.major(disk)}:{os.minor(disk)}"
-    return [one for one in loop.attached() if (one.disk or "").strip() == number]
+    return [one for one in loop.attached() if one.is_on(node.nvme.stat())]
 
 
 def fill(node: Node, name: str = "alice/set", user: User = ALICE) -> Path:
@@ -289,6 +287,31 @@ def test_directory_outside_of_the_sources_is_declined(spank: Node) -> None:
     assert (found.state, found.reason) == ("declined", "outside-sources")
 
 
+def test_path_that_leads_elsewhere_than_its_name_is_declined(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    """As /proc/PID/root of a user's own namespace does: its name is another directory's here."""
+    path = fill(spank)
+    (spank.server / "alice/other").mkdir()
+    real = os.readlink
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere = str(spank.shared / "alice/other")
+        patch.setattr(
+            os, "readlink", lambda name, **_: elsewhere if "/fd/" in str(name) else real(name)
+        )
+        found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "bad-path")
+
+
+def test_directory_in_which_the_job_works_stays_as_it_is(spank: Node) -> None:
+    spank.put("alice/set/x", b"x")
+    path = spank.shared
+    staged(spank, 1, path / "alice/set")
+    job = msgspec.structs.replace(as_job(spank, 1, ""), work_dir=str(path / "alice/set/sub"))
+    shown = data.show(ready(spank, 1), job, Wait.of(Clock(), 600.0, None), None)
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "no-mount")
+
+
 def test_tree_that_changes_while_it_is_copied_is_no_entry(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
@@ -399,5 +422,5 @@ def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch
     bare, job = ready(spank, 1), as_job(spank, 1, "")
     request = as_job(spank, 1, f"stage={path}/").hints.data[0]
     until_now = Deadline.after(0.01, Clock())
-    lines, outcome = tree.show(bare, job, request, f"{path}/", until_now)
+    lines, outcome = tree.show(bare, job, request, f"{path}/", until_now, until_now)
     assert (lines, outcome.result) == ([], "started")

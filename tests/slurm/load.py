@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tricks
 from images import MIB
 from jobs import PARTITIONS, Site, hooked
 from spec import ALICE, BOB, PYXIS_REPORT, ClusterSpec, User
+from tricks import Trick
 
 import squashfs
 
@@ -30,14 +32,18 @@ AGAIN_AFTER = CRED_EXPIRE + 8
 LARGEST = 10 * MIB  # for the configuration; one image is larger
 CONFIG: Mapping[str, object] = {
     "cold": "auto",
+    "redirect": "auto",  # which is spank: the companion is there
     "max_image_size": LARGEST,
     "max_size": 22 * MIB,  # of 50 in all: something goes at every turn
     "low_watermark": "80%",
-    "bandwidth": 20 * MIB,  # so that copies take a moment in which they may be disturbed
+    # So that the larger ones take longer than a step waits for them, and may be disturbed.
+    "bandwidth": 4 * MIB,
+    "chunk_size": MIB,
     "deadline": "auto",  # a longer wait may cost a job whose node registers meanwhile
     "partitions": {
         "plain": {"enabled": False},
-        "steps": {"redirect": "spank"},
+        "steps": {"redirect": "spank", "max_image_size": None},
+        "binds": {"redirect": "bind"},
     },
 }
 # As the repository's hooks. The first of a boot gives the node a name for it, of which the kernel
@@ -55,11 +61,14 @@ exec 9>&-
 exec {hook} >>{log} 2>&1
 """
 
+OTHERS = "{} Nodes=ALL OverSubscribe=YES State=UP"
+
 Way = Literal["option", "inner", "hint", "off"]
 Moment = Literal["submitted", "begun"]
 Fate = Literal["ends", "cancelled", "requeued"]
 FATES: Sequence[Fate] = ("ends", "cancelled", "requeued")
 MOMENTS: Sequence[Moment] = ("submitted", "begun")
+PARTITION_NAMES = ("all", "steps", "binds", "plain")
 WAYS: Sequence[Way] = ("option", "option", "inner", "hint", "off")
 
 
@@ -67,10 +76,12 @@ def strained(nodes: int = 3) -> ClusterSpec:
     """Nodes that are given more than they can take; Slurm's own patience is not what is tried."""
     spec = hooked(
         nodes,
-        nvme_mib=256,
+        nvme_mib=512,  # what has left its job may keep the blocks of what was evicted
         hook=HOOK,
         AuthInfo=f"cred_expire={CRED_EXPIRE}",
-        PartitionName=f"{PARTITIONS}\nPartitionName=steps Nodes=ALL OverSubscribe=YES State=UP",
+        PartitionName="\nPartitionName=".join(
+            [PARTITIONS, *map(OTHERS.format, ("steps", "binds"))]
+        ),
         MessageTimeout="60",
         MinJobAge="7200",  # what became of each is asked at the end
     )
@@ -127,14 +138,18 @@ class Plan:
     fate: Fate = "ends"
     since: Moment = "submitted"
     delay: float = 0.0
+    trick: Trick = ""
 
     @property
     def options(self) -> list[str]:
         """Of sbatch."""
         first = self.pictures[0].path
+        named = [one.path for one in self.pictures]
+        if self.trick == "huge":
+            named += tricks.OF_HOLES
         asked = {
             "option": [f"--container-image={first}"],
-            "hint": [f"--comment=stage={','.join(one.path for one in self.pictures)}"],
+            "hint": [f"--comment=stage={','.join(named)}"],
             "off": ["--comment=stage=off"],
             "inner": [],
         }[self.way]
@@ -151,7 +166,8 @@ class Plan:
             # After its first step, so that the fate may come upon any part of it.
             steps.insert(1, 'test "${SLURM_RESTART_COUNT:-0}" != 0 || sleep 600')
         begin = f"touch {self.begun('$SLURM_JOB_ID')}"
-        return "\n".join(["#!/bin/sh", begin, "code=0", *steps, "exit $code", ""])
+        trick = tricks.script(self.trick, self.pictures[0].path)
+        return "\n".join(["#!/bin/sh", begin, trick, "code=0", *steps, "exit $code", ""])
 
     def begun(self, job: int | str) -> str:
         """The file that is there once the script is at work."""
@@ -168,14 +184,18 @@ class Plan:
         per_step = len(self.nodes) * self.tasks
         # The batch script is a task as well.
         batch = self.way == "option" and picture == self.pictures[0]
-        return per_step * self.pictures.count(picture) + batch
+        trick = self.trick in tricks.ON_PICTURE and picture == self.pictures[0]
+        return per_step * self.pictures.count(picture) + batch + trick
 
 
 @dataclass(frozen=True)
 class Mishap:
-    """What the admin does, or a user, or fate, while jobs run. `picture` is None for all."""
+    """What the admin does, or a user, or fate, while jobs run. `picture` is None for all.
 
-    kind: Literal["reboot", "evict", "change", "sweep"]
+    `stager` and `server` (of an image that is read through): the next one on the node is killed.
+    """
+
+    kind: Literal["reboot", "evict", "change", "sweep", "stager", "server"]
     node: str
     picture: Picture | None = None
 
@@ -196,6 +216,10 @@ def script(seed: str, jobs: int, nodes: Sequence[str]) -> Iterator[Plan | Mishap
             yield Mishap("change", node, chance.choice(PICTURES[:-1]))
         if chance.random() < 0.03:
             yield Mishap("sweep", node)
+        if chance.random() < 0.06:
+            yield Mishap("stager", node)
+        if chance.random() < 0.06:
+            yield Mishap("server", node)
 
 
 def _plan(chance: random.Random, nodes: Sequence[str]) -> Plan:
@@ -203,17 +227,26 @@ def _plan(chance: random.Random, nodes: Sequence[str]) -> Plan:
     weights = [12 // (place + 1) + 1 for place in range(len(USUAL))] + [3, 2, 1]
     pictures = tuple(chance.choices(PICTURES, weights, k=chance.choice([1, 1, 1, 2])))
     fate = chance.choices(FATES, [70, 22, 8])[0]
+    way, partition = chance.choice(WAYS), chance.choices(PARTITION_NAMES, [4, 2, 3, 1])[0]
+    # Only against what forestage does: where it does nothing, they are the users' own affair.
+    user = chance.choice([ALICE, BOB])
+    trick: Trick = ""
+    if chance.random() < 0.1 and way != "off" and partition != "plain":
+        trick = chance.choice(tricks.TRICKS)
+        way = "hint" if trick == "huge" else way
+        partition = "binds" if trick == "fuse" else partition
     return Plan(
-        user=chance.choice([ALICE, BOB]),
+        user=pictures[0].owner if trick == "lease" else user,
         pictures=pictures,
-        way=chance.choice(WAYS),
-        partition=chance.choices(["all", "steps", "plain"], [6, 3, 1])[0],
+        way=way,
+        partition=partition,
         nodes=tuple(sorted(chance.sample(list(nodes), chance.choices([1, 2], [3, 1])[0]))),
         tasks=chance.choice([1, 1, 2]),
         fate=fate,
         # A cancelled one may be pending then, in its Prolog, or at one of its steps.
         since="begun" if fate == "requeued" else chance.choices(MOMENTS, [2, 1])[0],
         delay=chance.choice([0.0, chance.uniform(0, 1.5)]),
+        trick=trick,
     )
 
 
@@ -227,6 +260,7 @@ class Sources:
         for picture in PICTURES:
             if picture.exists:
                 self.change(picture, in_place=False)
+        tricks.prepare(site)
 
     def change(self, picture: Picture, in_place: bool) -> None:
         """By rename, as one should, or in place, which nobody may be reading then."""

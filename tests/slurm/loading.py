@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cluster import ClusterError
-from jobs import CLI, Site
+from jobs import CLI, SERVER, STAGER, Site
 from load import AGAIN_AFTER, Mishap, Picture, Plan, Sources
 
 LOOK = 0.25  # seconds between two looks at the queue
@@ -16,6 +16,7 @@ TICK = 0.02  # seconds in which what is due may be late
 STUCK = 180.0  # seconds in which no job ends: something hangs
 # As squeue names what no job leaves any more; a job is none of these while it is COMPLETING.
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "TIMEOUT")
+ELSEWHERE = " in the mount namespace of process "
 COLUMNS = "JobID:12,State:20,RestartCnt:8,Reason:80"
 
 
@@ -40,6 +41,7 @@ class Run:
         plan = self.plan
         wanted = "+".join(picture.name for picture in plan.pictures)
         what = f"{plan.user.name} {wanted} by {plan.way}, {plan.tasks} on {','.join(plan.nodes)}"
+        what += f" with {plan.trick}" if plan.trick else ""
         fate = f", {plan.fate} {self.fate_came}" if self.fate_came else ""
         again = f", {self.restarts} restarts" + ", rebooted" * self.rebooted
         return f"job {self.job} of {what} in {plan.partition}{fate}{again}: {self.state}"
@@ -64,6 +66,7 @@ class Load:
     runs: dict[int, Run] = field(default_factory=dict)
     tally: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    kills: list[Mishap] = field(default_factory=list)  # those whose victim has not come yet
 
     def carry_out(self, script: Iterable[Plan | Mishap], at_once: int) -> None:
         """To the end of the last job, with so many in the queue at once."""
@@ -131,6 +134,18 @@ class Load:
         for run in self._unfinished():
             if run.plan.fate != "ends" and not run.fate_came:
                 self._come(run)
+        self.kills = [kill for kill in self.kills if not self._killed(kill)]
+
+    def _killed(self, kill: Mishap) -> bool:
+        """Whether there was one to be killed."""
+        living = self.site.named(kill.node, STAGER if kill.kind == "stager" else SERVER)
+        if living:
+            # It may have ended just now.
+            argv = ["sh", "-c", f"kill -9 {living[0]} && echo killed"]
+            said = self.site.cluster.run(argv, user="root", node=kill.node, check=False).stdout
+            self.tally[f"killed {kill.kind}"] += bool(said)
+            return bool(said)
+        return False
 
     def _judge(self, line: str) -> None:
         state = line.split()[2]
@@ -157,6 +172,9 @@ class Load:
     # What befalls all
 
     def _befall(self, mishap: Mishap) -> None:
+        if mishap.kind in ("stager", "server"):
+            self.kills.append(mishap)
+            return
         self.tally[mishap.kind] += 1
         {
             "reboot": self._reboot,
@@ -189,7 +207,10 @@ class Load:
 
     def _sweep(self, mishap: Mishap) -> None:
         code, said = self._command(["sweep"], mishap.node)
-        if code:
+        # Nothing can be laid over what somebody has taken along while a later redirect lies there,
+        # and once its entry is evicted; what is left in the end is asked then.
+        told = [line for line in said.splitlines() if line.startswith("Problem: ")]
+        if code and not (told and all(ELSEWHERE in line for line in told)):
             self.problems.append(f"sweep on {mishap.node}: {code} {said}")
 
     def _command(self, words: list[str], node: str) -> tuple[int, str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import tricks
 from jobs import CACHE, HOOK_LOG, Site
 from loading import Load, Run
 
 from forestage import events
 from forestage.events import Event
+from forestage.system import mounts
 
 LONGEST = 2048  # bytes that one event may take, or one line of a hook
 DAEMONS = ["python3", "slurmd"]  # the node's first process, and Slurm's
@@ -57,8 +60,6 @@ class Traces:
         """What there is now that was not there before any job was."""
         layout = ["companion", "config.json", "disk.json", "disk.lock"]
         layout += ["leases", "redirects", "through"]
-        # Where a keeper was, until a sweep that comes a minute later.
-        layout += [one for one in self.run if re.fullmatch(r"through/[0-9a-f]+(/lock)?", one)]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]
@@ -77,6 +78,25 @@ def _listed(site: Site, node: str, folder: str) -> list[str]:
     return [one.name for one in site.cluster.host_path(f"/proc/{folder}", node).iterdir()]
 
 
+def shown_elsewhere(site: Site, node: str) -> list[str]:
+    """The binds of copies that processes which have left their jobs still see.
+
+    The bytes of an entry that is evicted stay with them (docs/security.md).
+    """
+    found = []
+    for pid in site.processes(node):
+        process = site.cluster.host_path(f"/proc/{pid}", node)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            table = mounts.listed((process / "mountinfo").read_text())
+            over = {(mount.parent, mount.point) for mount in table}
+            found += [
+                f"{node}: process {pid} sees {bind.root} at {bind.point}"
+                for bind, _ in mounts.binds_from(table, CACHE)
+                if (bind.id, bind.point) not in over and not bind.root.endswith("//deleted")
+            ]
+    return found
+
+
 # What jobs saw
 
 
@@ -86,7 +106,11 @@ def misread(load: Load) -> list[str]:
     looked: Counter[tuple[int, str]] = Counter()
     pictures = {picture.path: picture for picture in load.sources.now()}
     for one in load.site.cluster.pyxis_reports():
-        run, picture = load.runs[int(str(one["job"]))], pictures[str(one["path"])]
+        path = str(one["path"])
+        run, picture = load.runs[int(str(one["job"]))], pictures.get(path)
+        if picture is None:  # a trick's own, which may not even be there
+            wrong += [f"{one}: {run}"] * (not _is_a_version(load, one))
+            continue
         looked[run.job, picture.path] += 1
         trouble = picture.trouble(run.plan.user)
         if one["error"] != trouble:
@@ -105,6 +129,13 @@ def misread(load: Load) -> list[str]:
                 if looked[run.job, picture.path] != run.plan.looks(picture)
             ]
     return wrong
+
+
+def _is_a_version(load: Load, report: Mapping[str, object]) -> bool:
+    """Whether a task was shown, if anything, what the picture that a trick has copied ever was."""
+    name = str(report["path"]).rpartition("/")[2]
+    (picture,) = (one for one in load.sources.now() if one.path.endswith(f"/{name}"))
+    return report["sha256"] in ("", *load.sources.shown(picture, 1))
 
 
 def _is_calm(run: Run) -> bool:
@@ -135,7 +166,13 @@ def events_of(site: Site, node: str) -> Iterator[Event]:
 
 def tally(load: Load) -> Counter[str]:
     """How often each came about."""
-    found: Counter[str] = Counter(tasks=len(load.site.cluster.pyxis_reports()))
+    reports = load.site.cluster.pyxis_reports()
+    found: Counter[str] = Counter(tasks=len(reports))
+    found["tasks reading through"] = sum(r["mount_fs"] == "fuse.forestage" for r in reports)
+    found["tasks reading a copy"] = sum(str(r["mount_point"]).endswith(".sqsh") for r in reports)
+    found["tasks reading a copy"] -= found["tasks reading through"]
+    for done in load.site.cluster.read(tricks.DONE).split():
+        found[f"trick {done}"] += 1
     for node in load.site.cluster.nodes:
         for event in events_of(load.site, node):
             outcome = event.outcome
@@ -179,6 +216,10 @@ def wordy(load: Load) -> list[str]:
 
 def _due(run: Run) -> int:
     """Lines in all: of each hook and stager one, in the log and among the events."""
-    steps = len(run.plan.pictures) + 1  # and the batch script
-    hooks = 2 * (len(run.plan.pictures) + steps) + 1
+    images = len(run.plan.pictures)
+    steps = images + 1  # and the batch script
+    hooks = 2 * (images + steps) + 1
+    if run.plan.trick:  # each step asks for all that the comment names
+        images, steps = images + len(tricks.OF_HOLES), steps + tricks.STEPS
+        hooks = 2 * (images + steps + images * steps) + 1
     return 2 * hooks * (run.restarts + 1 + run.rebooted)

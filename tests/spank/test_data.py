@@ -59,7 +59,7 @@ def disk(step: Step) -> Iterator[tuple[str, str]]:
     subprocess.run(argv, check=True)
     device = loop.attach(image, read_only=False)
     yield device, loop.file_of(image.stat())
-    loop.detach(device)
+    subprocess.run(["losetup", "--detach", device], check=True)
 
 
 def line(*fields: object) -> str:

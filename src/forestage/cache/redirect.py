@@ -259,7 +259,8 @@ def _bind(source: Path, spot: Path, target: int) -> None:
     which the job could open the cached file for writing.
 
     Raises OSError, also where somebody has cleared the spot meanwhile: after a change of `cache:`
-    two hooks may hold each the lock of another cache.
+    two hooks may hold each the lock of another cache. Declined where the target was replaced since
+    it was opened.
     """
     spot.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _free(spot)
@@ -275,6 +276,8 @@ def _bind(source: Path, spot: Path, target: int) -> None:
             if not os.path.samestat(os.fstat(made), os.lstat(source)):
                 raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
             mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+        except FileNotFoundError:  # what the kernel says of a file that was deleted
+            raise Declined("changed", "the image or its copy was replaced just now") from None
         finally:
             os.close(made)
     finally:

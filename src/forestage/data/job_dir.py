@@ -255,9 +255,9 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
     for one in loop.attached():
-        deleted = (one.file or "").endswith("/disk (deleted)")
-        if deleted and one.is_on(facts) and (one.file or "").startswith(f"{cache.real}/"):
-            loop.detach(one.name)
+        deleted = one.file.endswith(f"/disk{loop.DELETED}")
+        if deleted and one.is_on(facts) and one.file.startswith(f"{cache.real}/"):
+            loop.detach(one)
     return tuple(gone.name for gone in going)
 
 

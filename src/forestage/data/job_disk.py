@@ -80,6 +80,6 @@ def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
     return device
 
 
-def devices(facts: os.stat_result) -> list[str]:
+def devices(facts: os.stat_result) -> list[loop.Loop]:
     """The devices that show the file of which stat(2) says this: one, if any. Raises Failed."""
-    return [one.name for one in loop.attached() if one.is_of(facts)]
+    return [one for one in loop.attached() if one.is_of(facts)]

@@ -24,6 +24,7 @@ from forestage.system.as_user import User
 from forestage.units import printable
 
 THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
+LAYOUT = b"1"  # changes with what data/erofs.py makes of a manifest: peers give parts of it
 AT_ONCE = 64  # files of one turn of a thread
 MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
 NAME_BYTES = 256  # of a file's path and link, on average; root's memory holds all of them
@@ -69,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def digest(self) -> str:
         """64 hex digits: whoever sees the same, sees the same bytes with the same rights."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
+        return hashlib.sha256(LAYOUT + msgspec.msgpack.encode(self)).hexdigest()
 
     @property
     def bytes(self) -> int:
@@ -122,6 +123,13 @@ def _open_root(path: str) -> tuple[int, str]:
         resolved.encode()
     except UnicodeEncodeError:
         raise Declined("bad-path", "the path resolves to a name that is not UTF-8") from None
+    # A link of /proc leads where the user may not go by name, or into a namespace of their own.
+    try:
+        is_there = os.path.samestat(os.fstat(fd), os.stat(resolved))  # noqa: PTH116
+    except OSError as error:
+        raise image.declined_by(error, resolved) from None
+    if not is_there:
+        raise Declined("bad-path", f"{path} does not lead to {resolved} as this node sees it")
     return fd, resolved
 
 

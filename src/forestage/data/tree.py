@@ -13,6 +13,7 @@ between two steps.
     declined              why not is beside it
 """
 
+import contextlib
 import os
 import socket
 import stat
@@ -43,10 +44,11 @@ from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.system import as_user, child, lock, loop, run
 from forestage.system.as_user import User
+from forestage.system.loop import Loop
 from forestage.units import printable
 
 READERS = 32  # threads of a copy: a small file costs round trips more than bytes
-OTHERS_COPY = 7 * 86400.0  # seconds that another job's copy of the same may take
+TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
 HANDSHAKE = 5.0  # seconds in which the process leaves the hook's session, which Slurm will kill
 POLL = 0.25  # seconds between two looks of a step that waits
 LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
@@ -69,16 +71,19 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
         try:
             channel.recv(HANDSHAKE)
         except EOFError:
+            why = "the process that looks at the directory died"
+            wanted.note_tree(node, job.id, path, Tree("declined", reason="helper", detail=why))
             raise Failed("helper", "the process that looks at the directory died") from None
     return Handled("started", request=printable(request.path), via="hint")
 
 
 def show(
-    node: Node, job: Job, request: Request, path: str, until: Deadline | None
+    node: Node, job: Job, request: Request, path: str, until: Deadline | None, end: Deadline
 ) -> tuple[list[Fields], Handled]:
     """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
 
-    `until` is how long to wait for it. Raises Declined, Failed, OSError.
+    `until` is how long to wait for it, `end` limits the look at its files. Raises Declined, Failed,
+    OSError.
     """
     found = _state(node, job.id, path)
     while until is not None and found.state in ("looking", "copying") and until.left():
@@ -90,7 +95,7 @@ def show(
     entry = node.cache.read(found.key) if found.state == "ready" else None
     if entry is None or not node.cache.is_proven(found.key):
         return [], outcome
-    if _digest(node, job.user, path) != entry.identity.tree:
+    if _digest(node, job.user, path, _time_to_look(end)) != entry.identity.tree:
         raise Declined("changed", f"{path} has changed since the job began")
     copy = node.cache.image(found.key)
     device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
@@ -102,6 +107,11 @@ def show(
     return [line], shown
 
 
+def _time_to_look(end: Deadline) -> float:
+    """Seconds; enough also after a long wait."""
+    return min(LOOK, max(end.left(), source.HOOK_TIMEOUT))
+
+
 def let_go(cache: Cache, leases: Leases, patience: float) -> None:
     """Detaches the devices of entries that no lease names. Raises Failed.
 
@@ -109,18 +119,24 @@ def let_go(cache: Cache, leases: Leases, patience: float) -> None:
     kernel does so after it. A step that is about to mount one this moment finds it gone and reads
     the shared path.
     """
-    devices = loop.attached()
-    if not devices:
-        return
     with lock.held_if_writable(cache.space_lock, patience):
-        for key in {one.name for one in cache.entries.iterdir()} - leases.keys():
-            try:
-                facts = os.lstat(cache.image(key))
-            except OSError:
-                continue
-            for one in devices:
-                if one.is_of(facts):
-                    loop.detach(one.name)
+        used = leases.keys()
+        for one in loop.attached():
+            if _is_done_with(cache, one, used):
+                loop.detach(one)
+
+
+def _is_done_with(cache: Cache, one: Loop, used: frozenset[str]) -> bool:
+    """Whether a device shows an entry that no lease names; one that was evicted has no name."""
+    path = one.file.removesuffix(loop.DELETED)
+    if not (path.startswith(f"{cache.real}/") and path.endswith("/image")):
+        return False
+    with contextlib.suppress(OSError):
+        if one.is_deleted:
+            return one.is_on(cache.root.stat())
+        key = Path(path).parent.name
+        return key not in used and one.is_of(os.lstat(cache.image(key)))
+    return False
 
 
 class OpenTree:
@@ -278,17 +294,34 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
         return ready
     wanted.note_tree(node, job.id, path, Tree("copying", key, resolved))
     _must_be_mountable()
-    made = erofs.layout(found, manifest.acls(root, found, job.user))
-    opened = OpenTree(root, found, made, job.user, max_files, node.clock, looked)
-    # Of files there is no second descriptor past the page cache, and rsync knows no images.
-    config = msgspec.structs.replace(node.config, engine="chunks", threads=READERS, cold="shared")
-    here = msgspec.structs.replace(node, config=config)
-    task = Task(here, job, OpenImage(opened.image, job.user, root), opened)
-    with lock.held(node.cache.key_lock(key), OTHERS_COPY):
+    with contextlib.ExitStack() as held:
+        _take_turn(node, job, key, held)
+        # Nothing that takes much memory before: another job's copy may take hours.
+        if node.cache.read(key) is not None and node.cache.is_proven(key):
+            return ready
+        made = erofs.layout(found, manifest.acls(root, found, job.user))
+        opened = OpenTree(root, found, made, job.user, max_files, node.clock, looked)
+        # Of files there is no second descriptor past the page cache, and rsync knows no images.
+        config = msgspec.structs.replace(
+            node.config, engine="chunks", threads=READERS, cold="shared"
+        )
+        here = msgspec.structs.replace(node, config=config)
+        task = Task(here, job, OpenImage(opened.image, job.user, root), opened)
         ended = stager.copy(task, stop)
     if ended.state == "failed":
         raise (Failed if ended.node_failed else Declined)(ended.reason, ended.detail)
     return ready
+
+
+def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> None:
+    """Takes the key's lock; waits for another job's copy while this job lives. Raises Declined."""
+    while True:
+        with contextlib.suppress(lock.Busy):
+            held.enter_context(lock.held(node.cache.key_lock(key), TURN))
+            return
+        lease = node.leases.read(job.id)
+        if lease is None or not lease.data:
+            raise Declined("stopped", "the job is over")
 
 
 def _must_be_a_source(node: Node, resolved: str) -> None:
@@ -339,10 +372,11 @@ def _lease(node: Node, job: Job, key: str) -> None:
 
 
 def _state(node: Node, job: int, path: str) -> Tree:
-    return wanted.read(node.leases, job).trees.get(path, Tree("looking"))
+    nobody = Tree("declined", reason="helper", detail=f"nobody looks at {path}")
+    return wanted.read(node.leases, job).trees.get(path, nobody)
 
 
-def _digest(node: Node, user: User, path: str) -> str:
+def _digest(node: Node, user: User, path: str, timeout: float) -> str:
     """What the directory is now, as the user sees it. Raises as_user.TooSlow, Declined, OSError."""
 
     def work() -> as_user.Found[tuple[str, str, str]]:
@@ -354,7 +388,7 @@ def _digest(node: Node, user: User, path: str) -> str:
             return ("", declined.reason, str(declined)), []
         return (found.digest, "", ""), []
 
-    digest, reason, detail = as_user.call(work, tuple[str, str, str], LOOK)[0]
+    digest, reason, detail = as_user.call(work, tuple[str, str, str], timeout)[0]
     if reason:
         raise Declined(reason, detail)
     return digest

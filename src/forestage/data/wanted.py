@@ -30,6 +30,29 @@ is root's own, and is opened as root.
 """
 
 
+def disentangled(lines: Sequence[Fields]) -> list[Fields]:
+    """Pure: the lines without directories that would be in each other's way.
+
+    One that lies in another is in that one's copy, too. One in which something else is mounted
+    stays the shared one, as the copy has other inodes.
+    """
+    mounted = [one[-2] for one in lines if one[0] in ("served", "folder")]
+    kept: list[Fields] = []
+    trees: list[str] = []
+    for line in sorted(lines, key=lambda line: len(line[-2])):
+        if _is_tree(line):
+            at = f"{line[-2]}/"
+            if any(one.startswith(at) for one in mounted) or any(map(at.startswith, trees)):
+                continue
+            trees.append(at)
+        kept.append(line)
+    return kept
+
+
+def _is_tree(line: Fields) -> bool:
+    return line[0] == "device" and line[3] == "erofs"
+
+
 def in_order(lines: Sequence[Fields]) -> list[Fields]:
     """Pure: the lines as the companion is to follow them: no mount hides one that came before."""
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))

@@ -201,7 +201,7 @@ class Hook:
         outcomes: list[Outcome] = [*done.outcomes]
         for words in done.also:
             _write("also", *words)
-        if nodes[0].leases.data(job.id).exists():
+        if os.path.exists(nodes[0].leases.data(job.id)):
             outcomes += self._show_data(nodes[0], job, limit, say, refusal)
         # At once: the log can wait, the step does not.
         self.answer(*done.answer)

@@ -26,6 +26,7 @@ from forestage.hooks.image import Wait
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.stage import source
 from forestage.system import as_user, lock
 from forestage.units import printable
 
@@ -48,7 +49,7 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
         return []
     try:
         _must_be_possible(node, job, refusal)
-        requests = (*asked.data, *_listed(job, limit.end))
+        requests = tuple(_absolute(job, one) for one in (*asked.data, *_listed(job, limit.end)))
         noted = Wanted(requests, asked.room, asked.ram)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
@@ -63,14 +64,23 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     noted = wanted.read(node.leases, job.id)
     lines: list[Fields] = []
     outcomes: list[Handled] = []
-    for request in noted.requests if not refusal else ():
+    # Whoever serves a mounted file waits for the tasks, and they for what comes before.
+    requests = () if refusal else noted.requests
+    for request in sorted(requests, key=lambda one: one.at.startswith("/")):
         found, outcome = _shown(node, job, noted, request, limit)
         lines += found
         outcomes.append(outcome)
     more, told = _dir_lines(node, job, noted)  # what it was filled with is there by now
     lines += more
     outcomes += told
-    return Shown(wanted.in_order(lines), outcomes)
+    return Shown(wanted.in_order(wanted.disentangled(lines)), outcomes)
+
+
+def _absolute(job: Job, request: Request) -> Request:
+    """The same, from wherever a step looks: steps may have another directory than the job."""
+    with contextlib.suppress(Declined):  # it gets its own outcome
+        return msgspec.structs.replace(request, path=images.wanted_path(request, job.work_dir))
+    return request
 
 
 def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
@@ -194,13 +204,15 @@ def _shown(
         if not request.at:
             from forestage.data import tree
 
-            lines, outcome = tree.show(node, job, request, path, limit.copy)
+            lines, outcome = tree.show(node, job, request, path, limit.copy, limit.end)
             for line in lines:
-                binds.must_not_hold(line[-2], job, node.places.root, limit.end)
+                _must_not_be_in(job, line[-2])
+                binds.must_not_hold(line[-2], job, node.places.root, _some_time(node, limit))
             return lines, outcome
         if request.at.startswith("/"):
             from forestage.data import mounted
 
+            limit = msgspec.structs.replace(limit, end=_some_time(node, limit))
             place = mounted.place(node, job, request.at, limit.end)
             _keep_clear_of_binds(node, job, place.path, limit)
             answer = _staged(node, job, request, limit)
@@ -211,6 +223,18 @@ def _shown(
         return fill.fill(node, job, noted, request, path, limit.fill or limit.end)
     except (ForestageError, OSError) as error:
         return (), _of_error(request, error)
+
+
+def _some_time(node: Node, limit: Wait) -> Deadline:
+    """What is left to the step, and enough after a long wait for what came before."""
+    return Deadline.after(max(limit.end.left(), source.HOOK_TIMEOUT), node.clock)
+
+
+def _must_not_be_in(job: Job, directory: str) -> None:
+    """Raises Declined where the job works in the directory: it would become read-only."""
+    for own in (job.work_dir, job.home):
+        if f"{own}/".startswith(f"{directory}/"):
+            raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
 
 
 def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:

@@ -56,7 +56,7 @@ def epilog(
             if lease is None or lease.data:
                 from forestage.data import job_dir, tree  # few jobs have data
 
-                with contextlib.suppress(Failed):  # the sweep does it
+                with contextlib.suppress(Failed, OSError):  # the sweep does it
                     tree.let_go(cache, leases, patience)
                 job_dir.end(cache, job.id)
         made = cache is not None and cache.locks.is_dir()
@@ -95,7 +95,8 @@ def _release(
         done = Released("released", unmounted=len(going))
         try:
             unmount.unmount(going, lambda bind: job.user)
-            if going:  # else nothing can have been inherited
+            # Else nothing can have been inherited. Of a step's redirect the node sees nothing.
+            if going or (lease is not None and lease.uses):
                 _clear_elsewhere(cache, leases, clock.wall())
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.

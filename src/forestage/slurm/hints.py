@@ -27,7 +27,7 @@ MAX_HINTED = 16
 MAX_PROBLEMS = 8
 """Problems reported for one comment."""
 
-KNOWN = "stage=, stage-dir=, stage-list=, stage-wait="
+KNOWN = ("stage", "stage-dir", "stage-list", "stage-wait")
 
 Via = Literal["option", "hint"]
 
@@ -103,6 +103,9 @@ def read_hints(comment: str, rank: Rank = NOWHERE) -> Hints:
         name, equals, value = token.partition("=")
         if not equals or not (name == "stage" or name.startswith("stage-")):
             continue
+        if name not in KNOWN:
+            problems.append(f"unknown hint {name}= (known: {', '.join(map('{}='.format, KNOWN))})")
+            continue
         try:
             if name == "stage" and value != "off":
                 wanted += requests(value.split(","), rank, problems)
@@ -131,12 +134,10 @@ def _setting(name: str, value: str, rank: Rank) -> dict[str, object]:
         return {"wait": parse_duration(value)}
     if name == "stage-list":
         return {"listed": _path(value, rank)}
-    if name == "stage-dir":
-        size, comma, where = value.partition(",")
-        if comma and where != "ram":
-            raise ValueError(f"expected SIZE or SIZE,ram, got {quote(value)}")
-        return {"room": parse_size(size), "ram": bool(comma)}
-    raise ValueError(f"unknown hint (known: {KNOWN})")
+    size, comma, where = value.partition(",")
+    if comma and where != "ram":
+        raise ValueError(f"expected SIZE or SIZE,ram, got {quote(value)}")
+    return {"room": parse_size(size), "ram": bool(comma)}
 
 
 def requests(parts: Sequence[str], rank: Rank, problems: list[str]) -> list[Request]:

@@ -1,54 +1,78 @@
 """Loop devices: files of the cache as disks, so that a step can mount them. Root only.
 
-By losetup(8). A device stays until `detach`; while it is mounted somewhere, until the last unmount.
-Mounts of one device share one file system in the kernel, and so one page cache, wherever they are.
+By ioctl(2), not by losetup(8): that asks every device of the machine for its file, and hangs where
+one of them lies on a dead file server. A device is used by its number, which is another file's once
+it is free. So whoever lets go of one, or mounts it, compares its file on a descriptor of the
+device: while that is open nobody else gets the number. Mounts of one device share one file system
+in the kernel, and so one page cache, wherever they are. loop(4), linux/loop.h.
 """
 
+import contextlib
+import errno
+import fcntl
 import os
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from forestage.errors import Failed
-from forestage.system import run
 
-TIMEOUT = 30.0  # seconds; it asks the kernel only
+OURS = ("/image", "/disk")
+"""The last of the paths of files that are attached; no other device is asked for its file."""
+
+DELETED = " (deleted)"  # what the kernel adds to the path of a file without a name
+TRIES = 64  # others take free devices at the same moment
+_SET_FD, _CLR_FD, _SET_STATUS, _GET_STATUS = 0x4C00, 0x4C01, 0x4C04, 0x4C05
+_SET_DIRECT_IO, _CONFIGURE, _GET_FREE = 0x4C08, 0x4C0A, 0x4C82
+_READ_ONLY, _AUTOCLEAR, _DIRECT_IO = 1, 4, 16
+_INFO = struct.Struct("=5Q4I64s64s32s2Q")  # struct loop_info64
+_FLAGS = 8  # its place among the fields
 
 
-class Loop(msgspec.Struct, frozen=True, rename={"file": "back-file", "inode": "back-ino"}):
-    """A device in use. `file` ends in " (deleted)" where it has no name any more."""
+class Loop(msgspec.Struct, frozen=True):
+    """A device in use: its file's path as the kernel has it, st_dev and inode."""
 
     name: str
-    file: str | None
-    inode: int | None
-    disk: str | None = msgspec.field(name="back-maj:min", default=None)
-
-    def is_on(self, directory: os.stat_result) -> bool:
-        """Whether its file lies on the file system of this directory, of which stat(2) says it."""
-        return (self.disk or "").strip() == _disk(directory)
+    file: str
+    disk: int
+    inode: int
 
     def is_of(self, facts: os.stat_result) -> bool:
         """Whether it shows the file of which stat(2) says this."""
-        return (self.inode, (self.disk or "").strip()) == (facts.st_ino, _disk(facts))
+        return (self.disk, self.inode) == (facts.st_dev, facts.st_ino)
 
+    def is_on(self, facts: os.stat_result) -> bool:
+        """Whether its file lies on the file system of which stat(2) says this."""
+        return self.disk == facts.st_dev
 
-class _Listed(msgspec.Struct, frozen=True):
-    loopdevices: list[Loop] = []
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its file has no name any more."""
+        return self.file.endswith(DELETED)
 
 
 def attach(file: Path, read_only: bool) -> str:
     """Returns the device that shows this file; the one that does already, if there is one.
 
     Past the page cache, where the file's disk can: the mounted file system has one of its own.
-    Raises Failed.
+    Raises Failed, OSError.
     """
-    options = ["--read-only"] if read_only else []
-    for direct in ("on", "off"):  # tmpfs cannot
-        argv = ["losetup", "--find", "--show", "--nooverlap", *options, f"--direct-io={direct}"]
-        ran = run.run([*argv, os.fspath(file)], timeout=TIMEOUT)
-        if ran.code == 0:
-            return ran.out.strip()
-    raise Failed("loop", f"no loop device for {file}: {ran.explained()}")
+    fd = os.open(file, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        facts = os.fstat(fd)
+        for one in attached():
+            if one.is_of(facts) and _keeps(one):
+                return one.name
+        for _ in range(TRIES):
+            name = _free()
+            with _opened(name, os.O_RDWR) as device:
+                if _is_configured(device, fd, read_only):
+                    return name
+    finally:
+        os.close(fd)
+    raise Failed("loop", f"no loop device for {file}")
 
 
 def file_of(facts: os.stat_result) -> str:
@@ -56,21 +80,97 @@ def file_of(facts: os.stat_result) -> str:
     return f"{facts.st_dev}:{facts.st_ino}"
 
 
-def detach(name: str) -> None:
-    """Lets go of a device; what is mounted stays so until its last unmount. Raises Failed."""
-    ran = run.run(["losetup", "--detach", name], timeout=TIMEOUT)
-    if ran.code != 0 and any(one.name == name for one in attached()):
-        raise Failed("loop", f"{name} stays: {ran.explained()}")
+def detach(one: Loop) -> None:
+    """Lets go of a device, if it still shows that file. Raises OSError.
+
+    What is mounted stays so until its last unmount.
+    """
+    with contextlib.suppress(FileNotFoundError), _opened(one.name, os.O_RDONLY) as device:
+        if _shows(device, one):
+            with contextlib.suppress(OSError):  # ENXIO: it went with its last mount
+                fcntl.ioctl(device, _CLR_FD)
 
 
 def attached() -> list[Loop]:
-    """All loop devices of this machine that are in use. Raises Failed."""
-    columns = "NAME,BACK-FILE,BACK-INO,BACK-MAJ:MIN"
-    ran = run.run(["losetup", "--list", "--json", "--output", columns], timeout=TIMEOUT)
-    if ran.code != 0:
-        raise Failed("loop", f"loop devices cannot be listed: {ran.explained()}")
-    return msgspec.json.decode(ran.out or "{}", type=_Listed).loopdevices
+    """The devices in use of this machine whose files may be ours. Raises OSError."""
+    found = []
+    for directory in Path("/sys/block").glob("loop*"):
+        try:
+            path = os.fsdecode((directory / "loop/backing_file").read_bytes().removesuffix(b"\n"))
+        except OSError:  # it is free
+            continue
+        if path.removesuffix(DELETED).endswith(OURS):
+            name = f"/dev/{directory.name}"
+            with contextlib.suppress(OSError), _opened(name, os.O_RDONLY) as device:
+                info = _status(device)
+                found.append(Loop(name, path, info[0], info[1]))
+    return found
 
 
-def _disk(facts: os.stat_result) -> str:
-    return f"{os.major(facts.st_dev)}:{os.minor(facts.st_dev)}"
+@contextlib.contextmanager
+def _opened(name: str, access: int) -> Iterator[int]:
+    fd = os.open(name, access | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _status(device: int) -> tuple[int, ...]:
+    """The fields of the device's struct loop_info64. Raises OSError (ENXIO: it is free)."""
+    buffer = bytearray(_INFO.size)
+    fcntl.ioctl(device, _GET_STATUS, buffer)
+    fields: tuple[int, ...] = _INFO.unpack(buffer)
+    return fields
+
+
+def _shows(device: int, one: Loop) -> bool:
+    try:
+        return _status(device)[:2] == (one.disk, one.inode)
+    except OSError:
+        return False
+
+
+def _keeps(one: Loop) -> bool:
+    """Has a device that somebody let go of stay after its last unmount; whether it is there."""
+    with contextlib.suppress(OSError), _opened(one.name, os.O_RDONLY) as device:
+        fields = list(_status(device))
+        if fields[:2] != [one.disk, one.inode]:
+            return False
+        if fields[_FLAGS] & _AUTOCLEAR:
+            fields[_FLAGS] &= ~_AUTOCLEAR
+            fcntl.ioctl(device, _SET_STATUS, _INFO.pack(*fields))
+        return True
+    return False
+
+
+def _free() -> str:
+    """The name of a device that is free this moment. Raises OSError."""
+    with _opened("/dev/loop-control", os.O_RDWR) as control:
+        return f"/dev/loop{fcntl.ioctl(control, _GET_FREE)}"
+
+
+def _is_configured(device: int, fd: int, read_only: bool) -> bool:
+    """Whether this free device shows the file now; somebody else may have been faster."""
+    plain = _READ_ONLY if read_only else 0
+    for flags in (plain | _DIRECT_IO, plain):
+        info = _INFO.pack(*(0,) * _FLAGS, flags, b"", b"", b"", 0, 0)
+        try:
+            fcntl.ioctl(device, _CONFIGURE, struct.pack("=II", fd, 0) + info + bytes(64))
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return False
+            if error.errno not in (errno.EINVAL, errno.ENOTTY):
+                raise
+        else:
+            return True
+    # Linux before 5.8 has no LOOP_CONFIGURE.
+    try:
+        fcntl.ioctl(device, _SET_FD, fd)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
+        raise
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(device, _SET_DIRECT_IO, 1)
+    return True

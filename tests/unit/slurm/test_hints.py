@@ -54,7 +54,7 @@ def test_hints_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
         ("stage-wait=", "stage-wait: expected a duration"),
         ("stage-wait=soon", "'soon'"),
         ("stage-wait=1e9", "'1e9'"),
-        ("stage-=1", "stage-: unknown hint"),
+        ("stage-=1", "unknown hint stage-="),
     ],
 )
 def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
