@@ -41,12 +41,17 @@ class Dirs:
         return Job.from_environ(self.node.environ(job, user=user, comment=comment) | more)
 
     def prolog(
-        self, job: int, comment: str, user: User = ALICE, restart: int | None = None
+        self,
+        job: int,
+        comment: str,
+        user: User = ALICE,
+        restart: int | None = None,
+        seconds: float = 60.0,
     ) -> list[Handled]:
         """The outcomes of what went wrong, or was begun."""
         more = {} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}
         asked = self.job(job, comment, user, **more)
-        return data.begin(self.on, asked, Wait.of(Clock(), 60.0, None), None)
+        return data.begin(self.on, asked, Wait.of(Clock(), seconds, None), None)
 
     def step(self, job: int, user: User = ALICE, fill: float = 240.0) -> Shown:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")

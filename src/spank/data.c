@@ -58,7 +58,7 @@ static bool is_understood(const struct datum *one)
 {
 	char *end;
 
-	if (one->count == 3 && strcmp(kind(one), "env") == 0)
+	if ((one->count == 2 || one->count == 3) && strcmp(kind(one), "env") == 0)
 		return is_name(one->field[1]);
 	if (one->count < 3 || target(one)[0] != '/' || target(one)[1] == '\0')
 		return false;
@@ -99,10 +99,14 @@ void understand_data(const char *line)
 
 void set_variables(spank_t sp)
 {
-	for (int i = 0; i < data_count; i++)
-		if (strcmp(kind(&data[i]), "env") == 0 &&
-		    spank_setenv(sp, data[i].field[1], data[i].field[2], 1) != ESPANK_SUCCESS)
-			slurm_info("forestage: %s cannot be set", data[i].field[1]);
+	for (const struct datum *one = data; one < data + data_count; one++) {
+		if (strcmp(kind(one), "env") != 0)
+			continue;
+		if (one->count == 2)
+			spank_unsetenv(sp, one->field[1]); /* it may not be there */
+		else if (spank_setenv(sp, one->field[1], one->field[2], 1) != ESPANK_SUCCESS)
+			slurm_info("forestage: %s cannot be set", one->field[1]);
+	}
 }
 
 void hold_data(void)

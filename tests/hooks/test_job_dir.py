@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,15 +11,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import jobdir
 from forestage import trace
 from forestage.admin import status, sweep
-from forestage.cache import room
-from forestage.data import job_dir, job_disk
+from forestage.cache import room, space
+from forestage.cache.layout import Cache
+from forestage.data import hold, job_dir, job_disk
+from forestage.errors import Failed
 from forestage.slurm.queue import JobState, Slurm
-from forestage.system import lock, mounts
+from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Node, content, until
@@ -30,6 +34,9 @@ _fork = get_context("fork")
 def dirs(node: Node, tmp_path: Path) -> Iterator[Dirs]:
     with jobdir.made(node, tmp_path / "disk") as made:
         yield made
+
+
+NONE = ("env", "FORESTAGE_DIR")  # unset: it may be from a node that has a directory
 
 
 def free(dirs: Dirs) -> int:
@@ -99,7 +106,7 @@ def assert_gone(dirs: Dirs) -> None:
 
 def test_another_user_sees_nothing_of_it(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
-    assert dirs.step(7, BOB).lines == []
+    assert dirs.step(7, BOB).lines == [NONE]
     (place,) = dirs.node.cache.jobs.iterdir()
     assert place.stat().st_mode & 0o777 == 0o700
 
@@ -137,10 +144,11 @@ def test_what_cannot_be_is_told_and_the_job_starts_without(
     assert (told.result, told.reason) == ("declined", reason)
     assert text in told.detail
     shown = dirs.step(7)
-    assert shown.lines == []
+    assert shown.lines == [NONE]
     (again,) = shown.outcomes  # which the step's user reads
     assert (again.request, text in again.detail) == ("stage-dir", True)
     assert dirs.devices() == []
+    assert dirs.node.places.job_dir.is_dir()  # a container that mounts it starts all the same
     dirs.node.epilog(7)
 
 
@@ -163,6 +171,33 @@ def test_what_must_stay_free_stays_free(dirs: Dirs) -> None:
     assert dirs.prolog(8, "stage-dir=64M") == []
 
 
+def test_all_jobs_together_have_no_more_than_is_theirs(dirs: Dirs) -> None:
+    assert dirs.prolog(7, "stage-dir=240M") == []
+    (told,) = dirs.prolog(8, "stage-dir=190M")
+    assert (told.reason, "data: job_dir" in told.detail) == ("no-room", True)
+    dirs.node.epilog(7)
+    assert dirs.prolog(9, "stage-dir=190M") == []
+
+
+def test_room_that_cannot_be_taken_in_advance_is_none(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "allocate", lambda *_: None)  # as where there is no fallocate(2)
+    (told,) = dirs.prolog(7, "stage-dir=64M")
+    assert (told.reason, "reserves no room" in told.detail) == ("job-dir", True)
+    assert dirs.taken().number == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_prolog_whose_time_ends_makes_none(dirs: Dirs, seconds: float) -> None:
+    dirs.on.cache.prepare(require_mount=False)
+    with lock.held(dirs.node.cache.locks / "jobs.lock", 0):
+        (told,) = dirs.prolog(7, "stage-dir=64M", seconds=seconds)
+    assert (told.result, told.reason) == ("declined", "deadline")
+    assert dirs.taken().number == 0
+    assert dirs.node.places.job_dir.is_dir()
+
+
 def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,9 +210,12 @@ def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     assert dirs.taken().number == 0
 
 
-@pytest.mark.parametrize(("user", "fits"), [(BOB, False), (ALICE, True)])
+@pytest.mark.parametrize(
+    ("user", "sizes", "fits"),
+    [(BOB, [360], False), (ALICE, [360], True), (BOB, [200, 160], False)],
+)
 def test_entries_go_for_it_but_not_for_more_than_a_users_share(
-    dirs: Dirs, user: User, fits: bool
+    dirs: Dirs, user: User, sizes: list[int], fits: bool
 ) -> None:
     keys = {"redirect": "bind", "require_mount": False, "data": {"job_dir": "90%"}}
     dirs.node.configure(**keys, max_size="100%", max_user_share="60%")
@@ -189,7 +227,9 @@ def test_entries_go_for_it_but_not_for_more_than_a_users_share(
     # As large as none that a test's file system takes.
     subprocess.run(["fallocate", "-l", "150M", image.with_name("map")], check=True)
     dirs.node.configure(**keys | {"redirect": "spank"}, max_size="100%", max_user_share="60%")
-    assert (dirs.prolog(7, "stage-dir=360M") == []) is fits
+    told = [dirs.prolog(job, f"stage-dir={size}M") for job, size in enumerate(sizes, 7)]
+    assert told[:-1] == [[]] * (len(sizes) - 1)  # all of the user's directories count
+    assert (told[-1] == []) is fits
     assert image.exists() is not fits
 
 
@@ -227,7 +267,11 @@ def test_requeued_job_has_an_empty_directory(dirs: Dirs) -> None:
     assert [place.name for place in dirs.node.cache.jobs.iterdir()] == ["7.1"]
     with dirs.seen(7) as at:
         assert list(at.iterdir()) == []
-    assert len(dirs.devices()) == 1
+    assert len(dirs.devices()) == 2  # the Prolog deletes nothing
+    job_dir.sweep(dirs.node.cache, dirs.node.leases)
+    until(lambda: len(dirs.devices()) == 1, "the old one to go")
+    with dirs.seen(7) as at:
+        assert as_alice("echo x > y", at).returncode == 0
 
 
 def test_prolog_that_runs_again_leaves_the_directory_as_it_is(dirs: Dirs) -> None:
@@ -265,7 +309,8 @@ def killed_at(point: str, run: object, *args: object) -> None:
 def test_cancelled_in_its_prolog_the_job_leaves_nothing(dirs: Dirs) -> None:
     killed_at("job room", dirs.prolog, 7, "stage-dir=32M")
     assert dirs.taken().number == 1
-    assert dirs.step(7).lines == []  # it is not whole
+    shown = dirs.step(7)  # it is not whole
+    assert (shown.lines, [one.reason for one in shown.outcomes]) == ([NONE], ["job-dir"])
     assert dirs.node.epilog(7).said == ("released", "")
     assert_gone(dirs)
 
@@ -335,6 +380,38 @@ def test_last_task_of_a_step_does_not_wait_until_all_is_written(dirs: Dirs) -> N
     dirs.node.epilog(7)
     until(lambda: not mounted.exists(), "the file system to go")
     assert_gone(dirs)
+
+
+def test_holder_of_what_others_deleted_ends_and_shuts_nothing_down(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "LOOK", 0.05)
+    dirs.prolog(7, "stage-dir=32M")
+    (place,) = dirs.node.cache.jobs.iterdir()
+    with dirs.seen(7) as at, (place / "held").open() as held:
+        (place / "held").unlink()
+        fcntl.flock(held, fcntl.LOCK_EX)  # it has ended
+        assert as_alice("echo x > y", at).returncode == 0
+
+
+def test_directory_is_found_in_the_cache_that_it_was_made_in(dirs: Dirs) -> None:
+    dirs.prolog(7, "stage-dir=32M")
+    other = Cache(dirs.node.nvme / "other")
+    moved = msgspec.structs.replace(dirs.on, cache=other)
+    assert [one[0] for one in job_dir.lines(moved, dirs.job(7, ""))] == ["device", "env"]
+
+
+def test_directory_that_cannot_be_shown_is_told(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attach(file: Path, read_only: bool) -> str:
+        raise Failed("loop", "no loop device is free")
+
+    dirs.prolog(7, "stage-dir=32M")
+    monkeypatch.setattr(loop, "attach", attach)
+    shown = dirs.step(7)
+    assert shown.lines == [NONE]
+    assert "no loop device is free" in shown.outcomes[0].detail
 
 
 def test_holder_that_was_killed_is_no_matter(dirs: Dirs) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import jobdir
 from forestage.data import put
-from forestage.system import child
+from forestage.system import as_user, child
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, Node, until
 
@@ -209,7 +209,25 @@ def test_what_cannot_be_copied_is_told_once_and_absent(
     assert request_.split("@")[0] in outcome.detail
     with dirs.seen(7) as at:
         assert left(at) in ([], ["seed"])
-    assert not [line for line in dirs.step(7).lines if line[1] == "CACHE"]
+    seeds = [line for line in dirs.step(7).lines if line[1] == "CACHE"]
+    assert seeds == ([("env", "CACHE")] if "seed" in request_ else [])
+
+
+def test_copier_that_does_not_answer_is_not_waited_for_again(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def slow(work: object, answer: object, timeout: float) -> None:
+        asked.append(timeout)
+        raise as_user.TooSlow("no answer")
+
+    begun(dirs, f"{tree(dirs)}@job")
+    monkeypatch.setattr(as_user, "ask", slow)
+    for _ in range(2):
+        assert told(dirs, fill=100.0) == [("declined", "source-hangs")]
+    (timeout,) = asked
+    assert 95.0 < timeout < 99.5  # the step has time left to say so
 
 
 def test_without_a_directory_the_job_reads_what_it_needs(dirs: Dirs) -> None:

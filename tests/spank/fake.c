@@ -100,6 +100,13 @@ spank_err_t spank_getenv(spank_t sp, const char *name, char *value, int size)
 	return ESPANK_ENV_NOEXIST;
 }
 
+spank_err_t spank_unsetenv(spank_t sp, const char *name)
+{
+	(void)sp;
+	fact("unsetenv %s", name);
+	return ESPANK_ENV_NOEXIST;
+}
+
 spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int overwrite)
 {
 	(void)sp;

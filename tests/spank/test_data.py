@@ -229,12 +229,20 @@ def test_variable_is_set_over_what_the_step_has(step: Step) -> None:
     assert step.run().facts("setenv") == {"setenv 1 FORESTAGE_DIR=/forestage/job"}
 
 
+def test_variable_without_a_value_is_unset(step: Step) -> None:
+    step.answers(line("env", "FORESTAGE_DIR"), "leave\tno-image")
+    ran = step.run()
+    assert ran.facts("unsetenv") == {"unsetenv FORESTAGE_DIR"}
+    assert (ran.facts("setenv"), ran.logged) == (set(), "")
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
         "env",
-        "env\tLD_PRELOAD",
+        "env\tlower",
+        "env\t",
         "env\tlower\tx",
         "env\t1A\tx",
         "env\tA=B\tx",

@@ -245,16 +245,23 @@ def make_room(
 
 
 def leave_room(
-    cache: Cache, leases: Leases, config: Config, need: int, user: int, timeout: float
+    cache: Cache,
+    leases: Leases,
+    config: Config,
+    need: int,
+    user: int,
+    timeout: float,
+    others: Mapping[int, int] = NOBODY,
 ) -> tuple[str, ...]:
     """Evicts until `need` bytes beside `min_free` are free for a job; nothing if that cannot be.
 
     Returns the keys. It is the user's room: nobody else's entry goes for more than their share.
+    `others` are the bytes, by uid, that jobs have beside the entries; they count for the shares.
     `timeout` in seconds is for the space lock. Raises lock.Busy, Failed, OSError.
     """
     with lock.held(cache.space_lock, timeout):
         stored = cache.stored_entries()
-        under_way = copies(cache)
+        under_way = copies(cache) + Counter(others)
         under_way[user] += need
         room = measure(cache, stored, config)
         goal = Goal(free=room.min_free + need, used=room.used)

@@ -107,7 +107,10 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     job_dir: Annotated[
         Amount,
-        Key("The most that one job's stage-dir= may take of the cache's disk.", values.AMOUNT),
+        Key(
+            "The most that all jobs' stage-dir= may take together of the cache's disk.",
+            values.AMOUNT,
+        ),
     ] = Amount(share=0.5)
 
 

@@ -140,6 +140,8 @@ def fill(
     place = job_dir.find(node, job)
     if place is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
+    # So much of the companion's time is for what the copier says at its end.
+    until = Deadline(until.end - 2 * LAST - 1.0, until.clock)
     number = noted.requests.index(request)
     known = _known(place, number)
     found = known
@@ -160,6 +162,18 @@ def fill(
     return [("env", name.removeprefix("seed/"), target)] if "/" in name else [], handled
 
 
+def unset(place: Place | None, noted: Wanted) -> list[Fields]:
+    """The variables of seeds that are not in this directory: those of another node are no use."""
+    names: dict[str, bool] = {}
+    for number, request in enumerate(noted.requests):
+        if not request.at.startswith(SEED) or not is_variable(request.at.removeprefix(SEED)):
+            continue
+        known = _known(place, number) if place else None
+        name = request.at.removeprefix(SEED)
+        names[name] = names.get(name, False) or (known is not None and not known.reason)
+    return [("env", name) for name, is_there in names.items() if not is_there]
+
+
 def _known(place: Place, number: int) -> Put | None:
     with contextlib.suppress(OSError, records.Damaged):
         return records.load(place.put(number), Put)
@@ -171,7 +185,9 @@ def _ordered(order: _Order) -> Put:
     work = partial(_work, order, os.getppid())
     try:
         found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST)
-    except as_user.TooSlow:
+    except as_user.TooSlow as slow:
+        found = _known(order.place, order.number) or Put(0, slow.reason, str(slow))
+        records.write(order.place.put(order.number), msgspec.json.encode(found))
         raise
     except Failed:  # in the job's cgroup: killed for want of memory, or by the user
         raise Declined("not-put", f"{printable(order.path)}: its copier was killed") from None

@@ -8,7 +8,8 @@ Prolog to the Epilog; what is in the page cache also stays for the job's next st
     <cache>/jobs/<job>.<restart>/held    locked as long as it lives; its pid
 
 At the end it shuts the file system down first, so that nobody writes what is deleted the next
-moment: who still has files open there gets EIO. It ends by itself once the directory is deleted.
+moment: who still has files open there gets EIO. It ends by itself, and shuts nothing down, once the
+directory is deleted without that.
 One that was killed is missed by nobody but the tasks that then wait.
 """
 
@@ -32,14 +33,17 @@ _GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN
 _NOLOGFLUSH = (2).to_bytes(4, "little")
 
 
-def start(device: str, place: Path) -> None:
-    """Starts the holder of this device's file system; `place` is the job's directory."""
+def start(device: str, place: Path, patience: float = START) -> None:
+    """Starts the holder of this device's file system; `place` is the job's directory.
+
+    Waits up to `patience` seconds for it.
+    """
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         child.live(partial(_live, device, place, theirs), lambda error: None)
     theirs.close()
     with ours, contextlib.suppress(OSError):
-        ours.settimeout(START)
+        ours.settimeout(patience)
         ours.recv(1)
 
 
@@ -56,18 +60,22 @@ def _live(device: str, place: Path, prolog: socket.socket) -> None:
     child.let_go({held, root, prolog.fileno()})
     prolog.send(b".")
     prolog.close()
-    while not signal.sigtimedwait({signal.SIGTERM}, LOOK) and os.fstat(held).st_nlink:
-        pass
+    while not signal.sigtimedwait({signal.SIGTERM}, LOOK):
+        if not os.fstat(held).st_nlink:
+            return
     fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)
 
 
-def end(place: Path) -> None:
-    """Ends the holder; `place` is where the job's directory is by now. Raises OSError."""
+def end(place: Path, patience: float = END) -> None:
+    """Ends the holder; `place` is where the job's directory is by now. Raises OSError.
+
+    Waits up to `patience` seconds for its end.
+    """
     held = place / "held"
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProcessLookupError, ValueError):
         if lock.is_free(held):
             return
         os.kill(int(held.read_text()), signal.SIGTERM)
-    until = time.monotonic() + END
+    until = time.monotonic() + patience
     while not lock.is_free(held) and time.monotonic() < until:
         time.sleep(lock.POLL)

@@ -8,16 +8,19 @@
 Its room is taken in advance: what a job has asked for it has, and no more. The order of what
 happens to a directory keeps the sweep from taking that of a job that begins:
 
-    Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
+    Prolog      notes the lease, renames away what an earlier run of the job left, makes the
+                directory
     step        mounts its device in each task's namespace
     Epilog      drops the lease; renames the directory away, ends its holder, detaches its device,
                 deletes the file
-    sweep       under the space lock: renames away what has no lease; then as the Epilog
+    sweep       under the space lock: renames away what has no lease; then as the Epilog, also with
+                what Prologs have renamed away
 """
 
 import contextlib
 import os
 import stat
+from collections import Counter
 from collections.abc import Container
 from pathlib import Path
 
@@ -29,11 +32,12 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
+from forestage.clock import Deadline
 from forestage.data import hold, job_disk
 from forestage.data.wanted import Fields
-from forestage.errors import Declined
+from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
-from forestage.system import lock, loop, records
+from forestage.system import as_user, lock, loop, records
 from forestage.units import format_size
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
@@ -88,16 +92,27 @@ class Taken(msgspec.Struct, frozen=True):
     bytes: int = 0
 
 
-def make(node: Node, job: Job, size: int, ram: bool) -> None:
+def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     """Makes the job's directory of `size` bytes; one that this run of the job has already, stays.
 
-    For the Prolog, once the lease is noted. Raises Declined, Failed, OSError.
+    For the Prolog, once the lease is noted. Raises Declined, also once it is `end`, Failed,
+    OSError.
     """
+    # First: a container that mounts it would not start if it were missing.
+    _make_mount_point(node.places.job_dir)
+    try:
+        _make(node, job, size, ram, end)
+    except (Failed, as_user.TooSlow):
+        job_disk.within(0.0, end)  # what was waited for until then was cut short by it
+        raise
+
+
+def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     place = Place(node.cache.jobs / f"{job.id}.{job.restart}")
     wanted = Made(job.user.uid, job.user.gid, size, boot_id())
     for earlier in _of(node.cache, job.id):
         if earlier != place or earlier.made() != wanted:
-            _remove(node.cache, earlier)
+            _aside(node.cache, earlier)  # the sweep deletes it; that may take its time
     doubt.must_not_be(node.places)
     if ram:
         raise Declined(
@@ -106,26 +121,28 @@ def make(node: Node, job: Job, size: int, ram: bool) -> None:
             "leave out `,ram`: what fits into memory is read from there; or ask Slurm for memory"
             " with --mem, and write to /dev/shm",
         )
-    _must_be_allowed(node, size)
-    _make_mount_point(node.places.job_dir)
+    most = _most(node, size)
     if place.made() is not None:
         return
+    job_disk.within(PATIENCE, end)
     node.cache.jobs.mkdir(mode=0o700, exist_ok=True)
     place.directory.mkdir(mode=0o700)
     with contextlib.ExitStack() as on_error:
-        on_error.callback(_remove, node.cache, place)
+        on_error.callback(lambda: _remove(node.cache, place, min(hold.END, end.left())))
         # One after the other: each must see the room that the one before has taken.
-        with lock.held(node.cache.locks / "jobs.lock", PATIENCE):
-            _make_room(node, job, size)
+        with lock.held(node.cache.locks / "jobs.lock", job_disk.within(PATIENCE, end)):
+            _must_fit(node, size, most)
+            _make_room(node, job, size, end)
             job_disk.reserve(place.disk, size)
         trace.point("job room")
-        device = job_disk.format_for(place.disk, job.user, place.directory)
-        hold.start(device, place.directory)
+        device = job_disk.format_for(place.disk, job.user, place.directory, end)
+        hold.start(device, place.directory, job_disk.within(hold.START, end))
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
 
 
-def _must_be_allowed(node: Node, size: int) -> None:
+def _most(node: Node, size: int) -> int:
+    """The bytes that the directories of all jobs may take together. Raises Declined, OSError."""
     if size < job_disk.SMALLEST:
         least = format_size(job_disk.SMALLEST)
         raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
@@ -134,8 +151,19 @@ def _must_be_allowed(node: Node, size: int) -> None:
     if size > most:
         raise Declined(
             "too-large",
-            f"stage-dir= asks for {format_size(size)}, a job may have {format_size(most)}"
-            " on this node (`data: job_dir`)",
+            f"stage-dir= asks for {format_size(size)}, all jobs together may have"
+            f" {format_size(most)} on this node (`data: job_dir`)",
+        )
+    return most
+
+
+def _must_fit(node: Node, size: int, most: int) -> None:
+    others = taken(node.cache).bytes
+    if others + size > most:
+        raise Declined(
+            "no-room",
+            f"stage-dir= asks for {format_size(size)}; other jobs have {format_size(others)} of the"
+            f" {format_size(most)} that all together may have on this node (`data: job_dir`)",
         )
 
 
@@ -155,10 +183,12 @@ def _make_mount_point(target: Path) -> None:
             raise Declined("job-dir", f"{directory} is no directory of root's alone")
 
 
-def _make_room(node: Node, job: Job, size: int) -> None:
+def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
     """Evicts what the job's user may have evicted, and only if that is enough. Raises Declined."""
     if not room.is_free(node.cache, node.config, size):
-        evict.leave_room(node.cache, node.leases, node.config, size, job.user.uid, PATIENCE)
+        patience = job_disk.within(PATIENCE, end)
+        has = _of_users(node.cache)
+        evict.leave_room(node.cache, node.leases, node.config, size, job.user.uid, patience, has)
     if not room.is_free(node.cache, node.config, size):
         stays = room.min_free(node.cache, node.config)
         raise Declined(
@@ -170,9 +200,14 @@ def _make_room(node: Node, job: Job, size: int) -> None:
 
 
 def find(node: Node, job: Job) -> Place | None:
-    """The directory that a running job has here, whole; None if it has none."""
+    """The directory that a running job has here, whole; None if it has none.
+
+    In the cache that its lease names: `cache:` may be another by now. Raises Failed.
+    """
     boot = boot_id()
-    for place in _of(node.cache, job.id):
+    lease = node.leases.read(job.id)
+    cache = Cache(Path(lease.cache)) if lease else node.cache
+    for place in _of(cache, job.id):
         made = place.made()
         if made is not None and (made.uid, made.boot) == (job.user.uid, boot):
             return place
@@ -213,8 +248,9 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         going = [_aside(cache, place) for place in leftover(cache, leases.jobs())]
-    for gone in going:
-        _let_go(gone)
+    # Also of Prologs, which only rename, and of Epilogs that were killed.
+    for directory in cache.evicted.iterdir():
+        _let_go(_Gone(directory.name, directory, _facts(directory / "disk")))
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
@@ -232,6 +268,14 @@ def taken(cache: Cache) -> Taken:
         with contextlib.suppress(FileNotFoundError):
             sizes.append(os.lstat(place.disk).st_blocks * 512)
     return Taken(len(sizes), sum(sizes))
+
+
+def _of_users(cache: Cache) -> Counter[int]:
+    """The bytes that each user's jobs have reserved, by uid."""
+    found: Counter[int] = Counter()
+    for made in filter(None, (place.made() for place in _all(cache))):
+        found[made.uid] += made.size
+    return found
 
 
 def _all(cache: Cache) -> list[Place]:
@@ -252,24 +296,28 @@ class _Gone(msgspec.Struct, frozen=True):
     disk: os.stat_result | None
 
 
-def _remove(cache: Cache, place: Place) -> None:
+def _remove(cache: Cache, place: Place, patience: float = hold.END) -> None:
     gone = _aside(cache, place)
     trace.point("job aside")
-    _let_go(gone)
+    _let_go(gone, patience)
     trace.point("job detached")
     cache.delete_evicted()
 
 
 def _aside(cache: Cache, place: Place) -> _Gone:
-    facts = None
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        facts = os.lstat(place.disk)
+    facts = _facts(place.disk)
     return _Gone(place.directory.name, cache.move_aside(place.directory), facts)
 
 
-def _let_go(gone: _Gone) -> None:
+def _facts(disk: Path) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.lstat(disk)
+    return None
+
+
+def _let_go(gone: _Gone, patience: float = hold.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
     if gone.now is not None:
-        hold.end(gone.now)
+        hold.end(gone.now, patience)
     for device in job_disk.devices(gone.disk) if gone.disk else ():
         loop.detach(device)

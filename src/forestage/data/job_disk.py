@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from forestage.cache import space
+from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.system import as_user, loop, mounts, run
 from forestage.system.as_user import Found, User
@@ -25,12 +26,22 @@ PREZEROED = "assume_storage_prezeroed=1"
 e2fsprogs 1.46.6."""
 
 
+def within(seconds: float, end: Deadline) -> float:
+    """So many seconds, or what is left of the Prolog's time. Raises Declined if none is."""
+    left = end.left()
+    if not left:
+        raise Declined("deadline", "the Prolog's time ended before the directory was made")
+    return min(seconds, left)
+
+
 def reserve(file: Path, size: int) -> None:
     """Makes the file and takes all of its space at once. Raises Declined, OSError."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         space.allocate(fd, 0, size)
         os.ftruncate(fd, size)
+        if os.fstat(fd).st_blocks * 512 < size:
+            raise Declined("job-dir", f"the file system of {file.parent} reserves no room")
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -39,17 +50,18 @@ def reserve(file: Path, size: int) -> None:
         os.close(fd)
 
 
-def format_for(file: Path, user: User, point: Path) -> str:
+def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
     """Makes a file system in the file whose root directory is the user's alone; returns its device.
 
-    `point` is any directory, see mounts.open_hidden. Raises Failed, OSError.
+    `point` is any directory, see mounts.open_hidden. Raises Declined once it is `end`, Failed,
+    OSError.
     """
     extended = ["nodiscard", "lazy_itable_init=1", f"root_owner={user.uid}:{user.gid}"]
     common = ["mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", "-i", str(BYTES_PER_FILE)]
     common += ["-O", "^has_journal"]
     for options in ([*extended, PREZEROED], extended):
         argv = [*common, "-E", ",".join(options), os.fspath(file)]
-        ran = run.run(argv, timeout=FORMATTING)
+        ran = run.run(argv, timeout=within(FORMATTING, end))
         if ran.code == 0:
             break
     else:
@@ -64,7 +76,7 @@ def format_for(file: Path, user: User, point: Path) -> str:
             os.rmdir("lost+found", dir_fd=root)
         return None, []
 
-    as_user.call(work, type(None), FORMATTING)
+    as_user.call(work, type(None), within(FORMATTING, end))
     return device
 
 

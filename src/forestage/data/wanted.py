@@ -18,6 +18,7 @@ Fields = tuple[str, ...]
 """What the companion is told, between tabs (src/spank/data.c):
 
     env     NAME VALUE                          a variable of the step
+    env     NAME                                one that it does not have, wherever it is from
     device  DEVICE FILE KIND ro|rw TARGET INODE|root
                                                 a loop device's file system of KIND, at TARGET
     served  SOCKET TARGET INODE|root            a clone of the mount that a keeper holds, at TARGET

@@ -64,17 +64,15 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     noted = wanted.read(node.leases, job.id)
     lines: list[Fields] = []
     outcomes: list[Handled] = []
-    if refusal:
-        return Shown(lines, outcomes)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    for request in sorted(noted.requests, key=lambda one: one.at.startswith("/")):
+    requests = () if refusal else noted.requests
+    for request in sorted(requests, key=lambda one: one.at.startswith("/")):
         found, outcome = _shown(node, job, noted, request, limit)
         lines += found
         outcomes.append(outcome)
-    if noted.refused:
-        outcomes.append(image.of_error(STAGE_DIR, Declined("job-dir", noted.refused)))
-    elif noted.room is not None:  # what it was filled with is there by now
-        lines += _dir_lines(node, job)
+    more, told = _dir_lines(node, job, noted)  # what it was filled with is there by now
+    lines += more
+    outcomes += told
     return Shown(wanted.in_order(wanted.disentangled(lines)), outcomes)
 
 
@@ -123,7 +121,7 @@ def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:
     from forestage.data import job_dir
 
     try:
-        job_dir.make(node, job, noted.room, noted.ram)
+        job_dir.make(node, job, noted.room, noted.ram, limit.end)
     except (ForestageError, OSError) as error:
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=printable(str(error)))
@@ -132,12 +130,28 @@ def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:
     return []
 
 
-def _dir_lines(node: Node, job: Job) -> list[Fields]:
-    from forestage.data import job_dir
+def _dir_lines(node: Node, job: Job, noted: Wanted) -> tuple[list[Fields], list[Handled]]:
+    """The job's own directory, and why it has none; variables that lead nowhere are unset.
 
-    with contextlib.suppress(ForestageError, OSError):  # the step begins without it
-        return job_dir.lines(node, job)
-    return []
+    Once the directory is filled.
+    """
+    if noted.room is None and not noted.requests:
+        return [], []
+    from forestage.data import fill, job_dir
+
+    place, lines, outcomes = None, list[Fields](), list[Handled]()
+    try:
+        if noted.refused:
+            raise Declined("job-dir", noted.refused)
+        if noted.room is not None:
+            lines = job_dir.lines(node, job)
+            place = job_dir.find(node, job)
+            if place is None:
+                raise Declined("job-dir", "the job has no directory of its own on this node")
+    except (ForestageError, OSError) as error:  # the step begins without it
+        outcomes = [image.of_error(STAGE_DIR, error)]
+        lines = [("env", "FORESTAGE_DIR")]
+    return [*lines, *fill.unset(place, noted)], outcomes
 
 
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
