@@ -434,6 +434,7 @@ def test_epilog_that_waits_in_vain_for_the_lock_leaves_it_to_the_sweep(
     assert job_dir.sweep(dirs.node.cache, dirs.node.leases) == ("7.0",)
     until(lambda: len(dirs.devices()) == 1, "the device to go")
 
+
 def test_many_files_go_as_fast_as_few(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
     dirs.prolog(7, "stage-dir=360M")
     with dirs.seen(7) as at:
