@@ -100,6 +100,11 @@ def test_program_that_serves_a_mounted_file_lives_in_the_step_and_goes_with_it(
     said = comment(image).removeprefix("--comment=")
     with spank.holding(None, comment=said) as held:
         (pid,) = spank.named("n1", *PROGRAMS)
-        wait_until(lambda: len(cgroups(spank, pid)) > 1, 60, lambda: f"only {cgroups(spank, pid)}")
-        assert all(f"/job_{held.job}/step_0" in one for one in cgroups(spank, pid))
+        step = f"/job_{held.job}/step_0"
+
+        def is_there() -> bool:  # one hierarchy after the other
+            found = cgroups(spank, pid)
+            return len(found) > 1 and all(step in one for one in found)
+
+        wait_until(is_there, 60, lambda: f"only {cgroups(spank, pid)}")
     wait_until(lambda: not spank.named("n1", *PROGRAMS), 60, lambda: "it lives on")

@@ -26,8 +26,8 @@ def copiers(folder: Path) -> list[int]:
     return [pid for pid, parent in found.items() if parent not in found]
 
 
-def wait_for_end(pid: int, seconds: float = 60) -> None:
-    """Also of a process that is nobody's child here."""
+def wait_for_end(pid: int, seconds: float = 240) -> None:
+    """Also of a process that is nobody's child here; a copier may linger for a minute."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
