@@ -39,6 +39,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
     spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
     through it. `evicted` are the keys that made room for the container that is unpacked from it.
+    `digest` is what a registry's reference meant.
     """
 
     request: str = ""
@@ -49,6 +50,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     redirect: str = ""
     wait: float = 0.0
     evicted: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def bytes(self) -> int:

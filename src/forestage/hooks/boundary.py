@@ -182,6 +182,8 @@ class Hook:
         return outcomes
 
     def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+        import msgspec
+
         from forestage.cache import shown
         from forestage.hooks import step
         from forestage.system import child
@@ -193,6 +195,9 @@ class Hook:
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
         job, refusal = step.as_noted(nodes[0], job, refusal)
+        later = self._begin_import(nodes[0], job, places, clock) if refusal is None else ()
+        if later:  # an import may take as long as it likes
+            job = msgspec.structs.replace(job, requests=step.paths(job))
         say = step.Once(nodes[0], job, _speak)
         # Once, as in the Prolog.
         limit = step.waiting(nodes[0], job, timeout, say, refusal)
@@ -204,9 +209,44 @@ class Hook:
         if os.path.exists(nodes[0].leases.data(job.id)):
             outcomes += self._show_data(nodes[0], job, limit, say, refusal)
         # At once: the log can wait, the step does not.
-        self.answer(*done.answer)
+        self.answer(*(later or done.answer))
         step.note_shown(nodes[0], job, decided, done.answers)
         return outcomes
+
+    def _begin_import(self, node: Node, job: Job, places: Places, clock: Clock) -> tuple[str, ...]:
+        """Has a process obtain the registry's image that the step names; returns the answer.
+
+        Nothing where there is none, or pyxis would not ask our importer for it.
+        """
+        from forestage.errors import ForestageError
+        from forestage.hooks import step
+
+        request = step.reference(job)
+        environment = self.environ.get("FORESTAGE_ENVIRONMENT", "")
+        if request is None or not (node.config.registry.enabled and environment.isdigit()):
+            return ()
+        from forestage.slurm import companion
+
+        conf = self.environ.get("SLURM_CONF", "")
+        if not companion.is_importer(companion.importer(conf)):
+            return ()
+        from forestage.hooks import registry
+
+        asked = registry.Asked(
+            request=request,
+            environment=int(environment),
+            step=os.getppid(),
+            batch=self.environ.get("ENVIRONMENT") == "BATCH",
+            container=self.environ.get("SPANK__SLURM_SPANK_OPTION_pyxis_container_name", ""),
+            timeout=self.environ.get("FORESTAGE_TIMEOUT", ""),
+        )
+        try:
+            return registry.begin(
+                node, job, asked, lambda done: self._report(job, done, places, clock)
+            )
+        except (ForestageError, OSError) as error:
+            self.say(f"result=failed reason=registry detail={str(error)!r}")
+            return ()
 
     def _show_data(
         self, node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None

@@ -59,6 +59,10 @@ def epilog(
                 with contextlib.suppress(Failed, OSError):  # the sweep does it
                     tree.let_go(cache, leases, patience)
                 job_dir.end(cache, job.id)
+            if places.images.exists():
+                from forestage.registry import place  # as few name an image of a registry
+
+                place.forget(places, job.id)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except lock.Busy as busy:
