@@ -1,0 +1,134 @@
+"""What a registry worker is told, and the lines of JSON that it answers.
+
+    Resolved     the reference means this digest; the image would have this name
+    Present      the image lies at this path
+    Importing    it is imported: on this host, by this worker or by another one
+    Progress     how far that is, for the user to read
+    Refused      there will be no image, and why
+
+A worker runs as the user, who can make it say anything. So root decodes lines of bounded length
+with bounded fields, and what a line claims is the user's own claim: a path is opened as the user, a
+text is printed and nothing more.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from forestage.units import printable
+
+LONGEST = 4096  # bytes of a line, its end included; a path of PATH_MAX does not fit, and is refused
+GO = b"go\n"  # what the worker waits for after Resolved, where it was told to ask
+LONGEST_TEXT = 900  # characters, of four bytes each: a line with other fields has room for them
+
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(sha256:[0-9a-f]{64})?\Z")]
+Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z][0-9A-Za-z_.-]{0,199}\Z")]
+Path: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]{1,3500}\Z")]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}\Z")]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is to do, as its one argument. Times are seconds, sizes bytes.
+
+    `directory` is the base of the store, or of this node's own imports. `job` is "123" for all of a
+    batch job, which has one digest on all nodes, or "123.4" for a step; "" for a user at a login
+    node. Where `leads` is false, the word of the node that leads is waited for, `patience` long.
+    `environ_fd` is open on the job's environment, NUL between its entries; -1 for the worker's own.
+    `host` is this node's name for the other nodes.
+    """
+
+    reference: str
+    directory: str
+    job: str = ""
+    leads: bool = True
+    patience: float = 10.0
+    ask: bool = False
+    offline: Literal["fail", "use-last"] = "fail"
+    environ_fd: int = -1
+    max_size: int | None = None
+    host: str = ""
+
+
+class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
+    """`digest` is "" where the registry does not say it and the image is imported by its tag."""
+
+    digest: Digest
+    name: Name
+
+
+class Present(msgspec.Struct, frozen=True, tag="present"):
+    path: Path
+
+
+class Importing(msgspec.Struct, frozen=True, tag="importing"):
+    where: Text
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    text: Text
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    reason: Reason
+    detail: Text
+
+
+Word: TypeAlias = Resolved | Present | Importing | Progress | Refused
+
+
+class Odd(ValueError):
+    """A line that no worker of ours would write."""
+
+
+def encode_order(order: Order) -> str:
+    return msgspec.json.encode(order).decode()
+
+
+def decode_order(text: str) -> Order:
+    """Raises Odd."""
+    try:
+        return msgspec.json.decode(text, type=Order)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise Odd(str(error)) from None
+
+
+def encode(word: Word) -> bytes:
+    """The line of a word. Texts are cut and escaped; raises Odd for what cannot be: a long path."""
+    try:
+        line = msgspec.json.encode(_harmless(word)) + b"\n"
+    except UnicodeError:
+        raise Odd("the path is not UTF-8") from None
+    # Decoded here too: the other side takes what does not fit for an attack.
+    if len(line) > LONGEST:
+        raise Odd("the line is too long")
+    decode(line)
+    return line
+
+
+def decode(line: bytes) -> Word:
+    """The word of a line. Raises Odd."""
+    if len(line) > LONGEST:
+        raise Odd("the line is too long")
+    try:
+        word: Word = msgspec.json.decode(line, type=Word)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise Odd(printable(str(error))) from None
+    return _harmless(word)
+
+
+def short(text: str) -> str:
+    """Pure: a text as a line can bear it: printable, cut."""
+    # Twice: what is escaped grows.
+    return printable(printable(text)[:LONGEST_TEXT])[:LONGEST_TEXT]
+
+
+def _harmless(word: Word) -> Word:
+    match word:
+        case Importing(where):
+            return Importing(short(where))
+        case Progress(text):
+            return Progress(short(text))
+        case Refused(reason, detail):
+            return Refused(reason, short(detail))
+    return word
