@@ -130,7 +130,8 @@ static int keep_environment(spank_t sp)
 		written = total < ENVIRONMENT_BYTES && fputs(*env, file) >= 0 &&
 			  fputc('\0', file) == '\0';
 	}
-	if (file && fclose(file) == 0 && written)
+	/* Who reads it begins where we ended. */
+	if (file && fclose(file) == 0 && written && lseek(fd, 0, SEEK_SET) == 0)
 		return fd;
 	if (fd >= 0)
 		close(fd);

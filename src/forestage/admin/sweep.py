@@ -43,11 +43,11 @@ from forestage.data import job_dir, tree
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
+from forestage.registry import kept, place
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
-from forestage.registry import place
 from forestage.through import leftover
 
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write; then a part is only in the way
@@ -310,6 +310,7 @@ class _Run:
         staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
         for path in place.leftover(self.node.places, staying):
             path.unlink(missing_ok=True)
+        kept.tidy(self.node.cache, self.node.clock.wall())
 
     def job_dirs(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
         """Removes what jobs that are over had of data; returns the names of their directories."""

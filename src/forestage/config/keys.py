@@ -19,6 +19,7 @@ UserMessages: TypeAlias = Literal["none", "problems", "all"]
 Engine: TypeAlias = Literal["chunks", "rsync"]
 Direct: TypeAlias = Literal["auto", "on", "off"]
 Cold: TypeAlias = Literal["auto", "through", "shared", "wait"]
+Offline: TypeAlias = Literal["fail", "use-last"]
 OnError: TypeAlias = Literal["continue", "drain"]
 
 Limit: TypeAlias = int | None  # bytes
@@ -112,6 +113,38 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
             values.AMOUNT,
         ),
     ] = Amount(share=0.5)
+
+
+class Registry(msgspec.Struct, frozen=True, kw_only=True):
+    """`registry:`, how images of registries are resolved, imported and kept."""
+
+    enabled: Annotated[
+        bool, Key("Stage images of registries where pyxis' importer= is forestage's.")
+    ] = True
+    store: Annotated[
+        str | None,
+        Key(
+            "A shared directory for imported images, one directory per user in it; null: each node"
+            " imports for itself.",
+            values.PATH,
+            "null",
+        ),
+    ] = None
+    offline: Annotated[
+        Offline,
+        Key("When a registry is silent or busy: fail, or use what its tag meant last."),
+    ] = "fail"
+    keep: Annotated[
+        float,
+        Key(
+            "Imported images that nobody used for so long are deleted from the store.",
+            values.DURATION,
+        ),
+    ] = 30 * 86400.0
+    max_user_size: Annotated[
+        Limit,
+        Key("The most a user's images take in the store; null is no limit.", values.LIMIT, "null"),
+    ] = None
 
 
 class Metering(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +263,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = "problems"
     data: Data = Data()
     peers: Peering = Peering()
+    registry: Registry = Registry()
     metrics: Metering = Metering()
 
     @property

@@ -134,6 +134,7 @@ def _facts(outcome: Outcome) -> dict[str, object]:
     wait = f"{outcome.wait:.3f}s" if outcome.wait else ""
     if isinstance(outcome, Handled):
         image = {"image": outcome.image or outcome.request, "key": outcome.key}
+        image |= {"digest": outcome.digest}
         rest = {"redirect": outcome.redirect, "bytes": outcome.bytes, "wait": wait}
         last = {"evicted": ",".join(outcome.evicted), "detail": outcome.detail}
         return image | ended | rest | last

@@ -1,7 +1,20 @@
 """The reasons of outcomes, each with a sentence for people; the outcome's `detail` is added."""
 
 REASONS = {
-    "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
+    "registry": "An image of a registry is staged when a step starts, where pyxis asks forestage's"
+    " importer for it (`importer=`), with `redirect: spank`.",
+    "bad-reference": "This is no reference to an image of a registry.",
+    "registry-denied": "The registry refused it to this user.",
+    "registry-missing": "The registry does not have it.",
+    "registry-busy": "The registry answers no more questions for now.",
+    "registry-silent": "The registry could not be reached, or had an error.",
+    "registry-odd": "The registry's answer made no sense.",
+    "registry-moved": "The tag was moved while its image was imported.",
+    "container": "The step's container is there already; its image is not looked at.",
+    "store-foreign": "Somebody else has made this user's directory in the store.",
+    "store-full": "The store, or the user's quota there, is full.",
+    "store-gone": "The store is not there, or cannot be written to.",
+    "import-failed": "enroot could not import it.",
     "bad-path": "This is no path that can be staged.",
     "missing": "The file was not there when the job started.",
     "no-permission": "The job's user could not read the file.",

@@ -26,8 +26,8 @@ from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.hooks import image, step
-from forestage.hooks.image import Answer
-from forestage.registry import place, worker
+from forestage.hooks.image import Answer, Wait
+from forestage.registry import kept, place, worker
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
 from forestage.slurm import nodelist
@@ -115,15 +115,14 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: "Tasks") -> Answer:
     """What the request comes to; never raises for what a registry, a user or the disk does."""
     start = node.clock.monotonic()
     try:
-        found, digest = _obtained(node, job, asked, tasks)
-        answer = _staged(node, job, found, asked, tasks)
+        if node.config.redirect != "spank":
+            raise Declined("registry", "images of registries show with `redirect: spank` only")
+        answer = _obtained(node, job, asked, tasks)
     except (ForestageError, OSError) as error:
-        answer, digest = Answer(image.of_error(asked.request, error)), ""
+        answer = Answer(image.of_error(asked.request, error))
     took = round(node.clock.monotonic() - start, 4)
-    request = printable(asked.request.path)
-    facts = {"request": request, "wait": took, "digest": digest, "via": asked.request.via}
-    outcome = msgspec.structs.replace(answer.outcome, **facts)
-    return msgspec.structs.replace(answer, outcome=outcome)
+    facts = {"request": printable(asked.request.path), "wait": took, "via": asked.request.via}
+    return msgspec.structs.replace(answer, outcome=msgspec.structs.replace(answer.outcome, **facts))
 
 
 def message(outcome: Handled, wanted: UserMessages) -> str:
@@ -144,25 +143,41 @@ def _short(digest: str) -> str:
     return digest[:19]  # as docker shows one, behind its sha256:
 
 
-def _obtained(node: Node, job: Job, asked: Asked, tasks: "Tasks") -> tuple[str, str]:
-    """The file that the image is, and its digest. Raises Declined, Failed, OSError."""
+def _obtained(node: Node, job: Job, asked: Asked, tasks: "Tasks") -> Answer:
+    """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     order = order_of(node, job, asked)
     tells = node.config.user_messages != "none" and step.is_first_node(job)
-    digest = ""
+    meant = Resolved("", "")
     with worker.start(job.user, order, asked.environment) as at_work:
         with contextlib.suppress(OSError):  # bounded and killed with the step, where Slurm does so
             child.join(at_work.pid, asked.step)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
-                digest = word.digest
+                meant = word
+                has = kept.find(node.cache, job.user, word.name) if order.ask else None
+                answer = has and image.kept(node, job, asked.request, has, _limit(node, job, asked))
+                if answer:
+                    return _with_digest(answer, meant)
                 at_work.go()
             elif isinstance(word, Present):
-                return word.path, digest
+                answer = _staged(node, job, word.path, asked, tasks)
+                if order.ask and answer.image:
+                    kept.note(node.cache, job.user, meant.name, answer.image)
+                return _with_digest(answer, meant)
             elif isinstance(word, Refused):
                 raise Declined(printable(word.reason), printable(word.detail))
-            elif isinstance(word, Progress | Importing) and tells:
+            elif tells:
                 tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
+
+
+def _with_digest(answer: Answer, meant: Resolved) -> Answer:
+    outcome = msgspec.structs.replace(answer.outcome, digest=meant.digest)
+    return msgspec.structs.replace(answer, outcome=outcome)
+
+
+def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:
+    return step.waiting(node, job, asked.timeout, say, None)
 
 
 def _progress(request: Request, word: Progress | Importing) -> str:
@@ -177,22 +192,22 @@ def _progress(request: Request, word: Progress | Importing) -> str:
 
 
 def order_of(node: Node, job: Job, asked: Asked) -> Order:
-    """Pure: what the worker is to do."""
+    """What the worker is to do; without a store it imports to this node. Raises Failed, OSError."""
     config = node.config
+    store = config.registry.store
     listed = job.nodelist if asked.batch else job.step_nodelist or job.nodelist
     first = next(iter(nodelist.expand(listed)), job.node) if listed else job.node
     return Order(
         reference=asked.request.path,
-        directory=config.registry.store or "",
+        directory=store or str(kept.prepare(node.cache, job.user)),
         job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
         leads=first == job.node,
         patience=PATIENCE,
-        ask=False,
+        ask=store is None,
         offline=config.registry.offline,
         environ_fd=asked.environment,
         max_size=config.max_image_size,
         host=job.node,
-        container=asked.container,
     )
 
 
@@ -209,17 +224,12 @@ def _words(at_work: Worker, tasks: "Tasks") -> Iterator[Word]:
 
 def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: "Tasks") -> Answer:
     """The file, as any other that a user names: only where they may read it."""
-    if node.config.redirect != "spank":
-        raise Declined("registry", "images of registries show with `redirect: spank` only")
-    store = node.config.registry.store
-    sources = (*node.config.sources, *((store,) if store else ()))
-    node = msgspec.structs.replace(
-        node, config=msgspec.structs.replace(node.config, sources=sources)
-    )
+    place = node.config.registry.store or str(kept.directory(node.cache))
+    config = msgspec.structs.replace(node.config, sources=(*node.config.sources, place))
+    node = msgspec.structs.replace(node, config=config)
     request = Request(path, asked.request.via)
     job = msgspec.structs.replace(job, requests=(request,), saves=None)
-    once = step.Once(node, job, tasks.speak)
-    limit = step.waiting(node, job, asked.timeout, once, None)
+    limit = _limit(node, job, asked, step.Once(node, job, tasks.speak))
     (answer,) = image.handle(node, job, (request,), limit)
     return answer
 
