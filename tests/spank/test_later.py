@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -177,3 +180,32 @@ def test_tasks_wait_for_an_answer_that_takes_its_time(step: Step, place: Path) -
     assert sorted(ran.out.splitlines()) == sorted(
         [*step.entry().read_text().splitlines(), *step.image.read_text().splitlines()]
     )
+
+
+def peer(made: socket.socket) -> int:
+    return int(struct.unpack("iII", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def test_task_that_waits_ends_by_what_it_is_sent(step: Step, place: Path) -> None:
+    """As its program would; Slurm sends nothing to what has a step manager's name."""
+    names: list[str] = []
+
+    def cancel(made: socket.socket) -> None:
+        names.append(Path(f"/proc/{peer(made)}/comm").read_text().strip())
+        os.kill(peer(made), signal.SIGTERM)
+        made.recv(1)  # until it has gone
+
+    with answering(place, cancel, says("leave\tnone")):
+        ran = run(step, place, "tasks=2")
+    assert names == ["forestage-wait"]
+    assert ran.facts("ended") == {"ended 0", f"ended {signal.SIGTERM.value}"}
+
+
+def test_task_that_has_its_answer_has_its_name_and_blocks_as_before(
+    step: Step, place: Path
+) -> None:
+    with answering(place, says("leave\tnone")):
+        ran = run(step, place, "task=cat /proc/$PPID/comm; grep SigBlk /proc/$PPID/status")
+    name, blocked = ran.out.splitlines()
+    assert name != "forestage-wait"
+    assert int(blocked.split()[1], 16) & (1 << (signal.SIGTERM - 1)) == 0  # as fake.c has it
