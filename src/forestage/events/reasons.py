@@ -2,6 +2,12 @@
 
 REASONS = {
     "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
+    "registry-moved": "The tag was pushed anew while it was imported, by an enroot that"
+    " knows no digests.",
+    "import-failed": "`enroot import` ended with an error; the detail has its last words.",
+    "store-full": "There was no room for the image, or the user's quota was used up.",
+    "store-gone": "The store of images could not be reached, or be written to.",
+    "store-foreign": "The user's directory in the store is not theirs alone.",
     "bad-path": "This is no path that can be staged.",
     "missing": "The file was not there when the job started.",
     "no-permission": "The job's user could not read the file.",
