@@ -19,6 +19,7 @@ UserMessages: TypeAlias = Literal["none", "problems", "all"]
 Engine: TypeAlias = Literal["chunks", "rsync"]
 Direct: TypeAlias = Literal["auto", "on", "off"]
 Cold: TypeAlias = Literal["auto", "through", "shared", "wait"]
+Offline: TypeAlias = Literal["fail", "use-last"]
 OnError: TypeAlias = Literal["continue", "drain"]
 
 Limit: TypeAlias = int | None  # bytes
@@ -112,6 +113,37 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
             values.AMOUNT,
         ),
     ] = Amount(share=0.5)
+
+
+class Registry(msgspec.Struct, frozen=True, kw_only=True):
+    """`registry:`, how images of registries are resolved, imported and kept."""
+
+    enabled: Annotated[
+        bool, Key("Stage images of registries where pyxis' importer= is forestage's.")
+    ] = True
+    store: Annotated[
+        str | None,
+        Key(
+            "A shared directory for imported images; null: each node imports for itself.",
+            values.PATH,
+            "null",
+        ),
+    ] = None
+    offline: Annotated[
+        Offline,
+        Key("When a registry is silent or busy: fail, or use what its tag meant last."),
+    ] = "fail"
+    keep: Annotated[
+        float,
+        Key(
+            "Imported images that nobody used for so long are deleted from the store.",
+            values.DURATION,
+        ),
+    ] = 30 * 86400.0
+    max_user_size: Annotated[
+        Limit,
+        Key("The most a user's images take in the store; null is no limit.", values.LIMIT, "null"),
+    ] = None
 
 
 class Metering(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +262,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = "problems"
     data: Data = Data()
     peers: Peering = Peering()
+    registry: Registry = Registry()
     metrics: Metering = Metering()
 
     @property
@@ -264,7 +297,7 @@ KEYS: Mapping[str, Key] = dict(_keys(Config))
 """By their names in messages: `deadline`, `peers.port`."""
 
 GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
-"""Keys of the file that hold keys: `data`, `peers`, `metrics`."""
+"""Keys of the file that hold keys: `data`, `peers`, `registry`, `metrics`."""
 
 PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
 
