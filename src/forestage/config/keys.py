@@ -124,8 +124,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
     store: Annotated[
         str | None,
         Key(
-            "A shared directory for imported images, one directory per user in it; null: each node"
-            " imports for itself.",
+            "A shared directory for imported images; null: each node imports for itself.",
             values.PATH,
             "null",
         ),
@@ -298,7 +297,7 @@ KEYS: Mapping[str, Key] = dict(_keys(Config))
 """By their names in messages: `deadline`, `peers.port`."""
 
 GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
-"""Keys of the file that hold keys: `data`, `peers`, `metrics`."""
+"""Keys of the file that hold keys: `data`, `peers`, `registry`, `metrics`."""
 
 PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
 

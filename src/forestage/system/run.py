@@ -1,5 +1,6 @@
 """The one door to other programs: argv lists, no shell, no stdin, a small environment."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
@@ -20,6 +22,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
+ROUNDS = 50  # of looking for processes that are to be killed; they start others meanwhile
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
 
@@ -64,6 +67,120 @@ def start_as(
         )
     except FileNotFoundError:
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+
+
+class Piped:
+    """A program that runs beside us, and its pipes: `given` to write to, `out` to read.
+
+    `out` is its stdout, or its stderr where that is what counts. Neither blocks.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.pid = process.pid
+        self.given = process.stdin.fileno() if process.stdin else -1
+        out = process.stdout or process.stderr
+        assert out is not None
+        self.out = out.fileno()
+        os.set_blocking(self.out, False)
+        if process.stdin:
+            os.set_blocking(self.given, False)
+        self._process = process  # whose end closes the pipes
+
+    @property
+    def code(self) -> int | None:
+        """How it ended, as in Ran; None as long as it runs."""
+        return self._process.poll()
+
+    def hang_up(self) -> None:
+        """Closes its stdin."""
+        if self._process.stdin:
+            self._process.stdin.close()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it ended within so many seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def start_piped(user: User | None, argv: Sequence[str], pass_fds: Sequence[int]) -> Piped:
+    """Starts a program of ours that speaks with us, in a session of its own.
+
+    For a user all three ids are theirs, it has no privilege and gets none; without one it runs as
+    who we are. It may outlive us: it ends when its stdin does. Raises Failed without setpriv.
+    """
+    try:
+        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            [*_as(user), "--", *argv] if user else argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    return Piped(process)
+
+
+def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
+    """Starts a program in our own session, as the user whom this process is; `out` is its stderr.
+
+    For a process that is a user's in all three ids: bash with real uid 0 makes itself root again.
+    The program dies with us; what it started, `end_session` ends. Raises Failed where it is
+    missing.
+    """
+    if len({*os.getresuid()}) > 1 or len({*os.getresgid()}) > 1:
+        raise Failed("helper", f"{argv[0]} is not run for a user by a process that is root's too")
+    if not which(argv[0]):
+        raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
+    try:
+        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            [*DIES_WITH_US, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**variables, "PATH": PATH},
+            cwd="/",
+        )
+    except FileNotFoundError:
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    return Piped(process)
+
+
+def end_session(session: int, spare: int = 0) -> None:
+    """Kills all processes of a session that we may signal, but `spare`.
+
+    Programs of a shell, of GNU parallel above all, are in many process groups.
+    """
+    for _ in range(ROUNDS):
+        found = [pid for pid in _pids() if pid != spare and _session(pid) == session]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
+
+
+def _session(pid: int) -> int:
+    """The session of a process; -1 for one that is gone or only waits to be reaped."""
+    try:
+        # After the last ")": the name before it is anything that its user likes.
+        state, _, _, session, *_ = (
+            Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return -1 if state in (b"Z", b"X") else int(session)
 
 
 def _as(user: User) -> tuple[str, ...]:

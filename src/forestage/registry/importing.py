@@ -1,0 +1,186 @@
+"""One `enroot import`, as the user and within bounds: what it is at, and how it ended.
+
+enroot says on stderr what it begins, a line each (docker.sh, 4.1); of mksquashfs the size of its
+file tells more. It is niced, makes no file above `max_size`, takes the processors that this process
+may use, and has mksquashfs keep within the memory of its cgroup: by default that takes a quarter of
+the machine's, and the kernel would kill it.
+"""
+
+import contextlib
+import os
+import re
+import resource
+import select
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from forestage.clock import Clock
+from forestage.errors import Declined
+from forestage.registry.environment import Settings
+from forestage.registry.store import full
+from forestage.registry.words import short
+from forestage.system import run
+from forestage.units import format_duration, format_size
+
+NICE = 10
+LAST = 4096  # bytes of what enroot says last
+TOLD = 3  # lines of that, for the user
+MOST_LAYERS = 10_000  # files of enroot's cache that are counted
+MIN_MEMORY = 64 << 20  # bytes; mksquashfs takes no less
+
+_STAGES = (
+    (re.compile(rb"Downloading (\d{1,5}) missing layers"), "downloads {} layers"),
+    (re.compile(rb"Found all layers in cache"), "has all layers"),
+    (re.compile(rb"Extracting image layers"), "unpacks the layers"),
+    (re.compile(rb"Converting whiteouts"), "unpacks the layers"),
+    (re.compile(rb"Creating squashfs"), "writes the image"),
+)
+_FULL = re.compile(rb"No space left on device|Disk quota exceeded", re.IGNORECASE)
+_LARGE = re.compile(rb"File too large|File size limit exceeded", re.IGNORECASE)
+
+
+class Import:
+    """A running import of `uri` to `part`, which must not be there yet."""
+
+    def __init__(self, uri: str, part: Path, settings: Settings, clock: Clock) -> None:
+        """Raises Failed where enroot is missing."""
+        self.part, self.clock = part, clock
+        self.stage = "asks the registry"
+        self._last = b""
+        self._since, self._wall = clock.monotonic(), clock.wall()
+        self._layers = _cache(settings.variables)
+        argv = ("enroot", "import", "--output", os.fspath(part), "--", uri)
+        self._program = run.start_here(argv, variables(settings, memory_limit()))
+
+    def runs(self, timeout: float) -> bool:
+        """Whether it goes on, after so many seconds at most."""
+        poll = select.poll()
+        poll.register(self._program.out, select.POLLIN)
+        if poll.poll(timeout * 1000):
+            self._read()
+        return self._program.code is None
+
+    def kill(self) -> None:
+        """Ends it and all that it started, if this process leads a session of its own."""
+        if os.getsid(0) == os.getpid():
+            run.end_session(os.getpid(), spare=os.getpid())
+        self._program.wait(1.0)
+
+    def progress(self) -> str:
+        """What it is at, for the user."""
+        took = format_duration(self.clock.monotonic() - self._since)
+        return f"enroot {self.stage}{self._size()} ({took})"
+
+    def must_have_succeeded(self) -> None:
+        """Raises Declined: store-full, too-large, import-failed."""
+        self._read()
+        if not self._program.code:
+            return
+        raise failure(self._program.code, self._last)
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._program.out, 1 << 16):
+                self._last = (self._last + data)[-LAST:]
+                self.stage = stage_of(data) or self.stage
+
+    def _size(self) -> str:
+        with contextlib.suppress(OSError):
+            return f", {format_size(os.lstat(self.part).st_size)}"
+        if self.stage.startswith("downloads"):
+            return f", {format_size(self._downloaded())}"
+        return ""
+
+    def _downloaded(self) -> int:
+        """Bytes of layers that came since the import began; enroot compresses them anew."""
+        size = 0
+        with contextlib.suppress(OSError), os.scandir(self._layers) as found:
+            for _, one in zip(range(MOST_LAYERS), found, strict=False):
+                facts = one.stat(follow_symlinks=False)
+                size += facts.st_size if facts.st_mtime >= self._wall else 0
+        return size
+
+
+def bound(max_size: int | None) -> None:
+    """Has this process and what it starts be nice, and make no file above `max_size` bytes."""
+    os.nice(NICE)
+    if max_size is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        most = max_size if hard == resource.RLIM_INFINITY else min(max_size, hard)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def variables(settings: Settings, memory: int | None) -> dict[str, str]:
+    """enroot's environment. The image's name says `squash_options`, which do not change here."""
+    found = {**settings.variables, "LC_ALL": "C"}
+    processors = len(os.sched_getaffinity(0))
+    wanted = found.get("ENROOT_MAX_PROCESSORS", "")
+    few = wanted.isascii() and wanted.isdigit() and 0 < int(wanted[:9]) < processors
+    found["ENROOT_MAX_PROCESSORS"] = wanted if few else str(processors)
+    options = settings.squash_options
+    if memory is not None and "-mem" not in options:
+        quarter = max(MIN_MEMORY, memory // 4) >> 20
+        options = f"{options} -mem {quarter}M"
+    found["ENROOT_SQUASH_OPTIONS"] = options
+    return found
+
+
+def stage_of(said: bytes) -> str:
+    """Pure: the last stage that enroot named; "" for none."""
+    for line in reversed(said.splitlines()):
+        for pattern, words in _STAGES:
+            if match := pattern.search(line):
+                return words.format(*(group.decode() for group in match.groups()))
+    return ""
+
+
+def failure(code: int, said: bytes) -> Declined:
+    """Pure: what an import that failed comes to; `said` is the end of its stderr."""
+    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+    last = short(" / ".join(lines[-TOLD:]))
+    if _FULL.search(said):
+        return full(last)
+    if _LARGE.search(said):
+        return Declined("too-large", f"enroot makes a file that is larger than allowed: {last}")
+    end = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+    return Declined("import-failed", f"enroot import {end}: {last}")
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The memory that this process' cgroup may take, in bytes; None where there is no limit."""
+    found = list(_limits(root))
+    return min(found) if found else None
+
+
+def _limits(root: Path) -> Iterator[int]:
+    top = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            place, name = top / "memory", "memory.limit_in_bytes"
+        elif not controllers:
+            place, name = top, "memory.max"
+        else:
+            continue
+        group = place / path.lstrip("/")
+        # A limit of any group above counts as well.
+        for one in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((one / name).read_text())
+                if limit < _PHYSICAL:
+                    yield limit
+            if one == place:
+                break
+
+
+_PHYSICAL = 1 << 60  # v1 has a number near 2**63 for no limit
+
+
+def _cache(found: Mapping[str, str]) -> str:
+    """Where enroot keeps layers (config::export in enroot.in)."""
+    home = found.get("XDG_CACHE_HOME") or f"{found.get('HOME', '')}/.cache"
+    return found.get("ENROOT_CACHE_PATH") or f"{home}/enroot"

@@ -1,0 +1,104 @@
+"""Root's side of a registry worker: starts it as the user, reads its lines, ends it.
+
+What comes from it is a user's word: so many bytes of lines that are words, or it is killed. It may
+outlive who started it no longer than its stdin stays open.
+"""
+
+import contextlib
+import os
+import sys
+
+import msgspec
+
+from forestage.events.reasons import REASONS
+from forestage.registry import words
+from forestage.registry.words import Odd, Order, Present, Refused, Word
+from forestage.system import run
+from forestage.system.as_user import User
+
+MODULE = "forestage.registry.work"
+AT_ONCE = 64 * 1024  # bytes read by one call of `words`; a pipe holds as much
+MOST = 4 << 20  # bytes in all: a line each 30 s, for weeks
+GRACE = 0.5  # seconds in which a worker that is ended may let go of its lease
+
+
+class Worker:
+    """A worker that runs; `fd` can be read once there may be words."""
+
+    def __init__(self, program: run.Piped) -> None:
+        self.pid = program.pid
+        self.fd = program.out
+        self.ended = False
+        self._program = program
+        self._read = b""
+        self._bytes = 0
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def words(self) -> list[Word]:
+        """What it said since the last call; the last word ever is Present or Refused.
+
+        Once `ended` is set there will be no more.
+        """
+        if self.ended:
+            return []
+        found: list[Word] = []
+        try:
+            for line in self._lines():
+                found.append(_trusted(words.decode(line)))
+                if isinstance(found[-1], Present | Refused):
+                    self.ended = True
+                    break
+        except Odd as error:
+            self.kill()
+            found.append(Refused("registry-odd", f"the worker says nonsense: {error}"))
+        return found
+
+    def go(self) -> None:
+        """Has it go on after Resolved, where it was told to ask."""
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it died, or never reads
+            os.write(self._program.given, words.GO)
+
+    def kill(self) -> None:
+        """Ends it and all that it started; takes GRACE at most, and a little more."""
+        self.ended = True
+        self._program.hang_up()
+        self._program.wait(GRACE)
+        # Its session: GNU parallel and shells make process groups as they like.
+        run.end_session(self.pid)
+        self._program.wait(GRACE)
+
+    def _lines(self) -> list[bytes]:
+        """The whole lines that can be read now. Raises Odd."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.fd, AT_ONCE)
+            if not data:
+                raise Odd("it ended without an answer")
+        self._bytes += len(data)
+        *lines, self._read = (self._read + data).split(b"\n")
+        if self._bytes > MOST or len(self._read) >= words.LONGEST:
+            raise Odd("it says more than any worker has to say")
+        return [line + b"\n" for line in lines]
+
+
+def start(user: User | None, order: Order, environ_fd: int) -> Worker:
+    """Starts a worker for a user; for None as who we are, which then is no root.
+
+    `environ_fd` is open on the job's environment, or -1. Raises Failed.
+    """
+    order = msgspec.structs.replace(order, environ_fd=environ_fd)
+    argv = (sys.executable, "-I", "-m", MODULE, words.encode_order(order))
+    given = (environ_fd,) if environ_fd >= 0 else ()
+    return Worker(run.start_piped(user, argv, given))
+
+
+def _trusted(word: Word) -> Word:
+    """A reason becomes a label of metrics: only those that we know."""
+    if isinstance(word, Refused) and word.reason not in REASONS:
+        return Refused("registry-odd", word.detail)
+    return word

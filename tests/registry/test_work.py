@@ -1,0 +1,343 @@
+"""The worker for real: as an unprivileged user, on one store, with an enroot that stands in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, until
+
+from forestage.registry.words import Importing, Present, Progress, Refused, Resolved
+from forestage.system import mounts
+
+
+@pytest.fixture
+def site(private_mounts: None, tmp_path: Path) -> Site:
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def registry(site: Site) -> Iterator[Callable[..., Registry]]:
+    made: list[Registry] = []
+
+    def making(**facts: object) -> Registry:
+        made.append(Registry(**facts))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield making
+    for one in made:
+        one.stop()
+
+
+def test_image_is_imported_once_and_then_found(site: Site) -> None:
+    with site.start() as first:
+        said = until(first)
+    assert [type(word) for word in said] == [Resolved, Importing, Present]
+    with site.start() as second:
+        assert [type(word) for word in until(second)] == [Resolved, Present]
+    assert len(site.imports) == 1
+    assert isinstance(said[-1], Present)
+    path = Path(said[-1].path)
+    assert path.read_bytes() == site.image.read_bytes()
+    assert site.names() == {"sqsh", "json"}
+
+
+def test_image_is_the_users_alone(site: Site) -> None:
+    word = last(site.start())
+    assert isinstance(word, Present)
+    found = os.stat(word.path)
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (ALICE.uid, 0o600)
+    assert stat.S_IMODE(site.folder().stat().st_mode) == 0o700
+    assert site.imports[0].split()[1] == str(ALICE.uid)
+
+
+def test_another_user_imports_for_themselves(site: Site) -> None:
+    first, second = last(site.start()), last(site.start(BOB))
+    assert isinstance(first, Present)
+    assert isinstance(second, Present)
+    assert first.path != second.path
+    assert len(site.imports) == 2
+
+
+def test_two_workers_at_once_make_one_import(site: Site, tmp_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(tmp_path / "go on")}
+    with site.start(environ=wait) as first, site.start(environ=wait, host="n2") as second:
+        said = [until(one, Importing)[-1] for one in (first, second)]
+        assert isinstance(said[0], Importing)
+        assert said[0] == said[1], "both name the one that imports"
+        assert "part" not in {name for name in site.names() if name.endswith("sqsh")}
+        (tmp_path / "go on").touch()
+        assert until(first)[-1] == until(second)[-1]
+    assert len(site.imports) == 1
+
+
+def test_image_has_no_name_before_it_is_whole(site: Site, tmp_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(tmp_path / "go on")}
+    with site.start(environ=wait) as first:
+        until(first, Importing)
+        while not any(name.endswith("part") for name in site.names()):
+            os.sched_yield()
+        assert not any(name.endswith("sqsh") for name in os.listdir(site.folder()))
+        (tmp_path / "go on").touch()
+        assert isinstance(until(first)[-1], Present)
+
+
+def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
+    site: Site, tmp_path: Path
+) -> None:
+    wait = {"STANDIN_WAIT": str(tmp_path / "never")}
+    with site.start(environ=wait) as first:
+        until(first, Importing)
+        with site.start(host="n2") as second:
+            until(second, Importing)
+            os.kill(first.pid, signal.SIGKILL)
+            assert isinstance(until(second)[-1], Present)
+    assert len(site.imports) == 2
+
+
+def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, tmp_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(tmp_path / "never")}
+    first = site.start(environ=wait)
+    until(first, Importing)
+    with site.start(host="n2") as second:
+        until(second, Importing)
+        first.kill()
+        assert isinstance(until(second)[-1], Present)
+    assert site.names() == {"sqsh", "json"}, "neither a part nor a lease is left"
+
+
+def test_what_enroot_started_ends_with_the_worker(site: Site, tmp_path: Path) -> None:
+    first = site.start(environ={"STANDIN_WAIT": str(tmp_path / "never")})
+    until(first, Importing)
+    while not site.imports:
+        os.sched_yield()
+    first.kill()
+    of_alice = [
+        pid
+        for pid in os.listdir("/proc")
+        if pid.isdigit() and os.path.exists(f"/proc/{pid}") and _uid(pid) == ALICE.uid
+    ]
+    assert of_alice == []
+
+
+def _uid(pid: str) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    found = {line.split(":")[0]: line.split() for line in lines}
+    return -1 if found["State"][1] in "ZX" else int(found["Uid"][1])
+
+
+def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, tmp_path: Path) -> None:
+    fifo = tmp_path / "go on"
+    fails = {"STANDIN_WAIT": str(fifo), "STANDIN_IMAGE": "/dev/null"}
+    with site.start(environ=fails) as first, site.start(environ=fails, host="n2") as second:
+        until(first, Importing), until(second, Importing)
+        fifo.touch()
+        words = [until(first)[-1], until(second)[-1]]
+    assert [word.reason for word in words if isinstance(word, Refused)] == ["import-failed"] * 2
+    assert len(site.imports) == 1
+
+
+def test_next_job_tries_anew_what_failed_before(site: Site) -> None:
+    word = last(site.start(environ={"STANDIN_FAIL": "URL error code: 401 Unauthorized"}))
+    assert isinstance(word, Refused)
+    assert word.reason == "import-failed"
+    assert "401 Unauthorized" in word.detail
+    assert isinstance(last(site.start()), Present)
+
+
+def test_words_of_enroot_bring_no_control_characters(site: Site) -> None:
+    word = last(site.start(environ={"STANDIN_FAIL": "\x1b[2Jgone \x07"}))
+    assert isinstance(word, Refused)
+    assert word.detail.isprintable()
+
+
+def test_store_that_is_full_is_told_and_left_clean(site: Site) -> None:
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+    word = last(site.start(environ={"STANDIN_FILL": "4"}))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-full"
+    assert not {name for name in site.names() if name.endswith("part")}
+
+
+def test_file_above_the_largest_size_is_refused(site: Site) -> None:
+    word = last(site.start(max_size=1 << 20, environ={"STANDIN_FILL": "4"}))
+    assert isinstance(word, Refused)
+    assert word.reason == "too-large", word
+
+
+def test_store_that_is_read_only_serves_what_it_has(site: Site) -> None:
+    assert isinstance(last(site.start()), Present)
+    mounts.mount(str(site.store), str(site.store), mounts.MS_BIND)
+    flags = mounts.MS_REMOUNT | mounts.MS_BIND | mounts.MS_RDONLY
+    mounts.mount(str(site.store), str(site.store), flags)
+    assert isinstance(last(site.start()), Present)
+    word = last(site.start(reference=f"here#other@{NEW}"))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-gone"
+
+
+def test_store_that_is_not_there_is_told(site: Site, tmp_path: Path) -> None:
+    word = last(site.start(directory=str(tmp_path / "not mounted")))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-gone"
+    assert not (tmp_path / "not mounted").exists()
+
+
+@pytest.mark.parametrize("kind", ["another's", "open to others", "link"])
+def test_directory_that_is_not_the_users_alone_is_not_used(site: Site, kind: str) -> None:
+    folder, mine = site.folder(), site.home / str(ALICE.uid)
+    if kind == "link":
+        folder.symlink_to(mine)
+    else:
+        folder.mkdir()
+        folder.chmod(0o700 if kind == "another's" else 0o770)
+        owner = BOB if kind == "another's" else ALICE
+        os.chown(folder, owner.uid, owner.gid)
+    word = last(site.start())
+    assert isinstance(word, Refused)
+    assert word.reason == "store-foreign"
+    assert not site.imports
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "half", "text"])
+def test_what_only_has_an_images_name_is_not_used(site: Site, kind: str) -> None:
+    word = last(site.start())
+    assert isinstance(word, Present)
+    path = Path(word.path)
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(site.image)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(site.image.read_bytes()[:1000] if kind == "half" else b"text" * 1000)
+        os.chown(path, ALICE.uid, ALICE.gid)
+    assert last(site.start()) == word
+    assert len(site.imports) == 2
+    assert path.read_bytes() == site.image.read_bytes()
+
+
+def test_digest_of_a_job_is_one_although_its_tag_moves(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "job": "12"}
+    with site.start(**facts) as first:
+        assert [word.digest for word in until(first) if isinstance(word, Resolved)] == [OLD]
+    there.digest = NEW
+    with site.start(**facts, leads=False) as second:
+        assert [word.digest for word in until(second) if isinstance(word, Resolved)] == [OLD]
+    with site.start(**{**facts, "job": "13"}) as next_job:
+        assert [word.digest for word in until(next_job) if isinstance(word, Resolved)] == [NEW]
+    assert there.asked == 2
+
+
+def test_node_whose_leader_is_silent_resolves_alone_and_says_it_to_all(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "job": "12"}
+    assert isinstance(last(site.start(**facts, leads=False, patience=0.3)), Present)
+    there.digest = NEW
+    with site.start(**facts) as leader:
+        assert [word.digest for word in until(leader) if isinstance(word, Resolved)] == [OLD]
+
+
+def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "job": "12"}
+    last(site.start(**facts, environ={"SLURM_CLUSTER_NAME": "east"}))
+    there.digest = NEW
+    with site.start(**facts, environ={"SLURM_CLUSTER_NAME": "west"}) as west:
+        assert [word.digest for word in until(west) if isinstance(word, Resolved)] == [NEW]
+
+
+@pytest.mark.parametrize(("status", "reason"), [(503, ""), (403, "registry-denied")])
+def test_last_digest_stands_in_for_a_silent_registry_but_not_for_a_refusal(
+    site: Site, registry: Callable[..., Registry], status: int, reason: str
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "offline": "use-last"}
+    assert isinstance(last(site.start(**facts)), Present)
+    there.status = status
+    word = last(site.start(**facts))
+    assert (word.reason if isinstance(word, Refused) else "") == reason, word
+
+
+def test_silent_registry_is_told_where_the_admin_wants_that(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    assert isinstance(last(site.start(reference=there.reference())), Present)
+    there.status = 503
+    word = last(site.start(reference=there.reference()))
+    assert isinstance(word, Refused)
+    assert word.reason == "registry-silent"
+
+
+def test_busy_registry_gets_one_import_by_the_tag_for_all_of_a_job(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(status=429)
+    facts = {"reference": there.reference(), "job": "12"}
+    first = last(site.start(**facts))
+    assert isinstance(first, Present)
+    assert last(site.start(**facts, leads=False)) == first
+    assert [line.split()[0] for line in site.imports] == [f"docker://{there.reference()}"]
+    assert last(site.start(**{**facts, "job": "13"})) != first
+
+
+def test_enroot_without_digests_discards_what_moved_meanwhile(
+    site: Site, registry: Callable[..., Registry], tmp_path: Path
+) -> None:
+    there = registry(digest=OLD)
+    old = {"STANDIN_VERSION": "3.0.0", "STANDIN_WAIT": str(tmp_path / "go on")}
+    with site.start(reference=there.reference(), environ=old) as at_work:
+        until(at_work, Importing)
+        there.digest = NEW
+        (tmp_path / "go on").touch()
+        word = until(at_work)[-1]
+    assert isinstance(word, Refused)
+    assert word.reason == "registry-moved"
+    assert "sqsh" not in site.names()
+
+
+def test_worker_that_was_told_to_ask_waits_for_go(site: Site) -> None:
+    with site.start(ask=True) as at_work:
+        assert isinstance(until(at_work, Resolved)[-1], Resolved)
+        assert not site.imports
+        at_work.go()
+        assert isinstance(until(at_work)[-1], Present)
+
+
+def test_worker_that_asks_ends_when_nobody_waits(site: Site) -> None:
+    at_work = site.start(ask=True)
+    until(at_work, Resolved)
+    at_work.kill()
+    assert not os.path.exists(f"/proc/{at_work.pid}")
+    assert not site.imports
+
+
+def test_reference_that_is_none_is_refused(site: Site) -> None:
+    word = last(site.start(reference="docker://A B"))
+    assert isinstance(word, Refused)
+    assert word.reason == "bad-reference"
+
+
+def test_progress_says_what_enroot_is_at() -> None:
+    assert Progress("x")  # the clock is in tests/unit/registry/test_importing.py
