@@ -11,6 +11,7 @@ REASONS = {
     "registry-odd": "The registry's answer made no sense.",
     "registry-moved": "The tag was pushed anew while it was imported, by an enroot that"
     " knows no digests.",
+    "not-imported": "Nobody has imported it yet; the first step that names it does.",
     "container": "The step's container is there already; its image is not looked at.",
     "import-failed": "`enroot import` ended with an error; the detail has its last words.",
     "store-full": "There was no room for the image, or the user's quota was used up.",

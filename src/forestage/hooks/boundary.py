@@ -166,6 +166,8 @@ class Hook:
         decided = shown.decided_by(places)
         answers: Sequence[Answer] = ()
         nodes, refusal = self._nodes(job, places, clock)
+        if refusal is None:
+            job, _ = self._begin_import(nodes[0], job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
         limit = prolog.waiting(nodes[0], job, limits, refusal)
         for node in nodes:
@@ -182,8 +184,6 @@ class Hook:
         return outcomes
 
     def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
-        import msgspec
-
         from forestage.cache import shown
         from forestage.hooks import step
         from forestage.system import child
@@ -195,9 +195,9 @@ class Hook:
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
         job, refusal = step.as_noted(nodes[0], job, refusal)
-        later = self._begin_import(nodes[0], job, places, clock) if refusal is None else ()
-        if later:  # an import may take as long as it likes
-            job = msgspec.structs.replace(job, requests=step.paths(job))
+        later: tuple[str, ...] = ()
+        if refusal is None:
+            job, later = self._begin_import(nodes[0], job, places, clock)
         say = step.Once(nodes[0], job, _speak)
         # Once, as in the Prolog.
         limit = step.waiting(nodes[0], job, timeout, say, refusal)
@@ -213,40 +213,38 @@ class Hook:
         step.note_shown(nodes[0], job, decided, done.answers)
         return outcomes
 
-    def _begin_import(self, node: Node, job: Job, places: Places, clock: Clock) -> tuple[str, ...]:
-        """Has a process obtain the registry's image that the step names; returns the answer.
+    def _begin_import(
+        self, node: Node, job: Job, places: Places, clock: Clock
+    ) -> tuple[Job, tuple[str, ...]]:
+        """Has a process obtain the registry's image that the job names: that may take long.
 
-        Nothing where there is none, or pyxis would not ask our importer for it.
+        Returns the job without it, and a step's answer. The job as it is, where it names none, or
+        pyxis would not ask our importer for it.
         """
         from forestage.errors import ForestageError
         from forestage.hooks import step
 
-        request = step.reference(job)
-        environment = self.environ.get("FORESTAGE_ENVIRONMENT", "")
-        if request is None or not (node.config.registry.enabled and environment.isdigit()):
-            return ()
+        request, config = step.reference(job), node.config
+        if request is None or not (config.registry.enabled and config.redirect == "spank"):
+            return job, ()
         from forestage.slurm import companion
 
-        conf = self.environ.get("SLURM_CONF", "")
-        if not companion.is_importer(companion.importer(conf)):
-            return ()
+        if not companion.is_importer(companion.importer(self.environ.get("SLURM_CONF", ""))):
+            return job, ()
         from forestage.hooks import registry
 
-        asked = registry.Asked(
-            request=request,
-            environment=int(environment),
-            step=os.getppid(),
-            batch=self.environ.get("ENVIRONMENT") == "BATCH",
-            container=self.environ.get("SPANK__SLURM_SPANK_OPTION_pyxis_container_name", ""),
-            timeout=self.environ.get("FORESTAGE_TIMEOUT", ""),
-        )
+        def report(outcomes: Sequence[Outcome]) -> None:
+            self._report(job, outcomes, places, clock)
+
+        later: tuple[str, ...] = ()
         try:
-            return registry.begin(
-                node, job, asked, lambda done: self._report(job, done, places, clock)
-            )
+            if self.name == "prolog":
+                registry.guess(node, job, request, report)
+            elif asked := registry.Asked.of(request, self.environ):
+                later = registry.begin(node, job, asked, report)
         except (ForestageError, OSError) as error:
             self.say(f"result=failed reason=registry detail={str(error)!r}")
-            return ()
+        return step.without_reference(job), later
 
     def _show_data(
         self, node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None

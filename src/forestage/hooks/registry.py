@@ -11,12 +11,14 @@ companion (src/spank/later.c). It ends when nobody waits any more, and the worke
 
 import contextlib
 import os
+import pwd
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -34,6 +36,7 @@ from forestage.slurm import nodelist
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import child
+from forestage.system.as_user import User
 from forestage.through.keeper import tell
 from forestage.units import printable
 
@@ -43,7 +46,10 @@ FIRST = 60.0  # seconds in which the first task must come: other plugins' user_i
 LAST = 5.0  # seconds from the last task's end; another may come a little later
 TURN = 0.25  # seconds between two looks who waits
 MOST_TASKS = 1024  # that wait at once
+GUESS = 60.0  # seconds for what a Prolog has looked for
 PATIENCE = 30.0  # seconds for the word of the node that resolves for all
+
+CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
 
 Report = Callable[[Sequence[Handled]], None]
 
@@ -61,18 +67,45 @@ class Asked(msgspec.Struct, frozen=True):
     container: str
     timeout: str
 
+    @classmethod
+    def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
+        """By what the companion says; None where it has given no environment."""
+        number = environ.get("FORESTAGE_ENVIRONMENT", "")
+        if not number.isdigit():
+            return None
+        return cls(
+            request=request,
+            environment=int(number),
+            step=os.getppid(),
+            batch=environ.get("ENVIRONMENT") == "BATCH",
+            container=environ.get(CONTAINER_OPTION, ""),
+            timeout=environ.get("FORESTAGE_TIMEOUT", ""),
+        )
+
 
 def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
-    folder = node.places.images
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    node.places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path = node.places.images / f"{job.id}.{job.step}.sock"
+    _start(job, partial(_serve, node, job, asked, report, path))
+    return "later", str(path)
+
+
+def guess(node: Node, job: Job, request: Request, report: Report) -> None:
+    """Has what the reference meant last copied to this node, for the job's steps. For a Prolog.
+
+    No registry is asked: the job's environment, by which that would be done, is not known here.
+    Raises Declined.
+    """
+    if node.config.registry.store:  # what the node imports for itself lies here already
+        _start(job, partial(_foresee, node, job, request, report))
+
+
+def _start(job: Job, life: Callable[[socket.socket], None]) -> None:
+    """Runs `life` in a process of its own, which says on the socket that it can be left alone."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    path = folder / f"{job.id}.{job.step}.sock"
     if os.fork() == 0:
-        child.live(
-            partial(_live, node, job, asked, report, path, theirs),
-            partial(_failed, job, theirs),
-        )
+        child.live(partial(_live, life, theirs), partial(_failed, job, theirs))
     theirs.close()
     with ours:
         ours.settimeout(START)
@@ -82,16 +115,19 @@ def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]
             said = "its process does not answer"
     if said != "begun":
         raise Declined("helper", said or "its process died")
-    return "later", str(path)
 
 
-def _live(
-    node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: socket.socket
-) -> None:
-    """The whole life of the process."""
+def _live(life: Callable[[socket.socket], None], hook: socket.socket) -> None:
     os.setsid()
     os.chdir("/")
     Path("/proc/self/comm").write_text(PROCESS_NAME)
+    life(hook)
+
+
+def _serve(
+    node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: socket.socket
+) -> None:
+    """All that is done for a step."""
     with Tasks(path) as tasks:
         child.let_go({hook.fileno(), tasks.listener.fileno(), asked.environment})
         tell(hook, "begun")
@@ -106,17 +142,36 @@ def _live(
             tasks.wait(-1)
 
 
+def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
+    """All that is done for a Prolog."""
+    child.leave_job()
+    child.let_go({hook.fileno()})
+    tell(hook, "begun")
+    hook.close()
+    environment = os.memfd_create("environment")
+    os.write(environment, _environment(job.user))
+    asked = Asked(request, environment, 0, batch=True, container="", timeout="")
+    answer = _answer(node, job, asked, Nobody(GUESS))
+    if answer.image:
+        report([answer.outcome])
+
+
+def _environment(user: User) -> bytes:
+    """What a user's login would have, as far as enroot's configuration goes by it."""
+    found = pwd.getpwuid(user.uid)
+    variables = {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name}
+    return "".join(f"{name}={value}\0" for name, value in variables.items()).encode()
+
+
 def _failed(job: Job, hook: socket.socket, error: BaseException | None) -> None:
     tell(hook, str(error))
     log.say(f"step job={job.id} step={job.step} result=failed detail={error!r}", by_slurm=True)
 
 
-def _answer(node: Node, job: Job, asked: Asked, tasks: "Tasks") -> Answer:
+def _answer(node: Node, job: Job, asked: Asked, tasks: "Waiting") -> Answer:
     """What the request comes to; never raises for what a registry, a user or the disk does."""
     start = node.clock.monotonic()
     try:
-        if node.config.redirect != "spank":
-            raise Declined("registry", "images of registries show with `redirect: spank` only")
         answer = _obtained(node, job, asked, tasks)
     except (ForestageError, OSError) as error:
         answer = Answer(image.of_error(asked.request, error))
@@ -143,14 +198,15 @@ def _short(digest: str) -> str:
     return digest[:19]  # as docker shows one, behind its sha256:
 
 
-def _obtained(node: Node, job: Job, asked: Asked, tasks: "Tasks") -> Answer:
+def _obtained(node: Node, job: Job, asked: Asked, tasks: "Waiting") -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     order = order_of(node, job, asked)
     tells = node.config.user_messages != "none" and step.is_first_node(job)
     meant = Resolved("", "")
     with worker.start(job.user, order, asked.environment) as at_work:
-        with contextlib.suppress(OSError):  # bounded and killed with the step, where Slurm does so
-            child.join(at_work.pid, asked.step)
+        if asked.step:
+            with contextlib.suppress(OSError):  # bounded and killed with the step by Slurm
+                child.join(at_work.pid, asked.step)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 meant = word
@@ -208,10 +264,12 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
         environ_fd=asked.environment,
         max_size=config.max_image_size,
         host=job.node,
+        container=asked.container,
+        imports=job.step is not None,
     )
 
 
-def _words(at_work: Worker, tasks: "Tasks") -> Iterator[Word]:
+def _words(at_work: Worker, tasks: "Waiting") -> Iterator[Word]:
     """What the worker says, until it ends. Raises Declined once nobody waits for it any more."""
     while True:
         yield from at_work.words()
@@ -222,7 +280,7 @@ def _words(at_work: Worker, tasks: "Tasks") -> Iterator[Word]:
             raise Declined("stopped", "the step has ended, nobody waits for its image")
 
 
-def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: "Tasks") -> Answer:
+def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: "Waiting") -> Answer:
     """The file, as any other that a user names: only where they may read it."""
     place = node.config.registry.store or str(kept.directory(node.cache))
     config = msgspec.structs.replace(node.config, sources=(*node.config.sources, place))
@@ -244,6 +302,32 @@ def _fields(node: Node, job: Job, answer: Answer) -> tuple[str, ...]:
     except OSError as error:
         return "leave", printable(str(error))
     return (*words[:2], found.path, *map(str, found.facts), words[-1])
+
+
+class Waiting(Protocol):
+    """Who waits for the image."""
+
+    @property
+    def have_gone(self) -> bool: ...
+    def wait(self, fd: int) -> None: ...
+    def speak(self, text: str) -> None: ...
+
+
+class Nobody:
+    """In the place of tasks where none are there yet: for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    @property
+    def have_gone(self) -> bool:
+        return time.monotonic() > self.end
+
+    def wait(self, fd: int) -> None:
+        select.select([fd], [], [], TURN)
+
+    def speak(self, text: str) -> None:
+        """Nobody reads it."""
 
 
 class Tasks:

@@ -109,9 +109,10 @@ def reference(job: Job) -> Request | None:
     return next((one for one in named if not one.path.startswith(("/", "."))), None)
 
 
-def paths(job: Job) -> tuple[Request, ...]:
-    """Pure: the job's requests without that one."""
-    return tuple(one for one in job.requests if one != reference(job))
+def without_reference(job: Job) -> Job:
+    """Pure: the job without that one."""
+    left = tuple(one for one in job.requests if one != reference(job))
+    return msgspec.structs.replace(job, requests=left)
 
 
 def named(job: Job) -> Job:

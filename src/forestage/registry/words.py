@@ -34,8 +34,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     `directory` is the base of the store, or of this node's own imports. `job` is "123" for all of a
     batch job, which has one digest on all nodes, or "123.4" for a step; "" for a user at a login
     node. Where `leads` is false, the word of the node that leads is waited for, `patience` long.
-    `environ_fd` is open on the job's environment, NUL between its entries; -1 for the worker's own.
-    `host` is this node's name for the other nodes.
+    Of a `container` that is there already, no image is wanted. Without `imports`, no registry is
+    asked: what the tag meant last is looked for in the directory. `environ_fd` is open on the job's
+    environment, NUL between its entries; -1 for the worker's own. `host` is this node's name for
+    the other nodes.
     """
 
     reference: str
@@ -48,6 +50,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     environ_fd: int = -1
     max_size: int | None = None
     host: str = ""
+    container: str = ""
+    imports: bool = True
 
 
 class Resolved(msgspec.Struct, frozen=True, tag="resolved"):

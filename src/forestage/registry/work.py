@@ -165,6 +165,7 @@ def understood(order: Order, clock: Clock) -> Task:
     meant = reference.parse(order.reference)
     environ = environment.read(_environment(order.environ_fd))
     settings = environment.settings(environ, Deadline.after(SETTINGS, clock))
+    must_be_wanted(order.container, settings)
     # Two clusters may share a store and have jobs of one number; a job that starts anew asks anew.
     which = (
         environ.get("SLURM_CLUSTER_NAME", ""),
@@ -172,6 +173,19 @@ def understood(order: Order, clock: Clock) -> Task:
         environ.get("SLURM_RESTART_COUNT", ""),
     )
     return Task(order, meant, settings, ".".join(filter(None, which)) if order.job else "")
+
+
+def must_be_wanted(container: str, settings: Settings) -> None:
+    """Raises Declined where the step's container is there: pyxis does not look at its image then.
+
+    Its name is what stands before a colon (pyxis' args.c), and the job's number may be part of it.
+    """
+    name = container.partition(":")[0]
+    data = settings.variables.get("ENROOT_DATA_PATH", "")
+    if not (name and data) or "/" in name:
+        return
+    if Path(data, f"pyxis_{name}").is_dir():
+        raise Declined("container", f"the container {name} is there already")
 
 
 def _environment(fd: int) -> bytes:
@@ -187,6 +201,8 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
+    if not task.order.imports:
+        return _meant_last(task, store)
     known = _said(task, store, asker, clock) if task.job else None
     if known is not None:
         return known
@@ -197,6 +213,14 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
         found = _instead(task, store, refused)
     asker.must_wait()
     return store.set_job_digest(task.job, task.text, found) if task.job else found
+
+
+def _meant_last(task: Task, store: Store) -> str:
+    """What the tag meant last: a guess, for which no registry is asked. Raises Declined."""
+    last = store.last(task.text)
+    if not last:
+        raise Declined("not-imported", f"{task.text} is not in the store yet")
+    return last
 
 
 def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
@@ -231,6 +255,8 @@ def obtain(task: Task, store: Store, digest: str, name: str, asker: Asker, clock
         found = store.find(name)
         if found is not None:
             return found
+        if not task.order.imports:
+            raise Declined("not-imported", f"{task.text} is not in the store yet")
         failed = flight.failure()
         if failed is not None:
             raise Declined(_known(failed.reason), failed.detail)

@@ -50,7 +50,7 @@ def test_reference_is_what_is_no_path(asking: Job, image: str, found: bool) -> N
     hinted = Request("/lustre/b.sqsh", "hint")
     job = msgspec.structs.replace(asking, requests=(Request(image, "option"), hinted))
     assert (step.reference(job) is not None) == found
-    assert (step.paths(job) == (hinted,)) == found
+    assert (step.without_reference(job).requests == (hinted,)) == found
 
 
 def test_image_of_a_comment_is_never_a_reference(asking: Job) -> None:
