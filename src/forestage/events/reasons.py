@@ -4,11 +4,13 @@ REASONS = {
     "registry": "An image of a registry is staged when a step starts, where pyxis asks forestage's"
     " importer for it (`importer=`), with `redirect: spank`.",
     "bad-reference": "This is no reference to an image of a registry.",
-    "registry-denied": "The registry refused it to this user.",
-    "registry-missing": "The registry does not have it.",
-    "registry-busy": "The registry answers no more questions for now.",
-    "registry-silent": "The registry could not be reached, or had an error.",
+    "registry-denied": "The registry refuses this user; `enroot import` would be refused as well.",
+    "registry-missing": "The registry has no such image, or hides it from this user.",
+    "registry-busy": "The registry gets too many requests from here (429).",
+    "registry-silent": "The registry could not be reached, or failed.",
     "registry-odd": "The registry's answer made no sense.",
+    "environment": "The job's environment is too large to be read.",
+    "enroot": "enroot, or its configuration, could not be used as the job's user.",
     "registry-moved": "The tag was pushed anew while it was imported, by an enroot that"
     " knows no digests.",
     "not-imported": "Nobody has imported it yet; the first step that names it does.",
