@@ -213,7 +213,9 @@ def _handler(front: Front) -> type[http.server.BaseHTTPRequestHandler]:
                 name: self.headers.get(name, "") for name in ("Authorization", "Host", "Accept")
             }
             seen = Seen(self.command, self.path, *given.values())
-            reply = front.answer(seen, dict(self.headers.items()))
+            # skopeo says each type that it accepts in a header of its own.
+            joined = {name: ", ".join(self.headers.get_all(name, [])) for name in self.headers}
+            reply = front.answer(seen, joined)
             with contextlib.suppress(OSError):  # curl went when it had enough
                 self.send_response(reply.status)
                 for name, value in reply.headers.items():
@@ -320,6 +322,7 @@ class Registry:
             for path, content in files.items():
                 (tree / path).parent.mkdir(parents=True, exist_ok=True)
                 (tree / path).write_bytes(content)
+                (tree / path).chmod(0o755)
             _run("umoci", "init", "--layout", f"{made}/image")
             _run("umoci", "new", "--image", image)
             _run("umoci", "insert", "--image", image, str(tree), "/")
