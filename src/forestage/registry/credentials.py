@@ -82,7 +82,8 @@ def knows(text: str, registry: str, user: str) -> bool:
 def login(text: str, host: str, user: str, evaluate: Evaluate) -> Login | None:
     """Returns what the file has for this user at this host, without a port; None if nothing."""
     for machine, found in _entries(_evaluated(text, host, user, evaluate)):
-        if machine.lower() == host.lower() and found.user == user and found.password:
+        is_theirs = machine and machine.lower() == host.lower() and found.user == user
+        if is_theirs and found.password:
             return found
     return None
 
