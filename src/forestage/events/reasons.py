@@ -2,6 +2,14 @@
 
 REASONS = {
     "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
+    "bad-reference": "This is no reference of an image in a registry.",
+    "registry-denied": "The registry refuses this user; `enroot import` would be refused as well.",
+    "registry-missing": "The registry has no such image, or hides it from this user.",
+    "registry-busy": "The registry gets too many requests from here (429).",
+    "registry-silent": "The registry could not be reached, or failed.",
+    "registry-odd": "The registry's answer made no sense.",
+    "environment": "The job's environment is too large to be read.",
+    "enroot": "enroot, or its configuration, could not be used as the job's user.",
     "registry-moved": "The tag was pushed anew while it was imported, by an enroot that"
     " knows no digests.",
     "import-failed": "`enroot import` ended with an error; the detail has its last words.",

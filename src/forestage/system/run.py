@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -134,8 +136,7 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
     The program dies with us; what it started, `end_session` ends. Raises Failed where it is
     missing.
     """
-    if len({*os.getresuid()}) > 1 or len({*os.getresgid()}) > 1:
-        raise Failed("helper", f"{argv[0]} is not run for a user by a process that is root's too")
+    _must_be_one_user(argv[0])
     if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
     try:
@@ -266,3 +267,97 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
     except FileNotFoundError:
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
     return Filter(process)
+
+
+def _must_be_one_user(program: str) -> None:
+    if len({*os.getresuid()}) > 1 or len({*os.getresgid()}) > 1:
+        raise Failed("helper", f"{program} is for a user, and this process is more than one")
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What a program wrote, and how it ended; `cut` says which of its limits it was killed for."""
+
+    code: int
+    out: bytes
+    err: bytes
+    cut: Literal["", "time", "size"] = ""
+
+
+def run_here(
+    argv: Sequence[str], variables: Mapping[str, str], timeout: float, most: int, given: bytes = b""
+) -> Output:
+    """Runs a program as the user whom this process is, with their environment, but our PATH.
+
+    For a process that is a user's in all three ids, and for what that user wrote. The program reads
+    `given` on stdin: what must not show in its argv. It and its process group are killed after
+    `timeout` seconds, or once it has written more than `most` bytes. Raises Failed where it is
+    missing, and where this process is more than one user: bash with real uid 0 makes itself root
+    again.
+    """
+    _must_be_one_user(argv[0])
+    if not which(argv[0]):
+        raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
+    source = os.memfd_create("given")  # no pipe: nobody has to write while the other end reads
+    try:
+        os.write(source, given)
+        os.lseek(source, 0, os.SEEK_SET)
+        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+            [*DIES_WITH_US, *argv],
+            stdin=source,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**variables, "PATH": PATH},
+            cwd="/",
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    finally:
+        os.close(source)
+    with process:
+        end = time.monotonic() + timeout
+        out, err, cut = _written(process, end, most)
+        if not cut and _outlasts(process, end):
+            cut = "time"
+        if cut:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return Output(process.returncode, out, err, cut)
+
+
+def _outlasts(process: "subprocess.Popen[bytes]", end: float) -> bool:
+    """Whether a program that has closed its pipes goes on until its time is over."""
+    try:
+        process.wait(timeout=max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _written(
+    process: "subprocess.Popen[bytes]", end: float, most: int
+) -> tuple[bytes, bytes, Literal["", "time", "size"]]:
+    """What it writes until both pipes end, in time and within `most` bytes altogether."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err = process.stdout.fileno(), process.stderr.fileno()
+    found = {out: bytearray(), err: bytearray()}
+    poll = select.poll()
+    for fd in found:
+        poll.register(fd, select.POLLIN)
+    cut: Literal["", "time", "size"] = ""
+    open_pipes = len(found)
+    while open_pipes and not cut:
+        left = end - time.monotonic()
+        ready = poll.poll(max(0.0, left) * 1000)
+        for fd, _ in ready:
+            data = os.read(fd, 1 << 16)
+            found[fd] += data
+            if not data:
+                poll.unregister(fd)
+                open_pipes -= 1
+        if sum(map(len, found.values())) > most:
+            cut = "size"
+        elif open_pipes and left <= 0:
+            cut = "time"
+    return bytes(found[out]), bytes(found[err]), cut

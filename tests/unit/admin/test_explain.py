@@ -44,6 +44,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
     for file in SOURCE.rglob("*.py"):
         text = file.read_text()
         found |= set(re.findall(r'(?:Declined|Failed|__init__)\(\s*"([a-z-]+)"', text))
+        found |= set(re.findall(r'"(registry-[a-z]+)"', text))
         found |= set(re.findall(r'reason(?:, detail)? ?= ?"([a-z-]+)"', text))
     assert found - set(REASONS) == set()
     assert set(REASONS) - found == set(), "reasons that nothing gives any more"
