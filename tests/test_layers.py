@@ -47,13 +47,15 @@ STARTERS = {
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
-FOR_USERS = {"data.fill", "data.serving"}
-"""Those that start one for a job's user, with all three ids theirs (run.start_as, start_filter):
+FOR_USERS = {"data.fill", "data.serving", "registry.worker"}
+"""Those that start one for a job's user, with all three ids theirs (run.start_as and its like):
 bash with real uid 0 makes itself root again. See docs/security.md.
 """
 
-FOR_WORKERS = {"registry.environment", "registry.resolve"}
-"""Those that start one as the user whom their process is (run.run_here): what runs there is the
+FOR_WORKERS = {
+    *("registry.environment", "registry.resolve", "registry.importing", "registry.work"),
+}
+"""Those that start one as the user whom their process is (run.run_here, start_here): what runs there is the
 user's own, and so is what it may do.
 """
 
@@ -162,11 +164,12 @@ def test_programs_are_started_where_it_is_known_by_whom() -> None:
     for module in FOR_USERS:
         nodes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
         used = {node.attr for node in nodes if ast.unparse(node.value) == "run"}
-        assert used <= {"which", "start_as", "start_filter", "Filter"}, module
+        known = {"which", "start_as", "start_filter", "Filter", "start_piped", "Piped"}
+        assert used <= known | {"end_session"}, module
     for module in FOR_WORKERS:
         nodes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
         used = {node.attr for node in nodes if ast.unparse(node.value) == "run"}
-        assert used <= {"which", "run_here", "Output"}, module
+        assert used <= {"which", "run_here", "Output", "start_here", "end_session"}, module
 
 
 def test_environment_is_read_by_the_hooks_and_the_command_line_only() -> None:

@@ -1,4 +1,4 @@
-"""Workers on a node of their own: a user, a store, and an enroot that stands in for the real one."""
+"""Workers on a node of their own: a user, a store, and a stand-in for enroot."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, until
 
-from forestage.registry.words import Importing, Present, Progress, Refused, Resolved
+from forestage.registry.words import Importing, Present, Refused, Resolved
 from forestage.system import mounts
 
 
@@ -256,6 +256,20 @@ def test_node_whose_leader_is_silent_resolves_alone_and_says_it_to_all(
         assert [word.digest for word in until(leader) if isinstance(word, Resolved)] == [OLD]
 
 
+def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference()}
+    last(site.start(**facts, job="12"))
+    there.digest = NEW
+    found = {}
+    for job in ("12.0", "13.0"):
+        with site.start(**facts, job=job) as step:
+            found[job] = [word.digest for word in until(step) if isinstance(word, Resolved)]
+    assert found == {"12.0": [OLD], "13.0": [NEW]}
+
+
 def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
     site: Site, registry: Callable[..., Registry]
 ) -> None:
@@ -337,7 +351,3 @@ def test_reference_that_is_none_is_refused(site: Site) -> None:
     word = last(site.start(reference="docker://A B"))
     assert isinstance(word, Refused)
     assert word.reason == "bad-reference"
-
-
-def test_progress_says_what_enroot_is_at() -> None:
-    assert Progress("x")  # the clock is in tests/unit/registry/test_importing.py

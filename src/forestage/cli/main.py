@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import images, report, site
+from forestage.cli import images, registry, report, site
 from forestage.cli.world import Commands, Exit, as_json, show
 from forestage.cli.world import World as World
 
@@ -45,7 +45,7 @@ def main(ctx: click.Context) -> None:
         ctx.obj = World.real()
 
 
-for command in (*site.COMMANDS, *images.COMMANDS, report.report):
+for command in (*site.COMMANDS, *images.COMMANDS, *registry.COMMANDS, report.report):
     main.add_command(command)
 
 

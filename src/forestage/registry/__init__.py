@@ -1,1 +1,13 @@
-"""Images from registries: the reference, the user's settings, and the digest that a tag means."""
+"""Images of registries: resolved once, imported once, then a path like any other.
+
+    worker       root's side: starts the worker as the user, and reads what it says
+    words        what the two say to each other
+    work         the worker: all that touches a registry, credentials, enroot or the store
+    reference    what a user's text names
+    environment  the user's settings, as enroot would read them
+    resolve      what a tag means now
+    store        the user's directory of imported images, which all nodes share
+    importing    enroot, with bounds
+
+Root never parses what a registry or a user wrote: the worker has all three ids of the user.
+"""

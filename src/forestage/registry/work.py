@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -106,12 +107,16 @@ class Asker:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What is known of the order once it was read; `job` is "" where it is none of a job's."""
+    """What is known of the order once it was read; `jobs` is empty where it is none of a job's.
+
+    The last of them is the order's own; the one before is the whole job of a step, whose digest
+    counts for the step, if there is one.
+    """
 
     order: Order
     reference: Reference
     settings: Settings
-    job: str
+    jobs: tuple[str, ...]
 
     @property
     def text(self) -> str:
@@ -122,7 +127,7 @@ class Task(msgspec.Struct, frozen=True):
         settings = self.settings
         if digest:
             return reference.name(self.reference, digest, settings.arch, settings.squash_options)
-        parts = (self.job, self.reference.text, settings.arch, settings.squash_options)
+        parts = (*self.jobs[-1:], self.reference.text, settings.arch, settings.squash_options)
         return f"job-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}"
 
 
@@ -166,13 +171,17 @@ def understood(order: Order, clock: Clock) -> Task:
     environ = environment.read(_environment(order.environ_fd))
     settings = environment.settings(environ, Deadline.after(SETTINGS, clock))
     must_be_wanted(order.container, settings)
-    # Two clusters may share a store and have jobs of one number; a job that starts anew asks anew.
-    which = (
-        environ.get("SLURM_CLUSTER_NAME", ""),
-        order.job,
-        environ.get("SLURM_RESTART_COUNT", ""),
-    )
-    return Task(order, meant, settings, ".".join(filter(None, which)) if order.job else "")
+    return Task(order, meant, settings, _jobs(order.job, environ))
+
+
+def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Pure: the job of a step and the step, or the job alone, by names that no other job has.
+
+    Two clusters may share a store and have jobs of one number; a job that starts anew asks anew.
+    """
+    around = (environ.get("SLURM_CLUSTER_NAME", ""), environ.get("SLURM_RESTART_COUNT", ""))
+    names = (job.partition(".")[0], job) if "." in job else (job,)
+    return tuple(".".join((around[0], name, around[1])) for name in names if name)
 
 
 def must_be_wanted(container: str, settings: Settings) -> None:
@@ -203,7 +212,7 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
         return task.reference.digest
     if not task.order.imports:
         return _meant_last(task, store)
-    known = _said(task, store, asker, clock) if task.job else None
+    known = _said(task, store, asker, clock)
     if known is not None:
         return known
     try:
@@ -212,7 +221,7 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     except resolve.Refused as refused:
         found = _instead(task, store, refused)
     asker.must_wait()
-    return store.set_job_digest(task.job, task.text, found) if task.job else found
+    return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
 
 
 def _meant_last(task: Task, store: Store) -> str:
@@ -228,9 +237,12 @@ def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
     patience = 0.0 if task.order.leads else task.order.patience
     end = Deadline.after(patience, clock)
     while True:
-        known = store.job_digest(task.job, task.text)
-        if known is not None or not end.left():
-            return known
+        for job in task.jobs:
+            known = store.job_digest(job, task.text)
+            if known is not None:
+                return known
+        if not task.jobs or not end.left():
+            return None
         asker.must_wait()
         clock.sleep(min(POLL, end.left()))
 
@@ -241,7 +253,7 @@ def _instead(task: Task, store: Store, refused: resolve.Refused) -> str:
         last = store.last(task.text)
         if last:
             return last
-    if task.job and refused.reason in BY_TAG:
+    if task.jobs and refused.reason in BY_TAG:
         return ""
     raise refused
 

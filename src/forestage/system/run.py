@@ -136,8 +136,7 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
     The program dies with us; what it started, `end_session` ends. Raises Failed where it is
     missing.
     """
-    if len({*os.getresuid()}) > 1 or len({*os.getresgid()}) > 1:
-        raise Failed("helper", f"{argv[0]} is not run for a user by a process that is root's too")
+    _must_be_one_user(argv[0])
     if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
     try:
@@ -270,6 +269,11 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
     return Filter(process)
 
 
+def _must_be_one_user(program: str) -> None:
+    if len({*os.getresuid()}) > 1 or len({*os.getresgid()}) > 1:
+        raise Failed("helper", f"{program} is for a user, and this process is more than one")
+
+
 class Output(msgspec.Struct, frozen=True):
     """What a program wrote, and how it ended; `cut` says which of its limits it was killed for."""
 
@@ -290,8 +294,7 @@ def run_here(
     missing, and where this process is more than one user: bash with real uid 0 makes itself root
     again.
     """
-    if len({*os.getresuid()}) > 1 or len({*os.getresgid()}) > 1:
-        raise Failed("helper", f"{argv[0]} is for a user, and this process is more than one")
+    _must_be_one_user(argv[0])
     if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
     source = os.memfd_create("given")  # no pipe: nobody has to write while the other end reads

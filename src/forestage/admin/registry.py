@@ -1,0 +1,255 @@
+"""Images of registries by hand: `forestage registry get`, `import`, `ls`, `gc`.
+
+`get` is what pyxis' importer runs where a step sees no copy of its image; like `import` it runs as
+the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner.
+"""
+
+import contextlib
+import os
+import pwd
+import select
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage.config import Config
+from forestage.errors import Declined, NotFound
+from forestage.registry import collect, worker
+from forestage.registry.collect import Done
+from forestage.registry.words import Importing, Order, Present, Progress, Refused, Word
+from forestage.system import as_user
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, Table, age, count
+from forestage.units import format_size, printable
+
+LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
+ALL = 3600.0  # seconds for all of them
+AT_ONCE = 8
+MOST = 300  # images of a user that are listed
+ELSEWHERE = ("store-full", "store-gone", "store-foreign")
+"""Why a job has its image imported for itself alone instead."""
+
+Say = Callable[[str], None]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """An image in the store; `digest` is "" where it was imported by its tag."""
+
+    user: str
+    reference: str
+    digest: str
+    bytes: int
+    used: float
+    imported: float
+    host: str
+    path: str
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """What `gc` did in a user's directory."""
+
+    user: str
+    images: tuple[str, ...]
+    bytes: int
+    files: int
+    problem: str
+
+
+def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Say) -> str:
+    """Returns the path of an image for a step of pyxis, as its user.
+
+    It is looked for and imported in the store, or on this node where there is none. Where that
+    cannot be used, below pyxis' runtime path: the importer deletes that. Raises Declined.
+    """
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
+    order = msgspec.structs.replace(order, offline=config.registry.offline)
+    shared = config.registry.store or _imports(config)
+    if shared:
+        try:
+            return obtain(msgspec.structs.replace(order, directory=shared), environ, say)
+        except Declined as error:
+            if error.reason not in ELSEWHERE:
+                raise
+            say(f"{error}; the image is imported for this step alone")
+    own = _own(environ, job, step)
+    return obtain(msgspec.structs.replace(order, directory=own), environ, say)
+
+
+def _imports(config: Config) -> str:
+    """Where a node without a store has this user import (registry/kept.py), if it was made."""
+    place = Path(f"{config.cache}.imports")
+    return str(place) if (place / str(os.geteuid())).is_dir() else ""
+
+
+def _own(environ: Mapping[str, str], job: str, step: str) -> str:
+    """A directory for one step's import, as the importer knows it. Raises Declined."""
+    above = environ.get("PYXIS_RUNTIME_PATH", "")
+    if not (above.startswith("/") and job.isdigit() and step.isdigit()):
+        what = "there is no store, and this is no step of pyxis"
+        raise Declined("store-gone", what, "set `registry: store:`")
+    path = Path(above, str(os.geteuid()), f"forestage-{job}.{step}")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Declined("store-gone", f"{path} cannot be made: {error.strerror}") from None
+    return str(path)
+
+
+def bring(config: Config, text: str, environ: Mapping[str, str], host: str, say: Say) -> str:
+    """Has the store hold an image before a job wants it. Raises Declined, NotFound."""
+    if not config.registry.store:
+        raise NotFound("there is no store of images", "the admin can set `registry: store:`")
+    order = Order(reference=text, directory=config.registry.store, host=host)
+    return obtain(order, environ, say)
+
+
+def obtain(order: Order, environ: Mapping[str, str], say: Say) -> str:
+    """Has a worker, as who we are, carry an order out; returns the path. Raises Declined."""
+    fd = os.memfd_create("environ")
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            for name, value in environ.items():
+                file.write(os.fsencode(f"{name}={value}") + b"\0")
+        at_work = worker.start(None, order, fd)
+    finally:
+        os.close(fd)
+    with at_work:
+        for word in _words(at_work):
+            if isinstance(word, Present):
+                return word.path
+            if isinstance(word, Refused):
+                raise Declined(word.reason, word.detail)
+            if isinstance(word, Importing):
+                say(f"imported by {word.where or 'another node'}")
+            elif isinstance(word, Progress):
+                say(word.text)
+    raise Declined("helper", "the worker ended without an answer")
+
+
+def _words(at_work: worker.Worker) -> Iterator[Word]:
+    poll = select.poll()
+    poll.register(at_work.fd, select.POLLIN)
+    while not at_work.ended:
+        poll.poll()
+        yield from at_work.words()
+
+
+def owners(base: Path) -> list[User]:
+    """Whose directories there are: all of them for root, else who we are. Raises NotFound."""
+    if os.geteuid() != 0:
+        return [User("", os.geteuid(), os.getegid())]
+    try:
+        names = os.listdir(base)  # noqa: PTH208 - names are wanted
+    except OSError as error:
+        raise NotFound(f"{base}: {error.strerror}", "is the store mounted?") from None
+    found = []
+    for uid in sorted(int(name) for name in names if name.isascii() and name.isdigit()):
+        try:
+            entry = pwd.getpwuid(uid)
+        except (KeyError, OverflowError):
+            continue  # an account that is gone: whom to act as is for a person to say
+        found.append(User(entry.pw_name, uid, entry.pw_gid))
+    return found
+
+
+def gather(base: Path) -> list[Row]:
+    """The images in the store, used longest ago last. Raises NotFound."""
+    users = owners(base)
+    found = as_user.each(
+        [partial(_rows, base, user) for user in users], list[Row], LOOK, ALL, AT_ONCE
+    )
+    rows = [row for rows in found for row in rows or []]
+    return sorted(rows, key=lambda row: -row.used)
+
+
+def _rows(base: Path, user: User) -> list[Row]:
+    as_user.become(user)
+    folder = base / str(user.uid)
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for image in collect.images(collect.look(folder))[-MOST:]:
+            noted = collect.record(folder, image.name)
+            reference = printable(noted.reference if noted else image.name)[:256]
+            digest = printable(noted.digest)[:71] if noted else ""
+            date, host = (noted.date, printable(noted.host)[:64]) if noted else (0.0, "")
+            path = str(folder / f"{image.name}.sqsh")
+            rows.append(
+                Row(_name(user), reference, digest, image.size, image.used, date, host, path)
+            )
+    return rows
+
+
+def _name(user: User) -> str:
+    with contextlib.suppress(KeyError):
+        return user.name or pwd.getpwuid(user.uid).pw_name
+    return str(user.uid)
+
+
+def clean(config: Config, now: float, dry_run: bool) -> list[Collected]:
+    """Deletes what nobody used for long, what is too much, and what dead imports left.
+
+    Raises NotFound.
+    """
+    if not config.registry.store:
+        raise NotFound("there is no store of images", "the admin can set `registry: store:`")
+    base, limits = Path(config.registry.store), config.registry
+    users = owners(base)
+    works = [
+        partial(_collected, base, user, limits.keep, limits.max_user_size, now, dry_run)
+        for user in users
+    ]
+    found = as_user.each(works, Done, LOOK, ALL, AT_ONCE)
+    missing = Done(problem="the directory cannot be read, or did not answer in time")
+    return [
+        Collected(_name(user), one.images, one.bytes, one.files, one.problem)
+        for user, one in ((user, one or missing) for user, one in zip(users, found, strict=True))
+    ]
+
+
+def _collected(
+    base: Path, user: User, keep: float, most: int | None, now: float, dry_run: bool
+) -> Done:
+    as_user.become(user)
+    folder = base / str(user.uid)
+    if not os.path.lexists(folder):
+        return Done()
+    done = collect.collect(folder, keep, most, now, dry_run)
+    problem = printable(done.problem)
+    return msgspec.structs.replace(done, images=done.images[:MOST], problem=problem)
+
+
+def listing(rows: Sequence[Row], now: float) -> list[Piece]:
+    """`ls` for people."""
+    if not rows:
+        return [Line("no images")]
+    cells = [
+        (
+            row.user,
+            row.reference,
+            row.digest.removeprefix("sha256:")[:12] or "-",
+            format_size(row.bytes),
+            age(now - row.used),
+            row.host or "-",
+        )
+        for row in rows
+    ]
+    total = format_size(sum(row.bytes for row in rows))
+    columns = ("USER", "IMAGE", "DIGEST", "SIZE", "USED", "IMPORTED BY")
+    return [Table(columns, cells), Line(f"{count(len(rows), 'image')}, {total}")]
+
+
+def pieces(done: Sequence[Collected], dry_run: bool) -> list[Piece]:
+    """`gc` for people."""
+    verb = "would delete" if dry_run else "deleted"
+    lines: list[Piece] = []
+    for one in done:
+        if one.images or one.files:
+            went = f"{count(len(one.images), 'image')}, {format_size(one.bytes)}"
+            left = count(one.files, "file")
+            lines.append(Line(f"{one.user}: {verb} {went}; {left} left over"))
+        if one.problem:
+            lines.append(Line(f"{one.user}: {one.problem}"))
+    return lines or [Line("nothing to delete")]

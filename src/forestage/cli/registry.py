@@ -1,0 +1,97 @@
+"""Commands for images of registries: `forestage registry get`, `import`, `ls`, `gc`."""
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.cli.world import Exit, as_json, show
+
+if TYPE_CHECKING:
+    from forestage.cli.world import World
+    from forestage.config import Config
+
+
+@click.group()
+def registry() -> None:
+    """Images of registries in the store that all nodes share."""
+
+
+def _config(world: "World") -> "Config":
+    from forestage.config import load_settings
+
+    return load_settings(world.places.etc).config
+
+
+def _host() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def _say(text: str) -> None:
+    from forestage.system.terminal import harmless
+
+    click.echo(f"forestage: {harmless(text)}", err=True)
+
+
+@registry.command()
+@click.argument("uri")
+@click.pass_obj
+def get(world: "World", uri: str) -> None:
+    """Print the path of a squashfs file of the image, imported if need be.
+
+    For pyxis' importer, forestage-importer, in a job's step and as its user.
+    """
+    from forestage.admin import registry as work
+
+    click.echo(work.get(_config(world), uri, os.environ, _host(), _say))
+
+
+@registry.command("import")
+@as_json
+@click.argument("reference", metavar="REF")
+@click.pass_obj
+def import_image(world: "World", reference: str, as_json: bool) -> None:
+    """Import an image into the store before a job wants it, as who you are.
+
+    REF is what a job would name: nvcr.io#nvidia/pytorch:25.01-py3.
+    """
+    from forestage.admin import registry as work
+    from forestage.system.terminal import Line
+
+    path = work.bring(_config(world), reference, os.environ, _host(), _say)
+    show({"path": path}, [Line(path, whole=True)], as_json)
+
+
+@registry.command("ls")
+@as_json
+@click.pass_obj
+def list_images(world: "World", as_json: bool) -> None:
+    """List the images in the store, last used first: your own; as root, everybody's."""
+    from pathlib import Path
+
+    from forestage.admin import registry as work
+
+    store = _config(world).registry.store
+    rows = work.gather(Path(store)) if store else []
+    show(rows, work.listing(rows, world.clock.wall()), as_json)
+
+
+@registry.command()
+@as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be deleted.")
+@click.pass_context
+def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
+    """Delete images that nobody used for long, and what dead imports left.
+
+    Your own; as root everybody's, as each of them. See `registry:` in forestage.yaml(5).
+    """
+    from forestage.admin import registry as work
+
+    done = work.clean(_config(ctx.obj), ctx.obj.clock.wall(), dry_run)
+    show(done, work.pieces(done, dry_run), as_json)
+    if any(one.problem for one in done):
+        ctx.exit(Exit.FAILED)
+
+
+COMMANDS = (registry,)

@@ -1,0 +1,144 @@
+"""A user's directory in the store, and what may lie there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from forestage.clock import Clock
+from forestage.errors import Declined
+from forestage.registry import store as module
+from forestage.registry.store import Record, Store, create, load
+
+NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
+OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+RECORD = Record("here#image:v1", OLD, 1.0, 0, "n1")
+
+
+@pytest.fixture(scope="module")
+def squashfs(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("tree")
+    (folder / "file").write_bytes(os.urandom(50_000))
+    image = folder.with_name("image.sqsh")
+    argv = ["mksquashfs", folder, image, "-quiet", "-no-progress"]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+    return image.read_bytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, Clock())
+
+
+def test_published_image_is_found_and_touched(store: Store, squashfs: bytes) -> None:
+    part = store.part(NAME)
+    part.write_bytes(squashfs)
+    path = store.publish(NAME, part, RECORD, None)
+    noted = path.with_suffix(".json")
+    os.utime(noted, (1, 1))
+    assert store.find(NAME) == path
+    assert noted.stat().st_mtime > 1
+    assert load(noted, Record) == Record("here#image:v1", OLD, 1.0, len(squashfs), "n1")
+    assert {one.suffix for one in store.folder.iterdir()} == {".sqsh", ".json"}
+
+
+@pytest.mark.parametrize(
+    ("cut", "most", "reason"),
+    [(0, None, "import-failed"), (-1, None, "import-failed"), (None, 4096, "too-large")],
+)
+def test_what_is_no_whole_image_is_not_published(
+    store: Store, squashfs: bytes, cut: int | None, most: int | None, reason: str
+) -> None:
+    part = store.part(NAME)
+    # mksquashfs pads its files to 4 KiB, beyond what the superblock counts.
+    used = int.from_bytes(squashfs[40:48], "little")
+    part.write_bytes(squashfs if cut is None else squashfs[: used + cut] if cut else b"text")
+    with pytest.raises(Declined) as declined:
+        store.publish(NAME, part, RECORD, most)
+    assert declined.value.reason == reason
+    assert list(store.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_and_quota_are_told_as_such(store: Store, code: int) -> None:
+    with pytest.raises(Declined) as declined, module.told(store.folder):
+        raise OSError(code, os.strerror(code))
+    assert declined.value.reason == "store-full"
+
+
+def test_first_word_on_a_jobs_digest_counts(store: Store) -> None:
+    assert store.job_digest("12", "here#image:v1") is None
+    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
+    assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
+    assert store.set_job_digest("12", "here#other:v1", NEW) == NEW
+    assert store.set_job_digest("13", "here#image:v1", NEW) == NEW
+
+
+def test_digest_that_nobody_would_write_is_none(store: Store) -> None:
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    path.write_text('{"reference":"here#image:v1","digest":"../../x","date":1}')
+    assert store.job_digest("12", "here#image:v1") is None
+
+
+@pytest.mark.parametrize("job", ["../../x", "a/b", "", ".", "\0", "x" * 500])
+def test_odd_job_leads_nowhere_else(store: Store, job: str) -> None:
+    store.set_job_digest(job, "here#image:v1", OLD)
+    assert store.job_digest(job, "here#image:v1") == OLD
+    assert [path.parent for path in store.folder.rglob("*.json")] == [store.folder / "jobs"]
+
+
+def test_link_in_place_of_a_folder_is_not_followed(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("jobs", "tags"):
+        (store.folder / name).symlink_to(tmp_path / "elsewhere")
+    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
+    store.set_last("here#image:v1", OLD)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_tag_means_what_it_meant_last(store: Store) -> None:
+    assert store.last("here#image:v1") == ""
+    store.set_last("here#image:v1", OLD)
+    store.set_last("here#image:v1", NEW)
+    assert store.last("here#image:v1") == NEW
+
+
+def test_of_two_that_create_a_file_one_succeeds_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert create(path, b"first")
+    assert not create(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_file_system_without_hard_links_does_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    assert create(tmp_path / "file", b"first")
+    assert not create(tmp_path / "file", b"second")
+    assert (tmp_path / "file").read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "large", "nested", "bytes"])
+def test_what_is_no_record_is_as_if_it_was_not_there(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "record.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "real").write_text('{"reference":"","digest":"","date":1,"size":1,"host":""}')
+        path.symlink_to(tmp_path / "real")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes({"large": b" " * 100_000, "nested": b"[" * 5000, "bytes": b"\xff"}[kind])
+    assert load(path, Record) is None
