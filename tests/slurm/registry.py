@@ -1,8 +1,8 @@
-"""A registry that a test cluster's nodes reach on their loopback, and an enroot that imports from it.
+"""A registry that a test cluster's nodes reach on their loopback, and an enroot for them.
 
-The registry and what stands in front of it are tests/registry/registries.py, in a process within the
-cluster's network; it is told what to do by a line of JSON, and answers with one. Run as a program,
-this file is that process.
+The registry and what stands in front of it are tests/registry/registries.py, in a process within
+the cluster's network; it is told what to do by a line of JSON, and answers with one. Run as a
+program, this file is that process.
 """
 
 from __future__ import annotations

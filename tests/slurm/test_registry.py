@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import registry as registries
 from cluster import Cluster
 from host import wait_until
 from jobs import RELEASE, Ran, Site
-from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 from spec import ALICE, BOB, ClusterSpec
 from steps import accompanied
 
-from forestage import events
+import registry as registries
 from forestage.events import Handled, Outcome
+from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 
 NODES = 4
 ALL = f"n[1-{NODES}]"
@@ -99,7 +95,7 @@ def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
         assert len(site.entries(node)) == 1
 
     again = batch(site, step(image, f"-n{NODES}"))
-    assert names(again) == ["first"] * NODES
+    assert names(again) == ["first"] * NODES, again.stdout
     after = registry.count("GET"), registry.count("GET", "/v2/.*/blobs/.*"), registry.count("HEAD")
     assert after == (before[0], before[1], before[2] + 1)
     for node in site.cluster.nodes:
@@ -133,7 +129,7 @@ def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
     assert {one.digest for node in ("n1", "n2") for one in handled(site, job, node)} == {first}
 
     later = batch(site, step(image), nodes="n1")
-    assert names(later) == ["second"]
+    assert names(later) == ["second"], later.stdout
     assert {one.digest for one in handled(site, later.job)} == {second}
 
 
@@ -152,11 +148,11 @@ def test_user_without_rights_gets_the_registrys_refusal(site: Site, registry: Re
     image = f"{registry.host}#team/tool:1"
     host = registry.host.partition(":")[0]
     login(site, "alice", f"machine {host} login alice password word\n")
-    mine = batch(site, step(image), nodes="n1", STANDIN_IMAGE=made(site, "secret"))
-    assert names(mine) == ["secret"]
+    mine = batch(site, step(image), nodes="n1", STANDIN_IMAGE=site.image("secret"))
+    assert names(mine) == ["secret"], mine.stdout
 
     other = site.sbatch(f"{environment()}\n{step(image)}", user="bob", node="n1")
-    assert names(other) == []
+    assert names(other) == [], other.stdout
     assert DENIED in other.stdout
     assert handled(site, other.job) == []
     for path in site.source(STORE).rglob("*"):
@@ -171,10 +167,6 @@ def login(site: Site, user: str, text: str) -> None:
     folder = f"/home/{user}/.config/enroot"
     site.cluster.run(["mkdir", "-p", folder], user=user)
     site.cluster.run(["sh", "-c", f"umask 077; cat >{folder}/.credentials"], user=user, input=text)
-
-
-def made(site: Site, name: str) -> str:
-    return site.image(f"made-{name}", mib=1) if False else site.image(name, mib=1)
 
 
 def test_importer_that_is_killed_is_followed_by_another_node(
@@ -227,7 +219,7 @@ def test_store_that_cannot_be_used_costs_no_job(site: Site, registry: Registry, 
     else:
         site.cluster.run(["chmod", "0555", STORE], user="root")
     ran = batch(site, step(f"{registry.host}#team/tool:1"), nodes="n1")
-    assert names(ran) == ["first"]
+    assert names(ran) == ["first"], ran.stdout
     assert "imported for this step alone" in ran.stdout
 
 
@@ -241,11 +233,11 @@ def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
     registry.says("GET", 503)
     configure(site, offline="use-last")
     ran = batch(site, step(image), nodes="n2")
-    assert names(ran) == ["first"]
+    assert names(ran) == ["first"], ran.stdout
     registry.says("HEAD", 403)
     registry.says("GET", 403)
     refused = batch(site, step(image), nodes="n2")
-    assert names(refused) == []
+    assert names(refused) == [], refused.stdout
 
 
 def test_node_without_a_store_imports_once_for_itself(site: Site, registry: Registry) -> None:
@@ -254,7 +246,7 @@ def test_node_without_a_store_imports_once_for_itself(site: Site, registry: Regi
     image = f"{registry.host}#team/tool:1"
     for expected in (1, 1):
         ran = batch(site, f"{step(image)}\n{step(image)}", nodes="n1")
-        assert names(ran) == ["first"] * 2
+        assert names(ran) == ["first"] * 2, ran.stdout
         assert len(imports(site.cluster)) == expected
         site.await_stagers()
     assert [one.result for one in handled(site, ran.job)] == ["hit", "hit"]
@@ -305,10 +297,3 @@ def test_prolog_has_the_image_of_the_job_copied_before_its_step(
 
     wait_until(came, 60, lambda: json.dumps(str(site.outcomes(ran.job, "n2"))))
     assert registry.count("HEAD") == heads  # a guess asks no registry
-
-
-def test_site_whose_pyxis_asks_another_importer_is_left_alone() -> None:
-    """Held by tests/unit/hooks/test_registry.py: its name decides."""
-
-
-assert dataclasses and os and signal and events and BOB

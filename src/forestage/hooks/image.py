@@ -334,6 +334,19 @@ def kept(node: Node, job: Job, request: Request, found: Image, limit: Wait) -> A
         return _answer(request, found, "hit", "spank")
 
 
+def fetch(node: Node, job: Job, request: Request, limit: Wait) -> Answer:
+    """Has an image copied that the job may use later, and does not hold yet.
+
+    Without a lease: the job may be over by now. Raises Declined, Failed, OSError.
+    """
+    refusal = _refusal(node, job, request)
+    path = image.wanted_path(request, job.work_dir)
+    with source.open_as(job.user, path, node, limit.end) as opened:
+        _check(node, opened.image, refusal)
+        with wait.begun(node, job, opened) as copying:
+            return _answer(request, opened.image, "started" if copying else "hit", "none")
+
+
 def _answer(request: Request, found: Image, result: Result, shown: str) -> Answer:
     outcome = Handled(result, request=printable(request.path), via=request.via, redirect=shown)
     return Answer(_about(outcome, found), found)

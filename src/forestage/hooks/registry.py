@@ -134,7 +134,7 @@ def _serve(
         hook.close()
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)
-        if line:
+        if line and tasks.connections:  # else the job may be over, and what is noted would stay
             step.Once(node, job, tasks.speak)(line)
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
@@ -287,6 +287,8 @@ def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: "Waiting") -> 
     node = msgspec.structs.replace(node, config=config)
     request = Request(path, asked.request.via)
     job = msgspec.structs.replace(job, requests=(request,), saves=None)
+    if job.step is None:
+        return image.fetch(node, job, request, _limit(node, job, asked))
     limit = _limit(node, job, asked, step.Once(node, job, tasks.speak))
     (answer,) = image.handle(node, job, (request,), limit)
     return answer

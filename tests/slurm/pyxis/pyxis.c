@@ -41,6 +41,7 @@
 SPANK_PLUGIN(pyxis, 1)
 
 #define MOUNT_SECONDS 10
+#define RUNTIME "/run/pyxis"
 
 static char image[4096];
 static char report_file[4096];
@@ -94,6 +95,22 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 		}
 	}
 	return 0;
+}
+
+/* Where an importer may write, as pyxis has it: below a directory of the user's. */
+int slurm_spank_user_init(spank_t sp, int ac, char **av)
+{
+	char own[64];
+	uid_t uid = geteuid();
+
+	(void)sp, (void)ac, (void)av;
+	if (!importer[0] || seteuid(0) < 0)
+		return 0;
+	mkdir(RUNTIME, 0755);
+	snprintf(own, sizeof(own), RUNTIME "/%u", uid);
+	if (mkdir(own, 0700) == 0 && chown(own, uid, (gid_t)-1) < 0)
+		slurm_error("pyxis stand-in: %s: %s", own, strerror(errno));
+	return seteuid(uid) < 0 ? -1 : 0;
 }
 
 /* pyxis has this one, and for that alone Slurm keeps the option variables from the Epilog. */
@@ -378,7 +395,7 @@ static int run_importer(spank_t sp, const char *verb, const char *uri, int out)
 		for (; job && *job; job++)
 			if (!is_denied(*job))
 				putenv(*job);
-		setenv("PYXIS_RUNTIME_PATH", "/run/pyxis", 1);
+		setenv("PYXIS_RUNTIME_PATH", RUNTIME, 1);
 		int null = open("/dev/null", O_RDWR);
 		dup2(null, STDIN_FILENO);
 		dup2(out < 0 ? null : out, STDOUT_FILENO);
