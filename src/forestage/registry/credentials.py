@@ -12,7 +12,6 @@ the file is theirs, and what it runs.
 import base64
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -40,14 +39,13 @@ class Login(msgspec.Struct, frozen=True):
 
 
 def text(path: str) -> str:
-    """Returns what the file says; "" where it cannot be read, is no file, or is too long."""
+    """Returns what the file says; "" where it cannot be read, is a FIFO, or is too long."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, ValueError):
         return ""
     try:
-        is_file = stat.S_ISREG(os.fstat(handle).st_mode)
-        found = b"".join(_pieces(handle)) if is_file else b""
+        found = b"".join(_pieces(handle))
     except OSError:
         return ""
     finally:
