@@ -213,7 +213,10 @@ def _handler(front: Front) -> type[http.server.BaseHTTPRequestHandler]:
                 name: self.headers.get(name, "") for name in ("Authorization", "Host", "Accept")
             }
             seen = Seen(self.command, self.path, *given.values())
-            reply = front.answer(seen, dict(self.headers.items()))
+            # skopeo sends a line of Accept for each type.
+            names = dict.fromkeys(self.headers)
+            all_of = {name: ", ".join(self.headers.get_all(name, [])) for name in names}
+            reply = front.answer(seen, all_of)
             with contextlib.suppress(OSError):  # curl went when it had enough
                 self.send_response(reply.status)
                 for name, value in reply.headers.items():
