@@ -213,9 +213,10 @@ def _handler(front: Front) -> type[http.server.BaseHTTPRequestHandler]:
                 name: self.headers.get(name, "") for name in ("Authorization", "Host", "Accept")
             }
             seen = Seen(self.command, self.path, *given.values())
-            # skopeo says each type that it accepts in a header of its own.
-            joined = {name: ", ".join(self.headers.get_all(name, [])) for name in self.headers}
-            reply = front.answer(seen, joined)
+            # skopeo sends a line of Accept for each type.
+            names = dict.fromkeys(self.headers)
+            all_of = {name: ", ".join(self.headers.get_all(name, [])) for name in names}
+            reply = front.answer(seen, all_of)
             with contextlib.suppress(OSError):  # curl went when it had enough
                 self.send_response(reply.status)
                 for name, value in reply.headers.items():

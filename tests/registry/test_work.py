@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import registries
 from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, until
 
 from forestage.registry.words import Importing, Present, Refused, Resolved
@@ -351,3 +352,49 @@ def test_reference_that_is_none_is_refused(site: Site) -> None:
     word = last(site.start(reference="docker://A B"))
     assert isinstance(word, Refused)
     assert word.reason == "bad-reference"
+
+
+def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
+    site: Site, started: Callable[..., registries.Registry]
+) -> None:
+    there = started()
+    digest = there.push("team/tool:1", {"etc/x": b"1" * 5000})
+    before = len(there.log)
+    order = {"reference": f"{there.host}#team/tool:1", "patience": 60.0}
+    real = {"STANDIN_IMAGE": ""}
+    nodes = [
+        site.start(environ=real, **order, job="12", leads=n == 0, host=f"n{n}") for n in range(6)
+    ]
+    said = [until(node) for node in nodes]
+    for node in nodes:
+        node.kill()
+    assert {type(words[-1]) for words in said} == {Present}, said
+    assert {words[0].digest for words in said if isinstance(words[0], Resolved)} == {digest}
+    assert len({words[-1] for words in said}) == 1
+    asked = [one for one in there.log[before:] if one.method == "HEAD"]
+    brought = [
+        one.path for one in there.log[before:] if one.method == "GET" and "sha256" in one.path
+    ]
+    assert len(asked) == 1
+    assert len(brought) == len(set(brought)) == 3, "manifest, configuration, one layer"
+    before = len(there.log)
+    assert isinstance(last(site.start(environ=real, **order, job="13")), Present)
+    assert [one.method for one in there.log[before:]] == ["HEAD"]
+
+
+def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, tmp_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(tmp_path / "never")}
+    with site.start(environ=wait) as first:
+        name = until(first, Importing)[0]
+        assert isinstance(name, Resolved)
+        while not any(one.endswith("part") for one in site.names()):
+            os.sched_yield()
+        younger = site.folder() / f"{name.name}.lease.2"
+        younger.touch()
+        os.chown(younger, ALICE.uid, ALICE.gid)
+        while any(one.endswith("part") for one in site.names()):
+            os.sched_yield()
+        younger.unlink()
+        (tmp_path / "never").touch()
+        assert isinstance(until(first)[-1], Present)
+    assert len(site.imports) == 2

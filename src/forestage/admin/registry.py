@@ -27,6 +27,7 @@ from forestage.units import format_size, printable
 LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
 ALL = 3600.0  # seconds for all of them
 AT_ONCE = 8
+NOBODY = 65534  # the group of an account that is gone
 MOST = 300  # images of a user that are listed
 ELSEWHERE = ("store-full", "store-gone", "store-foreign")
 """Why a job has its image imported for itself alone instead."""
@@ -149,9 +150,12 @@ def owners(base: Path) -> list[User]:
     for uid in sorted(int(name) for name in names if name.isascii() and name.isdigit()):
         try:
             entry = pwd.getpwuid(uid)
-        except (KeyError, OverflowError):
-            continue  # an account that is gone: whom to act as is for a person to say
-        found.append(User(entry.pw_name, uid, entry.pw_gid))
+        except KeyError:  # an account that is gone, whose images go as well
+            found.append(User("", uid, NOBODY))
+        except OverflowError:
+            continue
+        else:
+            found.append(User(entry.pw_name, uid, entry.pw_gid))
     return found
 
 

@@ -1,0 +1,199 @@
+"""`forestage registry` and pyxis' importer, as users run them on a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from imports import ALICE, BOB, NEW, OLD, Site
+
+from forestage.system import mounts
+from forestage.system.as_user import User
+
+REPO = Path(__file__).parents[2]
+IMPORTER = REPO / "src/importer/forestage-importer"
+DAY = 86400
+
+
+class Login:
+    """A user at a shell, with a configuration and `forestage` where the package has it."""
+
+    def __init__(self, site: Site, folder: Path) -> None:
+        self.site, self.runtime = site, folder / "pyxis"
+        self.runtime.mkdir(mode=0o1777)
+        self.runtime.chmod(0o1777)
+        home = folder / "lib/bin"
+        home.mkdir(parents=True)
+        script = f"#!{sys.executable} -I\nfrom forestage.cli.entry import main\nmain()\n"
+        (home / "forestage").write_text(script)
+        (home / "forestage").chmod(0o755)
+        Path("/usr/lib/forestage").mkdir(exist_ok=True)
+        mounts.mount(str(folder / "lib"), "/usr/lib/forestage", mounts.MS_BIND)
+        self.configure(f"registry: {{store: {site.store}}}")
+
+    def configure(self, text: str) -> None:
+        Path("/etc/forestage").mkdir(exist_ok=True)
+        file = Path("/etc/forestage/forestage.yaml")
+        file.write_text(f"{text}\n")
+        file.chmod(0o644)
+
+    def run(self, *argv: str, user: User = ALICE, **more: str) -> subprocess.CompletedProcess[str]:
+        environ = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(self.site.home / str(user.uid)),
+            "STANDIN_LOG": str(self.site.log),
+            "STANDIN_IMAGE": str(self.site.image),
+            "PYXIS_RUNTIME_PATH": str(self.runtime),
+            **more,
+        }
+        ids = {"user": user.uid, "group": user.gid, "extra_groups": []} if user.uid else {}
+        return subprocess.run(
+            argv,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+            **ids,  # type: ignore[call-overload,no-any-return]
+        )
+
+    def forestage(self, *argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        return self.run("/usr/lib/forestage/bin/forestage", "registry", *argv, **more)
+
+    def importer(self, *argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", **more}
+        return self.run(str(IMPORTER), *argv, **step)
+
+
+ROOT = User("root", 0, 0)
+IMAGE = f"docker://here#image@{OLD}"
+
+
+@pytest.fixture
+def login(private_mounts: None, tmp_path: Path) -> Login:
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    return Login(Site(tmp_path), tmp_path)
+
+
+def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Login) -> None:
+    done = login.forestage("import", f"here#image@{OLD}")
+    assert done.returncode == 0, done.stderr
+    path = done.stdout.strip()
+    (row,) = json.loads(login.forestage("ls", "--json").stdout)
+    assert (row["reference"], row["digest"], row["path"]) == (f"here#image@{OLD}", OLD, path)
+    assert login.importer("get", IMAGE).stdout == f"{path}\n"
+    assert len(login.site.imports) == 1
+
+
+def test_root_lists_what_users_see_of_their_own_alone(login: Login) -> None:
+    login.forestage("import", f"here#image@{OLD}")
+    login.forestage("import", f"here#image@{NEW}", user=BOB)
+    rows = {who.uid: json.loads(login.forestage("ls", "--json", user=who).stdout)
+            for who in (ALICE, BOB)}  # fmt: skip
+    assert [row["digest"] for row in rows[ALICE.uid]] == [OLD]
+    assert [row["digest"] for row in rows[BOB.uid]] == [NEW]
+
+
+def test_get_prints_one_line_and_all_other_words_elsewhere(login: Login) -> None:
+    done = login.importer("get", IMAGE)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert Path(done.stdout.strip()).read_bytes() == login.site.image.read_bytes()
+    assert "imported by" in done.stderr
+
+
+def test_copy_that_shows_in_the_step_is_named_without_any_work(login: Login) -> None:
+    mounts.mount("tmpfs", "/run", 0, "tmpfs", "mode=755")
+    Path("/run/forestage/images").mkdir(parents=True)
+    place = Path("/run/forestage/images/12.0.sqsh")
+    place.write_bytes(bytes(4096))
+    assert login.importer("get", IMAGE).stdout.startswith(str(login.site.store))
+    shutil.copy(login.site.image, place)
+    assert login.importer("get", IMAGE).stdout == f"{place}\n"
+    assert login.importer("release").returncode == 0
+    assert place.exists()
+
+
+@pytest.mark.parametrize("store", ["null", "/not/mounted"])
+def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, store: str) -> None:
+    login.configure(f"registry: {{store: {store}}}")
+    done = login.importer("get", IMAGE)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.strip())
+    assert path.read_bytes() == login.site.image.read_bytes()
+    assert path.is_relative_to(login.runtime / str(ALICE.uid) / "forestage-12.0")
+    other = login.runtime / str(ALICE.uid) / "other"
+    other.mkdir()
+    for _ in range(2):
+        assert login.importer("release").returncode == 0
+    assert list((login.runtime / str(ALICE.uid)).iterdir()) == [other]
+
+
+@pytest.mark.parametrize(("job", "step"), [("", ""), ("12/..", "0"), ("*", "*")])
+def test_release_without_a_step_deletes_nothing(login: Login, job: str, step: str) -> None:
+    kept = login.runtime / str(ALICE.uid) / "forestage-12.0"
+    kept.mkdir(parents=True)
+    done = login.importer("release", SLURM_JOB_ID=job, SLURM_STEP_ID=step)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert kept.exists()
+
+
+def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None:
+    done = login.importer("get", IMAGE, STANDIN_FAIL="returned error code: 404 Not Found")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "404 Not Found" in done.stderr
+
+
+def test_import_needs_a_store(login: Login) -> None:
+    login.configure("enabled: true")
+    done = login.forestage("import", f"here#image@{OLD}")
+    assert done.returncode == 1
+    assert "registry: store:" in done.stderr
+
+
+def test_gc_of_root_deletes_old_images_of_all_users_as_each_of_them(login: Login) -> None:
+    kept = Path(login.forestage("import", f"here#image@{NEW}").stdout.strip())
+    old = [
+        Path(login.forestage("import", f"here#image@{OLD}", user=user).stdout.strip())
+        for user in (ALICE, BOB)
+    ]
+    for path in old:
+        for file in (path, path.with_suffix(".json")):
+            os.utime(file, (1, 1))
+    (login.site.store / "notes").mkdir()
+    dry = json.loads(login.forestage("gc", "--dry-run", "--json", user=ROOT).stdout)
+    assert all(path.exists() for path in old)
+    done = login.forestage("gc", "--json", user=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dry
+    assert kept.exists()
+    assert not any(path.exists() for path in old)
+
+
+def test_gc_of_a_user_deletes_nothing_of_others(login: Login) -> None:
+    path = Path(login.forestage("import", f"here#image@{OLD}").stdout.strip())
+    for file in (path, path.with_suffix(".json")):
+        os.utime(file, (1, 1))
+    assert login.forestage("gc", user=BOB).returncode == 0
+    assert path.exists()
+
+
+def test_gc_of_root_follows_no_link_of_a_user(login: Login, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    part = tmp_path / "precious/a.0123456789abcdef.part"
+    part.touch()
+    os.utime(part, (1, 1))
+    (login.site.store / str(ALICE.uid)).symlink_to(tmp_path / "precious")
+    login.forestage("gc", user=ROOT)
+    assert part.exists()
