@@ -28,6 +28,7 @@ import json
 import re
 import secrets
 import select
+import shutil
 import socket
 import ssl
 import subprocess
@@ -326,7 +327,10 @@ class Registry:
                 (tree / path).chmod(0o755)
             _run("umoci", "init", "--layout", f"{made}/image")
             _run("umoci", "new", "--image", image)
-            _run("umoci", "insert", "--image", image, str(tree), "/")
+            # `umoci insert` ends its archive too early for tar, and so for enroot.
+            _run("umoci", "unpack", "--rootless", "--image", image, f"{made}/bundle")
+            shutil.copytree(tree, Path(made, "bundle/rootfs"), dirs_exist_ok=True)
+            _run("umoci", "repack", "--image", image, f"{made}/bundle")
             _run("umoci", "config", "--image", image, "--architecture", arch, "--os", "linux")
             has_password = (self.folder / "htpasswd").exists()
             login = ["--dest-creds", f"{USER}:{PASSWORD}"] if has_password else []
