@@ -23,6 +23,7 @@ from forestage.system.as_user import User
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+NO_PRIVS = "--no-new-privs"  # of setpriv: no program gains any by set-user-ID or capabilities
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ROUNDS = 50  # of looking for processes that are to be killed; they start others meanwhile
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
@@ -110,12 +111,14 @@ class Piped:
 def start_piped(user: User | None, argv: Sequence[str], pass_fds: Sequence[int]) -> Piped:
     """Starts a program of ours that speaks with us, in a session of its own.
 
-    For a user all three ids are theirs, it has no privilege and gets none; without one it runs as
-    who we are. It may outlive us: it ends when its stdin does. Raises Failed without setpriv.
+    For a user all three ids are theirs, and it has no privilege; without one it runs as who we are.
+    It may outlive us: it ends when its stdin does. Raises Failed without setpriv.
     """
+    # Not no_new_privs: enroot's import needs the file capabilities of two programs of its own.
+    who = [one for one in _as(user) if one != NO_PRIVS] if user else []
     try:
         process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*_as(user), "--", *argv] if user else argv,
+            [*who, "--", *argv] if user else argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -187,7 +190,7 @@ def _session(pid: int) -> int:
 def _as(user: User) -> tuple[str, ...]:
     ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
     groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
-    return ("setpriv", *ids, groups, "--no-new-privs", "--inh-caps=-all")
+    return ("setpriv", *ids, groups, NO_PRIVS, "--inh-caps=-all")
 
 
 def run(
