@@ -226,7 +226,7 @@ def test_realm_of_http_is_asked_by_nobody_who_wants_tls(
     "line",
     [
         f"machine 127.0.0.1 login joe password {SECRET}",
-        f"default login joe password {SECRET}",
+        f"machine 127.0.0.1 login joe password x\ndefault login joe password {SECRET}",
         f"machine 127.0.0.1 login joe password x\nmachine 127.0.0.2 login ann password {SECRET}",
         f"machine 127.0.0.2 login joe password {SECRET}",  # the registry itself is not in it
     ],
@@ -236,7 +236,7 @@ def test_token_server_sees_no_password_of_another_host_or_user(
 ) -> None:
     registry.front.wants_token(elsewhere, {"joe": SECRET})
     alice.has(line)
-    assert alice.ask(f"{registry.host}#{IMAGE}:1").reason == "registry-denied"
+    assert alice.ask(f"joe@{registry.host}#{IMAGE}:1").reason == "registry-denied"
     assert (authorized(elsewhere), len(elsewhere.log)) == ([], 1)
 
 

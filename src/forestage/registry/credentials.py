@@ -12,7 +12,6 @@ the file is theirs, and what it runs.
 import base64
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -40,14 +39,13 @@ class Login(msgspec.Struct, frozen=True):
 
 
 def text(path: str) -> str:
-    """Returns what the file says; "" where it cannot be read, is no file, or is too long."""
+    """Returns what the file says; "" where it cannot be read, is a FIFO, or is too long."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, ValueError):
         return ""
     try:
-        is_file = stat.S_ISREG(os.fstat(handle).st_mode)
-        found = b"".join(_pieces(handle)) if is_file else b""
+        found = b"".join(_pieces(handle))
     except OSError:
         return ""
     finally:
@@ -82,7 +80,8 @@ def knows(text: str, registry: str, user: str) -> bool:
 def login(text: str, host: str, user: str, evaluate: Evaluate) -> Login | None:
     """Returns what the file has for this user at this host, without a port; None if nothing."""
     for machine, found in _entries(_evaluated(text, host, user, evaluate)):
-        if machine.lower() == host.lower() and found.user == user and found.password:
+        is_theirs = machine and machine.lower() == host.lower() and found.user == user
+        if is_theirs and found.password:
             return found
     return None
 

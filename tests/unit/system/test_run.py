@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forestage.errors import Failed
-from forestage.system import run
+from forestage.system import as_user, run
 from node import until
 
 
@@ -101,3 +101,51 @@ def test_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.Monke
     ran = run.run(["sh", "-c", "echo $SLURM_CONF $PATH"], variables={"SLURM_CONF": "/a b"})
     assert ran.out == f"/a b {run.PATH}\n"
     assert "SLURM_CONF" not in run.ENVIRONMENT
+
+
+# As the user whom this process is
+
+
+def test_program_here_has_the_variables_and_our_path() -> None:
+    variables = {"A": "b c", "PATH": "/evil", "LC_ALL": "x"}
+    ran = run.run_here(["env"], variables, 600.0, 1 << 20)
+    assert sorted(ran.out.decode().splitlines()) == ["A=b c", "LC_ALL=x", f"PATH={run.PATH}"]
+    assert (ran.code, ran.err, ran.cut) == (0, b"", "")
+
+
+def test_program_here_reads_what_it_is_given() -> None:
+    given = os.urandom(1 << 20)
+    assert run.run_here(["cat"], {}, 600.0, 2 << 20, given).out == given
+    assert run.run_here(["cat"], {}, 600.0, 1 << 20).out == b""
+
+
+def test_program_here_that_writes_too_much_is_killed() -> None:
+    for where in ("", ">&2"):
+        ran = run.run_here(["sh", "-c", f"yes {where}"], {}, 600.0, 1 << 20)
+        assert (ran.code, ran.cut) == (-9, "size")
+        assert len(ran.out + ran.err) < 2 << 20
+    assert run.run_here(["head", "-c", "1000", "/dev/zero"], {}, 600.0, 1000).cut == ""
+
+
+@pytest.mark.parametrize("script", ["echo a; sleep 600 & wait", "exec >&- 2>&-; sleep 600"])
+def test_program_here_that_takes_too_long_is_killed(script: str) -> None:
+    ran = run.run_here(["sh", "-c", script], {}, 0.3, 1 << 20)
+    assert (ran.code, ran.cut) == (-9, "time")
+
+
+def test_program_here_is_refused_to_a_process_that_is_two_users(as_root: None) -> None:
+    """With root's real id, bash would make itself root again."""
+
+    def work() -> as_user.Found[str]:
+        as_user.become(as_user.User("", 65534, 65534))
+        with pytest.raises(Failed) as caught:
+            run.run_here(["id"], {}, 600.0, 1 << 20)
+        return caught.value.reason, []
+
+    assert as_user.call(work, str, 600.0)[0] == "helper"
+
+
+def test_missing_program_here_is_our_failure() -> None:
+    with pytest.raises(Failed) as caught:
+        run.run_here(["no-such-program-anywhere"], {}, 600.0, 1 << 20)
+    assert caught.value.reason == "program"
