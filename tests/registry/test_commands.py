@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from imports import ALICE, BOB, NEW, OLD, Site
+from imports import ALICE, BOB, NEW, OLD, Registry, Site
 
 from forestage.system import mounts
 from forestage.system.as_user import User
@@ -153,6 +153,34 @@ def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None
     assert done.returncode != 0
     assert done.stdout == ""
     assert "404 Not Found" in done.stderr
+
+
+@pytest.mark.parametrize("status", [403, 404, 503, 418])
+def test_step_whose_registry_says_no_digest_has_enroots_own_try_once_for_all(
+    login: Login, status: int
+) -> None:
+    there = Registry(status=status)
+    try:
+        uri = f"docker://{there.reference()}"
+        done = [login.importer("get", uri) for _ in range(2)]
+    finally:
+        there.stop()
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout == done[1].stdout
+    assert [line.split()[0] for line in login.site.imports] == [uri]
+
+
+def test_refusal_of_a_registry_comes_in_enroots_words(login: Login) -> None:
+    there = Registry(status=403)
+    try:
+        uri = f"docker://{there.reference()}"
+        done = login.importer("get", uri, STANDIN_FAIL="returned error code: 403 Forbidden")
+        assert login.forestage("import", uri).returncode == 1, "no job, no tag"
+    finally:
+        there.stop()
+    assert done.returncode != 0
+    assert "403 Forbidden" in done.stderr
+    assert len(login.site.imports) == 1
 
 
 def test_import_needs_a_store(login: Login) -> None:

@@ -35,7 +35,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     batch job, which has one digest on all nodes, or "123.4" for a step; "" for a user at a login
     node. Where `leads` is false, the word of the node that leads is waited for, `patience` long.
     `environ_fd` is open on the job's environment, NUL between its entries; -1 for the worker's own.
-    `host` is this node's name for the other nodes.
+    `host` is this node's name for the other nodes. `by_tag` has a job's image imported by its tag,
+    where the registry did not say a digest.
     """
 
     reference: str
@@ -48,6 +49,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     environ_fd: int = -1
     max_size: int | None = None
     host: str = ""
+    by_tag: bool = False
 
 
 class Resolved(msgspec.Struct, frozen=True, tag="resolved"):

@@ -94,8 +94,8 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     if task.reference.digest:
         return task.reference.digest
     said = _said(task, store, asker, clock)
-    if said is not None:
-        return said
+    if said is not None or (task.order.by_tag and task.jobs):
+        return said or ""
     try:
         found = resolve.digest(task.reference, task.settings, Deadline.after(RESOLVE, clock))
         store.set_last(task.text, found)
