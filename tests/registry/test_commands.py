@@ -139,13 +139,16 @@ def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, s
     assert list((login.runtime / str(ALICE.uid)).iterdir()) == [other]
 
 
-@pytest.mark.parametrize(("job", "step"), [("", ""), ("12/..", "0"), ("*", "*")])
+@pytest.mark.parametrize(("job", "step"), [("", ""), ("12.0/../other", "0"), ("*", "*")])
 def test_release_without_a_step_deletes_nothing(login: Login, job: str, step: str) -> None:
-    kept = login.runtime / str(ALICE.uid) / "forestage-12.0"
-    kept.mkdir(parents=True)
+    kept = [login.runtime / str(ALICE.uid) / name for name in ("forestage-12.0", "other.0")]
+    for folder in kept:
+        folder.mkdir(parents=True)
+        os.chown(folder, ALICE.uid, ALICE.gid)
+    os.chown(kept[0].parent, ALICE.uid, ALICE.gid)
     done = login.importer("release", SLURM_JOB_ID=job, SLURM_STEP_ID=step)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert kept.exists()
+    assert all(folder.exists() for folder in kept)
 
 
 def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None:
