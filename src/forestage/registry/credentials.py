@@ -41,7 +41,7 @@ class Login(msgspec.Struct, frozen=True):
 def text(path: str) -> str:
     """Returns what the file says; "" where it cannot be read, is a FIFO, or is too long."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):
         return ""
     try:
