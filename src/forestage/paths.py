@@ -75,6 +75,12 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "served"
 
     @property
+    def images(self) -> Path:
+        """A file for each step with an image of a registry, see hooks/registry.py. Any user may
+        look into it."""
+        return self.run / "images"
+
+    @property
     def disk(self) -> Path:
         """What is known of errors of the cache's disk, see cache/doubt.py."""
         return self.run / "disk.json"

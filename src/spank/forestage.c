@@ -5,7 +5,8 @@
  * which file of the cache may stand in for it (helper.c). Each task then gets that file bound over
  * the path in a mount namespace of its own (redirect.c), or the file that the copy's keeper serves
  * while the copy is under way (through.c), and the data of the job's comment at its mount points
- * (data.c). Whatever fails: the path stays as it is, the step goes on.
+ * (data.c). An image of a registry may have to be imported first: then the tasks wait (later.c).
+ * Whatever fails: the path stays as it is, the step goes on.
  *
  * Plugstack arguments, listed before pyxis:
  *   helper=PATH       the program to ask; default /usr/lib/forestage/bin/forestage
@@ -89,16 +90,16 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 }
 
 /* A pyxis option by its name, else the variable that pyxis reads for it. Empty: there is none. */
-static void pyxis_option(spank_t sp, char *option, const char *variable, char value[PATH_MAX])
+static void pyxis_option(spank_t sp, char *option, const char *variable, char *value, size_t size)
 {
 	struct spank_option wanted = {.name = option, .has_arg = 1};
 	char *given = NULL;
 	bool fits;
 
 	if (spank_option_getopt(sp, &wanted, &given) == ESPANK_SUCCESS && given)
-		fits = snprintf(value, PATH_MAX, "%s", given) < PATH_MAX;
+		fits = (size_t)snprintf(value, size, "%s", given) < size;
 	else
-		fits = spank_getenv(sp, variable, value, PATH_MAX) == ESPANK_SUCCESS;
+		fits = spank_getenv(sp, variable, value, (int)size) == ESPANK_SUCCESS;
 	if (!fits)
 		value[0] = '\0';
 }
@@ -114,6 +115,13 @@ static bool has_flag(spank_t sp, char *option)
 static bool begins_with(const char *value, const char *characters)
 {
 	return value[0] && strchr(characters, value[0]);
+}
+
+/* A registry's image, as pyxis has it; it asks a daemon of the node for these two. */
+static bool is_reference(const char *image)
+{
+	return image[0] && !begins_with(image, "./") && strncmp(image, "dockerd://", 10) != 0 &&
+	       strncmp(image, "podman://", 9) != 0;
 }
 
 /*
@@ -159,18 +167,23 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	if (refused)
 		return 0;
 	step.hinted = is_hinted(sp);
-	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image);
-	if (!begins_with(step.image, "./"))
+	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image, PATH_MAX);
+	step.reference = is_reference(step.image);
+	if (!step.reference && !begins_with(step.image, "./"))
 		step.image[0] = '\0';
-	/* Of an image, a name is a registry's; what is saved to is a path, and needs no image. */
-	pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save);
+	if (step.reference)
+		pyxis_option(sp, "container-name", "PYXIS_CONTAINER_NAME", step.container,
+			     sizeof(step.container));
+	/* What is saved to is always a path, and needs no image. */
+	pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save, PATH_MAX);
 	if (!step.image[0] && !step.save[0] && !step.hinted)
 		return 0;
 	step.mounts_home = mounts_home(sp);
 	/* Slurm went to the step's directory, or to /tmp; the tasks and pyxis start from there. */
 	if (!getcwd(step.folder, PATH_MAX) || step.folder[0] != '/')
 		step.folder[0] = '\0';
-	if (step.image[0] == '/' || step.save[0] == '/' || step.folder[0] || step.hinted)
+	if (step.image[0] == '/' || step.save[0] == '/' || step.folder[0] || step.hinted ||
+	    step.reference)
 		ask_helper(sp, helper, timeout, &step);
 	set_variables(sp);
 	return 0;
@@ -193,6 +206,8 @@ static void show(spank_t sp, const struct step *one)
 int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 {
 	(void)ac, (void)av;
+	if (step.later)
+		await_answer(sp, &step);
 	show(sp, &step);
 	for (int i = 0; i < step.count; i++)
 		show(sp, &step.also[i]);

@@ -14,13 +14,16 @@
 #pragma GCC visibility pop
 
 struct step {
-	char image[PATH_MAX]; /* as pyxis gets it; begins with . or / */
+	char image[PATH_MAX]; /* as pyxis gets it; begins with . or / unless it is a reference */
+	bool reference;       /* the image is a registry's */
+	char container[NAME_MAX]; /* the name that its container gets, or empty */
 	char save[PATH_MAX];  /* what pyxis saves to, or empty */
 	char folder[PATH_MAX]; /* where the tasks start, or empty if that is deleted */
 	char mounts_home; /* whether its container is to have it: y, n, or 0 where nobody says */
 
 	/* The helper's answer. */
 	bool use;              /* else the path stays as it is */
+	bool later;            /* who knows listens at `entry`: the tasks wait for the answer */
 	bool through;          /* the copy is under way: its keeper serves the file */
 	char entry[PATH_MAX];  /* the file of the cache, or its keeper's socket; root's alone */
 	char path[PATH_MAX];   /* the image, resolved: where the entry is to show */
@@ -62,6 +65,9 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 
 /* helper.c. Takes a helper's last line apart. NULL, or what is wrong with it. */
 const char *understand(const char *line, struct step *step);
+
+/* later.c. In a task: waits for the answer at the socket `entry`; the step is then complete. */
+void await_answer(spank_t sp, struct step *step);
 
 /* shown.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
 void recall(const struct asker *who, struct step *step);

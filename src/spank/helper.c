@@ -24,6 +24,8 @@
 #define VARIABLES 24         /* more than the environment has */
 #define VALUE_BYTES 65536    /* the longest value taken from the step's own environment */
 #define LINE_BYTES 16384     /* the longest line a helper may write */
+#define ENVIRONMENT_BYTES (8 << 20) /* of a job; a longer one imports no image */
+#define ENVIRONMENT 3        /* the descriptor by which the helper gets it */
 #define LINES_SAID 100       /* more than so many lines are not for a user */
 #define LOOK_MS 1000         /* between two looks whether the step is being signalled */
 #define LOOKS_SIGNALLED 3    /* so many looks in a row must find a request that waits */
@@ -75,7 +77,7 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 {
 	const char *option = "SPANK__SLURM_SPANK_OPTION_pyxis_container";
 	/* The step manager's own: the step's may be that of the node where srun was called. */
-	const char *node = getenv("SLURMD_NODENAME");
+	const char *node = getenv("SLURMD_NODENAME"), *conf = getenv("SLURM_CONF");
 	char home[PATH_MAX];
 
 	add(env, "PATH=/usr/sbin:/usr/bin:/sbin:/bin");
@@ -95,6 +97,14 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 		add(env, "%s_image=%s", option, step->image);
 	if (step->save[0])
 		add(env, "%s_save=%s", option, step->save);
+	if (step->container[0])
+		add(env, "%s_name=%s", option, step->container);
+	if (step->reference) { /* says whether the step is a batch job's, see hooks/registry.py */
+		add_from_step(env, sp, "ENVIRONMENT");
+		add(env, "FORESTAGE_ENVIRONMENT=%d", ENVIRONMENT);
+		if (conf)
+			add(env, "SLURM_CONF=%s", conf);
+	}
 	if (step->mounts_home)
 		add(env, "%s=1", step->mounts_home == 'y'
 				   ? "SPANK__SLURM_SPANK_OPTION_pyxis_container_mount_home"
@@ -102,6 +112,30 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	if (spank_getenv(sp, "HOME", home, sizeof(home)) == ESPANK_SUCCESS)
 		add(env, "FORESTAGE_HOME=%s", home);
 	add(env, "FORESTAGE_TIMEOUT=%ld", timeout); /* seconds until its group is killed */
+}
+
+/*
+ * The job's environment, NUL between its variables, in memory: what a registry's image is imported
+ * with. -1 where there is none.
+ */
+static int keep_environment(spank_t sp)
+{
+	char **env = NULL;
+	int fd = (int)syscall(SYS_memfd_create, "environment", 1U /* MFD_CLOEXEC */);
+	FILE *file = fd < 0 ? NULL : fdopen(dup(fd), "w");
+	bool written = file && spank_get_item(sp, S_JOB_ENV, &env) == ESPANK_SUCCESS;
+
+	for (size_t total = 0; written && env && *env; env++) {
+		total += strlen(*env) + 1;
+		written = total < ENVIRONMENT_BYTES && fputs(*env, file) >= 0 &&
+			  fputc('\0', file) == '\0';
+	}
+	/* Who reads it begins where we ended. */
+	if (file && fclose(file) == 0 && written && lseek(fd, 0, SEEK_SET) == 0)
+		return fd;
+	if (fd >= 0)
+		close(fd);
+	return -1;
 }
 
 static void close_from(unsigned int first)
@@ -118,6 +152,7 @@ static void close_from(unsigned int first)
 struct errand {
 	char **argv; /* NULL for a look at the record */
 	char **env;
+	int environment; /* the job's, for a helper; or -1 */
 	const struct asker *who;
 	struct step *step;
 };
@@ -146,7 +181,10 @@ static void become_child(int out, pid_t parent, const struct errand *errand)
 	int null = open("/dev/null", O_RDWR);
 	if (dup2(null, 0) < 0 || dup2(out, 1) < 0 || dup2(null, 2) < 0)
 		_exit(126);
-	close_from(3);
+	bool given = errand->environment >= 0 &&
+		     (errand->environment == ENVIRONMENT ? fcntl(ENVIRONMENT, F_SETFD, 0)
+							 : dup2(errand->environment, ENVIRONMENT)) >= 0;
+	close_from(given ? ENVIRONMENT + 1 : ENVIRONMENT);
 	if (errand->argv)
 		execve(errand->argv[0], errand->argv, errand->env);
 	else
@@ -215,6 +253,10 @@ const char *understand(const char *line, struct step *step)
 	if (strncmp(line, "leave\t", 6) == 0) {
 		slurm_verbose("forestage: %s stays as it is: %s", step->image, line + 6);
 		return NULL;
+	}
+	if (strncmp(line, "later\t/", 7) == 0) {
+		step->later = (size_t)snprintf(step->entry, PATH_MAX, "%s", line + 6) < PATH_MAX;
+		return step->later ? NULL : "its answer cannot be understood";
 	}
 	_Static_assert(PATH_MAX == 4096, "the widths below");
 	if (sscanf(line, "%7[a-z]\t%4095[^\t]\t%4095[^\t]\t%llu\t%llu\t%llu\t%llu\t%d%n", what,
@@ -344,7 +386,7 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 {
 	static struct asker who;
 	char *env[VARIABLES] = {NULL}, *argv[] = {(char *)helper, "step", NULL};
-	struct errand errand = {.who = &who, .step = step};
+	struct errand errand = {.environment = -1, .who = &who, .step = step};
 
 	if (!identify_asker(sp, &who))
 		return;
@@ -354,20 +396,24 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	 */
 	bool contained = getpid() != manager;
 	/* What a step saves to, or binds, is a helper's matter: a redirect may not lie there. */
-	if (!contained && !step->save[0] && !step->mounts_home && !step->hinted && who.count >= 0 &&
-	    !ask(&errand, RECALL_SECONDS) && hold_keeper(step)) {
+	if (!contained && !step->save[0] && !step->mounts_home && !step->hinted &&
+	    !step->reference && who.count >= 0 && !ask(&errand, RECALL_SECONDS) && hold_keeper(step)) {
 		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
 		return;
 	}
 	if (contained && timeout > CONTAINED_SECONDS)
 		timeout = CONTAINED_SECONDS;
-	step->use = step->through = false;
+	step->use = step->through = step->later = false;
 	step->count = 0;
 	forget_data();
 	describe_step(env, sp, step, &who, timeout);
 	errand.argv = argv;
 	errand.env = env;
+	if (step->reference)
+		errand.environment = keep_environment(sp);
 	const char *wrong = ask(&errand, timeout);
+	if (errand.environment >= 0)
+		close(errand.environment);
 	for (char **each = env; *each; each++)
 		free(*each);
 	if (wrong)

@@ -323,6 +323,7 @@ class Registry:
             for path, content in files.items():
                 (tree / path).parent.mkdir(parents=True, exist_ok=True)
                 (tree / path).write_bytes(content)
+                (tree / path).chmod(0o755)
             _run("umoci", "init", "--layout", f"{made}/image")
             _run("umoci", "new", "--image", image)
             _run("umoci", "insert", "--image", image, str(tree), "/")

@@ -86,6 +86,11 @@ class Cluster:
     def running(self) -> bool:
         return self._init.alive
 
+    @property
+    def leader(self) -> int:
+        """The pid of the process whose namespaces are the cluster's."""
+        return self._init.pid
+
     def down(self) -> None:
         """Kills every process of the cluster and removes its state. May be called again."""
         self._init.kill()

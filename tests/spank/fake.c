@@ -35,7 +35,7 @@
 #define MOST 32
 
 static int report = -1;
-static char *report_name, *image, *save, *flag, *context, *before, *between, *task, *cwd, *request;
+static char *report_name, *image, *save, *container, *flag, *context, *before, *between, *task, *cwd, *request;
 static char *args[MOST], *step_env[MOST];
 static int arg_count, env_count, tasks = 1, closed, leak, contained;
 static uid_t uid = 4242;
@@ -81,6 +81,7 @@ spank_err_t spank_option_getopt(spank_t sp, struct spank_option *option, char **
 	(void)sp;
 	*value = strcmp(option->name, "container-image") == 0	? image
 		 : strcmp(option->name, "container-save") == 0 ? save
+		 : strcmp(option->name, "container-name") == 0 ? container
 							      : NULL;
 	if (flag && strcmp(option->name, flag) == 0)
 		return option->has_arg ? ESPANK_ERROR : ESPANK_SUCCESS;
@@ -131,6 +132,8 @@ spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 		*va_arg(out, uint32_t *) = 4294967291u; /* the batch script's */
 	else if (item == S_TASK_ID && this_task >= 0)
 		*va_arg(out, int *) = this_task;
+	else if (item == S_JOB_ENV)
+		*va_arg(out, char ***) = step_env; /* ends with NULL: MOST is never reached */
 	else if (item == S_JOB_SUPPLEMENTARY_GIDS) {
 		*va_arg(out, gid_t **) = groups;
 		*va_arg(out, int *) = 2;
@@ -165,7 +168,7 @@ static void read_arguments(int argc, char **argv)
 	const struct {
 		const char *name;
 		char **value;
-	} known[] = {{"image", &image},	  {"save", &save},     {"flag", &flag},	      {"context", &context},
+	} known[] = {{"image", &image},	  {"save", &save},     {"container", &container}, {"flag", &flag},	      {"context", &context},
 		     {"before", &before}, {"between", &between}, {"task", &task},
 		     {"cwd", &cwd},	  {"request", &request}};
 

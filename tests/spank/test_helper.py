@@ -35,7 +35,7 @@ def environ(step: Step) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line)
 
 
-@pytest.mark.parametrize("image", ["", "docker://ubuntu", "ubuntu", "/" + "x" * 100_000])
+@pytest.mark.parametrize("image", ["", "dockerd://ubuntu", "/" + "x" * 100_000])
 def test_what_is_not_a_path_starts_nothing(step: Step, image: str) -> None:
     assert step.run(image=image).report.count("fact task 0") == 1
     assert step.asked() == 0
@@ -309,7 +309,7 @@ def other(step: Step) -> str:
     return "\t".join(["also", "use", str(step.entry(OLD_KEY)), str(path), *map(str, numbers)])
 
 
-@pytest.mark.parametrize("image", ["", "docker://ubuntu"])
+@pytest.mark.parametrize("image", ["", "dockerd://ubuntu"])
 def test_step_without_an_image_is_shown_what_the_jobs_comment_names(
     hinted: Step, image: str
 ) -> None:

@@ -285,6 +285,8 @@ def _request(explained: Explained) -> list[Piece]:
     if isinstance(outcome, Handled) and request:
         via = VIAS.get(outcome.via or "", outcome.via or "")
         facts.append(("request", f"{request} ({via})" if via else request))
+    if isinstance(outcome, Handled) and outcome.digest:
+        facts.append(("digest", outcome.digest))
     if not isinstance(outcome, Released):
         if outcome.image and outcome.image != request:
             facts.append(("image", outcome.image))

@@ -16,21 +16,12 @@ import msgspec
 
 from forestage.paths import Places
 from forestage.slurm import plugstack, slurm_conf
-from forestage.slurm.slurm_conf import Setting
+from forestage.slurm.slurm_conf import USUAL_CONF, Setting
 from forestage.system.tree import Files
 
 # Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
 OURS = {"Prolog": str(Places().prolog), "Epilog": str(Places().epilog)}
 COMPANION = str(Places().companion)
-# Where packages keep slurm.conf, and where slurmd puts what it got from slurmctld.
-USUAL_CONF = (
-    "/etc/slurm/slurm.conf",
-    "/run/slurm/conf/slurm.conf",
-    "/var/spool/slurmd/conf-cache/slurm.conf",
-    "/etc/slurm-llnl/slurm.conf",
-    "/opt/slurm/etc/slurm.conf",
-    "/usr/local/etc/slurm.conf",
-)
 # Where packages put Slurm's plugins, if slurm.conf has no PluginDir.
 USUAL_PLUGINS = (
     "/usr/lib64/slurm",

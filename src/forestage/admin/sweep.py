@@ -43,6 +43,7 @@ from forestage.data import job_dir, tree
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
+from forestage.registry import kept, place
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import lock
 from forestage.system.as_user import User
@@ -137,6 +138,8 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     released = tuple(run.each(stale))
     run.tried(run.strays, stale)
     keepers = run.tried(run.hanging_keepers, node) or ()
+    if not dry_run:
+        run.tried(run.places_of_images, stale)
     parts: tuple[str, ...] = ()
     job_dirs: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
@@ -301,6 +304,13 @@ class _Run:
             for directory in node.cache.parts.iterdir()
             if unwanted(Part(directory)) and lock.is_free(node.cache.key_lock(directory.name))
         )
+
+    def places_of_images(self, stale: tuple[StaleLease, ...]) -> None:
+        """Deletes what steps of jobs that are over left of images of registries."""
+        staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
+        for path in place.leftover(self.node.places, staying):
+            path.unlink(missing_ok=True)
+        kept.tidy(self.node.cache, self.node.clock.wall())
 
     def job_dirs(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
         """Removes what jobs that are over had of data; returns the names of their directories."""

@@ -99,7 +99,7 @@ def wanted_path(request: Request, work_dir: str) -> str:
     everything else names an image in a registry (pyxis `pyxis_slurmstepd.c`).
     """
     if not request.path.startswith(("/", ".")):
-        raise Declined("registry", f"{request.path} is no path: registry images are not staged")
+        raise Declined("registry", f"{request.path} is an image of a registry")
     path = os.path.join(work_dir, request.path)
     if any(ord(char) < 32 or ord(char) == 127 for char in path):
         raise Declined("bad-path", "the path holds control characters")

@@ -18,6 +18,7 @@ from forestage.check import (
     node,
     plugins,
     pyxis,
+    registry,
     slurm_conf,
     sources,
     uses,
@@ -84,6 +85,10 @@ def _findings(target: Target) -> Iterator[Finding]:
     origin = of_settings.origin(settings, target.places, "sources")
     yield from sources.findings(files, config.sources, used.images, origin)
     yield from node.findings(files, target.places, config)
+    stack = sites.with_conf(files, conf).stack if conf else None
+    if stack is not None and stack.pyxis is not None:
+        origin = of_settings.origin(settings, target.places, "registry.store")
+        yield from registry.findings(files, stack.pyxis, config, origin)
 
 
 def _slurm(

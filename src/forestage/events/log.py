@@ -39,6 +39,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
     spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
     through it. `evicted` are the keys that made room for the container that is unpacked from it.
+    `digest` is what a registry's reference meant.
     """
 
     request: str = ""
@@ -49,6 +50,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     redirect: str = ""
     wait: float = 0.0
     evicted: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def bytes(self) -> int:
@@ -132,6 +134,7 @@ def _facts(outcome: Outcome) -> dict[str, object]:
     wait = f"{outcome.wait:.3f}s" if outcome.wait else ""
     if isinstance(outcome, Handled):
         image = {"image": outcome.image or outcome.request, "key": outcome.key}
+        image |= {"digest": outcome.digest}
         rest = {"redirect": outcome.redirect, "bytes": outcome.bytes, "wait": wait}
         last = {"evicted": ",".join(outcome.evicted), "detail": outcome.detail}
         return image | ended | rest | last

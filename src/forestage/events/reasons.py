@@ -1,8 +1,9 @@
 """The reasons of outcomes, each with a sentence for people; the outcome's `detail` is added."""
 
 REASONS = {
-    "registry": "Only paths are staged; an image from a registry is fetched by pyxis itself.",
-    "bad-reference": "This is no reference of an image in a registry.",
+    "registry": "An image of a registry is staged when a step starts, where pyxis asks forestage's"
+    " importer for it (`importer=`), with `redirect: spank`.",
+    "bad-reference": "This is no reference to an image of a registry.",
     "registry-denied": "The registry refuses this user; `enroot import` would be refused as well.",
     "registry-missing": "The registry has no such image, or hides it from this user.",
     "registry-busy": "The registry gets too many requests from here (429).",
@@ -12,6 +13,8 @@ REASONS = {
     "enroot": "enroot, or its configuration, could not be used as the job's user.",
     "registry-moved": "The tag was pushed anew while it was imported, by an enroot that"
     " knows no digests.",
+    "not-imported": "Nobody has imported it yet; the first step that names it does.",
+    "container": "The step's container is there already; its image is not looked at.",
     "import-failed": "`enroot import` ended with an error; the detail has its last words.",
     "store-full": "There was no room for the image, or the user's quota was used up.",
     "store-gone": "The store of images could not be reached, or be written to.",

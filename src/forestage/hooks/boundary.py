@@ -166,6 +166,8 @@ class Hook:
         decided = shown.decided_by(places)
         answers: Sequence[Answer] = ()
         nodes, refusal = self._nodes(job, places, clock)
+        if refusal is None:
+            job, _ = self._begin_import(nodes[0], job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
         limit = prolog.waiting(nodes[0], job, limits, refusal)
         for node in nodes:
@@ -193,6 +195,9 @@ class Hook:
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
         job, refusal = step.as_noted(nodes[0], job, refusal)
+        later: tuple[str, ...] = ()
+        if refusal is None:
+            job, later = self._begin_import(nodes[0], job, places, clock)
         say = step.Once(nodes[0], job, _speak)
         # Once, as in the Prolog.
         limit = step.waiting(nodes[0], job, timeout, say, refusal)
@@ -204,9 +209,42 @@ class Hook:
         if os.path.exists(nodes[0].leases.data(job.id)):
             outcomes += self._show_data(nodes[0], job, limit, say, refusal)
         # At once: the log can wait, the step does not.
-        self.answer(*done.answer)
+        self.answer(*(later or done.answer))
         step.note_shown(nodes[0], job, decided, done.answers)
         return outcomes
+
+    def _begin_import(
+        self, node: Node, job: Job, places: Places, clock: Clock
+    ) -> tuple[Job, tuple[str, ...]]:
+        """Has a process obtain the registry's image that the job names: that may take long.
+
+        Returns the job without it, and a step's answer. The job as it is, where it names none, or
+        pyxis would not ask our importer for it.
+        """
+        from forestage.errors import ForestageError
+        from forestage.hooks import step
+
+        request, config = step.reference(job), node.config
+        if request is None or not (config.registry.enabled and config.redirect == "spank"):
+            return job, ()
+        from forestage.slurm import companion
+
+        if not companion.is_importer(companion.importer(self.environ.get("SLURM_CONF", ""))):
+            return job, ()
+        from forestage.hooks import registry
+
+        def report(outcomes: Sequence[Outcome]) -> None:
+            self._report(job, outcomes, places, clock)
+
+        later: tuple[str, ...] = ()
+        try:
+            if self.name == "prolog":
+                registry.guess(node, job, request, report)
+            elif asked := registry.Asked.of(request, self.environ):
+                later = registry.begin(node, job, asked, report)
+        except (ForestageError, OSError) as error:
+            self.say(f"result=failed reason=registry detail={str(error)!r}")
+        return step.without_reference(job), later
 
     def _show_data(
         self, node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None

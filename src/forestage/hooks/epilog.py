@@ -53,12 +53,7 @@ def epilog(
         done = Released(result="released")
         if cache:
             done = _release(cache, leases, lease, places, clock, job, patience)
-            if lease is None or lease.data:
-                from forestage.data import job_dir, tree  # few jobs have data
-
-                with contextlib.suppress(Failed, OSError):  # the sweep does it
-                    tree.let_go(cache, leases, patience)
-                job_dir.end(cache, job.id)
+            _clear(cache, leases, lease, places, clock, job, patience)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except lock.Busy as busy:
@@ -71,6 +66,30 @@ def epilog(
     except OSError as error:
         return [_failed(Failed("io", str(error)))]
     return [msgspec.structs.replace(done, evicted=evicted)]
+
+
+def _clear(
+    cache: Cache,
+    leases: Leases,
+    lease: Lease | None,
+    places: Places,
+    clock: Clock,
+    job: Job,
+    patience: float,
+) -> None:
+    """Removes what few jobs have: data, and what steps were shown of registries' images."""
+    if lease is None or lease.data:
+        from forestage.data import job_dir, tree
+
+        with contextlib.suppress(Failed, OSError):  # the sweep does it
+            tree.let_go(cache, leases, patience)
+        job_dir.end(cache, job.id)
+    if places.images.exists():
+        from forestage.registry import kept, place
+
+        with contextlib.suppress(OSError):  # the sweep does it
+            place.forget(places, job.id)
+            kept.tidy(cache, clock.wall())
 
 
 def _failed(failed: Failed) -> Released:

@@ -179,7 +179,7 @@ def _handled(
                 _check(node, opened.image, refusal)
                 _keep_clear_of_binds(node, job, opened.image, limit)
                 with (
-                    _lease(node, job, opened, limit) as lease,
+                    leased(node, job, opened.image.key, limit) as lease,
                     wait.begun(node, job, opened) as copying,
                 ):
                     if copying:
@@ -218,7 +218,7 @@ def _served(
     way = _way(node, job, found)
     if way == "bind":
         way = redirect.mount(node.cache, node.places, node.leases, lease, found, limit.end)
-    return _answer(request, opened, came, way)
+    return _answer(request, opened.image, came, way)
 
 
 def _meanwhile(
@@ -235,7 +235,7 @@ def _meanwhile(
     if limit.copy is not None:
         return Answer(of_error(request, late, opened.image), opened.image)
     if way != "spank":
-        return _answer(request, opened, "started", way)
+        return _answer(request, opened.image, "started", way)
     return _through(node, job, request, opened)
 
 
@@ -246,7 +246,7 @@ def _through(node: Node, job: Job, request: Request, opened: OpenImage) -> Answe
     """
     way = "none" if job.step is not None else "spank"
     if node.config.start != "through":
-        return _answer(request, opened, "started", way)
+        return _answer(request, opened.image, "started", way)
     # A hit needs none of it.
     from forestage.stage.task import Task
     from forestage.through import keeper
@@ -254,12 +254,12 @@ def _through(node: Node, job: Job, request: Request, opened: OpenImage) -> Answe
     try:
         socket = keeper.start(Task(node, job, opened), wait=job.step is not None)
     except Declined as why:
-        answer = _answer(request, opened, "started", way)
+        answer = _answer(request, opened.image, "started", way)
         detail = printable(str(why))
         outcome = msgspec.structs.replace(answer.outcome, reason=why.reason, detail=detail)
         return msgspec.structs.replace(answer, outcome=outcome)
     result: Result = "started" if job.step is None else "through"
-    return msgspec.structs.replace(_answer(request, opened, result, "spank"), socket=socket)
+    return msgspec.structs.replace(_answer(request, opened.image, result, "spank"), socket=socket)
 
 
 def of_error(request: Request, error: Exception, found: Image | None = None) -> Handled:
@@ -320,9 +320,36 @@ def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> Non
         raise
 
 
-def _answer(request: Request, opened: OpenImage, result: Result, shown: str) -> Answer:
+def kept(node: Node, job: Job, request: Request, found: Image, limit: Wait) -> Answer | None:
+    """What a request comes to whose entry is known without a source; None where it went meanwhile.
+
+    Raises Declined, Failed, OSError.
+    """
+    node.cache.prepare(node.config.require_mount)
+    doubt.must_not_be(node.places)
+    with leased(node, job, found.key, limit):
+        if node.cache.find(found) is None:
+            return None
+        node.cache.touch(found.key, node.clock.wall())
+        return _answer(request, found, "hit", "spank")
+
+
+def fetch(node: Node, job: Job, request: Request, limit: Wait) -> Answer:
+    """Has an image copied that the job may use later, and does not hold yet.
+
+    Without a lease: the job may be over by now. Raises Declined, Failed, OSError.
+    """
+    refusal = _refusal(node, job, request)
+    path = image.wanted_path(request, job.work_dir)
+    with source.open_as(job.user, path, node, limit.end) as opened:
+        _check(node, opened.image, refusal)
+        with wait.begun(node, job, opened) as copying:
+            return _answer(request, opened.image, "started" if copying else "hit", "none")
+
+
+def _answer(request: Request, found: Image, result: Result, shown: str) -> Answer:
     outcome = Handled(result, request=printable(request.path), via=request.via, redirect=shown)
-    return Answer(_about(outcome, opened.image), opened.image)
+    return Answer(_about(outcome, found), found)
 
 
 def _about(outcome: Handled, found: Image) -> Handled:
@@ -337,9 +364,8 @@ def lease_of(node: Node, job: Job) -> Lease:
 
 
 @contextlib.contextmanager
-def _lease(node: Node, job: Job, opened: OpenImage, limit: Wait) -> Iterator[Lease]:
+def leased(node: Node, job: Job, key: str, limit: Wait) -> Iterator[Lease]:
     """Holds the entry for the job; an error gives back what the job did not hold before."""
-    key = opened.image.key
     with lock.held(node.cache.space_lock, limit.end.left()):
         lease = lease_of(node, job)
         is_new = all(use.key != key for use in lease.uses)

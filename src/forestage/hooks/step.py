@@ -103,6 +103,18 @@ def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) 
     return Done(answers, own, tuple(also))
 
 
+def reference(job: Job) -> Request | None:
+    """Pure: the image of a registry that the step names, if it does."""
+    named = (one for one in job.requests if one.via == "option")
+    return next((one for one in named if not one.path.startswith(("/", "."))), None)
+
+
+def without_reference(job: Job) -> Job:
+    """Pure: the job without that one."""
+    left = tuple(one for one in job.requests if one != reference(job))
+    return msgspec.structs.replace(job, requests=left)
+
+
 def named(job: Job) -> Job:
     """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
     try:
@@ -132,6 +144,13 @@ def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Decli
     return msgspec.structs.replace(job, hints=hints), refusal
 
 
+def is_first_node(job: Job) -> bool:
+    """Pure: whether this node is the one of the step's that speaks to its user."""
+    listed = job.step_nodelist or job.nodelist
+    nodes = nodelist.expand(listed) if listed else ()
+    return not nodes or nodes[0] == job.node
+
+
 class Watch:
     """While a step waits: one line, so that nobody thinks it hangs."""
 
@@ -155,9 +174,7 @@ class Once:
         self.say = say
 
     def __call__(self, text: str) -> None:
-        listed = self.job.step_nodelist or self.job.nodelist
-        nodes = nodelist.expand(listed) if listed else ()
-        if (not nodes or nodes[0] == self.job.node) and self._is_first():
+        if is_first_node(self.job) and self._is_first():
             self.say(f"{self.job.node}: {text}")
 
     def _is_first(self) -> bool:

@@ -20,6 +20,7 @@ from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.registry import environment, reference, resolve, words
 from forestage.registry.asker import Asker, Gone
+from forestage.registry.environment import Settings
 from forestage.registry.obtain import Image, Task, known
 from forestage.registry.store import Store
 from forestage.registry.words import Odd, Order, Present, Refused, Resolved
@@ -67,6 +68,7 @@ def understood(order: Order, clock: Clock) -> Task:
     meant = reference.parse(order.reference)
     environ = environment.read(_environment(order.environ_fd))
     settings = environment.settings(environ, Deadline.after(SETTINGS, clock))
+    must_be_wanted(order.container, settings)
     return Task(order, meant, settings, _jobs(order.job, environ))
 
 
@@ -78,6 +80,19 @@ def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
     around = (environ.get("SLURM_CLUSTER_NAME", ""), environ.get("SLURM_RESTART_COUNT", ""))
     names = (job.partition(".")[0], job) if "." in job else (job,)
     return tuple(".".join((around[0], name, around[1])) for name in names if name)
+
+
+def must_be_wanted(container: str, settings: Settings) -> None:
+    """Raises Declined where the step's container is there: pyxis does not look at its image then.
+
+    Its name is what stands before a colon (pyxis' args.c), and the job's number may be part of it.
+    """
+    name = container.partition(":")[0]
+    data = settings.variables.get("ENROOT_DATA_PATH", "")
+    if not (name and data) or "/" in name:
+        return
+    if Path(data, f"pyxis_{name}").is_dir():
+        raise Declined("container", f"the container {name} is there already")
 
 
 def _environment(fd: int) -> bytes:
@@ -93,6 +108,8 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
+    if not task.order.imports:
+        return _meant_last(task, store)
     said = _said(task, store, asker, clock)
     if said is not None or (task.order.by_tag and task.jobs):
         return said or ""
@@ -103,6 +120,14 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
         found = _instead(task, store, refused)
     asker.must_wait()
     return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
+
+
+def _meant_last(task: Task, store: Store) -> str:
+    """What the tag meant last: a guess, for which no registry is asked. Raises Declined."""
+    last = store.last(task.text)
+    if not last:
+        raise Declined("not-imported", f"{task.text} is not in the store yet")
+    return last
 
 
 def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:

@@ -1,13 +1,15 @@
-"""Whether Slurm on this node loads the SPANK companion: what `redirect: auto` goes by.
+"""Whether Slurm on this node loads the SPANK companion: what `redirect: auto` goes by; and pyxis.
 
 The companion leaves a mark below /run when slurmd or a step loads it (src/spank/forestage.c). So it
 is known to fit this Slurm, and a node without it pays for one stat(2). The mark stays when the
 admin takes the line out of plugstack.conf, so that file is read as well: half a millisecond.
 """
 
+import os
 from pathlib import Path
 
 PLUGIN = "forestage.so"
+IMPORTER = "forestage-importer"  # the program's name, wherever it is installed
 
 
 def is_loaded(mark: Path, conf: str) -> bool:
@@ -18,6 +20,33 @@ def is_loaded(mark: Path, conf: str) -> bool:
     """
     if not mark.exists():
         return False
+    return any(Path(path).name == PLUGIN for path, _ in _plugins(conf))
+
+
+def importer(conf: str) -> str:
+    """The program that pyxis asks for images of registries, its importer=; "" for none.
+
+    `conf` is $SLURM_CONF as a step manager has it, or "": then slurm.conf is where it usually is.
+    """
+    from forestage.slurm.slurm_conf import USUAL_CONF
+
+    conf = conf or next(filter(os.path.exists, USUAL_CONF), "")
+    found = [_argument(arguments) for path, arguments in _plugins(conf) if "pyxis" in path]
+    return found[0] if found else ""
+
+
+def is_importer(program: str) -> bool:
+    """Pure: whether that program is ours."""
+    return Path(program).name == IMPORTER
+
+
+def _argument(arguments: tuple[str, ...]) -> str:
+    values = [one.partition("=")[2] for one in arguments if one.startswith("importer=")]
+    return values[-1] if values else ""
+
+
+def _plugins(conf: str) -> list[tuple[str, tuple[str, ...]]]:
+    """The plugins of plugstack.conf with their arguments; none where it cannot be read."""
     # Here: few nodes that have no companion need it.
     from forestage.slurm import plugstack
     from forestage.slurm.slurm_conf import settings
@@ -28,6 +57,6 @@ def is_loaded(mark: Path, conf: str) -> bool:
     try:
         named = {one.name: one.value for one in settings(conf, text)}
         stack = named.get("plugstackconfig") or str(Path(conf).with_name("plugstack.conf"))
-        return any(Path(line.path).name == PLUGIN for line in plugstack.read(stack, text))
+        return [(line.path, line.arguments) for line in plugstack.read(stack, text)]
     except (OSError, ValueError):
-        return False
+        return []

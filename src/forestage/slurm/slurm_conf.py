@@ -9,6 +9,15 @@ from pathlib import Path
 
 import msgspec
 
+# Where packages keep slurm.conf, and where slurmd puts what it got from slurmctld.
+USUAL_CONF = (
+    "/etc/slurm/slurm.conf",
+    "/run/slurm/conf/slurm.conf",
+    "/var/spool/slurmd/conf-cache/slurm.conf",
+    "/etc/slurm-llnl/slurm.conf",
+    "/opt/slurm/etc/slurm.conf",
+    "/usr/local/etc/slurm.conf",
+)
 MAX_FILES = 64  # of one configuration, includes and all
 # Settings behind one of these names hold for that node or partition only.
 _OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset", "poweraction"}

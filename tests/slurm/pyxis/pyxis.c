@@ -8,6 +8,7 @@
  *   container=no   run the task outside of the image even where FUSE is usable
  *   unpack=DIR     unpack the image below DIR, as `enroot create` does, and run the task in that
  *                  tree, which stays; without it, the image is mounted with squashfuse
+ *   importer=PROGRAM  asked for the path of an image that a registry has, as pyxis 0.21 does
  *
  * As in pyxis, everything happens in task_init, as the job's user, and a value that begins
  * with '.' or '/' is the path of a squashfs file. Other than pyxis, every task looks for itself
@@ -16,6 +17,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <grp.h>
 #include <linux/capability.h>
 #include <sched.h>
 #include <signal.h>
@@ -39,10 +41,12 @@
 SPANK_PLUGIN(pyxis, 1)
 
 #define MOUNT_SECONDS 10
+#define RUNTIME "/run/pyxis"
 
 static char image[4096];
 static char report_file[4096];
 static char unpack_directory[2048];
+static char importer[2048];
 static bool print_report, use_container = true;
 
 static int set_image(int val, const char *arg, int remote)
@@ -81,6 +85,8 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 			print_report = true;
 		else if (strcmp(av[i], "container=no") == 0)
 			use_container = false;
+		else if (strncmp(av[i], "importer=", 9) == 0)
+			snprintf(importer, sizeof(importer), "%s", av[i] + 9);
 		else if (strncmp(av[i], "unpack=", 7) == 0)
 			snprintf(unpack_directory, sizeof(unpack_directory), "%s", av[i] + 7);
 		else {
@@ -89,6 +95,22 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 		}
 	}
 	return 0;
+}
+
+/* Where an importer may write, as pyxis has it: below a directory of the user's. */
+int slurm_spank_user_init(spank_t sp, int ac, char **av)
+{
+	char own[64];
+	uid_t uid = geteuid();
+
+	(void)sp, (void)ac, (void)av;
+	if (!importer[0] || seteuid(0) < 0)
+		return 0;
+	mkdir(RUNTIME, 0755);
+	snprintf(own, sizeof(own), RUNTIME "/%u", uid);
+	if (mkdir(own, 0700) == 0 && chown(own, uid, (gid_t)-1) < 0)
+		slurm_error("pyxis stand-in: %s: %s", own, strerror(errno));
+	return seteuid(uid) < 0 ? -1 : 0;
 }
 
 /* pyxis has this one, and for that alone Slurm keeps the option variables from the Epilog. */
@@ -342,6 +364,66 @@ static int enter_image(int fd)
 	return 0;
 }
 
+/* As enroot_deny_env has it: what the user says of these does not reach the importer. */
+static bool is_denied(const char *variable)
+{
+	static const char *const denied[] = {"PATH=", "LD_", "BASH", "ENROOT_CACHE_PATH=",
+					     "ENROOT_ALLOW_HTTP="};
+
+	for (size_t i = 0; i < sizeof(denied) / sizeof(denied[0]); i++)
+		if (strncmp(variable, denied[i], strlen(denied[i])) == 0)
+			return true;
+	return false;
+}
+
+/* Runs the importer with the job's environment; its output goes to `out`. */
+static int run_importer(spank_t sp, const char *verb, const char *uri, int out)
+{
+	char **job = NULL;
+	uid_t uid = 0;
+	gid_t gid = 0;
+	int status = -1;
+
+	spank_get_item(sp, S_JOB_ENV, &job);
+	spank_get_item(sp, S_JOB_UID, &uid);
+	spank_get_item(sp, S_JOB_GID, &gid);
+	pid_t child = fork();
+	if (child == 0) {
+		if (getuid() == 0 && (setgroups(0, NULL) < 0 || setresgid(gid, gid, gid) < 0 ||
+				      setresuid(uid, uid, uid) < 0))
+			_exit(126);
+		for (; job && *job; job++)
+			if (!is_denied(*job))
+				putenv(*job);
+		setenv("PYXIS_RUNTIME_PATH", RUNTIME, 1);
+		int null = open("/dev/null", O_RDWR);
+		dup2(null, STDIN_FILENO);
+		dup2(out < 0 ? null : out, STDOUT_FILENO);
+		execl(importer, importer, verb, uri, (char *)NULL);
+		_exit(127);
+	}
+	return child > 0 && waitpid(child, &status, 0) == child && status == 0 ? 0 : -1;
+}
+
+/* Replaces `image` by the path that the importer names: its first line. */
+static int import_image(spank_t sp)
+{
+	char uri[4096 + 16];
+	int ends[2];
+	FILE *said;
+
+	snprintf(uri, sizeof(uri), "%s%s", strstr(image, "://") ? "" : "docker://", image);
+	if (pipe2(ends, O_CLOEXEC) < 0 || run_importer(sp, "get", uri, ends[1]) < 0)
+		return -1;
+	close(ends[1]);
+	image[0] = '\0';
+	if ((said = fdopen(ends[0], "r")) && fgets(image, sizeof(image), said))
+		image[strcspn(image, "\n")] = '\0';
+	if (said)
+		fclose(said);
+	return image[0] == '/' ? 0 : -1;
+}
+
 static bool is_squashfs(int fd)
 {
 	char magic[4];
@@ -361,6 +443,11 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 		spank_getenv(sp, "PYXIS_CONTAINER_IMAGE", image, sizeof(image));
 	if (spank_getenv(sp, "PYXIS_STANDIN_PRINT", value, sizeof(value)) == ESPANK_SUCCESS)
 		print_report = strcmp(value, "1") == 0;
+	bool imported = importer[0] && image[0] && image[0] != '.' && image[0] != '/';
+	if (imported && import_image(sp) < 0) {
+		slurm_spank_log("pyxis stand-in: %s could not import the image", importer);
+		return -1;
+	}
 	if (image[0] != '.' && image[0] != '/')
 		return 0;
 
@@ -382,5 +469,14 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 		return -1;
 	}
 	close(fd);
+	return 0;
+}
+
+/* In the step manager, outside of all that the tasks mounted. */
+int slurm_spank_task_exit(spank_t sp, int ac, char **av)
+{
+	(void)ac, (void)av;
+	if (importer[0] && image[0] && image[0] != '.' && image[0] != '/')
+		run_importer(sp, "release", NULL, -1);
 	return 0;
 }

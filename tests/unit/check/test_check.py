@@ -290,6 +290,46 @@ PLUGINS = [
     critical("squashfuse-missing", removed("/usr/bin/squashfuse")),
 ]
 
+IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
+
+
+def importing(text: str = "", mode: int = 0o1777) -> Callable[[GoodNode], object]:
+    """pyxis asks forestage's importer, and all that an import needs is there."""
+
+    def plant(node: GoodNode) -> None:
+        node.change(PYXIS, "use_squashfuse=1", f"use_squashfuse=1 importer={IMPORTER}")
+        for program in (IMPORTER, "/usr/bin/enroot"):
+            node.write(program, "#!/bin/sh\n", 0o755)
+        node.at("/lustre/store").mkdir()
+        node.at("/lustre/store").chmod(mode)
+        node.config(f"registry:\n  store: /lustre/store\n{text}")
+
+    return plant
+
+
+REGISTRY = [
+    critical("importer-missing", both(importing(), removed(IMPORTER))),
+    critical("enroot-missing", both(importing(), removed("/usr/bin/enroot"))),
+    critical("store-missing", both(importing(), lambda node: node.at("/lustre/store").rmdir())),
+    warning("store-mode", importing(mode=0o755), "chmod 1777 /lustre/store"),
+    warning("store-mode", importing(mode=0o777), "chmod 1777 /lustre/store"),
+    warning("registry-no-spank", importing("redirect: bind\n")),
+    warning(
+        "registry-not-asked",
+        settings("registry:\n  store: /lustre\n"),
+        "install pyxis 0.21 or later",
+    ),
+    warning(
+        "registry-not-asked",
+        both(
+            settings("registry:\n  store: /lustre\n"),
+            lambda node: node.plugin(PYXIS_SO, "enroot", "use_squashfuse=", "importer="),
+        ),
+        f"{PYXIS}:1: required pyxis.so runtime_path=/run/pyxis use_squashfuse=1"
+        f" importer={IMPORTER}",
+    ),
+]
+
 DISK = [
     critical("cache-not-mounted", lambda node: node.unmount("/mnt/nvme")),
     critical("cache-on-network", mount_of_cache("xfs /dev/md0", "nfs4 server:/x")),
@@ -432,7 +472,7 @@ SETTINGS = [
     ),
 ]
 
-PLANTED = [*SLURM, *PLUGINS, *DISK, *REST, *SETTINGS]
+PLANTED = [*SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS]
 
 
 @pytest.mark.parametrize("mistake", PLANTED, ids=lambda one: one.id)
@@ -488,6 +528,14 @@ def test_required_companion_that_cannot_be_loaded_is_critical(node: GoodNode, wh
 
 
 GOOD: dict[str, Callable[[GoodNode], object]] = {
+    "images of registries go to a store": importing(),
+    "pyxis asks another importer": both(
+        changed(PYXIS, "use_squashfuse=1", "use_squashfuse=1 importer=/opt/other"),
+        settings("registry:\n  store: /none\n"),
+    ),
+    "images of registries are left alone": both(
+        importing("  enabled: false\n", 0o700), removed(IMPORTER)
+    ),
     "peers are served and proven": peers(),
     "a plugin that does not run enroot is no pyxis": both(
         lambda node: node.plugin(PYXIS_SO), removed("/dev/fuse"), settings("redirect: bind\n")

@@ -1,0 +1,407 @@
+"""A step's image of a registry: a worker imports it as the user, and the step's tasks wait.
+
+    /run/forestage/images/JOB.STEP.sqsh   what pyxis' importer names; a task binds the copy over it
+                          JOB.STEP.sock   where the tasks wait for the answer; root's alone
+
+srun ends a launch after 600 s, and an import may take longer. So the helper answers at once that
+somebody else knows, and a process of its own goes on: it has the worker resolve and import, stages
+the file that comes of it as any other, and says to the tasks what it would have said to the
+companion (src/spank/later.c). It ends when nobody waits any more, and the worker with it.
+"""
+
+import contextlib
+import os
+import pwd
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from forestage import log
+from forestage.cache.node import Node
+from forestage.config import UserMessages
+from forestage.errors import Declined, Failed, ForestageError
+from forestage.events import Handled
+from forestage.hooks import image, step
+from forestage.hooks.image import Answer, Wait
+from forestage.registry import kept, place, worker
+from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
+from forestage.registry.worker import Worker
+from forestage.slurm import nodelist
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.system import child
+from forestage.system.as_user import User
+from forestage.through.keeper import tell
+from forestage.units import printable
+
+PROCESS_NAME = "forestage-image"  # in ps(1)
+START = 10.0  # seconds until the process stands on its own
+FIRST = 60.0  # seconds in which the first task must come: other plugins' user_init goes before
+LAST = 5.0  # seconds from the last task's end; another may come a little later
+TURN = 0.25  # seconds between two looks who waits
+MOST_TASKS = 1024  # that wait at once
+GUESS = 60.0  # seconds for what a Prolog has looked for
+PATIENCE = 30.0  # seconds for the word of the node that resolves for all
+
+CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
+
+Report = Callable[[Sequence[Handled]], None]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a step asks for, and with what: `environment` is an open file, `step` a process of it.
+
+    `batch` is whether one digest counts for all of the job; `container` the name of its container.
+    """
+
+    request: Request
+    environment: int
+    step: int
+    batch: bool
+    container: str
+    timeout: str
+
+    @classmethod
+    def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
+        """By what the companion says; None where it has given no environment."""
+        number = environ.get("FORESTAGE_ENVIRONMENT", "")
+        if not number.isdigit():
+            return None
+        return cls(
+            request=request,
+            environment=int(number),
+            step=os.getppid(),
+            batch=environ.get("ENVIRONMENT") == "BATCH",
+            container=environ.get(CONTAINER_OPTION, ""),
+            timeout=environ.get("FORESTAGE_TIMEOUT", ""),
+        )
+
+
+def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]:
+    """Returns the fields that tell the companion where the answer will be. Raises Declined."""
+    node.places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path = node.places.images / f"{job.id}.{job.step}.sock"
+    _start(job, partial(_serve, node, job, asked, report, path))
+    return "later", str(path)
+
+
+def guess(node: Node, job: Job, request: Request, report: Report) -> None:
+    """Has what the reference meant last copied to this node, for the job's steps. For a Prolog.
+
+    No registry is asked: the job's environment, by which that would be done, is not known here.
+    Raises Declined.
+    """
+    if node.config.registry.store:  # what the node imports for itself lies here already
+        _start(job, partial(_foresee, node, job, request, report))
+
+
+def _start(job: Job, life: Callable[[socket.socket], None]) -> None:
+    """Runs `life` in a process of its own, which says on the socket that it can be left alone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        child.live(partial(_live, life, theirs), partial(_failed, job, theirs))
+    theirs.close()
+    with ours:
+        ours.settimeout(START)
+        try:
+            said = ours.recv(1024).decode(errors="replace")
+        except TimeoutError:
+            said = "its process does not answer"
+    if said != "begun":
+        raise Declined("helper", said or "its process died")
+
+
+def _live(life: Callable[[socket.socket], None], hook: socket.socket) -> None:
+    os.setsid()
+    os.chdir("/")
+    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    life(hook)
+
+
+def _serve(
+    node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: socket.socket
+) -> None:
+    """All that is done for a step."""
+    with Tasks(path) as tasks:
+        child.let_go({hook.fileno(), tasks.listener.fileno(), asked.environment})
+        tell(hook, "begun")
+        hook.close()
+        answer = _answer(node, job, asked, tasks)
+        line = message(answer.outcome, node.config.user_messages)
+        if line and tasks.connections:  # else the job may be over, and what is noted would stay
+            step.Once(node, job, tasks.speak)(line)
+        tasks.say(*_fields(node, job, answer))
+        report([answer.outcome])
+        while not tasks.have_gone:
+            tasks.wait(-1)
+
+
+def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
+    """All that is done for a Prolog."""
+    child.leave_job()
+    child.let_go({hook.fileno()})
+    tell(hook, "begun")
+    hook.close()
+    environment = os.memfd_create("environment")
+    os.write(environment, _environment(job.user))
+    asked = Asked(request, environment, 0, batch=True, container="", timeout="")
+    answer = _answer(node, job, asked, Nobody(GUESS))
+    if answer.image:
+        report([answer.outcome])
+
+
+def _environment(user: User) -> bytes:
+    """What a user's login would have, as far as enroot's configuration goes by it."""
+    found = pwd.getpwuid(user.uid)
+    variables = {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name}
+    return "".join(f"{name}={value}\0" for name, value in variables.items()).encode()
+
+
+def _failed(job: Job, hook: socket.socket, error: BaseException | None) -> None:
+    tell(hook, str(error))
+    log.say(f"step job={job.id} step={job.step} result=failed detail={error!r}", by_slurm=True)
+
+
+def _answer(node: Node, job: Job, asked: Asked, tasks: "Waiting") -> Answer:
+    """What the request comes to; never raises for what a registry, a user or the disk does."""
+    start = node.clock.monotonic()
+    try:
+        answer = _obtained(node, job, asked, tasks)
+    except (ForestageError, OSError) as error:
+        answer = Answer(image.of_error(asked.request, error))
+    took = round(node.clock.monotonic() - start, 4)
+    facts = {"request": printable(asked.request.path), "wait": took, "via": asked.request.via}
+    return msgspec.structs.replace(answer, outcome=msgspec.structs.replace(answer.outcome, **facts))
+
+
+def message(outcome: Handled, wanted: UserMessages) -> str:
+    """Pure: the line that the user reads in the end; "" for none."""
+    if outcome.result not in ("declined", "failed"):
+        return step.message(outcome, wanted) and (
+            f"{outcome.request} is {_short(outcome.digest)}: {outcome.result},"
+            f" read from this node's copy of {outcome.image}"
+        )
+    if wanted == "none" or outcome.reason in step.AS_DECIDED:
+        return ""
+    if outcome.image:
+        return f"{outcome.request} is read from {outcome.image}: {outcome.detail}"
+    return f"{outcome.request} is imported for this step alone: {outcome.detail}"
+
+
+def _short(digest: str) -> str:
+    return digest[:19]  # as docker shows one, behind its sha256:
+
+
+def _obtained(node: Node, job: Job, asked: Asked, tasks: "Waiting") -> Answer:
+    """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
+    order = order_of(node, job, asked)
+    tells = node.config.user_messages != "none" and step.is_first_node(job)
+    meant = Resolved("", "")
+    with worker.start(job.user, order, asked.environment) as at_work:
+        if asked.step:
+            with contextlib.suppress(OSError):  # bounded and killed with the step by Slurm
+                child.join(at_work.pid, asked.step)
+        for word in _words(at_work, tasks):
+            if isinstance(word, Resolved):
+                meant = word
+                has = kept.find(node.cache, job.user, word.name) if order.ask else None
+                answer = has and image.kept(node, job, asked.request, has, _limit(node, job, asked))
+                if answer:
+                    return _with_digest(answer, meant)
+                at_work.go()
+            elif isinstance(word, Present):
+                answer = _staged(node, job, word.path, asked, tasks)
+                if order.ask and answer.image:
+                    kept.note(node.cache, job.user, meant.name, answer.image)
+                return _with_digest(answer, meant)
+            elif isinstance(word, Refused):
+                raise Declined(printable(word.reason), printable(word.detail))
+            elif tells:
+                tasks.speak(_progress(asked.request, word))
+    raise Failed("helper", "the process that imports died")
+
+
+def _with_digest(answer: Answer, meant: Resolved) -> Answer:
+    outcome = msgspec.structs.replace(answer.outcome, digest=meant.digest)
+    return msgspec.structs.replace(answer, outcome=outcome)
+
+
+def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:
+    return step.waiting(node, job, asked.timeout, say, None)
+
+
+def _progress(request: Request, word: Progress | Importing) -> str:
+    """Pure."""
+    if isinstance(word, Progress):
+        return f"{request.path}: {word.text}"
+    return (
+        f"{request.path} is being imported by {word.where}"
+        if word.where
+        else (f"{request.path} is being imported, once for all nodes")
+    )
+
+
+def order_of(node: Node, job: Job, asked: Asked) -> Order:
+    """What the worker is to do; without a store it imports to this node. Raises Failed, OSError."""
+    config = node.config
+    store = config.registry.store
+    listed = job.nodelist if asked.batch else job.step_nodelist or job.nodelist
+    first = next(iter(nodelist.expand(listed)), job.node) if listed else job.node
+    return Order(
+        reference=asked.request.path,
+        directory=store or str(kept.prepare(node.cache, job.user)),
+        job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
+        leads=first == job.node,
+        patience=PATIENCE,
+        ask=store is None,
+        offline=config.registry.offline,
+        environ_fd=asked.environment,
+        max_size=config.max_image_size,
+        host=job.node,
+        container=asked.container,
+        imports=job.step is not None,
+    )
+
+
+def _words(at_work: Worker, tasks: "Waiting") -> Iterator[Word]:
+    """What the worker says, until it ends. Raises Declined once nobody waits for it any more."""
+    while True:
+        yield from at_work.words()
+        if at_work.ended:
+            return
+        tasks.wait(at_work.fd)
+        if tasks.have_gone:
+            raise Declined("stopped", "the step has ended, nobody waits for its image")
+
+
+def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: "Waiting") -> Answer:
+    """The file, as any other that a user names: only where they may read it."""
+    place = node.config.registry.store or str(kept.directory(node.cache))
+    config = msgspec.structs.replace(node.config, sources=(*node.config.sources, place))
+    node = msgspec.structs.replace(node, config=config)
+    request = Request(path, asked.request.via)
+    job = msgspec.structs.replace(job, requests=(request,), saves=None)
+    if job.step is None:
+        return image.fetch(node, job, request, _limit(node, job, asked))
+    limit = _limit(node, job, asked, step.Once(node, job, tasks.speak))
+    (answer,) = image.handle(node, job, (request,), limit)
+    return answer
+
+
+def _fields(node: Node, job: Job, answer: Answer) -> tuple[str, ...]:
+    """The line that ends the tasks' wait: the copy shows at a place of the step's own."""
+    words = step.fields(node, answer)
+    if words[0] == "leave":
+        return words
+    try:
+        found = place.make(node.places, job.id, job.step, int(words[4]))
+    except OSError as error:
+        return "leave", printable(str(error))
+    return (*words[:2], found.path, *map(str, found.facts), words[-1])
+
+
+class Waiting(Protocol):
+    """Who waits for the image."""
+
+    @property
+    def have_gone(self) -> bool: ...
+    def wait(self, fd: int) -> None: ...
+    def speak(self, text: str) -> None: ...
+
+
+class Nobody:
+    """In the place of tasks where none are there yet: for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    @property
+    def have_gone(self) -> bool:
+        return time.monotonic() > self.end
+
+    def wait(self, fd: int) -> None:
+        select.select([fd], [], [], TURN)
+
+    def speak(self, text: str) -> None:
+        """Nobody reads it."""
+
+
+class Tasks:
+    """The tasks that wait at a socket. Each hears all that was said, whenever it came."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.unlink(missing_ok=True)  # of a step of that number before a requeue
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mask = os.umask(0o177)
+        self.listener.bind(os.fspath(path))
+        os.umask(mask)
+        self.listener.listen(128)
+        self.listener.setblocking(False)
+        self.connections: list[socket.socket] = []
+        self.lines: list[bytes] = []
+        self.alone, self.limit = time.monotonic(), FIRST
+
+    def __enter__(self) -> "Tasks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.path.unlink(missing_ok=True)
+        for one in (*self.connections, self.listener):
+            one.close()
+
+    @property
+    def have_gone(self) -> bool:
+        """Whether nobody waits any more, or nobody came."""
+        return not self.connections and time.monotonic() - self.alone > self.limit
+
+    def wait(self, fd: int) -> None:
+        """Waits a moment for something to read at `fd`, if that is one, or for another task."""
+        poll = select.poll()
+        for one in (*self.connections, self.listener):
+            poll.register(one.fileno(), select.POLLIN)
+        if fd >= 0:
+            poll.register(fd, select.POLLIN)
+        ready = {number for number, _ in poll.poll(TURN * 1000)}
+        for one in [one for one in self.connections if one.fileno() in ready]:
+            self._drop(one)  # a task says nothing: it has ended
+        if self.listener.fileno() in ready and len(self.connections) < MOST_TASKS:
+            self._accept()
+        if self.connections:
+            self.alone, self.limit = time.monotonic(), LAST
+
+    def speak(self, text: str) -> None:
+        """A line for the user, which the first task on the node writes."""
+        self.say("say", f"forestage: {printable(text)}")
+
+    def say(self, *fields: str) -> None:
+        """A line of the helper's language (hooks/step.py)."""
+        line = "\t".join(fields).encode(errors="backslashreplace")
+        self.lines.append(line)
+        for one in [*self.connections]:
+            self._send(one, line)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            made, _ = self.listener.accept()
+            made.setblocking(False)
+            self.connections.append(made)
+            for line in self.lines:
+                self._send(made, line)
+
+    def _send(self, one: socket.socket, line: bytes) -> None:
+        try:
+            one.send(line, socket.MSG_NOSIGNAL)
+        except OSError:  # it has ended, or reads nothing
+            self._drop(one)
+
+    def _drop(self, one: socket.socket) -> None:
+        if one in self.connections:
+            self.connections.remove(one)
+            one.close()

@@ -1,0 +1,62 @@
+"""The file over which a step's copy of a registry's image is bound, and which the importer names.
+
+    /run/forestage/images/JOB.STEP.sqsh
+
+Where nothing is bound over it, it has no byte that is not zero: an importer knows by the missing
+magic number that it has to look elsewhere.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from forestage.paths import Places
+
+MODE = 0o444  # a user finds their step's, and reads what is bound over it as its own mode lets them
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The path, and by what the companion knows the file: inode, size, mtime and ctime in ns."""
+
+    path: str
+    facts: tuple[int, int, int, int]
+
+
+def make(places: Places, job: int, step: int | None, size: int) -> Place:
+    """Makes it anew. Raises OSError.
+
+    It has the copy's size in bytes, of which it takes nothing: a file that is read through must
+    have the size of what it is mounted over.
+    """
+    places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path = places.images / f"{job}.{step}.sqsh"
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+    try:
+        os.ftruncate(fd, size)
+        os.fchmod(fd, MODE)
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    facts = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return Place(os.fspath(path), facts)
+
+
+def forget(places: Places, job: int) -> None:
+    """Deletes those of a job's steps. Raises OSError."""
+    for path in places.images.glob(f"{job}.*"):
+        path.unlink(missing_ok=True)
+
+
+def leftover(places: Places, jobs: frozenset[int]) -> list[Path]:
+    """Those of steps whose job is none of `jobs`. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        return [path for path in sorted(places.images.iterdir()) if not _is_of(path.name, jobs)]
+    return []
+
+
+def _is_of(name: str, jobs: frozenset[int]) -> bool:
+    job = name.partition(".")[0]
+    return job.isdigit() and int(job) in jobs

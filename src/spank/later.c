@@ -1,0 +1,83 @@
+/*
+ * How does a task wait for an image that has to be imported? At a socket of its own.
+ *
+ * srun ends a launch after 600 s, and user_init holds the launch up; a task that waits does not
+ * (facts of Slurm 22.05 to 26.05: the launch response is sent before). Each packet is a line of the
+ * helper's language. Whoever answers goes on for as long as a task waits.
+ */
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "forestage.h"
+
+#define PACKET_BYTES 16384
+#define NAME "forestage-wait"
+
+/* One line into `line`; false at the end. No time limit: the end of either side ends the wait. */
+static bool receive(int fd, char line[PACKET_BYTES])
+{
+	ssize_t n;
+
+	do {
+		n = recv(fd, line, PACKET_BYTES - 1, 0);
+	} while (n < 0 && (errno == EINTR || errno == EAGAIN));
+	line[n > 0 ? n : 0] = '\0';
+	return n > 0;
+}
+
+/*
+ * A task that has not run its program yet blocks all signals, and has the step manager's name, by
+ * which proctrack/linuxproc passes it over: scancel would leave the node COMPLETING for as long as
+ * we wait. So a task that waits has a name of its own, and ends by what it is sent, as its program
+ * would.
+ */
+static void be_killable(bool yes)
+{
+	static char name[16];
+	static sigset_t before;
+	sigset_t ends;
+
+	if (!yes) {
+		sigprocmask(SIG_SETMASK, &before, NULL);
+		prctl(PR_SET_NAME, name);
+		return;
+	}
+	sigemptyset(&ends);
+	sigaddset(&ends, SIGTERM);
+	sigaddset(&ends, SIGINT);
+	sigaddset(&ends, SIGHUP);
+	prctl(PR_GET_NAME, name);
+	prctl(PR_SET_NAME, NAME);
+	sigprocmask(SIG_UNBLOCK, &ends, &before);
+}
+
+void await_answer(spank_t sp, struct step *step)
+{
+	int fd = connect_keeper(step->entry), task = 0;
+	const char *wrong = "nobody answers";
+	char line[PACKET_BYTES];
+
+	step->later = false;
+	spank_get_item(sp, S_TASK_ID, &task);
+	be_killable(true);
+	while (fd >= 0 && receive(fd, line)) {
+		if (strncmp(line, "say\t", 4) != 0) {
+			wrong = understand(line, step);
+			break;
+		}
+		if (task == 0)
+			slurm_spank_log("%s", line + 4);
+	}
+	be_killable(false);
+	if (fd >= 0)
+		close(fd);
+	if (wrong)
+		slurm_info("forestage: %s stays as it is: %s", step->image, wrong);
+	if (step->use) /* a reference is no path; this is where the importer looks */
+		memcpy(step->image, step->path, PATH_MAX);
+}

@@ -1,0 +1,299 @@
+"""Images of a registry on a real Slurm: asked for once, imported once, a copy on each node."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from host import wait_until
+from jobs import RELEASE, Ran, Site
+from spec import ALICE, BOB, ClusterSpec
+from steps import accompanied
+
+import registry as registries
+from forestage.events import Handled, Outcome
+from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
+
+NODES = 4
+ALL = f"n[1-{NODES}]"
+SHOW = " ".join(RELEASE)
+DENIED = "refuses"
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    return with_importer(accompanied(NODES))
+
+
+@pytest.fixture(scope="module")
+def served(site_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    with registries.serving(site_cluster, tmp_path_factory.mktemp("registry")) as registry:
+        yield registry
+
+
+@pytest.fixture
+def registry(served: Registry, site: Site) -> Registry:
+    """Nothing asked, nothing imported."""
+    served.behaves()
+    site.cluster.run(["sh", "-c", f"rm -rf {STORE} {GATE} {IMPORTS}"], user="root")
+    site.cluster.run(["mkdir", "-m", "1777", STORE], user="root")
+    site.cluster.run(["install", "-m", "666", "/dev/null", IMPORTS], user="root")
+    for user in (ALICE, BOB):
+        home = f"/home/{user.name}/.config/enroot"
+        site.cluster.run(["rm", "-rf", home], user="root")
+    configure(site)
+    return served
+
+
+def configure(site: Site, **changes: object) -> None:
+    keys = {"store": STORE, **changes}
+    site.configure(redirect="spank", cold="through", user_messages="all", registry=keys)
+
+
+def environment(**more: str) -> str:
+    given = {"STANDIN_LOG": IMPORTS, **more}
+    return "\n".join(f"export {name}='{value}'" for name, value in given.items())
+
+
+def batch(site: Site, script: str, *, nodes: str = ALL, user: str = "alice", **env: str) -> Ran:
+    count = nodes.count(",") + 1 if "[" not in nodes else NODES
+    return site.sbatch(
+        f"{environment(**env)}\n{script}", f"--nodes={count}", f"--nodelist={nodes}", user=user
+    )
+
+
+def names(ran: Ran) -> list[str]:
+    return re.findall(r'NAME="(\S+)"', ran.stdout)
+
+
+def handled(site: Site, job: int, node: str = "n1") -> list[Handled]:
+    found: list[Outcome] = site.outcomes(job, node, "step")
+    return [one for one in found if isinstance(one, Handled) and one.digest]
+
+
+def step(image: str, *options: str) -> str:
+    return " ".join(["srun", *options, f"--container-image={image}", SHOW])
+
+
+def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
+    site: Site, registry: Registry
+) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    steps = "\n".join(f"{step(image, f'-n{2 * NODES}', '--overcommit')}" for _ in range(4))
+    ran = batch(site, steps)
+    assert names(ran) == ["first"] * 2 * NODES * 4, ran.stdout
+    assert len(imports(site.cluster)) == 1
+    assert registry.count("HEAD") <= 2  # the one that gets an answer, and skopeo's own
+    blobs = registry.count("GET", "/v2/.*/blobs/.*")
+    before = registry.count("GET"), blobs, registry.count("HEAD")
+    for node in site.cluster.nodes:
+        assert len(site.entries(node)) == 1
+
+    again = batch(site, step(image, f"-n{NODES}"))
+    assert names(again) == ["first"] * NODES, again.stdout
+    after = registry.count("GET"), registry.count("GET", "/v2/.*/blobs/.*"), registry.count("HEAD")
+    assert after == (before[0], before[1], before[2] + 1)
+    for node in site.cluster.nodes:
+        assert [one.result for one in handled(site, again.job, node)] == ["hit"]
+    stored = [path.name for path in site.source(f"{STORE}/{ALICE.uid}").glob("*.sqsh")]
+    assert len(stored) == 1
+
+
+def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
+    site: Site, registry: Registry
+) -> None:
+    first = registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    flag, pushed = (f"/shared/alice/{name}" for name in ("ran", "pushed"))
+    wait = f"touch {flag}; until test -e {pushed}; do sleep 0.05; done"
+    for name in (flag, pushed):
+        site.source(name).unlink(missing_ok=True)
+    script = f"{step(image)}\n{wait}\n{step(image)}"
+    job = site.cluster.submit(
+        f"#!/bin/sh\n{environment()}\n{script}\n",
+        "--output=moved",
+        "--nodes=2",
+        "--nodelist=n[1-2]",
+    )
+    wait_until(lambda: site.source(flag).exists(), 90, site.cluster.overview)
+    second = registry.push("team/tool:1", "second")
+    site.source(pushed).touch()
+    site.wait_over(job)
+    out = site.cluster.read("/shared/alice/moved")
+    assert re.findall(r'NAME="(\S+)"', out) == ["first"] * 4
+    assert {one.digest for node in ("n1", "n2") for one in handled(site, job, node)} == {first}
+
+    later = batch(site, step(image), nodes="n1")
+    assert names(later) == ["second"], later.stdout
+    assert {one.digest for one in handled(site, later.job)} == {second}
+
+
+def test_push_is_seen_by_the_next_step_of_an_allocation(site: Site, registry: Registry) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    first = site.srun(image)
+    registry.push("team/tool:1", "second")
+    second = site.srun(image)
+    assert (names(first), names(second)) == (["first"], ["second"])
+
+
+def test_user_without_rights_gets_the_registrys_refusal(site: Site, registry: Registry) -> None:
+    registry.push("team/tool:1", "secret")
+    registry.wants(alice="word")
+    image = f"{registry.host}#team/tool:1"
+    host = registry.host.partition(":")[0]
+    login(site, "alice", f"machine {host} login alice password word\n")
+    mine = batch(site, step(image), nodes="n1", STANDIN_IMAGE=site.image("secret"))
+    assert names(mine) == ["secret"], mine.stdout
+
+    other = site.sbatch(f"{environment()}\n{step(image)}", user="bob", node="n1")
+    assert names(other) == [], other.stdout
+    assert DENIED in other.stdout
+    assert handled(site, other.job) == []
+    for path in site.source(STORE).rglob("*"):
+        assert path.lstat().st_uid == ALICE.uid or path.is_relative_to(
+            site.source(f"{STORE}/{BOB.uid}")
+        )
+    look = site.cluster.run(["ls", f"{STORE}/{ALICE.uid}"], user="bob", check=False)
+    assert look.returncode != 0
+
+
+def login(site: Site, user: str, text: str) -> None:
+    folder = f"/home/{user}/.config/enroot"
+    site.cluster.run(["mkdir", "-p", folder], user=user)
+    site.cluster.run(["sh", "-c", f"umask 077; cat >{folder}/.credentials"], user=user, input=text)
+
+
+def test_importer_that_is_killed_is_followed_by_another_node(
+    site: Site, registry: Registry
+) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    job = site.cluster.submit(
+        f"#!/bin/sh\n{environment(STANDIN_WAIT=GATE)}\n{step(image)}\n",
+        "--output=killed",
+        "--nodes=2",
+        "--nodelist=n[1-2]",
+    )
+    wait_until(lambda: len(imports(site.cluster)) == 1, 90, site.cluster.overview)
+    killed = kill_import(site)
+    wait_until(lambda: len(imports(site.cluster)) == 2, 90, site.cluster.overview)
+    site.source(GATE).touch()
+    site.wait_over(job)
+    out = site.cluster.read("/shared/alice/killed")
+    assert re.findall(r'NAME="(\S+)"', out) == ["first"] * 2
+    assert killed
+    assert parts(site) == []
+
+
+def kill_import(site: Site) -> list[str]:
+    """Kills the workers and all that they run on the one node that imports; returns the node."""
+    found = []
+    for node in site.cluster.nodes:
+        ran = site.cluster.run(
+            ["pgrep", "-f", "enroot import"], user="root", node=node, check=False
+        )
+        if ran.stdout:
+            site.root(["pkill", "-9", "-f", "forestage.registry.work"], node)
+            site.cluster.run(
+                ["pkill", "-9", "-f", "enroot import"], user="root", node=node, check=False
+            )
+            found.append(node)
+    return found
+
+
+def parts(site: Site) -> list[Path]:
+    return list(site.source(STORE).rglob("*.part"))
+
+
+@pytest.mark.parametrize("why", ["gone", "read-only"])
+def test_store_that_cannot_be_used_costs_no_job(site: Site, registry: Registry, why: str) -> None:
+    registry.push("team/tool:1", "first")
+    if why == "gone":
+        site.cluster.run(["rmdir", STORE], user="root")
+    else:
+        site.cluster.run(["chmod", "0555", STORE], user="root")
+    ran = batch(site, step(f"{registry.host}#team/tool:1"), nodes="n1")
+    assert names(ran) == ["first"], ran.stdout
+    assert "imported for this step alone" in ran.stdout
+
+
+def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
+    site: Site, registry: Registry
+) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    assert names(batch(site, step(image), nodes="n1")) == ["first"]
+    registry.says("HEAD", 503)
+    registry.says("GET", 503)
+    configure(site, offline="use-last")
+    ran = batch(site, step(image), nodes="n2")
+    assert names(ran) == ["first"], ran.stdout
+    registry.says("HEAD", 403)
+    registry.says("GET", 403)
+    refused = batch(site, step(image), nodes="n2")
+    assert names(refused) == [], refused.stdout
+
+
+def test_node_without_a_store_imports_once_for_itself(site: Site, registry: Registry) -> None:
+    registry.push("team/tool:1", "first")
+    configure(site, store=None)
+    image = f"{registry.host}#team/tool:1"
+    for expected in (1, 1):
+        ran = batch(site, f"{step(image)}\n{step(image)}", nodes="n1")
+        assert names(ran) == ["first"] * 2, ran.stdout
+        assert len(imports(site.cluster)) == expected
+        site.await_stagers()
+    assert [one.result for one in handled(site, ran.job)] == ["hit", "hit"]
+    site.command("sweep")
+    left = site.cluster.host_path("/mnt/nvme/forestage.imports", "n1").rglob("*.sqsh")
+    assert list(left) == []
+
+
+def test_cancelled_step_ends_at_once_and_its_import_with_it(site: Site, registry: Registry) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    job = site.cluster.submit(
+        f"#!/bin/sh\n{environment(STANDIN_WAIT=GATE)}\n{step(image)}\n", "--nodelist=n1"
+    )
+    wait_until(lambda: len(imports(site.cluster)) == 1, 90, site.cluster.overview)
+    site.cluster.run(["scancel", str(job)])
+    site.wait_over(job)
+
+    def at_work() -> str:
+        look = ["pgrep", "-af", "registry.work|enroot import|forestage step"]
+        return site.cluster.run(look, user="root", node="n1", check=False).stdout
+
+    wait_until(lambda: not at_work(), 60, at_work)
+    assert parts(site) == []
+    assert not list(site.cluster.host_path("/run/forestage/images", "n1").iterdir())
+
+
+def test_explain_tells_the_whole_way(site: Site, registry: Registry) -> None:
+    digest = registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    ran = batch(site, step(image), nodes="n1")
+    told = site.command("explain", str(ran.job))
+    for fact in (image, digest, f"{STORE}/{ALICE.uid}/", "entry"):
+        assert fact in told
+
+
+def test_prolog_has_the_image_of_the_job_copied_before_its_step(
+    site: Site, registry: Registry
+) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    batch(site, step(image), nodes="n1")
+    heads = registry.count("HEAD")
+    ran = site.run(["salloc", f"--container-image={image}", "true"], "n2")
+
+    def came() -> bool:
+        return [one.result for one in site.outcomes(ran.job, "n2")] != []
+
+    wait_until(came, 60, lambda: json.dumps(str(site.outcomes(ran.job, "n2"))))
+    assert registry.count("HEAD") == heads  # a guess asks no registry

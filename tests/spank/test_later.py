@@ -1,0 +1,211 @@
+"""A step whose image is a registry's: its helper gets the environment, its tasks wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from companion import KEY, SERVED, Keeper, Ran, Step
+
+REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
+PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
+Answer = Callable[[socket.socket], None]
+
+# What the helper was given, for the test to read; it writes its answer itself afterwards.
+NOTE = """
+import json, os, sys
+folder = sys.argv[1]
+found = os.environ.get("FORESTAGE_ENVIRONMENT", "")
+block = os.read(int(found), 1 << 20) if found else b""
+facts = {"environ": dict(os.environ), "block": block.decode(errors="surrogateescape"),
+         "open": sorted(map(int, os.listdir("/proc/self/fd"))), "uid": os.getresuid()}
+open(folder + "/given", "w").write(json.dumps(facts))
+"""
+
+
+@pytest.fixture
+def place(step: Step) -> Path:
+    """Where the tasks wait."""
+    return step.folder / "77.sock"
+
+
+@contextlib.contextmanager
+def answering(place: Path, *answers: Answer) -> Iterator[None]:
+    """Somebody listens there and gives each task that comes one of these, the last one for all."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(place))
+    listener.listen(16)
+
+    def serve() -> None:
+        for number in range(100):
+            try:
+                made, _ = listener.accept()
+            except OSError:
+                return
+            with made, contextlib.suppress(OSError):
+                answers[min(number, len(answers) - 1)](made)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def says(*lines: str) -> Answer:
+    def answer(made: socket.socket) -> None:
+        for line in lines:
+            made.send(line.encode())
+
+    return answer
+
+
+def run(step: Step, place: Path, *arguments: str, image: str = REFERENCE) -> Ran:
+    step.answers(f"later\t{place}", first=note(step))
+    return step.run(*arguments, image=image)
+
+
+def note(step: Step) -> str:
+    return shlex.join([sys.executable, "-I", "-c", NOTE, str(step.folder)])
+
+
+def given(step: Step) -> dict[str, object]:
+    found: dict[str, object] = json.loads((step.folder / "given").read_text())
+    return found
+
+
+@pytest.mark.parametrize("image", ["dockerd://ubuntu", "podman://ubuntu"])
+def test_image_of_a_daemon_of_the_node_starts_nothing(step: Step, place: Path, image: str) -> None:
+    run(step, place, image=image)
+    assert step.asked() == 0
+
+
+def test_helper_gets_reference_and_container_and_the_jobs_environment(
+    step: Step, place: Path
+) -> None:
+    with answering(place, says("leave\tnone")):
+        run(
+            step, place, "container=work", "env=HOME=/home/x", "env=ENVIRONMENT=BATCH", "env=A=b\nc"
+        )
+    found = given(step)
+    environ = found["environ"]
+    assert isinstance(environ, dict)
+    assert environ[f"{PREFIX}image"] == REFERENCE
+    assert environ[f"{PREFIX}name"] == "work"
+    assert environ["ENVIRONMENT"] == "BATCH"
+    assert found["block"] == "HOME=/home/x\0ENVIRONMENT=BATCH\0A=b\nc\0"
+    assert found["uid"] == [0, 0, 0]
+
+
+def test_helper_gets_no_other_descriptor(step: Step, place: Path) -> None:
+    with answering(place, says("leave\tnone")):
+        run(step, place, "leak=1")
+    assert given(step)["open"] == [0, 1, 2, 3, 4]  # the last is that of the look itself
+
+
+def test_path_brings_no_environment(step: Step) -> None:
+    step.answers("leave\tnone", first=note(step))
+    step.run("env=HOME=/home/x")
+    assert given(step)["block"] == ""
+    assert "FORESTAGE_ENVIRONMENT" not in str(given(step)["environ"])
+
+
+def test_tasks_bind_what_they_hear_of_at_the_place_that_is_named(step: Step, place: Path) -> None:
+    with answering(place, says("say\tforestage: it comes", step.use())):
+        ran = run(step, place, "tasks=3", f"task=cat {step.image}")
+    assert ran.out == step.entry().read_text() * 3
+    assert all(f"/{KEY}/image" in table for table in ran.mounts)
+    assert ran.said == ["forestage: it comes"]  # from the first task alone
+
+
+def test_task_reads_through_the_copy_that_comes_in(step: Step, place: Path, keeper: Keeper) -> None:
+    keeper("clones")
+    with answering(place, says(step.through())):
+        ran = run(step, place, f"task=cat {step.image}")
+    assert ran.out == SERVED
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        says(),
+        says("leave\tregistry-denied"),
+        says("nonsense"),
+        says("later\t/x"),
+        says("use\trelative\tx\t1\t2\t3\t4\t1"),
+        says("say\tone", "say\ttwo"),
+    ],
+    ids=["ends", "leaves", "nonsense", "later-again", "relative", "only-words"],
+)
+def test_task_without_a_usable_answer_goes_on(step: Step, place: Path, answer: Answer) -> None:
+    with answering(place, answer):
+        ran = run(step, place, f"task=cat {step.image}")
+    assert ran.out == step.image.read_text()
+    assert not any(KEY in table for table in ran.mounts)
+
+
+def test_task_goes_on_where_nobody_listens(step: Step, place: Path) -> None:
+    ran = run(step, place)
+    assert "nobody answers" in ran.logged
+
+
+def test_tasks_wait_for_an_answer_that_takes_its_time(step: Step, place: Path) -> None:
+    """It comes once another task is over, and that has waited for its own."""
+    first_is_over = threading.Event()
+
+    def at_once(made: socket.socket) -> None:
+        made.send(b"leave\tnone")
+        made.recv(1)  # until the task has gone on
+        first_is_over.set()
+
+    def late(made: socket.socket) -> None:
+        first_is_over.wait()
+        made.send(step.use().encode())
+
+    with answering(place, at_once, late):
+        ran = run(step, place, "tasks=2", f"task=cat {step.image}")
+    assert sorted(ran.out.splitlines()) == sorted(
+        [*step.entry().read_text().splitlines(), *step.image.read_text().splitlines()]
+    )
+
+
+def peer(made: socket.socket) -> int:
+    return int(struct.unpack("iII", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def test_task_that_waits_ends_by_what_it_is_sent(step: Step, place: Path) -> None:
+    """As its program would; Slurm sends nothing to what has a step manager's name."""
+    names: list[str] = []
+
+    def cancel(made: socket.socket) -> None:
+        names.append(Path(f"/proc/{peer(made)}/comm").read_text().strip())
+        os.kill(peer(made), signal.SIGTERM)
+        made.recv(1)  # until it has gone
+
+    with answering(place, cancel, says("leave\tnone")):
+        ran = run(step, place, "tasks=2")
+    assert names == ["forestage-wait"]
+    assert ran.facts("ended") == {"ended 0", f"ended {signal.SIGTERM.value}"}
+
+
+def test_task_that_has_its_answer_has_its_name_and_blocks_as_before(
+    step: Step, place: Path
+) -> None:
+    with answering(place, says("leave\tnone")):
+        ran = run(step, place, "task=cat /proc/$PPID/comm; grep SigBlk /proc/$PPID/status")
+    name, blocked = ran.out.splitlines()
+    assert name != "forestage-wait"
+    assert int(blocked.split()[1], 16) & (1 << (signal.SIGTERM - 1)) == 0  # as fake.c has it

@@ -1,0 +1,221 @@
+"""A step's image of a registry: who waits for it, what the worker is told, what the user reads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache.node import Node
+from forestage.events import Handled
+from forestage.hooks import registry, step
+from forestage.hooks.registry import Asked, Tasks, message, order_of
+from forestage.slurm import companion
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+
+REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
+DIGEST = f"sha256:{'a' * 64}"
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked(Request(REFERENCE, "option"), 3, 1, batch=False, container="", timeout="540")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    with Tasks(tmp_path / "sock") as waiting:
+        yield waiting
+
+
+def task(tasks: Tasks) -> socket.socket:
+    """A task that has come, and was seen."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(10)
+    made.connect(os.fspath(tasks.path))
+    tasks.wait(-1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("image", "found"),
+    [(REFERENCE, True), ("docker://ubuntu", True), ("/a.sqsh", False), ("./a.sqsh", False)],
+)
+def test_reference_is_what_is_no_path(asking: Job, image: str, found: bool) -> None:
+    hinted = Request("/lustre/b.sqsh", "hint")
+    job = msgspec.structs.replace(asking, requests=(Request(image, "option"), hinted))
+    assert (step.reference(job) is not None) == found
+    assert (step.without_reference(job).requests == (hinted,)) == found
+
+
+def test_image_of_a_comment_is_never_a_reference(asking: Job) -> None:
+    job = msgspec.structs.replace(asking, requests=(Request("ubuntu", "hint"),))
+    assert step.reference(job) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        ("", ""),
+        ("runtime_path=/run/pyxis importer=/x/forestage-importer", "/x/forestage-importer"),
+        ("importer=/first importer=/last", "/last"),
+    ],
+)
+def test_importer_is_the_one_that_pyxis_is_told(
+    tmp_path: Path, arguments: str, program: str
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=x\n")
+    stack = f"optional forestage.so importer=/none\nrequired /opt/spank_pyxis.so {arguments}\n"
+    (tmp_path / "plugstack.conf").write_text(stack)
+    assert companion.importer(str(tmp_path / "slurm.conf")) == program
+
+
+def test_importer_is_ours_by_its_name() -> None:
+    assert companion.is_importer("/usr/lib/forestage/bin/forestage-importer")
+    assert not companion.is_importer("/opt/importers/caching_importer.sh")
+    assert not companion.is_importer("")
+
+
+def test_importer_of_a_node_without_plugstack_is_none(tmp_path: Path) -> None:
+    assert companion.importer(str(tmp_path / "slurm.conf")) == ""
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "step_nodes", "job", "leads"),
+    [
+        (True, "n[1-4]", "n[2-4]", "7", True),
+        (True, "n[0-4]", "n[1-4]", "7", False),
+        (False, "n[0-4]", "n[1-4]", "7.2", True),
+        (False, "n[1-4]", "n[0-4]", "7.2", False),
+        (False, "", "", "7.2", True),
+    ],
+)
+def test_first_node_asks_the_registry_for_all(
+    staging_node: Node,
+    asking: Job,
+    asked: Asked,
+    batch: bool,
+    nodes: str,
+    step_nodes: str,
+    job: str,
+    leads: bool,
+) -> None:
+    asking = msgspec.structs.replace(asking, step=2, nodelist=nodes, step_nodelist=step_nodes)
+    order = order_of(staging_node, asking, msgspec.structs.replace(asked, batch=batch))
+    assert (order.job, order.leads, order.reference) == (job, leads, REFERENCE)
+
+
+def test_without_a_store_the_worker_asks_before_it_imports(
+    staging_node: Node, asking: Job, asked: Asked, tmp_path: Path
+) -> None:
+    alone = order_of(staging_node, asking, asked)
+    config = staging_node.config
+    stored = msgspec.structs.replace(config.registry, store="/lustre/store")
+    config = msgspec.structs.replace(config, registry=stored)
+    shared = order_of(msgspec.structs.replace(staging_node, config=config), asking, asked)
+    assert (alone.ask, Path(alone.directory).parent) == (True, tmp_path)
+    assert (shared.ask, shared.directory) == (False, "/lustre/store")
+
+
+def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:
+    tasks.speak("first")
+    early = task(tasks)
+    tasks.say("leave", "x")
+    late = task(tasks)
+    for one in (early, late):
+        assert [one.recv(100), one.recv(100)] == [b"say\tforestage: first", b"leave\tx"]
+        one.close()
+
+
+def test_socket_of_the_tasks_is_roots_alone_and_goes(tmp_path: Path) -> None:
+    with Tasks(tmp_path / "sock") as waiting:
+        assert waiting.path.stat().st_mode & 0o777 == 0o600
+    assert not waiting.path.exists()
+
+
+def test_user_text_cannot_begin_another_line(tasks: Tasks) -> None:
+    one = task(tasks)
+    tasks.speak("a\nuse\t/etc/shadow")
+    said = one.recv(200)
+    assert b"\n" not in said
+    assert said.count(b"\t") == 1
+    one.close()
+
+
+def test_nobody_waits_once_the_last_task_has_gone(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "LAST", 0.0)
+    first, second = task(tasks), task(tasks)
+    first.close()
+    tasks.wait(-1)
+    assert not tasks.have_gone
+    second.close()
+    while not tasks.have_gone:
+        tasks.wait(-1)
+    assert tasks.connections == []
+
+
+def test_first_task_is_waited_for(tasks: Tasks) -> None:
+    tasks.wait(-1)
+    assert not tasks.have_gone
+
+
+def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) -> None:
+    deaf, other = task(tasks), task(tasks)
+    while len(tasks.connections) == 2:
+        tasks.say("say", "x" * 10_000)
+        assert len(other.recv(20_000)) > 10_000
+    tasks.say("end")
+    assert other.recv(100) == b"end"
+    deaf.close()
+    other.close()
+
+
+def test_word_of_the_worker_ends_the_wait(tasks: Tasks) -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, b"x")
+    tasks.wait(ours)  # at once
+    assert os.read(ours, 1) == b"x"
+    os.close(ours)
+    os.close(theirs)
+
+
+def handled(**facts: object) -> Handled:
+    outcome = Handled("hit", request=REFERENCE, image="/lustre/store/1/a.sqsh", digest=DIGEST)
+    return msgspec.structs.replace(outcome, **facts)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "wanted", "text"),
+    [
+        (handled(), "problems", ""),
+        (
+            handled(),
+            "all",
+            (
+                f"{REFERENCE} is {DIGEST[:19]}: hit, read from this node's copy of"
+                " /lustre/store/1/a.sqsh"
+            ),
+        ),
+        (
+            handled(result="declined", image="", reason="registry-denied", detail="no"),
+            "problems",
+            f"{REFERENCE} is imported for this step alone: no",
+        ),
+        (
+            handled(result="failed", reason="io", detail="disk"),
+            "problems",
+            f"{REFERENCE} is read from /lustre/store/1/a.sqsh: disk",
+        ),
+        (handled(result="declined", image="", reason="registry-denied", detail="x"), "none", ""),
+        (handled(result="declined", reason="too-large", detail="x"), "all", ""),
+    ],
+)
+def test_user_reads_what_became_of_the_reference(outcome: Handled, wanted: str, text: str) -> None:
+    assert message(outcome, wanted) == text  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""What a node imports for itself: whose it is, when it counts, and when the file goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache
+from forestage.errors import Failed
+from forestage.registry import kept
+from forestage.system.as_user import User
+
+NAME = f"{'a' * 64}-amd64-0123456789abcdef"
+NOW = 1_000_000_000.0
+Publish = Callable[[Image], object]
+Make = Callable[..., Image]
+
+
+@pytest.fixture
+def user(me: User) -> User:
+    return me
+
+
+@pytest.fixture
+def file(cache: Cache, user: User) -> Path:
+    """What the worker has imported."""
+    imported = kept.prepare(cache, user) / str(user.uid) / f"{NAME}.sqsh"
+    imported.write_bytes(b"x" * 5)
+    return imported
+
+
+@pytest.fixture
+def image(make_image: Make, file: Path) -> Image:
+    return make_image(path=str(file))
+
+
+def test_directory_is_beside_the_cache_and_each_users_own(cache: Cache, user: User) -> None:
+    above = kept.prepare(cache, user)
+    own = (above / str(user.uid)).stat()
+    assert above.parent == cache.root.parent
+    assert above.stat().st_mode & 0o777 == 0o711
+    assert (own.st_mode & 0o777, own.st_uid) == (0o700, user.uid)
+
+
+@pytest.mark.parametrize("what", ["link", "open"])
+def test_directory_that_others_may_change_is_not_used(
+    cache: Cache, user: User, tmp_path: Path, what: str
+) -> None:
+    above = kept.directory(cache)
+    if what == "link":
+        above.symlink_to(tmp_path)
+    else:
+        above.mkdir()
+        above.chmod(0o777)
+    with pytest.raises(Failed, match="not a directory of root's"):
+        kept.prepare(cache, user)
+
+
+def test_name_stands_for_the_entry_that_was_made_of_it(
+    cache: Cache, user: User, image: Image, publish: Publish
+) -> None:
+    assert kept.find(cache, user, NAME) is None
+    kept.note(cache, user, NAME, image)
+    assert kept.find(cache, user, NAME) is None  # not yet copied
+    publish(image)
+    assert kept.find(cache, user, NAME) == image
+
+
+def test_name_of_another_user_stands_for_nothing(
+    cache: Cache, user: User, image: Image, publish: Publish
+) -> None:
+    kept.note(cache, user, NAME, image)
+    publish(image)
+    other = msgspec.structs.replace(user, uid=user.uid + 1)
+    assert kept.find(cache, other, NAME) is None
+
+
+def test_entry_that_is_not_proven_since_the_boot_does_not_count(
+    cache: Cache, user: User, image: Image, publish: Publish
+) -> None:
+    kept.note(cache, user, NAME, image)
+    publish(image)
+    (cache.entry_dir(image.key) / "boot").write_text("another boot")
+    assert kept.find(cache, user, NAME) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff" * 9])
+def test_damaged_record_counts_as_none(
+    cache: Cache, user: User, image: Image, damage: bytes
+) -> None:
+    kept.note(cache, user, NAME, image)
+    (cache.root / "imported" / f"{user.uid}-{NAME}.json").write_bytes(damage)
+    assert kept.find(cache, user, NAME) is None
+    kept.tidy(cache, NOW)
+
+
+def test_file_goes_once_its_entry_is_there(
+    cache: Cache, user: User, image: Image, file: Path, publish: Publish
+) -> None:
+    os.utime(file, (NOW, NOW))
+    kept.note(cache, user, NAME, image)
+    kept.tidy(cache, NOW)
+    assert file.exists()
+    publish(image)
+    kept.tidy(cache, NOW)
+    assert not file.exists()
+    assert kept.find(cache, user, NAME) == image
+
+
+def test_record_goes_once_file_and_entry_have_gone(
+    cache: Cache, user: User, image: Image, file: Path
+) -> None:
+    kept.note(cache, user, NAME, image)
+    file.unlink()
+    kept.tidy(cache, NOW)
+    assert list((cache.root / "imported").iterdir()) == []
+
+
+def test_file_that_nobody_wanted_for_a_day_goes(cache: Cache, user: User, file: Path) -> None:
+    os.utime(file, (NOW, NOW))
+    kept.tidy(cache, NOW + kept.UNUSED - 1)
+    assert file.exists()
+    kept.tidy(cache, NOW + kept.UNUSED + 1)
+    assert not file.exists()
+
+
+def test_what_a_user_puts_in_the_place_of_their_file_leads_nowhere(
+    cache: Cache, user: User, image: Image, file: Path, publish: Publish, tmp_path: Path
+) -> None:
+    kept.note(cache, user, NAME, image)
+    publish(image)
+    victim = tmp_path / "victim"
+    victim.write_text("x")
+    file.unlink()
+    file.symlink_to(victim)
+    kept.tidy(cache, NOW)
+    assert victim.exists()
+    assert not file.is_symlink()
