@@ -53,7 +53,7 @@ bash with real uid 0 makes itself root again. See docs/security.md.
 """
 
 FOR_WORKERS = {
-    *("registry.environment", "registry.resolve", "registry.importing", "registry.work"),
+    *("registry.environment", "registry.resolve", "registry.importing", "registry.asker"),
 }
 """Those that start one as the user whom their process is (run.run_here, start_here): what runs
 there is the user's own, and so is what it may do.

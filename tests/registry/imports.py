@@ -54,10 +54,12 @@ class Site:
         shutil.copy(HERE / "enroot", programs)
         mounts.mount(str(programs), "/usr/local/sbin", mounts.MS_BIND)
         mounts.mount("tmpfs", "/mnt", 0, "tmpfs")
-        for name in ("upper", "work"):
-            Path("/mnt", name).mkdir()
-        layers = "lowerdir=/etc,upperdir=/mnt/upper,workdir=/mnt/work"
-        mounts.mount("overlay", "/etc", 0, "overlay", layers)
+        for place in ("/etc", "/usr/lib"):  # in which the node has directories of its own
+            layers = [Path("/mnt" + place, name) for name in ("upper", "work")]
+            for layer in layers:
+                layer.mkdir(parents=True)
+            options = f"lowerdir={place},upperdir={layers[0]},workdir={layers[1]}"
+            mounts.mount("overlay", place, 0, "overlay", options)
         Path("/etc/enroot").mkdir(exist_ok=True)
         self.configure("ENROOT_ALLOW_HTTP yes\n")
 

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from imports import ALICE, BOB, NEW, OLD, Site
+from imports import ALICE, BOB, NEW, OLD, Registry, Site
 
 from forestage.system import mounts
 from forestage.system.as_user import User
@@ -139,13 +139,16 @@ def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, s
     assert list((login.runtime / str(ALICE.uid)).iterdir()) == [other]
 
 
-@pytest.mark.parametrize(("job", "step"), [("", ""), ("12/..", "0"), ("*", "*")])
+@pytest.mark.parametrize(("job", "step"), [("", ""), ("12.0/../other", "0"), ("*", "*")])
 def test_release_without_a_step_deletes_nothing(login: Login, job: str, step: str) -> None:
-    kept = login.runtime / str(ALICE.uid) / "forestage-12.0"
-    kept.mkdir(parents=True)
+    kept = [login.runtime / str(ALICE.uid) / name for name in ("forestage-12.0", "other.0")]
+    for folder in kept:
+        folder.mkdir(parents=True)
+        os.chown(folder, ALICE.uid, ALICE.gid)
+    os.chown(kept[0].parent, ALICE.uid, ALICE.gid)
     done = login.importer("release", SLURM_JOB_ID=job, SLURM_STEP_ID=step)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert kept.exists()
+    assert all(folder.exists() for folder in kept)
 
 
 def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None:
@@ -153,6 +156,34 @@ def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None
     assert done.returncode != 0
     assert done.stdout == ""
     assert "404 Not Found" in done.stderr
+
+
+@pytest.mark.parametrize("status", [403, 404, 503, 418])
+def test_step_whose_registry_says_no_digest_has_enroots_own_try_once_for_all(
+    login: Login, status: int
+) -> None:
+    there = Registry(status=status)
+    try:
+        uri = f"docker://{there.reference()}"
+        done = [login.importer("get", uri) for _ in range(2)]
+    finally:
+        there.stop()
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout == done[1].stdout
+    assert [line.split()[0] for line in login.site.imports] == [uri]
+
+
+def test_refusal_of_a_registry_comes_in_enroots_words(login: Login) -> None:
+    there = Registry(status=403)
+    try:
+        uri = f"docker://{there.reference()}"
+        done = login.importer("get", uri, STANDIN_FAIL="returned error code: 403 Forbidden")
+        assert login.forestage("import", uri).returncode == 1, "no job, no tag"
+    finally:
+        there.stop()
+    assert done.returncode != 0
+    assert "403 Forbidden" in done.stderr
+    assert len(login.site.imports) == 1
 
 
 def test_import_needs_a_store(login: Login) -> None:

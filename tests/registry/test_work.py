@@ -17,7 +17,7 @@ import registries
 from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, until
 
 from forestage.registry.words import Importing, Present, Refused, Resolved
-from forestage.system import mounts
+from forestage.system import mounts, run
 
 
 @pytest.fixture
@@ -60,6 +60,12 @@ def test_image_is_the_users_alone(site: Site) -> None:
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (ALICE.uid, 0o600)
     assert stat.S_IMODE(site.folder().stat().st_mode) == 0o700
     assert site.imports[0].split()[1] == str(ALICE.uid)
+
+
+def test_enroot_is_nice_and_makes_directories_that_others_may_enter(site: Site) -> None:
+    """The mode of an image's root is that of a directory which enroot makes."""
+    assert isinstance(last(site.start()), Present)
+    assert site.imports[0].split()[2:4] == ["umask=0022", "nice=10"]
 
 
 def test_another_user_imports_for_themselves(site: Site) -> None:
@@ -123,21 +129,7 @@ def test_what_enroot_started_ends_with_the_worker(site: Site, tmp_path: Path) ->
     while not site.imports:
         os.sched_yield()
     first.kill()
-    of_alice = [
-        pid
-        for pid in os.listdir("/proc")
-        if pid.isdigit() and os.path.exists(f"/proc/{pid}") and _uid(pid) == ALICE.uid
-    ]
-    assert of_alice == []
-
-
-def _uid(pid: str) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return -1
-    found = {line.split(":")[0]: line.split() for line in lines}
-    return -1 if found["State"][1] in "ZX" else int(found["Uid"][1])
+    assert [pid for pid in run._pids() if run._session(pid) == first.pid] == []
 
 
 def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ MOST = 300  # images of a user that are listed
 ELSEWHERE = ("store-full", "store-gone", "store-foreign")
 """Why a job has its image imported for itself alone instead."""
 
+UNSAID = ("registry-denied", "registry-missing", "registry-busy", "registry-silent", "registry-odd")
+"""Why there is no digest; enroot itself may fare better, or tells the user why not."""
+
 Say = Callable[[str], None]
 
 
@@ -70,13 +73,27 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     shared = config.registry.store or _imports(config)
     if shared:
         try:
-            return obtain(msgspec.structs.replace(order, directory=shared), environ, say)
+            return _either(msgspec.structs.replace(order, directory=shared), environ, say)
         except Declined as error:
             if error.reason not in ELSEWHERE:
                 raise
             say(f"{error}; the image is imported for this step alone")
     own = _own(environ, job, step)
-    return obtain(msgspec.structs.replace(order, directory=own), environ, say)
+    return _either(msgspec.structs.replace(order, directory=own), environ, say)
+
+
+def _either(order: Order, environ: Mapping[str, str], say: Say) -> str:
+    """An image by its digest; by its tag where the registry does not say one, as pyxis would.
+
+    The user reads enroot's own words then.
+    """
+    try:
+        return obtain(order, environ, say)
+    except Declined as error:
+        if error.reason not in UNSAID or not order.job:
+            raise
+        say(f"{error}; enroot is asked")
+        return obtain(msgspec.structs.replace(order, by_tag=True), environ, say)
 
 
 def _imports(config: Config) -> str:

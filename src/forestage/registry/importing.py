@@ -23,6 +23,7 @@ from forestage.system import run
 from forestage.units import format_duration, format_size
 
 NICE = 10
+ASKED = 10.0  # seconds for mksquashfs to say its release
 LAST = 4096  # bytes of what enroot says last
 TOLD = 3  # lines of that, for the user
 MOST_LAYERS = 10_000  # files of enroot's cache that are counted
@@ -50,7 +51,8 @@ class Import:
         self._since, self._wall = clock.monotonic(), clock.wall()
         self._layers = _cache(settings.variables)
         argv = ("enroot", "import", "--output", os.fspath(part), "--", uri)
-        self._program = run.start_here(argv, variables(settings, memory_limit()))
+        memory = memory_limit() if takes_memory(_version(settings)) else None
+        self._program = run.start_here(argv, variables(settings, memory))
 
     def runs(self, timeout: float) -> bool:
         """Whether it goes on, after so many seconds at most."""
@@ -123,6 +125,21 @@ def variables(settings: Settings, memory: int | None) -> dict[str, str]:
         options = f"{options} -mem {quarter}M"
     found["ENROOT_SQUASH_OPTIONS"] = options
     return found
+
+
+def takes_memory(said: bytes) -> bool:
+    """Pure: whether a mksquashfs that says this of its release knows -mem.
+
+    Earlier ones that do are left out: one that does not would make no image at all.
+    """
+    match = re.search(rb"version (\d{1,3})\.(\d{1,3})", said)
+    return match is not None and (int(match[1]), int(match[2])) >= (4, 4)
+
+
+def _version(settings: Settings) -> bytes:
+    if not run.which("mksquashfs"):
+        return b""
+    return run.run_here(("mksquashfs", "-version"), settings.variables, ASKED, 1 << 16).out
 
 
 def stage_of(said: bytes) -> str:

@@ -32,6 +32,7 @@ class Worker:
         self._program = program
         self._read = b""
         self._bytes = 0
+        self._killed = False
 
     def __enter__(self) -> "Worker":
         return self
@@ -66,6 +67,9 @@ class Worker:
     def kill(self) -> None:
         """Ends it and all that it started; takes GRACE at most, and a little more."""
         self.ended = True
+        if self._killed:  # its number may be another's by now
+            return
+        self._killed = True
         self._program.hang_up()
         self._program.wait(GRACE)
         # Its session: GNU parallel and shells make process groups as they like.

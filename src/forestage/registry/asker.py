@@ -1,0 +1,54 @@
+"""The other side of a worker: who started it, reads its words, and lets it go on or ends it."""
+
+import os
+import threading
+import time
+
+from forestage.registry import words
+from forestage.registry.words import Word
+from forestage.system import run
+
+GRACE = 3.0  # seconds to clean up once nobody waits any more
+
+
+class Gone(Exception):
+    """Nobody waits for the image any more."""
+
+
+class Asker:
+    """The other side: who started this process, and reads what it says."""
+
+    def __init__(self) -> None:
+        self.gone, self.went = threading.Event(), threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while said := os.read(0, words.LONGEST):
+            if words.GO in said:
+                self.went.set()
+        self.gone.set()
+        self.went.set()
+        time.sleep(GRACE)
+        # It hangs in a file system or a program, which must not go on for nobody.
+        if os.getsid(0) == os.getpid():
+            run.end_session(os.getpid(), spare=os.getpid())
+        os._exit(1)
+
+    def say(self, word: Word) -> None:
+        """Raises Gone, Odd."""
+        line = words.encode(word)
+        try:
+            while line:
+                line = line[os.write(1, line) :]
+        except BrokenPipeError:
+            raise Gone from None
+
+    def must_wait(self) -> None:
+        """Raises Gone."""
+        if self.gone.is_set():
+            raise Gone
+
+    def ask(self) -> None:
+        """Waits until it says go. Raises Gone."""
+        self.went.wait()
+        self.must_wait()
