@@ -257,7 +257,7 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
         reference=asked.request.path,
         directory=store or str(kept.prepare(node.cache, job.user)),
         job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
-        leads=first == job.node,
+        leads=store is None or first == job.node,  # else there is no record that nodes share
         patience=PATIENCE,
         ask=store is None,
         offline=config.registry.offline,

@@ -85,6 +85,12 @@ def test_importer_of_a_node_without_plugstack_is_none(tmp_path: Path) -> None:
     assert companion.importer(str(tmp_path / "slurm.conf")) == ""
 
 
+def stored(node: Node) -> Node:
+    registry = msgspec.structs.replace(node.config.registry, store="/lustre/store")
+    config = msgspec.structs.replace(node.config, registry=registry)
+    return msgspec.structs.replace(node, config=config)
+
+
 @pytest.mark.parametrize(
     ("batch", "nodes", "step_nodes", "job", "leads"),
     [
@@ -106,19 +112,18 @@ def test_first_node_asks_the_registry_for_all(
     leads: bool,
 ) -> None:
     asking = msgspec.structs.replace(asking, step=2, nodelist=nodes, step_nodelist=step_nodes)
-    order = order_of(staging_node, asking, msgspec.structs.replace(asked, batch=batch))
+    order = order_of(stored(staging_node), asking, msgspec.structs.replace(asked, batch=batch))
     assert (order.job, order.leads, order.reference) == (job, leads, REFERENCE)
 
 
 def test_without_a_store_the_worker_asks_before_it_imports(
     staging_node: Node, asking: Job, asked: Asked, tmp_path: Path
 ) -> None:
+    asking = msgspec.structs.replace(asking, step=2, nodelist="n[0-4]")
     alone = order_of(staging_node, asking, asked)
-    config = staging_node.config
-    stored = msgspec.structs.replace(config.registry, store="/lustre/store")
-    config = msgspec.structs.replace(config, registry=stored)
-    shared = order_of(msgspec.structs.replace(staging_node, config=config), asking, asked)
+    shared = order_of(stored(staging_node), asking, asked)
     assert (alone.ask, Path(alone.directory).parent) == (True, tmp_path)
+    assert (alone.leads, shared.leads) == (True, False)  # nobody else's word can be read
     assert (shared.ask, shared.directory) == (False, "/lustre/store")
 
 
