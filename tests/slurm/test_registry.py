@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from host import wait_until
-from jobs import RELEASE, Ran, Site
+from jobs import CLI, RELEASE, Ran, Site
 from spec import ALICE, BOB, ClusterSpec
 from steps import accompanied
 
@@ -297,3 +297,18 @@ def test_prolog_has_the_image_of_the_job_copied_before_its_step(
 
     wait_until(came, 60, lambda: json.dumps(str(site.outcomes(ran.job, "n2"))))
     assert registry.count("HEAD") == heads  # a guess asks no registry
+
+
+def test_warm_imports_and_has_the_nodes_copy(site: Site, registry: Registry) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    command = f"{CLI} warm -w n2 docker://{image}"
+    # Its user cannot see what the cache has, so this says `unseen`.
+    ran = site.cluster.run(["sh", "-c", f"{environment()}; {command}"], check=False)
+    assert "unseen" in ran.stdout, ran.stdout + ran.stderr
+    site.await_stagers()
+    assert len(imports(site.cluster)) == 1
+    job = batch(site, step(image), nodes="n2")
+    assert names(job) == ["first"], job.stdout
+    assert [one.result for one in handled(site, job.job, "n2")] == ["hit"]
+    assert len(imports(site.cluster)) == 1

@@ -40,6 +40,15 @@ def _cancelling() -> Iterator[None]:
             signal.signal(one, handler)
 
 
+def _path(world: "World", image: str) -> str:
+    """Where an image lies; one of a registry is imported before."""
+    if not image.startswith("docker://"):
+        return os.path.abspath(image)
+    from forestage.cli.registry import brought
+
+    return brought(world, image)
+
+
 @click.command()
 @as_json
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
@@ -72,7 +81,8 @@ def warm(
     """Have nodes copy images before a job wants them.
 
     Runs a tiny job with the hint on each node, as the user who asks. May be run again: what is
-    there is a hit. Ends with status 1 if an image is not on each of the nodes.
+    there is a hit. Ends with status 1 if an image is not on each of the nodes. docker://REF is
+    imported into the store first.
     """
     import secrets
 
@@ -89,7 +99,7 @@ def warm(
         raise click.BadParameter(str(error), param_hint="--nodes") from None
     named = (("partition", partition), ("reservation", reservation))
     order = work.Order(
-        tuple(dict.fromkeys(map(os.path.abspath, images))),
+        tuple(dict.fromkeys(_path(ctx.obj, image) for image in images)),
         where,
         (*(f"--{name}={value}" for name, value in named if value), *more),
         stage_wait,

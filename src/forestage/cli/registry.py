@@ -56,11 +56,17 @@ def import_image(world: "World", reference: str, as_json: bool) -> None:
 
     REF is what a job would name: nvcr.io#nvidia/pytorch:25.01-py3.
     """
-    from forestage.admin import registry as work
     from forestage.system.terminal import Line
 
-    path = work.bring(_config(world), reference, os.environ, _host(), _say)
+    path = brought(world, reference)
     show({"path": path}, [Line(path, whole=True)], as_json)
+
+
+def brought(world: "World", reference: str) -> str:
+    """The path of an image in the store, imported if it is not there. Raises Declined, NotFound."""
+    from forestage.admin import registry as work
+
+    return work.bring(_config(world), reference, os.environ, _host(), _say)
 
 
 @registry.command("ls")

@@ -266,6 +266,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metering = Metering()
 
     @property
+    def staged_from(self) -> tuple[str, ...]:
+        """Where files are staged from: below `sources`, and the store of imported images."""
+        store = self.registry.store
+        return (*self.sources, store) if store else self.sources
+
+    @property
     def start(self) -> Literal["through", "shared", "wait"]:
         """How a job starts while its image is copied: `cold` as far as `redirect` allows it."""
         if self.cold == "shared" or self.cold == "wait":

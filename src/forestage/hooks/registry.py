@@ -282,9 +282,10 @@ def _words(at_work: Worker, tasks: "Waiting") -> Iterator[Word]:
 
 def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: "Waiting") -> Answer:
     """The file, as any other that a user names: only where they may read it."""
-    place = node.config.registry.store or str(kept.directory(node.cache))
-    config = msgspec.structs.replace(node.config, sources=(*node.config.sources, place))
-    node = msgspec.structs.replace(node, config=config)
+    if node.config.registry.store is None:
+        own = (*node.config.sources, str(kept.directory(node.cache)))
+        config = msgspec.structs.replace(node.config, sources=own)
+        node = msgspec.structs.replace(node, config=config)
     request = Request(path, asked.request.via)
     job = msgspec.structs.replace(job, requests=(request,), saves=None)
     if job.step is None:

@@ -293,7 +293,7 @@ def must_be_unchanged(task: Task) -> None:
     caches = [node.cache.real]
     try:
         found, line = source.open_as_user(
-            wanted.path, task.job.user, node.config.sources, caches, source.STAGER_TIMEOUT
+            wanted.path, task.job.user, node.config.staged_from, caches, source.STAGER_TIMEOUT
         )
     except OSError:
         raise source.changed(wanted.path) from None

@@ -265,7 +265,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None
     try:
-        found, line = open_as_user(path, user, node.config.sources, caches, limit, head)
+        found, line = open_as_user(path, user, node.config.staged_from, caches, limit, head)
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.
@@ -300,7 +300,7 @@ def _shown(user: User, path: str, node: Node, end: Deadline) -> str:
     """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
     limit = min(HOOK_TIMEOUT, end.left())
     try:
-        found, line = open_as_user(path, user, node.config.sources, (), limit)
+        found, line = open_as_user(path, user, node.config.staged_from, (), limit)
     except OSError:
         return ""
     line.close()
