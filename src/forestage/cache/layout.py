@@ -90,6 +90,7 @@ class Cache:
         self.entries = root / "entries"
         self.parts = root / "parts"
         self.jobs = root / "jobs"
+        self.looks = root / "looks"
         self.evicted = root / "evicted"
         self.locks = root / "locks"
         self.space_lock = self.locks / "space.lock"

@@ -71,7 +71,8 @@ class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
 
-    `refused` says why it has none though. `trees` has the directories by their paths as the job
+    `refused` says why it has none though. `restart` is the run of the job, as Slurm counts them.
+    `trees` has the directories by their paths as the job
     names them.
     """
 
@@ -80,6 +81,7 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     ram: bool = False
     refused: str = ""
     trees: dict[str, Tree] = {}
+    restart: int = 0
 
 
 def note(leases: Leases, job: int, wanted: Wanted) -> None:

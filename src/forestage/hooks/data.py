@@ -50,7 +50,7 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
     try:
         _must_be_possible(node, job, refusal)
         requests = tuple(_absolute(job, one) for one in (*asked.data, *_listed(job, limit.end)))
-        noted = Wanted(requests, asked.room, asked.ram)
+        noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
         return [image.of_error(Request("", "hint"), error)]

@@ -54,10 +54,11 @@ def epilog(
         if cache:
             done = _release(cache, leases, lease, places, clock, job, patience)
             if lease is None or lease.data:
-                from forestage.data import job_dir, tree  # few jobs have data
+                from forestage.data import job_dir, looks, tree  # few jobs have data
 
                 with contextlib.suppress(Failed, OSError):  # the sweep does it
                     tree.let_go(cache, leases, patience)
+                looks.end(cache, job.id)
                 job_dir.end(cache, job.id)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
