@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forestage.admin import inventory, metrics, status
+from forestage.admin.show import listing
+from forestage.admin.tally import Tally
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
@@ -21,7 +25,7 @@ from forestage.hooks import data
 from forestage.hooks.image import Wait
 from forestage.slurm.job import Job
 from forestage.stage import chunks
-from forestage.system import lock, loop, mounts
+from forestage.system import lock, loop, mounts, terminal
 from node import ALICE, BOB, Node, content, read_as, until
 
 User = type(ALICE)
@@ -145,6 +149,33 @@ def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.Shown], Path
     copy = mounted(show(spank, 1))
     assert differences(path, copy) == ""
     assert read_as(BOB, copy / "private") == b"mine"
+
+
+def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
+    image = spank.put("alice/image.sqsh", content(1))
+    assert spank.prolog(7, image).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    found = staged(spank, 1, fill(spank))
+    (shown,) = show(spank, 1).outcomes
+    assert shown.data
+    assert [one.data for one in spank.outcomes("stager")] == [False, True]  # type: ignore[union-attr]
+
+    node = ready(spank, 1)
+    items = inventory.gather(node)
+    assert {one.key: one.kind for one in items.items} == {key: "image", found.key: "data"}
+    said = io.StringIO()
+    terminal.write(listing(items, 0.0), said)
+    (line,) = (line for line in said.getvalue().splitlines() if found.path in line)
+    assert line.split()[1] == "data"
+    now = status.gather(node)
+    (taken,) = (one.bytes for one in items.items if one.kind == "data")
+    assert (now.entries.data, now.data) == (1, taken)
+    assert "data" in dict(status._facts(now))
+    exported = b"".join(metrics.text(metrics.Facts(Tally(), "1", False, status=now)).split(b"\r"))
+    assert b'forestage_entries_of_kind{kind="data"} 1.0' in exported
+    assert b'forestage_entries_of_kind{kind="image"} 1.0' in exported
+    assert f'forestage_kind_bytes{{kind="data"}} {float(taken)}'.encode() in exported
 
 
 def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.Shown], Path]) -> None:

@@ -287,7 +287,7 @@ def _request(explained: Explained) -> list[Piece]:
         facts.append(("request", f"{request} ({via})" if via else request))
     if not isinstance(outcome, Released):
         if outcome.image and outcome.image != request:
-            facts.append(("image", outcome.image))
+            facts.append(("data" if outcome.data else "image", outcome.image))
         if outcome.key:
             size = f", {format_size(outcome.size)}" if outcome.size else ""
             facts.append(("entry", f"{short(outcome.key)}{size}"))

@@ -53,10 +53,10 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
         noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
-        return [image.of_error(Request("", "hint"), error)]
+        return _as_data([image.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _made(node, job, noted, limit)
-    return [*made, *(_begun(node, job, noted, request, limit) for request in requests)]
+    return _as_data([*made, *(_begun(node, job, noted, one, limit) for one in requests)])
 
 
 def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
@@ -73,7 +73,12 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     more, told = _dir_lines(node, job, noted)  # what it was filled with is there by now
     lines += more
     outcomes += told
-    return Shown(wanted.in_order(wanted.disentangled(lines)), outcomes)
+    return Shown(wanted.in_order(wanted.disentangled(lines)), _as_data(outcomes))
+
+
+def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
+    """Pure: the outcomes as those of data, whatever module they are from."""
+    return [msgspec.structs.replace(one, data=True) for one in outcomes]
 
 
 def _absolute(job: Job, request: Request) -> Request:
