@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from forestage.hooks import data
 from forestage.hooks.image import Wait
 from forestage.slurm.job import Job
 from forestage.stage import chunks
-from forestage.system import lock, loop, mounts, terminal
+from forestage.system import child, lock, loop, mounts, terminal
 from node import ALICE, BOB, Node, content, read_as, until
 
 User = type(ALICE)
@@ -411,6 +412,41 @@ def test_step_that_waits_gets_the_tree_of_its_own_job(spank: Node) -> None:
     path = fill(spank)
     begin(spank, 1, f"stage={path}/")
     assert [line[0] for line in show(spank, 1, wait=600.0).lines] == ["device"]
+
+
+@pytest.mark.parametrize("state", ["looking", "copying"])
+def test_step_that_waits_can_say_how_far_the_tree_is(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, state: Literal["looking", "copying"]
+) -> None:
+    path = fill(spank)
+    key = "0" * 32
+    monkeypatch.setattr(child, "let_go", lambda keep: None)
+    there, here = os.pipe()
+
+    def bring(node: Bare, job: Job, path: str, stop: object) -> Tree:
+        wanted.note_tree(node, job.id, path, Tree(state, key, path))
+        os.read(there, 1)
+        return Tree("declined", reason="io", detail="enough")
+
+    monkeypatch.setattr(tree, "_bring", bring)
+    begin(spank, 1, f"stage={path}/")
+    until(lambda: wanted.read(spank.leases, 1).trees[f"{path}/"].state == state, "the state")
+    heard: list[str] = []
+
+    def progress(line: Callable[[], str]) -> None:
+        heard.append(line())
+        if len(heard) == 2:
+            os.write(here, b".")
+
+    limit = msgspec.structs.replace(Wait.of(Clock(), 600.0, 600.0), progress=progress)
+    shown = data.show(ready(spank, 1), as_job(spank, 1, ""), limit, None)
+    assert shown.outcomes[0].reason == "io"
+    words = {"looking": "whose files are being looked at", "copying": "which is about to begin"}
+    assert all(line.startswith("waiting for") for line in heard)
+    assert all(line.endswith(words[state]) for line in heard)
+    assert len(heard) >= 2
+    os.close(there)
+    os.close(here)
 
 
 def test_step_that_does_not_wait_starts_from_the_shared_path(

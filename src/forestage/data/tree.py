@@ -42,6 +42,7 @@ from forestage.stage import source, stager
 from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
+from forestage.stage.wait import Eta, Progress, quiet
 from forestage.system import as_user, child, lock, loop, run
 from forestage.system.as_user import User
 from forestage.system.loop import Loop
@@ -80,16 +81,23 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
 
 
 def show(
-    node: Node, job: Job, request: Request, path: str, until: Deadline | None, end: Deadline
+    node: Node,
+    job: Job,
+    request: Request,
+    path: str,
+    until: Deadline | None,
+    end: Deadline,
+    progress: Progress = quiet,
 ) -> tuple[list[Fields], Handled]:
     """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
 
-    `until` is how long to wait for it, `end` limits the look at its files. Raises Declined, Failed,
-    OSError.
+    `until` is how long to wait for it, `end` limits the look at its files; `progress` is called
+    during the wait. Raises Declined, Failed, OSError.
     """
     noted = wanted.read(node.leases, job.id)
     found = _state(node, job.id, path)
     while until is not None and found.state in ("looking", "copying") and until.left():
+        progress(partial(_progress, node, path, found, until))
         node.clock.sleep(min(POLL, until.left()))
         found = _state(node, job.id, path)
     outcome = Handled("started", request=printable(request.path), via="hint", image=found.path)
@@ -110,6 +118,18 @@ def show(
         outcome, result="hit", key=found.key, size=entry.identity.size, redirect="spank"
     )
     return [line], shown
+
+
+def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
+    """For a user who waits: how far the directory is."""
+    if found.state == "looking":
+        return f"waiting for {printable(path)}, whose files are being looked at"
+    owner = node.cache.stager(found.key)
+    if owner is None:
+        return f"waiting for the copy of {printable(path)}, which is about to begin"
+    eta = Eta(node, owner.image, until)
+    eta.hopeless()  # measures it
+    return eta.progress()
 
 
 def _time_to_look(end: Deadline) -> float:

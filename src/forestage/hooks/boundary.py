@@ -195,7 +195,7 @@ class Hook:
         job, refusal = step.as_noted(nodes[0], job, refusal)
         say = step.Once(nodes[0], job, _speak)
         # Once, as in the Prolog.
-        limit = step.waiting(nodes[0], job, timeout, say, refusal)
+        limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
         for node in nodes:
             done = step.step(node, job, limit, say, refusal)
         outcomes: list[Outcome] = [*done.outcomes]

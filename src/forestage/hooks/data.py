@@ -209,7 +209,9 @@ def _shown(
         if not request.at:
             from forestage.data import tree
 
-            lines, outcome = tree.show(node, job, request, path, limit.copy, limit.end)
+            lines, outcome = tree.show(
+                node, job, request, path, limit.copy, limit.end, limit.progress
+            )
             for line in lines:
                 _must_not_be_in(job, line[-2])
                 binds.must_not_hold(line[-2], job, node.places.root, _some_time(node, limit))
@@ -225,7 +227,7 @@ def _shown(
             return mounted.show(node, job, request, path, place, staged, limit.end)
         from forestage.data import fill
 
-        return fill.fill(node, job, noted, request, path, limit.fill or limit.end)
+        return fill.fill(node, job, noted, request, path, limit.fill or limit.end, limit.progress)
     except (ForestageError, OSError) as error:
         return (), _of_error(request, error)
 
