@@ -66,7 +66,9 @@ class Dirs:
     @contextlib.contextmanager
     def seen(self, job: int, user: User = ALICE) -> Iterator[Path]:
         """The directory as a task of the job sees it."""
-        shown = job_dir.lines(self.on, self.job(job, "", user))
+        place = job_dir.find(self.on, self.job(job, "", user))
+        assert place is not None
+        shown = job_dir.lines(self.on, place)
         ((_, device, _, kind, mode, target, inode),) = [one for one in shown if one[0] == "device"]
         assert (kind, mode, inode) == ("ext4", "rw", "root")
         mounts.mount(device, target, mounts.MS_NOSUID | mounts.MS_NODEV, kind)

@@ -424,7 +424,7 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
     there, here = os.pipe()
 
     def bring(node: Bare, job: Job, path: str, stop: object) -> Tree:
-        wanted.note_tree(node, job.id, path, Tree(state, key, path))
+        wanted.note_tree(node, job, path, Tree(state, key, path))
         os.read(there, 1)
         return Tree("declined", reason="io", detail="enough")
 
@@ -447,6 +447,57 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
     assert len(heard) >= 2
     os.close(there)
     os.close(here)
+
+
+def test_step_does_not_wait_for_a_process_that_was_killed(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(spank)
+    monkeypatch.setattr(tree, "_bring", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    begin(spank, 1, f"stage={path}/")
+    shown = show(spank, 1, wait=600.0)  # the test would not
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "helper")
+    assert "killed" in shown.outcomes[0].detail
+
+
+def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_record(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gate = fill(spank), spank.nvme / "gate"
+    real, said = tree._bring, tree._note_end
+
+    def late(node: Bare, job: Job, *rest: object) -> Tree:
+        if job.restart == 0:
+            until(gate.exists, "the new run")
+            return Tree("declined", reason="io", detail="of the earlier run")
+        return real(node, job, *rest)  # type: ignore[arg-type]
+
+    def ended(node: Bare, job: Job, *rest: object) -> None:
+        said(node, job, *rest)  # type: ignore[arg-type]
+        (spank.nvme / f"ended{job.restart}").touch()
+
+    monkeypatch.setattr(tree, "_bring", late)
+    monkeypatch.setattr(tree, "_note_end", ended)
+    begin(spank, 1, f"stage={path}/")
+    job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
+    data.begin(ready(spank, 1), job, Wait.of(Clock(), 600.0, None), None)
+    assert settled(spank, 1, path).state == "ready"
+    gate.touch()
+    until((spank.nvme / "ended0").exists, "the earlier run's process")
+    assert settled(spank, 1, path).state == "ready"
+    # Nor does it take a lease for it.
+    with pytest.raises(tree.Declined, match="over"):
+        tree._lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
+
+
+def test_limit_for_images_is_one_for_directories(spank: Node) -> None:
+    spank.configure(redirect="spank", max_image_size="1M")
+    path = fill(spank)
+    assert staged(spank, 1, path).state == "ready"
+    spank.put("alice/set/large", bytes(1 << 20))
+    found = staged(spank, 2, path)
+    assert (found.state, found.reason) == ("declined", "too-large")
+    assert "max_image_size" in found.detail
 
 
 def test_step_that_does_not_wait_starts_from_the_shared_path(
@@ -489,5 +540,6 @@ def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch
     bare, job = ready(spank, 1), as_job(spank, 1, "")
     request = as_job(spank, 1, f"stage={path}/").hints.data[0]
     until_now = Deadline.after(0.01, Clock())
-    lines, outcome = tree.show(bare, job, request, f"{path}/", until_now, until_now)
+    with lock.held(tree._life(bare, 1, 0, f"{path}/"), 240.0):  # as if it went on
+        lines, outcome = tree.show(bare, job, request, f"{path}/", until_now, until_now)
     assert (lines, outcome.result) == ([], "started")

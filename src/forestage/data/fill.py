@@ -37,7 +37,7 @@ from forestage.units import format_duration, printable, quote
 
 SEED = "seed:"
 FILE = "file"  # in a draft
-LAST = 3.0  # seconds, once the time is over, to delete what is not whole and to say so
+LAST = 3.0  # seconds, once the time is over, to delete what is not whole; as many to say so
 
 _ARCHIVE = re.compile(r"\.(tar(\.[a-z0-9]{1,4})?|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}", re.ASCII)
@@ -148,8 +148,6 @@ def fill(
     place = job_dir.find(node, job)
     if place is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
-    # So much of the companion's time is for what the copier says at its end.
-    until = Deadline(until.end - 2 * LAST - 1.0, until.clock)
     number = noted.requests.index(request)
     known = _known(place, number)
     found = known

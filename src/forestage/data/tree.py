@@ -14,6 +14,7 @@ between two steps. Of the nodes of a job one looks for all where it can (data/lo
 """
 
 import contextlib
+import hashlib
 import os
 import socket
 import stat
@@ -46,7 +47,7 @@ from forestage.stage.wait import Eta, Progress, quiet
 from forestage.system import as_user, child, lock, loop, run
 from forestage.system.as_user import User
 from forestage.system.loop import Loop
-from forestage.units import printable
+from forestage.units import format_size, printable
 
 READERS = 32  # threads of a copy: a small file costs round trips more than bytes
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
@@ -62,7 +63,7 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
 
     Raises OSError.
     """
-    wanted.note_tree(node, job.id, path, Tree("looking"))
+    wanted.note_tree(node, job, path, Tree("looking"))
     if node.config.peers.enabled:
         looks.prepare(node.cache, job.id)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,7 +76,7 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
             channel.recv(HANDSHAKE)
         except EOFError:
             why = "the process that looks at the directory died"
-            wanted.note_tree(node, job.id, path, Tree("declined", reason="helper", detail=why))
+            wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
             raise Failed("helper", "the process that looks at the directory died") from None
     return Handled("started", request=printable(request.path), via="hint")
 
@@ -97,6 +98,9 @@ def show(
     noted = wanted.read(node.leases, job.id)
     found = _state(node, job.id, path)
     while until is not None and found.state in ("looking", "copying") and until.left():
+        if lock.is_free(_life(node, job.id, noted.restart, path)):
+            found = _died_since(_state(node, job.id, path), path)
+            break
         progress(partial(_progress, node, path, found, until))
         node.clock.sleep(min(POLL, until.left()))
         found = _state(node, job.id, path)
@@ -118,6 +122,22 @@ def show(
         outcome, result="hit", key=found.key, size=entry.identity.size, redirect="spank"
     )
     return [line], shown
+
+
+def _life(node: Node, job: int, restart: int, path: str) -> Path:
+    """The lock that the process which brings a directory holds for its life.
+
+    In a folder whose unused locks the sweep removes.
+    """
+    words = msgspec.json.encode((job, restart, path))
+    return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
+
+
+def _died_since(found: Tree, path: str) -> Tree:
+    """Pure: how a directory stands that nobody brings any more."""
+    if found.state in ("ready", "declined"):
+        return found
+    return Tree("declined", reason="helper", detail=f"who brings {path} has been killed")
 
 
 def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
@@ -297,8 +317,13 @@ def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
     stager.leave_hook()
     child.let_go({hook.fileno()})
     stop = stager.be_stager()
-    hook.send(Message("started"))
-    hook.close()
+    with lock.held(_life(node, job.id, job.restart, path), HANDSHAKE):
+        hook.send(Message("started"))
+        hook.close()
+        _note_end(node, job, path, stop)
+
+
+def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
     try:
         ended = _bring(node, job, path, stop)
     except (ForestageError, OSError) as error:
@@ -306,12 +331,12 @@ def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
         ended = Tree("declined", reason=reason, detail=printable(str(error)))
         line = f"reason={reason} detail={printable(str(error))!r}"
         log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
-    wanted.note_tree(node, job.id, path, ended)
+    wanted.note_tree(node, job, path, ended)
 
 
 def _died(node: Node, job: Job, path: str, error: BaseException | None) -> None:
     log.say(f"stager job={job.id} result=failed detail={error!r}", by_slurm=True)
-    wanted.note_tree(node, job.id, path, Tree("declined", reason="helper", detail=repr(error)))
+    wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=repr(error)))
 
 
 def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
@@ -330,7 +355,7 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     ready = Tree("ready", key, resolved)
     if node.cache.read(key) is not None and node.cache.is_proven(key):
         return ready
-    wanted.note_tree(node, job.id, path, Tree("copying", key, resolved))
+    wanted.note_tree(node, job, path, Tree("copying", key, resolved))
     _must_be_mountable()
     with contextlib.ExitStack() as held:
         _take_turn(node, job, key, held)
@@ -360,8 +385,7 @@ def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> No
         with contextlib.suppress(lock.Busy):
             held.enter_context(lock.held(node.cache.key_lock(key), TURN))
             return
-        lease = node.leases.read(job.id)
-        if lease is None or not lease.data:
+        if not wanted.is_here(node, job):
             raise Declined("stopped", "the job is over")
 
 
@@ -389,6 +413,10 @@ def _must_be_countable(node: Node, found: Manifest) -> None:
     """Raises Declined for what is too large, before anything takes memory by its size."""
     # Each file begins at a block; names and inodes take the rest.
     size = found.bytes + erofs.BLOCK * len(found.files)
+    most = node.config.max_image_size
+    if most is not None and size > most:
+        what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
+        raise Declined("too-large", what)
     part.must_be_countable(_image_of(found, size), node.config.chunk_size)
 
 
@@ -405,7 +433,7 @@ def _lease(node: Node, job: Job, key: str) -> None:
     """Holds the entry for the job. Raises Stopped where that is over."""
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         lease = node.leases.read(job.id)
-        if lease is None or not lease.data:
+        if lease is None or not wanted.is_here(node, job):
             raise Declined("stopped", "the job is over")
         node.leases.write(lease.with_use(Use(key)))
 

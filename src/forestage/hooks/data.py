@@ -53,6 +53,7 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
         noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
+        _note_refused(node, job, error, limit.end)
         return _as_data([image.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _made(node, job, noted, limit)
@@ -65,7 +66,7 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     lines: list[Fields] = []
     outcomes: list[Handled] = []
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    requests = () if refusal else noted.requests
+    requests = () if refusal or noted.off else noted.requests
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
         found, outcome = _shown(node, job, noted, request, limit)
         lines += found
@@ -146,13 +147,13 @@ def _dir_lines(node: Node, job: Job, noted: Wanted) -> tuple[list[Fields], list[
 
     place, lines, outcomes = None, list[Fields](), list[Handled]()
     try:
-        if noted.refused:
+        if noted.refused and noted.room is not None:
             raise Declined("job-dir", noted.refused)
         if noted.room is not None:
-            lines = job_dir.lines(node, job)
             place = job_dir.find(node, job)
             if place is None:
                 raise Declined("job-dir", "the job has no directory of its own on this node")
+            lines = job_dir.lines(node, place)
     except (ForestageError, OSError) as error:  # the step begins without it
         outcomes = [image.of_error(STAGE_DIR, error)]
         lines = [("env", "FORESTAGE_DIR")]
@@ -172,12 +173,23 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
 
 
 def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
-    with lock.held(node.cache.space_lock, end.left()):
+    with lock.held_if_writable(node.cache.space_lock, end.left()):
         lease = image.lease_of(node, job)
         node.leases.write(msgspec.structs.replace(lease, data=True))
         wanted.note(node.leases, job.id, noted)
         # By this file the companion knows that each step has to ask.
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
+
+
+def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
+    """Has the steps of a job that gets nothing unset its variables: they may be another job's."""
+    asked = job.hints
+    seeds = tuple(one for one in asked.data if one.at.startswith("seed:"))
+    if asked.room is None and not seeds:
+        return
+    refused = Wanted(seeds, asked.room, refused=printable(str(why)), off=True, restart=job.restart)
+    with contextlib.suppress(ForestageError, OSError):
+        _note(node, job, refused, end)
 
 
 def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -> Handled:

@@ -35,6 +35,7 @@ from forestage.units import format_duration, printable
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 HELD_UP = 5.0  # seconds that a step waits before its user reads why
+SPARE = 7.0  # seconds of the companion's for what a copier says when its time is over
 AGAIN = 30.0  # seconds until they read it once more
 
 PYXIS_TELLS = frozenset(
@@ -84,7 +85,8 @@ def waiting(
     end = timeouts.step_patience(source.HOOK_TIMEOUT, timeout)
     limit = Wait.of(node.clock, end, copy, small=hint != 0)
     wish = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
-    fill = Deadline.after(timeouts.step_patience(wish, timeout), node.clock)
+    longest = max(0.0, timeouts.step_patience(math.inf, timeout) - SPARE)
+    fill = Deadline.after(min(wish, longest), node.clock)
     limit = msgspec.structs.replace(limit, fill=fill)
     if config.user_messages == "none":
         return limit

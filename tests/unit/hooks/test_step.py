@@ -207,6 +207,20 @@ def test_progress_keeps_no_later_line_from_the_user(
     Once(node, other, pytest.fail).progress("the first node tells")
 
 
+@pytest.mark.parametrize(
+    ("hint", "timeout", "seconds"),
+    [(3.0, "900", 3.0), (0.0, "900", 0.0), (600.0, "60", 48.0), (None, "10", 0.0), (5.0, "", 5.0)],
+)
+def test_step_waits_for_what_is_put_into_its_directory_as_long_as_it_can_say_so(
+    configured: Configured, image_asked: Job, hint: float | None, timeout: str, seconds: float
+) -> None:
+    node = msgspec.structs.replace(configured(), clock=ManualClock())
+    job = msgspec.structs.replace(image_asked, hints=Hints(wait=hint))
+    found = step.waiting(node, job, timeout, pytest.fail, None)
+    assert found.fill is not None
+    assert found.fill.left() == seconds
+
+
 @pytest.mark.parametrize("messages", ["none", "problems"])
 def test_progress_is_silent_where_users_are_told_nothing(
     configured: Configured, image_asked: Job, messages: str
