@@ -341,7 +341,7 @@ def _died(node: Node, job: Job, path: str, error: BaseException | None) -> None:
 
 def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
-    os.setgroups(os.getgrouplist(job.user.name, job.user.gid) if job.user.name else [job.user.gid])
+    os.setgroups(as_user.groups(job.user))
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, resolved)
     max_files = node.config.data.max_files

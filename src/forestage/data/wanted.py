@@ -32,7 +32,7 @@ is root's own, and is opened as root.
 
 
 def disentangled(lines: Sequence[Fields]) -> list[Fields]:
-    """Pure: the lines without directories that would be in each other's way.
+    """Pure: the lines, which are `in_order`, without directories in each other's way.
 
     One that lies in another is in that one's copy, too. One in which something else is mounted
     stays the shared one, as the copy has other inodes.
@@ -40,7 +40,7 @@ def disentangled(lines: Sequence[Fields]) -> list[Fields]:
     mounted = [one[-2] for one in lines if one[0] in ("served", "folder")]
     kept: list[Fields] = []
     trees: list[str] = []
-    for line in sorted(lines, key=lambda line: len(line[-2])):
+    for line in lines:
         if _is_tree(line):
             at = f"{line[-2]}/"
             if any(one.startswith(at) for one in mounted) or any(map(at.startswith, trees)):

@@ -74,7 +74,7 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     more, told = _dir_lines(node, job, noted)  # what it was filled with is there by now
     lines += more
     outcomes += told
-    return Shown(wanted.in_order(wanted.disentangled(lines)), _as_data(outcomes))
+    return Shown(wanted.disentangled(wanted.in_order(lines)), _as_data(outcomes))
 
 
 def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:

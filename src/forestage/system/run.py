@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -51,16 +52,22 @@ def start_as(
     All three ids are theirs, it has no privilege and gets none. It may outlive us. Raises Failed
     where setpriv is missing.
     """
+    return _popen(
+        [*_as(user), "--", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        env=ENVIRONMENT,
+        pass_fds=tuple(pass_fds),
+        start_new_session=True,
+    )
+
+
+def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
+    """Starts setpriv, which starts the program. Raises Failed where it is missing."""
     try:
         return subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*_as(user), "--", *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=ENVIRONMENT,
-            cwd="/",
-            pass_fds=tuple(pass_fds),
-            start_new_session=True,
+            list(argv), cwd="/", **how
         )
     except FileNotFoundError:
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
@@ -86,20 +93,16 @@ def run(
     """
     if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
-    try:
-        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*DIES_WITH_US, *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**ENVIRONMENT, **variables},
-            cwd="/",
-            pass_fds=tuple(pass_fds),
-            # A group of its own, so that its helpers go with it when it is killed.
-            start_new_session=True,
-        )
-    except FileNotFoundError:
-        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    process = _popen(
+        [*DIES_WITH_US, *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**ENVIRONMENT, **variables},
+        pass_fds=tuple(pass_fds),
+        # A group of its own, so that its helpers go with it when it is killed.
+        start_new_session=True,
+    )
     end = None if timeout is None else time.monotonic() + timeout
     out, err = _finish(process, stop, end)
     return Ran(
@@ -137,15 +140,11 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
     """
     if not which(argv[0]):
         raise Declined("program", f"{argv[0]} is not installed on this node")
-    try:
-        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*_as(user), "--pdeathsig", "KILL", "--", *argv],
-            stdin=source,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=ENVIRONMENT,
-            cwd="/",
-        )
-    except FileNotFoundError:
-        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    process = _popen(
+        [*_as(user), "--pdeathsig", "KILL", "--", *argv],
+        stdin=source,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+    )
     return Filter(process)
