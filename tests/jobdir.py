@@ -17,6 +17,7 @@ from forestage.hooks import data
 from forestage.hooks.data import Shown
 from forestage.hooks.image import Wait
 from forestage.slurm.job import Job
+from forestage.stage.wait import Progress, quiet
 from forestage.system import loop, mounts
 from forestage.system.as_user import User
 from node import ALICE
@@ -53,16 +54,21 @@ class Dirs:
         asked = self.job(job, comment, user, **more)
         return data.begin(self.on, asked, Wait.of(Clock(), seconds, None), None)
 
-    def step(self, job: int, user: User = ALICE, fill: float = 240.0) -> Shown:
+    def step(
+        self, job: int, user: User = ALICE, fill: float = 240.0, progress: Progress = quiet
+    ) -> Shown:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
         limit = Wait.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())
-        return data.show(self.on, asked, Wait(limit.end, None, limit.small, fill=until), None)
+        limit = Wait(limit.end, None, limit.small, fill=until, progress=progress)
+        return data.show(self.on, asked, limit, None)
 
     @contextlib.contextmanager
     def seen(self, job: int, user: User = ALICE) -> Iterator[Path]:
         """The directory as a task of the job sees it."""
-        shown = job_dir.lines(self.on, self.job(job, "", user))
+        place = job_dir.find(self.on, self.job(job, "", user))
+        assert place is not None
+        shown = job_dir.lines(self.on, place)
         ((_, device, _, kind, mode, target, inode),) = [one for one in shown if one[0] == "device"]
         assert (kind, mode, inode) == ("ext4", "rw", "root")
         mounts.mount(device, target, mounts.MS_NOSUID | mounts.MS_NODEV, kind)

@@ -19,8 +19,11 @@ from forestage import trace
 from forestage.admin import status, sweep
 from forestage.cache import room, space
 from forestage.cache.layout import Cache
+from forestage.clock import Clock
 from forestage.data import hold, job_dir, job_disk
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed
+from forestage.hooks import data
+from forestage.hooks.image import Wait
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
@@ -258,6 +261,31 @@ def test_mount_point_is_for_all_whatever_the_umask_is(dirs: Dirs) -> None:
 # --- requeue, cancel, crash
 
 
+def test_requeued_job_has_the_room_of_its_run_before_whose_epilog_failed(dirs: Dirs) -> None:
+    assert dirs.prolog(7, "stage-dir=300M") == []  # more than half of the disk
+    assert [one.reason for one in dirs.prolog(8, "stage-dir=300M")] == ["no-room"]
+    assert dirs.prolog(7, "stage-dir=300M", restart=1) == []
+    assert [place.name for place in dirs.on.cache.jobs.iterdir()] == ["7.1"]
+    assert list(dirs.on.cache.evicted.iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["off", "disabled", "cache"])
+def test_refused_job_keeps_no_variable_of_another_jobs(dirs: Dirs, why: str) -> None:
+    """sbatch in a job of such a directory hands on its environment."""
+    comment = f"stage-dir=32M stage={dirs.source}/set@seed:CACHE,{dirs.source}/"
+    refusal = Declined("disabled", "INC-1") if why == "disabled" else None
+    if why == "cache":
+        dirs.on.cache.root.mkdir()
+        dirs.on.cache.root.chmod(0o777)
+    asked = dirs.job(7, comment + " stage=off" * (why == "off"))
+    limit = Wait.of(Clock(), 60.0, None)
+    (outcome,) = data.begin(dirs.on, asked, limit, refusal)
+    assert outcome.result in ("declined", "failed")
+    shown = data.show(dirs.on, dirs.job(7, "", SLURM_STEP_ID="0"), limit, refusal)
+    assert shown.lines == [NONE, ("env", "CACHE")]
+    assert [one.request for one in shown.outcomes] == ["stage-dir"]
+
+
 def test_requeued_job_has_an_empty_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     with dirs.seen(7) as at:
@@ -267,8 +295,6 @@ def test_requeued_job_has_an_empty_directory(dirs: Dirs) -> None:
     assert [place.name for place in dirs.node.cache.jobs.iterdir()] == ["7.1"]
     with dirs.seen(7) as at:
         assert list(at.iterdir()) == []
-    assert len(dirs.devices()) == 2  # the Prolog deletes nothing
-    job_dir.sweep(dirs.node.cache, dirs.node.leases)
     until(lambda: len(dirs.devices()) == 1, "the old one to go")
     with dirs.seen(7) as at:
         assert as_alice("echo x > y", at).returncode == 0
@@ -398,7 +424,7 @@ def test_directory_is_found_in_the_cache_that_it_was_made_in(dirs: Dirs) -> None
     dirs.prolog(7, "stage-dir=32M")
     other = Cache(dirs.node.nvme / "other")
     moved = msgspec.structs.replace(dirs.on, cache=other)
-    assert [one[0] for one in job_dir.lines(moved, dirs.job(7, ""))] == ["device", "env"]
+    assert job_dir.find(moved, dirs.job(7, "")) is not None
 
 
 def test_directory_that_cannot_be_shown_is_told(

@@ -8,14 +8,14 @@ import os
 import signal
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 import jobdir
-from forestage.data import put
+from forestage.data import fill, put
 from forestage.system import as_user, child
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, Node, until
@@ -218,7 +218,7 @@ def test_copier_that_does_not_answer_is_not_waited_for_again(
 ) -> None:
     asked: list[float] = []
 
-    def slow(work: object, answer: object, timeout: float) -> None:
+    def slow(work: object, answer: object, timeout: float, **_: object) -> None:
         asked.append(timeout)
         raise as_user.TooSlow("no answer")
 
@@ -227,7 +227,28 @@ def test_copier_that_does_not_answer_is_not_waited_for_again(
     for _ in range(2):
         assert told(dirs, fill=100.0) == [("declined", "source-hangs")]
     (timeout,) = asked
-    assert 95.0 < timeout < 99.5  # the step has time left to say so
+    assert 100.0 < timeout < 106.5  # more than the copier has itself
+
+
+def test_step_that_waits_can_say_what_for(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, heard = dirs.source / "gate", list[str]()
+    real = fill._way
+
+    def slow(order: fill._Order, source: int) -> fill._Way:
+        until(gate.exists, "the gate")
+        return real(order, source)
+
+    def progress(line: Callable[[], str]) -> None:
+        heard.append(line())
+        gate.touch()
+
+    (dirs.source / "plain").write_bytes(b"x")
+    monkeypatch.setattr(as_user, "_IDLE", 0.01)
+    monkeypatch.setattr(fill, "_way", slow)
+    begun(dirs, f"{dirs.source}/plain@job")
+    shown = dirs.step(7, progress=progress)
+    assert [one.result for one in shown.outcomes] == ["copied"]
+    assert heard[0].startswith(f"waiting for {dirs.source}/plain, which is put into the job's dir")
 
 
 def test_without_a_directory_the_job_reads_what_it_needs(dirs: Dirs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shutil
 import socket
@@ -18,7 +19,10 @@ import pytest
 from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.peers import auth, stats
+from forestage.peers import first as peers_first
 from forestage.peers.auth import KeyFile
+from forestage.peers.connection import ChunkRefused
+from forestage.peers.first import First
 from node import HANGS
 from peering import (
     CHUNK,
@@ -293,6 +297,103 @@ def test_range_other_than_the_chunk_is_refused(known: Stranger, key: str, within
 def test_other_chunk_size_is_refused_before_the_wait(copying: Part, known: Stranger) -> None:
     known.log_in(SHARED, image(2).key)
     assert known.chunk(image(2).key, 0, within="bytes=0-16777215", wait="5") == 416
+
+
+# --- looks at directories
+
+
+@pytest.fixture
+def look(node: Node) -> Iterator[Path]:
+    """What n1 has found for job 7, of which the name is OTHER_KEY."""
+    directory = node.cache.looks / "7"
+    directory.mkdir(parents=True)
+    (directory / OTHER_KEY).write_bytes(b"found")
+    (directory / f"{OTHER_KEY}.files").write_bytes(b"files")
+    yield directory
+    shutil.rmtree(node.cache.looks)
+
+
+def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> First:
+    return First(node.config, node.places, "n1", job, name)
+
+
+def test_look_is_given_with_all_that_belongs_to_it(node: Node, look: Path) -> None:
+    asked = first(node)
+    assert (asked.ask(), asked.ask(".files"), asked.ask()) == (b"found", b"files", b"found")
+    (look / OTHER_KEY).unlink()
+    assert asked.ask() is None
+    assert first(node, job=8).ask() is None
+    asked.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/v1/look/7/{OTHER_KEY}.json",
+        f"/v1/look/7/{OTHER_KEY}/",
+        f"/v1/look/07/{OTHER_KEY}",
+        f"/v1/look/../looks/7/{OTHER_KEY}",
+        "/v1/look/7/../../format",
+    ],
+)
+def test_path_other_than_that_of_a_look_is_not_found(node: Node, look: Path, path: str) -> None:
+    assert logged_in(node, OTHER_KEY).chunk(OTHER_KEY, 0, path=path, within="") == 404
+
+
+def test_look_is_given_to_who_may_ask_for_it_alone(node: Node, look: Path, key: str) -> None:
+    path = f"/v1/look/7/{OTHER_KEY}"
+    assert Stranger(node.port).chunk(OTHER_KEY, 0, path=path, within="") == 401
+    assert logged_in(node, key).chunk(OTHER_KEY, 0, path=path, within="") == 403
+    known = logged_in(node, OTHER_KEY)
+    assert known.chunk(OTHER_KEY, 0, path=path, within="") == 200
+    known.secret = b"guessed"
+    assert known.chunk(OTHER_KEY, 0, path=path, within="") == 403
+
+
+def test_link_in_place_of_a_look_is_not_followed(node: Node, look: Path) -> None:
+    (look / OTHER_KEY).unlink()
+    (look / OTHER_KEY).symlink_to("/etc/passwd")
+    with pytest.raises(ChunkRefused):
+        first(node).ask()
+
+
+@pytest.mark.parametrize("lie", ["bytes", "mac", "none"])
+def test_look_that_was_changed_on_its_way_is_refused(
+    node: Node, look: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    real = http.client.HTTPResponse.read
+    get = http.client.HTTPMessage.get
+
+    def read(response: http.client.HTTPResponse, *size: int) -> bytes:
+        found = real(response, *size)
+        if lie == "none":
+            response.status = 404
+        return b"FOUND" if found == b"found" and lie == "bytes" else found
+
+    def header(message: http.client.HTTPMessage, name: str, *otherwise: object) -> object:
+        return "0" * 64 if lie == "mac" and "Mac" in name else get(message, name, *otherwise)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read", read)
+    monkeypatch.setattr(http.client.HTTPMessage, "get", header)
+    with pytest.raises(ChunkRefused, match="wrong"):
+        first(node).ask()
+
+
+def test_look_of_any_size_is_not_taken(
+    node: Node, look: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_first, "MOST", 4)
+    with pytest.raises(ChunkRefused, match="5 bytes"):
+        first(node).ask()
+
+
+def test_client_of_a_look_goes_on_after_restart_of_the_service(own: Node) -> None:
+    (own.cache.looks / "7").mkdir(parents=True)
+    (own.cache.looks / "7" / OTHER_KEY).write_bytes(b"found")
+    asked = first(own)
+    for _ in range(2):
+        with own.serving():
+            assert asked.ask() == b"found"
 
 
 # --- credentials

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
+from forestage.admin import inventory, metrics, status
+from forestage.admin.show import listing
+from forestage.admin.tally import Tally
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
@@ -21,7 +26,7 @@ from forestage.hooks import data
 from forestage.hooks.image import Wait
 from forestage.slurm.job import Job
 from forestage.stage import chunks
-from forestage.system import lock, loop, mounts
+from forestage.system import child, lock, loop, mounts, terminal
 from node import ALICE, BOB, Node, content, read_as, until
 
 User = type(ALICE)
@@ -145,6 +150,33 @@ def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.Shown], Path
     copy = mounted(show(spank, 1))
     assert differences(path, copy) == ""
     assert read_as(BOB, copy / "private") == b"mine"
+
+
+def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
+    image = spank.put("alice/image.sqsh", content(1))
+    assert spank.prolog(7, image).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    found = staged(spank, 1, fill(spank))
+    (shown,) = show(spank, 1).outcomes
+    assert shown.data
+    assert [one.data for one in spank.outcomes("stager")] == [False, True]  # type: ignore[union-attr]
+
+    node = ready(spank, 1)
+    items = inventory.gather(node)
+    assert {one.key: one.kind for one in items.items} == {key: "image", found.key: "data"}
+    said = io.StringIO()
+    terminal.write(listing(items, 0.0), said)
+    (line,) = (line for line in said.getvalue().splitlines() if found.path in line)
+    assert line.split()[1] == "data"
+    now = status.gather(node)
+    (taken,) = (one.bytes for one in items.items if one.kind == "data")
+    assert (now.entries.data, now.data) == (1, taken)
+    assert "data" in dict(status._facts(now))
+    exported = b"".join(metrics.text(metrics.Facts(Tally(), "1", False, status=now)).split(b"\r"))
+    assert b'forestage_entries_of_kind{kind="data"} 1.0' in exported
+    assert b'forestage_entries_of_kind{kind="image"} 1.0' in exported
+    assert f'forestage_kind_bytes{{kind="data"}} {float(taken)}'.encode() in exported
 
 
 def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.Shown], Path]) -> None:
@@ -382,6 +414,92 @@ def test_step_that_waits_gets_the_tree_of_its_own_job(spank: Node) -> None:
     assert [line[0] for line in show(spank, 1, wait=600.0).lines] == ["device"]
 
 
+@pytest.mark.parametrize("state", ["looking", "copying"])
+def test_step_that_waits_can_say_how_far_the_tree_is(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, state: Literal["looking", "copying"]
+) -> None:
+    path = fill(spank)
+    key = "0" * 32
+    monkeypatch.setattr(child, "let_go", lambda keep: None)
+    there, here = os.pipe()
+
+    def bring(node: Bare, job: Job, path: str, stop: object) -> Tree:
+        wanted.note_tree(node, job, path, Tree(state, key, path))
+        os.read(there, 1)
+        return Tree("declined", reason="io", detail="enough")
+
+    monkeypatch.setattr(tree, "_bring", bring)
+    begin(spank, 1, f"stage={path}/")
+    until(lambda: wanted.read(spank.leases, 1).trees[f"{path}/"].state == state, "the state")
+    heard: list[str] = []
+
+    def progress(line: Callable[[], str]) -> None:
+        heard.append(line())
+        if len(heard) == 2:
+            os.write(here, b".")
+
+    limit = msgspec.structs.replace(Wait.of(Clock(), 600.0, 600.0), progress=progress)
+    shown = data.show(ready(spank, 1), as_job(spank, 1, ""), limit, None)
+    assert shown.outcomes[0].reason == "io"
+    words = {"looking": "whose files are being looked at", "copying": "which is about to begin"}
+    assert all(line.startswith("waiting for") for line in heard)
+    assert all(line.endswith(words[state]) for line in heard)
+    assert len(heard) >= 2
+    os.close(there)
+    os.close(here)
+
+
+def test_step_does_not_wait_for_a_process_that_was_killed(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(spank)
+    monkeypatch.setattr(tree, "_bring", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    begin(spank, 1, f"stage={path}/")
+    shown = show(spank, 1, wait=600.0)  # the test would not
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "helper")
+    assert "killed" in shown.outcomes[0].detail
+
+
+def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_record(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gate = fill(spank), spank.nvme / "gate"
+    real, said = tree._bring, tree._note_end
+
+    def late(node: Bare, job: Job, *rest: object) -> Tree:
+        if job.restart == 0:
+            until(gate.exists, "the new run")
+            return Tree("declined", reason="io", detail="of the earlier run")
+        return real(node, job, *rest)  # type: ignore[arg-type]
+
+    def ended(node: Bare, job: Job, *rest: object) -> None:
+        said(node, job, *rest)  # type: ignore[arg-type]
+        (spank.nvme / f"ended{job.restart}").touch()
+
+    monkeypatch.setattr(tree, "_bring", late)
+    monkeypatch.setattr(tree, "_note_end", ended)
+    begin(spank, 1, f"stage={path}/")
+    job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
+    data.begin(ready(spank, 1), job, Wait.of(Clock(), 600.0, None), None)
+    assert settled(spank, 1, path).state == "ready"
+    gate.touch()
+    until((spank.nvme / "ended0").exists, "the earlier run's process")
+    assert settled(spank, 1, path).state == "ready"
+    # Nor does it take a lease for it.
+    with pytest.raises(tree.Declined, match="over"):
+        tree._lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
+
+
+def test_limit_for_images_is_one_for_directories(spank: Node) -> None:
+    spank.configure(redirect="spank", max_image_size="1M")
+    path = fill(spank)
+    assert staged(spank, 1, path).state == "ready"
+    spank.put("alice/set/large", bytes(1 << 20))
+    found = staged(spank, 2, path)
+    assert (found.state, found.reason) == ("declined", "too-large")
+    assert "max_image_size" in found.detail
+
+
 def test_step_that_does_not_wait_starts_from_the_shared_path(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,5 +540,6 @@ def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch
     bare, job = ready(spank, 1), as_job(spank, 1, "")
     request = as_job(spank, 1, f"stage={path}/").hints.data[0]
     until_now = Deadline.after(0.01, Clock())
-    lines, outcome = tree.show(bare, job, request, f"{path}/", until_now, until_now)
+    with lock.held(tree._life(bare, 1, 0, f"{path}/"), 240.0):  # as if it went on
+        lines, outcome = tree.show(bare, job, request, f"{path}/", until_now, until_now)
     assert (lines, outcome.result) == ([], "started")

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import inventory
-from forestage.cache.layout import Entry
+from forestage.cache.layout import Entry, Kind
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.peers import stats
@@ -49,6 +49,7 @@ class Copy(msgspec.Struct, frozen=True):
     waiting: tuple[int, ...] = ()
     from_peers: int = 0
     served: int = 0
+    kind: Kind = "image"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -116,6 +117,7 @@ def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
         age=round(took, 3),
         rate=round(rate, 1) if rate else None,
         left=round((size - copied) / rate, 3) if rate else None,
+        kind="data" if owner.image.identity.tree else "image",
     )
 
 
@@ -126,7 +128,8 @@ def _published(part: Part) -> Copy | None:
     except (FileNotFoundError, NotADirectoryError, records.Damaged):
         return None
     size, path = entry.identity.size, entry.identity.path
-    return Copy(part.directory.name, path, entry.engine, "publishing", 0, size, size, 100.0, 0.0)
+    name, kind = part.directory.name, entry.kind
+    return Copy(name, path, entry.engine, "publishing", 0, size, size, 100.0, 0.0, kind=kind)
 
 
 def watch(node: Node, for_ever: bool) -> Iterator[Snapshot]:
@@ -143,9 +146,10 @@ def table(copies: tuple[Copy, ...]) -> list[Piece]:
     """Pure: what `status` prints of them."""
     if not copies:
         return [Line("No copy is under way.")]
-    columns = ("state", "size", "rate", "left", "jobs", "image")
+    columns = ("state", "kind", "size", "rate", "left", "jobs", "path")
     rows = tuple(
-        (state(c), format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image) for c in copies
+        (state(c), c.kind, format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image)
+        for c in copies
     )
     number = count(len(rows), "copy", "copies")
     return [Line(f"{number} under way:", heading=True), Table(columns, rows, indent=2)]

@@ -16,13 +16,15 @@ import msgspec
 
 from forestage.admin import site as sites
 from forestage.admin.site import COMPANION, Hook, Pattern, Site
+from forestage.cache.node import Node
 from forestage.errors import Failed, RefusedError
 from forestage.slurm.slurm_conf import Line as ConfLine
-from forestage.system import run
+from forestage.system import mounts, run
 from forestage.system.terminal import Line, Piece
 from forestage.system.tree import Files
 
 LINK = "50-forestage"
+GRES = "nvme"
 TIMER = "forestage-sweep.timer"
 FLAGS = frozenset(("alloc", "deferbatch"))
 SYSTEMCTL = 60.0  # seconds
@@ -58,7 +60,8 @@ class Link(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct):
     """`lines` are for the admin to change, `links` and `unlinks` for `apply`, `notes` to know.
 
-    `refusals` say what would drain nodes, or is in the way; with any, `apply` does nothing.
+    `refusals` say what would drain nodes, or is in the way; with any, `apply` does nothing. `disk`
+    are lines by which jobs can ask for nodes with the cache's disk; forestage works without them.
     """
 
     lines: list[LineChange] = []
@@ -66,10 +69,32 @@ class Plan(msgspec.Struct):
     unlinks: list[Link] = []
     notes: list[str] = []
     refusals: list[str] = []
+    disk: list[LineChange] = []
 
     @property
     def empty(self) -> bool:
         return not (self.lines or self.links or self.unlinks)
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """The cache's disk: where it is mounted, its MiB, and the GiB that stage-dir= may take."""
+
+    mounted_at: str
+    mib: int
+    for_jobs: int
+
+
+def disk_of(node: Node) -> Disk | None:
+    """This node's disk; None without a cache on a disk of its own. Raises PermissionError."""
+    try:
+        facts = os.statvfs(node.cache.root)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
+    if under is None or under.point == "/":
+        return None
+    size = facts.f_blocks * facts.f_frsize
+    return Disk(under.point, size >> 20, node.config.data.job_dir.of(size) >> 30)
 
 
 def read_site(files: Files, conf: str) -> Site:
@@ -85,8 +110,11 @@ def read_site(files: Files, conf: str) -> Site:
     return found
 
 
-def to_enable(site: Site) -> Plan:
-    """Pure: what makes Slurm call both hooks, and load the companion where it is installed."""
+def to_enable(site: Site, disk: Disk | None = None) -> Plan:
+    """Pure: what makes Slurm call both hooks, and load the companion where it is installed.
+
+    `disk` is that of the cache, for which jobs may want to ask.
+    """
     plan = Plan()
     for hook in site.hooks:
         _enable_hook(plan, site, hook)
@@ -96,7 +124,31 @@ def to_enable(site: Site) -> Plan:
         plan.notes.append(
             f"{site.conf.wanted_prolog_flags} lets jobs wait for their images for longer than 15 s."
         )
+    if disk is not None:
+        plan.disk += disk_lines(site, disk)
     return plan
+
+
+def disk_lines(site: Site, disk: Disk) -> list[LineChange]:
+    """Pure: what lets jobs ask for nodes with this disk, and for room on it.
+
+    None where the site has a way of its own: Slurm knows one TmpFS, and the name is the site's.
+    """
+    settings = site.conf.settings
+    types = site.conf.flags("grestypes")
+    if "tmpfs" in settings or GRES in types:
+        return []
+    gres = str(Path(site.conf.path).with_name("gres.conf"))
+    named = f"Feature=nvme TmpDisk={disk.mib}"
+    lines = [LineChange(site.conf.path, "add", f"TmpFS={disk.mounted_at}", "at the end")]
+    if disk.for_jobs:
+        named += f" Gres={GRES}:{disk.for_jobs}"
+        # Slurm counts what jobs of a node ask for together only of a GRES.
+        all_types = ",".join([*types, GRES])
+        count = f"NodeName=NODES Name={GRES} Count={disk.for_jobs} Flags=CountOnly"
+        lines.append(LineChange(site.conf.path, "add", f"GresTypes={all_types}", "at the end"))
+        lines.append(LineChange(gres, "add", count, "NODES: those with this disk"))
+    return [*lines, LineChange(site.conf.path, "add", named, "to their NodeName= lines")]
 
 
 def _enable_hook(plan: Plan, site: Site, hook: Hook) -> None:
@@ -246,6 +298,12 @@ def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
         shown += [Line(one.text, 2, whole=True) for one in lines]
     shown += [Line(f"+ {one.path} -> {one.target}", whole=True) for one in plan.links]
     shown += [Line(f"- {one.path} -> {one.target}", whole=True) for one in plan.unlinks]
+    if plan.disk:
+        shown.append(
+            Line("If jobs are to ask for nodes with this disk (docs/data.md):", heading=True)
+        )
+    for one in plan.disk:
+        shown += [Line(f"{one.file}, {one.place}:", 2), Line(one.text, 4, whole=True)]
     shown += [Line(note) for note in plan.notes]
     shown += [Line(f"Refused: {why}") for why in plan.refusals]
     if plan.refusals or plan.empty:

@@ -289,7 +289,7 @@ def _request(explained: Explained) -> list[Piece]:
         facts.append(("digest", outcome.digest))
     if not isinstance(outcome, Released):
         if outcome.image and outcome.image != request:
-            facts.append(("image", outcome.image))
+            facts.append(("data" if outcome.data else "image", outcome.image))
         if outcome.key:
             size = f", {format_size(outcome.size)}" if outcome.size else ""
             facts.append(("entry", f"{short(outcome.key)}{size}"))

@@ -30,7 +30,7 @@ _PREFIX = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},32}}", re.ASCII | re.IGNORECASE)
 class Item(msgspec.Struct, frozen=True):
     """An entry and who uses it. Bytes are on disk, times in seconds since the epoch.
 
-    `entry` is None where the entry is damaged: it is never served, only evicted.
+    `entry` is None where the entry is damaged: it is never served, only evicted. `kind` is "" then.
     """
 
     key: str
@@ -41,6 +41,7 @@ class Item(msgspec.Struct, frozen=True):
     pinned: bool
     superseded: bool
     entry: Entry | None
+    kind: str = ""
 
     @property
     def damaged(self) -> bool:
@@ -151,6 +152,7 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[It
             pinned=one.pinned,
             superseded=one.key in old,
             entry=one.entry,
+            kind=one.entry.kind if one.entry else "",
         )
         for one in everything
     ]

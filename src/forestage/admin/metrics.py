@@ -195,11 +195,18 @@ def room(status: Status) -> Iterator[Metric]:
         yield _gauge("cache_bytes", "What the cache takes, copies under way included.", found.used)
         yield _gauge("cache_max_bytes", "The most it may take (max_size).", found.max_size)
         yield _gauge("cache_low_watermark_bytes", "Where evicting at rest stops.", found.low)
+        kinds = {"data": status.data, "image": max(0, found.used - status.data)}
+        of_kind = "What each kind takes of that; a directory is data."
+        yield _by(GaugeMetricFamily, "kind_bytes", of_kind, "kind", kinds)
+        yield _gauge("data_max_bytes", "The most that data may take (data.share).", found.data)
         yield _gauge("disk_free_bytes", "Free on the cache's disk.", found.free)
         yield _gauge("disk_min_free_bytes", "What stays free there (min_free).", found.min_free)
         yield _gauge("disk_bytes", "The size of that disk.", status.disk.total)
     numbers = msgspec.structs.asdict(status.entries)
-    yield _gauge("entries", "Entries in the cache.", numbers.pop("total"))
+    total, data = numbers.pop("total"), numbers.pop("data")
+    yield _gauge("entries", "Entries in the cache.", total)
+    kinds = {"data": data, "image": total - data}
+    yield _by(GaugeMetricFamily, "entries_of_kind", "Entries by what they are.", "kind", kinds)
     in_state = "Entries that are leased, pinned, superseded, damaged; one may be several."
     yield _by(GaugeMetricFamily, "entries_in_state", in_state, "state", numbers)
     yield _gauge("leases", "Jobs that hold a lease.", len(status.leases))
@@ -217,12 +224,21 @@ def room(status: Status) -> Iterator[Metric]:
 def counters(tally: Tally) -> Iterator[Metric]:
     """Pure: what only grows. Every series is there at once, so that the first error is a growth."""
     requests = CounterMetricFamily(
-        "forestage_requests", "Images that jobs and steps asked for.", labels=("hook", "result")
+        "forestage_requests",
+        "Images and data that jobs and steps asked for.",
+        labels=("hook", "result"),
     )
     for hook in HOOKS:
         for result, number in _filled(REQUESTS, tally.requests.get(hook, {})).items():
             requests.add_metric((hook, result), number)
     yield requests
+    of_data = CounterMetricFamily(
+        "forestage_data_requests", "Those of them that were for data.", labels=("hook", "result")
+    )
+    for hook in HOOKS:
+        for result, number in _filled(REQUESTS, tally.of_data.get(hook, {})).items():
+            of_data.add_metric((hook, result), number)
+    yield of_data
     starts = _filled(REQUESTS, tally.starts)
     declined, errors = (
         _filled(REASONS, found)

@@ -33,9 +33,12 @@ def listing(holdings: Holdings, now: float) -> list[Piece]:
     """Pure: what `ls` prints."""
     if not holdings.items:
         return [Line("The cache holds no entry."), *_problems(holdings)]
-    columns = ("key", "size", "used", "state", "path")
+    columns = ("key", "kind", "size", "used", "state", "path")
     rows = tuple(
-        (short(i.key), format_size(i.bytes), age(now - i.used), state(i) or "-", i.path or "-")
+        (
+            *(short(i.key), i.kind or "-", format_size(i.bytes), age(now - i.used)),
+            *(state(i) or "-", i.path or "-"),
+        )
         for i in holdings.items
     )
     return [Table(columns, rows), *_problems(holdings)]
@@ -82,6 +85,7 @@ def _facts(found: Shown, now: float) -> Facts:
     else:
         identity, access = item.entry.identity, item.entry.access
         facts += [
+            ("kind", item.kind),
             ("path", identity.path),
             ("size", f"{format_size(identity.size)} ({identity.size} bytes)"),
             ("inode", str(identity.inode)),

@@ -41,6 +41,7 @@ class Counts(msgspec.Struct, frozen=True):
     pinned: int = 0
     superseded: int = 0
     damaged: int = 0
+    data: int = 0
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -58,7 +59,7 @@ class Status(msgspec.Struct, frozen=True):
     has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
     that jobs read through a server. `held` is what redirects of evicted entries keep on the disk,
     `job_dirs` what directories of running jobs take of it. `doubt` is there while the disk is not
-    trusted.
+    trusted. `data` are the bytes of directories, copies under way included, of `room.data` at most.
     """
 
     cache: str
@@ -76,6 +77,7 @@ class Status(msgspec.Struct, frozen=True):
     held: inventory.Held = inventory.Held()
     job_dirs: job_dir.Taken = job_dir.Taken()
     doubt: Doubt | None = None
+    data: int = 0
 
 
 def gather(node: Node) -> Status:
@@ -102,10 +104,13 @@ def gather(node: Node) -> Status:
     )
     if not made:
         return found
+    stored = node.cache.stored_entries()
+    room = evict.measure(node.cache, stored, node.config)
     return msgspec.structs.replace(
         found,
         disk=_disk(node.cache),
-        room=evict.measure(node.cache, node.cache.stored_entries(), node.config),
+        room=room,
+        data=sum(one.bytes for one in stored if one.is_data) + room.data_under_way,
         entries=counts(holdings.items),
         copies=copies.gather(node),
         held=inventory.held(node.cache),
@@ -129,6 +134,7 @@ def counts(items: Iterable[Item]) -> Counts:
         pinned=sum(1 for item in found if item.pinned),
         superseded=sum(1 for item in found if item.superseded),
         damaged=sum(1 for item in found if item.damaged),
+        data=sum(1 for item in found if item.kind == "data"),
     )
 
 
@@ -172,6 +178,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         facts += [
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
             ("used", f"{format_size(room.used)} by the cache"),
+            ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
             *_held(status.held),
             *_job_dirs(status.job_dirs),
             ("max_size", f"{format_size(room.max_size)}, the most it may take"),

@@ -54,15 +54,17 @@ class Start(msgspec.Struct, frozen=True):
 class Tally(msgspec.Struct):
     """All that was counted on this node; it only grows. Sizes are bytes.
 
-    `requests` and `waits` are by hook (prolog, step), the former by result below that; `starts` are
-    by the result that the first hook had, once for a Prolog and its job's first step; `declined`
-    and `errors` by reason; `copies` by result, `copied` by where the bytes came from (source,
-    peers), `evicted` by the hook that made room. `spared` are bytes that a job had from the cache
-    instead of the shared file system, by result. `swept` are leases whose Epilog never ran, `given`
-    is what the peer service sent to others, over its restarts.
+    `requests` and `waits` are by hook (prolog, step), the former by result below that; `of_data`
+    are those requests that were for data; `starts` are by the result that the first hook had, once
+    for a Prolog and its job's first step; `declined` and `errors` by reason; `copies` by result,
+    `copied` by where the bytes came from (source, peers), `evicted` by the hook that made room.
+    `spared` are bytes that a job had from the cache instead of the shared file system, by result.
+    `swept` are leases whose Epilog never ran, `given` is what the peer service sent to others, over
+    its restarts.
     """
 
     requests: dict[str, dict[str, int]] = {}
+    of_data: dict[str, dict[str, int]] = {}
     starts: dict[str, int] = {}
     waits: dict[str, Histogram] = {}
     declined: dict[str, int] = {}
@@ -107,6 +109,8 @@ class Tally(msgspec.Struct):
 
     def _request(self, event: Event, outcome: Handled) -> Start | None:
         _more(self.requests.setdefault(event.hook, {}), outcome.result)
+        if outcome.data:
+            _more(self.of_data.setdefault(event.hook, {}), outcome.result)
         if outcome.result == "declined":
             _more(self.declined, outcome.reason)
         if outcome.result == "failed":

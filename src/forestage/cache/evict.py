@@ -30,7 +30,7 @@ class Room(msgspec.Struct, frozen=True):
     """Bytes: free on the file system, used by the cache, and the limits of the configuration.
 
     `low`, `share` (of one user) and `data` are parts of what the cache may take: `max_size`, or
-    less where others have filled the disk.
+    less where others have filled the disk. `data_under_way` are the parts of directories.
     """
 
     free: int
@@ -40,6 +40,7 @@ class Room(msgspec.Struct, frozen=True):
     low: int
     share: int
     data: int = 1 << 62
+    data_under_way: int = 0
 
 
 class Goal(msgspec.Struct, frozen=True):
@@ -83,7 +84,7 @@ def plan(
     entry, or of `superseded_path`), then data above its share, then entries of users above theirs
     until they are within it, then the least recently used. The last only if `user` is not above
     theirs. Leased and pinned entries never go. `data` are the bytes of data that room is made for:
-    other data goes until all of it is within its share, and no image.
+    other data goes until all of it, copies under way included, is within its share, and no image.
 
     A user takes what is only theirs: entries that nobody else has used, and `copies`, the bytes
     that their copies will have. Root has no share to keep to: what it warms is for all.
@@ -95,7 +96,8 @@ def plan(
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
     )
     taken = _taken(everything, copies)
-    excess = sum(one.bytes for one in everything if one.is_data) + data - room.data
+    has = sum(one.bytes for one in everything if one.is_data) + room.data_under_way
+    excess = has + data - room.data
     victims: list[str] = []
     freed = 0
 
@@ -157,8 +159,10 @@ def superseded(stored: Iterable[StoredEntry], path: str = "") -> frozenset[str]:
 
 def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> Room:
     """The cache's room now. Parts under way count as used: their space is reserved."""
-    parts = sum(_bytes_if_there(part) for part in cache.parts.iterdir())
-    return _room(cache, config, sum(one.bytes for one in stored) + parts)
+    parts = {part: _bytes_if_there(part) for part in cache.parts.iterdir()}
+    data = sum(size for part, size in parts.items() if _is_data(Part(part)))
+    room = _room(cache, config, sum(one.bytes for one in stored) + sum(parts.values()))
+    return msgspec.structs.replace(room, data_under_way=data)
 
 
 def at_least(cache: Cache, config: Config) -> Room:
@@ -224,6 +228,9 @@ def make_room(
         if not _met(room, goal, 0):
             # What might be resumed one day goes before anything that is whole.
             drop_dead_parts(cache, lambda part: True)
+            room = measure(cache, stored, config)
+        if data and room.data_under_way + size > room.data:
+            drop_dead_parts(cache, _is_data)
             room = measure(cache, stored, config)
         if not data and _met(room, goal, 0):
             return ()
@@ -342,6 +349,12 @@ def drop_dead_locks(cache: Cache) -> None:
         if file.stem not in known:
             with contextlib.suppress(OSError):  # something else by that name
                 lock.remove_if_free(file)
+
+
+def _is_data(part: Part) -> bool:
+    """Whether it is of no image, but of a directory."""
+    owner = part.owner()
+    return owner is not None and bool(owner.image.identity.tree)
 
 
 def _bytes_if_there(directory: Path) -> int:

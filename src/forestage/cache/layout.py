@@ -18,6 +18,7 @@ import io
 import os
 import stat
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -36,6 +37,10 @@ _CACHEDIR_TAG = (
 )
 
 
+Kind = Literal["image", "data"]
+"""An image is a file; data is a directory that a job's comment names."""
+
+
 class Entry(msgspec.Struct, frozen=True):
     """entry.json: what was copied, how, and when (seconds since the epoch).
 
@@ -49,6 +54,11 @@ class Entry(msgspec.Struct, frozen=True):
     engine: str
     chunk: int = 0
     digest: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """What it is a copy of."""
+        return "data" if self.identity.tree else "image"
 
 
 class StoredEntry(msgspec.Struct, frozen=True):
@@ -68,7 +78,7 @@ class StoredEntry(msgspec.Struct, frozen=True):
     @property
     def is_data(self) -> bool:
         """Whether it is no image, but a directory of a job's data."""
-        return self.entry is not None and bool(self.entry.identity.tree)
+        return self.entry is not None and self.entry.kind == "data"
 
 
 def open_copy(path: Path) -> io.FileIO:
@@ -90,6 +100,7 @@ class Cache:
         self.entries = root / "entries"
         self.parts = root / "parts"
         self.jobs = root / "jobs"
+        self.looks = root / "looks"
         self.evicted = root / "evicted"
         self.locks = root / "locks"
         self.space_lock = self.locks / "space.lock"

@@ -1,5 +1,6 @@
 """`forestage enable`, `disable`, `unredirect`: how Slurm calls us, and what jobs see of us."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forestage.cli.world import Exit, as_json, show
+from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
     from forestage.admin.enable import Plan
@@ -31,13 +33,17 @@ slurm_conf = click.option(
 def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> None:
     """Have Slurm call forestage: Prolog=, Epilog=, the companion.
 
-    Prints the lines to add to slurm.conf and plugstack.conf. Where Prolog= names a directory's
-    files, --yes makes the link there. With --yes, the sweep's timer is switched on as well.
+    Prints the lines to add to slurm.conf and plugstack.conf, and those by which jobs can ask for
+    nodes with the cache's disk. Where Prolog= names a directory's files, --yes makes the link
+    there. With --yes, the sweep's timer is switched on as well.
     """
     from forestage.admin import enable as work
     from forestage.system.tree import Files
 
-    _change(ctx, slurm_conf, work.to_enable, yes, as_json)
+    disk = None
+    with contextlib.suppress(ForestageError, OSError):  # that is for other commands to say
+        disk = work.disk_of(ctx.obj.node())
+    _change(ctx, slurm_conf, lambda site: work.to_enable(site, disk), True, yes, as_json)
     if yes:
         said = work.start_timer(Files(ctx.obj.places.root))
         if said:
@@ -57,13 +63,14 @@ def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> No
     """
     from forestage.admin import enable as work
 
-    _change(ctx, slurm_conf, work.to_disable, yes, as_json)
+    _change(ctx, slurm_conf, work.to_disable, False, yes, as_json)
 
 
 def _change(
     ctx: click.Context,
     slurm_conf: str,
     decide: "Callable[[Site], Plan]",
+    enabling: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
@@ -81,7 +88,7 @@ def _change(
     done = yes and not plan.refusals
     if done:
         work.apply(plan, files)
-    shown = work.pieces(plan, done, enabling=decide is work.to_enable)
+    shown = work.pieces(plan, done, enabling)
     show({"done": done, **msgspec.structs.asdict(plan)}, shown, as_json)
     if plan.refusals:
         ctx.exit(Exit.REFUSED)

@@ -30,13 +30,14 @@ from forestage.errors import Declined, Failed
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.stage.wait import Progress, quiet
 from forestage.system import as_user, child, lock, loop, mounts, records, run
 from forestage.system.as_user import Found, User
-from forestage.units import printable, quote
+from forestage.units import format_duration, printable, quote
 
 SEED = "seed:"
 FILE = "file"  # in a draft
-LAST = 3.0  # seconds, once the time is over, to delete what is not whole and to say so
+LAST = 3.0  # seconds, once the time is over, to delete what is not whole; as many to say so
 
 _ARCHIVE = re.compile(r"\.(tar(\.[a-z0-9]{1,4})?|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}", re.ASCII)
@@ -129,25 +130,31 @@ def _names(requests: Sequence[Request]) -> set[str]:
 
 
 def fill(
-    node: Node, job: Job, noted: Wanted, request: Request, path: str, until: Deadline
+    node: Node,
+    job: Job,
+    noted: Wanted,
+    request: Request,
+    path: str,
+    until: Deadline,
+    progress: Progress = quiet,
 ) -> tuple[list[Fields], Handled]:
     """Puts what a step's job asked for into its directory, if no step before has done so.
 
-    `path` is absolute. Waits up to `until`. Raises Declined, Failed, OSError.
+    `path` is absolute. Waits up to `until`, and calls `progress` meanwhile. Raises Declined,
+    Failed, OSError.
     """
     start = node.clock.monotonic()
     name = must_be_possible(noted, request)
     place = job_dir.find(node, job)
     if place is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
-    # So much of the companion's time is for what the copier says at its end.
-    until = Deadline(until.end - 2 * LAST - 1.0, until.clock)
     number = noted.requests.index(request)
     known = _known(place, number)
     found = known
     if found is None:
         device = loop.attach(place.disk, read_only=False)
-        found = _ordered(_Order(place, number, device, job.user, path, name, until))
+        order = _Order(place, number, device, job.user, path, name, until)
+        found = _ordered(order, lambda: progress(partial(_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
     target = f"{node.places.job_dir}/{name}"
@@ -180,11 +187,17 @@ def _known(place: Place, number: int) -> Put | None:
     return None
 
 
-def _ordered(order: _Order) -> Put:
+def _progress(order: _Order, start: float) -> str:
+    """For a user who waits: what for, and for how long already."""
+    took = format_duration(order.until.clock.monotonic() - start)
+    return f"waiting for {printable(order.path)}, which is put into the job's directory ({took})"
+
+
+def _ordered(order: _Order, idle: Callable[[], None]) -> Put:
     """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
     work = partial(_work, order, os.getppid())
     try:
-        found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST)
+        found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle)
     except as_user.TooSlow as slow:
         found = _known(order.place, order.number) or Put(0, slow.reason, str(slow))
         records.write(order.place.put(order.number), msgspec.json.encode(found))

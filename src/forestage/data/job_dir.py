@@ -8,8 +8,7 @@
 Its room is taken in advance: what a job has asked for it has, and no more. The order of what
 happens to a directory keeps the sweep from taking that of a job that begins:
 
-    Prolog      notes the lease, renames away what an earlier run of the job left, makes the
-                directory
+    Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
     step        mounts its device in each task's namespace
     Epilog      drops the lease; renames the directory away, ends its holder, detaches its device,
                 deletes the file
@@ -28,7 +27,7 @@ import msgspec
 
 from forestage import trace
 from forestage.cache import doubt, evict, room
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, delete
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
@@ -112,7 +111,7 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     wanted = Made(job.user.uid, job.user.gid, size, boot_id())
     for earlier in _of(node.cache, job.id):
         if earlier != place or earlier.made() != wanted:
-            _aside(node.cache, earlier)  # the sweep deletes it; that may take its time
+            _free(node.cache, earlier, end)
     doubt.must_not_be(node.places)
     if ram:
         raise Declined(
@@ -214,11 +213,8 @@ def find(node: Node, job: Job) -> Place | None:
     return None
 
 
-def lines(node: Node, job: Job) -> list[Fields]:
+def lines(node: Node, place: Place) -> list[Fields]:
     """What the companion mounts in a step of the job, and sets for it. Raises Failed."""
-    place = find(node, job)
-    if place is None:
-        return []
     target = os.fspath(node.places.job_dir)
     device = loop.attach(place.disk, read_only=False)
     return [
@@ -307,6 +303,23 @@ def _remove(cache: Cache, place: Place, patience: float = hold.END) -> None:
 def _aside(cache: Cache, place: Place) -> _Gone:
     facts = _facts(place.disk)
     return _Gone(place.directory.name, cache.move_aside(place.directory), facts)
+
+
+def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
+    """Removes what an earlier run of the job left: this one has to have its room.
+
+    What cannot be, the sweep removes.
+    """
+    gone = _aside(cache, earlier)
+    with contextlib.suppress(Failed, OSError):
+        until = Deadline.after(min(hold.END, end.left()), end.clock)
+        _let_go(gone, until.left())
+        if gone.now is not None:
+            delete(gone.now)
+        # The kernel lets go of a device, and so of the file's room, once it was last used. Not of
+        # one that a task still has mounted: that run may not have ended for all of its processes.
+        while gone.disk and job_disk.devices(gone.disk) and until.left():
+            end.clock.sleep(min(lock.POLL, until.left()))
 
 
 def _facts(disk: Path) -> os.stat_result | None:

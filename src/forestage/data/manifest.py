@@ -9,10 +9,11 @@ import ctypes
 import errno
 import hashlib
 import os
+import random
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -25,8 +26,11 @@ from forestage.units import printable
 
 THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
 LAYOUT = b"1"  # changes with what data/erofs.py makes of a manifest: peers give parts of it
+_NAME_MAX, _PATH_MAX = 255, 4096  # limits.h
 AT_ONCE = 64  # files of one turn of a thread
+SAMPLE = 64  # files that a node looks at which has another node's manifest
 MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
+MOST_ACL = 65536 - 64  # bytes of one: what an inode of EROFS has room for
 NAME_BYTES = 256  # of a file's path and link, on average; root's memory holds all of them
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -153,6 +157,69 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
 
     _spread([_Todo(b"")], user, look, THREADS)
     return Manifest(path, tuple(sorted(found, key=lambda one: one.path)))
+
+
+def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
+    """Pure: raises Declined for what no look finds.
+
+    Of another node's manifest root makes what the kernel parses: nothing in it is believed.
+    """
+    kinds: dict[bytes, int] = {}
+    before = b""
+    for one in found.files:
+        above, _, name = one.path.rpartition(b"/")
+        kind = stat.S_IFMT(one.mode)
+        placed = one.path > before and kinds.get(above) == stat.S_IFDIR if kinds else not one.path
+        named = not kinds or (len(name) <= _NAME_MAX and name not in (b"", b".", b".."))
+        linked = 0 < len(one.link) < _PATH_MAX if kind == stat.S_IFLNK else not one.link
+        fits = (
+            0 <= one.mode < 1 << 16
+            and 0 <= one.uid < 1 << 32
+            and 0 <= one.gid < 1 << 32
+            and 0 <= one.size < (1 << 63 if one.is_file else 1)
+            and 0 <= one.inode < 1 << 64
+            and abs(one.mtime_ns) < 1 << 63
+            and abs(one.ctime_ns) < 1 << 63
+        )
+        known = kind in (stat.S_IFREG, stat.S_IFLNK) or kind == stat.S_IFDIR
+        if not (placed and named and linked and fits and known) or b"\0" in one.path + one.link:
+            raise Declined("bad-look", f"another node's manifest has {one.path!r} in it")
+        kinds[one.path] = kind
+        before = one.path
+    names = sum(len(one.path) + len(one.link) for one in found.files)
+    if not 0 < len(found.files) <= max_files or names > max_files * NAME_BYTES:
+        raise Declined("bad-look", "another node's manifest has too many files")
+    for path, acl in acls.items():
+        if kinds.get(path, stat.S_IFLNK) == stat.S_IFLNK or not _is_acl(acl):
+            raise Declined("bad-look", f"another node's manifest has an ACL of {path!r}")
+
+
+def _is_acl(acl: bytes) -> bool:
+    """Whether it has an ACL's form (linux/posix_acl_xattr.h): version 2, and whole entries."""
+    return 4 < len(acl) <= MOST_ACL and len(acl) % 8 == 4 and acl[:4] == b"\2\0\0\0"
+
+
+def sample(found: Manifest) -> list[File]:
+    """Some files that nobody could have foreseen, and the directory itself."""
+    rest = found.files[1:]
+    drawn = random.SystemRandom().sample(rest, min(len(rest), SAMPLE))
+    return [found.files[0], *drawn]
+
+
+def still(root: int, files: Sequence[File], user: User) -> bool:
+    """Whether these are what they were, and this user may read them. Raises Declined, OSError."""
+    disk = os.fstat(root).st_dev
+
+    def same(some: Sequence[File]) -> bool:
+        return all(_look(root, one.path, one.path, disk, user) == one for one in some if one.path)
+
+    top = _file(b"", os.fstat(root))
+    if any(one != top for one in files if not one.path):
+        return False
+    turns = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
+    # Fewer at once than files: a sample is looked at in a few round trips all the same.
+    turns = [[one] for one in files] if len(files) <= 2 * SAMPLE else turns
+    return all(each_as(user, turns, same))
 
 
 class _Todo(NamedTuple):

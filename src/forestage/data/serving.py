@@ -153,11 +153,10 @@ class _Served:
         self.hidden: tuple[int, ...] = ()
         self.words = b""  # the last ones of the program
         self.listener: socket.socket | None = _listener(name)
-        try:
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._close)
             self._start(program, content)
-        except BaseException:
-            self._close()
-            raise
+            on_error.pop_all()
         self.ended = os.pidfd_open(self.server.pid)
 
     def _start(self, program: str, content: Bytes) -> None:

@@ -4,7 +4,7 @@ A process of its own, begun by the Prolog, looks at all that the directory holds
 it finds is the identity; the entry is an EROFS image made of it (data/erofs.py), so that stager,
 peers, resume, verify and eviction know nothing of directories. Steps start from the shared path
 until all of it is here. Each looks again before it is shown the copy: a job may write to its data
-between two steps.
+between two steps. Of the nodes of a job one looks for all where it can (data/looks.py).
 
     state in JOB.data     reached by
     looking               the Prolog
@@ -14,6 +14,7 @@ between two steps.
 """
 
 import contextlib
+import hashlib
 import os
 import socket
 import stat
@@ -30,7 +31,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases, Use
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
-from forestage.data import erofs, manifest, wanted
+from forestage.data import erofs, looks, manifest, wanted
 from forestage.data.erofs import Layout
 from forestage.data.manifest import Manifest
 from forestage.data.wanted import Fields, Tree
@@ -42,10 +43,11 @@ from forestage.stage import source, stager
 from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
+from forestage.stage.wait import Eta, Progress, quiet
 from forestage.system import as_user, child, lock, loop, run
 from forestage.system.as_user import User
 from forestage.system.loop import Loop
-from forestage.units import printable
+from forestage.units import format_size, printable
 
 READERS = 32  # threads of a copy: a small file costs round trips more than bytes
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
@@ -61,7 +63,9 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
 
     Raises OSError.
     """
-    wanted.note_tree(node, job.id, path, Tree("looking"))
+    wanted.note_tree(node, job, path, Tree("looking"))
+    if node.config.peers.enabled:
+        looks.prepare(node.cache, job.id)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         hook = Channel(theirs)
@@ -72,30 +76,43 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
             channel.recv(HANDSHAKE)
         except EOFError:
             why = "the process that looks at the directory died"
-            wanted.note_tree(node, job.id, path, Tree("declined", reason="helper", detail=why))
+            wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
             raise Failed("helper", "the process that looks at the directory died") from None
     return Handled("started", request=printable(request.path), via="hint")
 
 
 def show(
-    node: Node, job: Job, request: Request, path: str, until: Deadline | None, end: Deadline
+    node: Node,
+    job: Job,
+    request: Request,
+    path: str,
+    until: Deadline | None,
+    end: Deadline,
+    progress: Progress = quiet,
 ) -> tuple[list[Fields], Handled]:
     """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
 
-    `until` is how long to wait for it, `end` limits the look at its files. Raises Declined, Failed,
-    OSError.
+    `until` is how long to wait for it, `end` limits the look at its files; `progress` is called
+    during the wait. Raises Declined, Failed, OSError.
     """
+    noted = wanted.read(node.leases, job.id)
     found = _state(node, job.id, path)
     while until is not None and found.state in ("looking", "copying") and until.left():
+        if lock.is_free(_life(node, job.id, noted.restart, path)):
+            found = _died_since(_state(node, job.id, path), path)
+            break
+        progress(partial(_progress, node, path, found, until))
         node.clock.sleep(min(POLL, until.left()))
         found = _state(node, job.id, path)
     outcome = Handled("started", request=printable(request.path), via="hint", image=found.path)
-    if found.state == "declined":
-        raise Declined(found.reason, found.detail)
     entry = node.cache.read(found.key) if found.state == "ready" else None
     if entry is None or not node.cache.is_proven(found.key):
+        looks.decline(node, job, noted.restart, path)
+        if found.state == "declined":
+            raise Declined(found.reason, found.detail)
         return [], outcome
-    if _digest(node, job.user, path, _time_to_look(end)) != entry.identity.tree:
+    digest = entry.identity.tree
+    if looks.now(node, job, noted.restart, path, digest, _time_to_look(end)) != digest:
         raise Declined("changed", f"{path} has changed since the job began")
     copy = node.cache.image(found.key)
     device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
@@ -105,6 +122,34 @@ def show(
         outcome, result="hit", key=found.key, size=entry.identity.size, redirect="spank"
     )
     return [line], shown
+
+
+def _life(node: Node, job: int, restart: int, path: str) -> Path:
+    """The lock that the process which brings a directory holds for its life.
+
+    In a folder whose unused locks the sweep removes.
+    """
+    words = msgspec.json.encode((job, restart, path))
+    return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
+
+
+def _died_since(found: Tree, path: str) -> Tree:
+    """Pure: how a directory stands that nobody brings any more."""
+    if found.state in ("ready", "declined"):
+        return found
+    return Tree("declined", reason="helper", detail=f"who brings {path} has been killed")
+
+
+def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
+    """For a user who waits: how far the directory is."""
+    if found.state == "looking":
+        return f"waiting for {printable(path)}, whose files are being looked at"
+    owner = node.cache.stager(found.key)
+    if owner is None:
+        return f"waiting for the copy of {printable(path)}, which is about to begin"
+    eta = Eta(node, owner.image, until)
+    eta.hopeless()  # measures it
+    return eta.progress()
 
 
 def _time_to_look(end: Deadline) -> float:
@@ -139,10 +184,17 @@ def _is_done_with(cache: Cache, one: Loop, used: frozenset[str]) -> bool:
     return False
 
 
+def _image_of(found: Manifest, size: int) -> Image:
+    """Pure: the image of this directory, of so many bytes."""
+    top = found.files[0]
+    identity = Identity(found.path, top.inode, size, top.mtime_ns, top.ctime_ns, tree=found.digest)
+    return Image(identity, ROOTS_OWN)
+
+
 class OpenTree:
     """A directory as the stager's source: its manifest, and where each byte is from.
 
-    `looked` is the wall clock's time before the first look.
+    `looked` is the wall clock's time before the first look. `lent`: another node has looked.
     """
 
     def __init__(
@@ -154,6 +206,7 @@ class OpenTree:
         max_files: int,
         clock: Clock,
         looked: float,
+        lent: bool = False,
     ) -> None:
         self.root = root
         self.found = found
@@ -162,28 +215,20 @@ class OpenTree:
         self.clock = clock
         self.looked = looked
         self.made = made
+        self.lent = lent
+        self.seen: set[int] = set()  # the files that were read here, by number
         self.own = threading.local()
 
     @property
     def image(self) -> Image:
-        facts = self.found.files[0]
-        identity = Identity(
-            self.found.path,
-            facts.inode,
-            self.made.size,
-            facts.mtime_ns,
-            facts.ctime_ns,
-            tree=self.found.digest,
-        )
-        return Image(identity, ROOTS_OWN)
+        return _image_of(self.found, self.made.size)
 
     def open(self) -> Source:
         """Returns it as the engines read it, once a further change must show in its times.
 
         What had not changed for long when it was first looked at needs no other look now.
         """
-        newest = Identity("", 0, 0, self.found.newest_ns, self.found.newest_ns)
-        pause = source.settling(Image(newest, ROOTS_OWN), self.looked)
+        pause = looks.settling(self.found, self.looked)
         if pause:
             self.clock.sleep(pause)
             self.must_be_unchanged()
@@ -191,7 +236,18 @@ class OpenTree:
         return Source(-1, None, self.made.size, self.found.path, self.read, head)
 
     def must_be_unchanged(self) -> None:
-        """Looks at all of it once more. Raises Declined."""
+        """Looks at all of it once more; where another node does so, at what was read here.
+
+        Raises Declined.
+        """
+        if self.lent:
+            some = [self.found.files[number] for number in sorted(self.seen)]
+            try:
+                if manifest.still(self.root, [*manifest.sample(self.found), *some], self.user):
+                    return
+            except OSError:
+                raise source.changed(self.found.path) from None
+            raise source.changed(self.found.path)
         now = manifest.take(self.root, self.found.path, self.user, self.max_files)
         if now.digest != self.found.digest:
             raise source.changed(self.found.path)
@@ -253,6 +309,7 @@ class OpenTree:
         if seen != (file.inode, file.size, file.mtime_ns, file.ctime_ns):
             raise source.changed(printable(os.path.join(self.found.path, os.fsdecode(file.path))))
         self.own.number = number
+        self.seen.add(number)
 
 
 def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
@@ -260,8 +317,13 @@ def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
     stager.leave_hook()
     child.let_go({hook.fileno()})
     stop = stager.be_stager()
-    hook.send(Message("started"))
-    hook.close()
+    with lock.held(_life(node, job.id, job.restart, path), HANDSHAKE):
+        hook.send(Message("started"))
+        hook.close()
+        _note_end(node, job, path, stop)
+
+
+def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
     try:
         ended = _bring(node, job, path, stop)
     except (ForestageError, OSError) as error:
@@ -269,22 +331,23 @@ def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
         ended = Tree("declined", reason=reason, detail=printable(str(error)))
         line = f"reason={reason} detail={printable(str(error))!r}"
         log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
-    wanted.note_tree(node, job.id, path, ended)
+    wanted.note_tree(node, job, path, ended)
 
 
 def _died(node: Node, job: Job, path: str, error: BaseException | None) -> None:
     log.say(f"stager job={job.id} result=failed detail={error!r}", by_slurm=True)
-    wanted.note_tree(node, job.id, path, Tree("declined", reason="helper", detail=repr(error)))
+    wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=repr(error)))
 
 
 def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
-    os.setgroups(os.getgrouplist(job.user.name, job.user.gid) if job.user.name else [job.user.gid])
+    os.setgroups(as_user.groups(job.user))
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, resolved)
     max_files = node.config.data.max_files
     looked = node.clock.wall()
-    found = manifest.take(root, resolved, job.user, max_files)
+    seen = looks.at_start(node, job, path, root, resolved)
+    found = seen.manifest
     _must_have_bytes(found)
     _must_be_countable(node, found)
     key = found.digest[:32]
@@ -292,15 +355,18 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     ready = Tree("ready", key, resolved)
     if node.cache.read(key) is not None and node.cache.is_proven(key):
         return ready
-    wanted.note_tree(node, job.id, path, Tree("copying", key, resolved))
+    wanted.note_tree(node, job, path, Tree("copying", key, resolved))
     _must_be_mountable()
     with contextlib.ExitStack() as held:
         _take_turn(node, job, key, held)
         # Nothing that takes much memory before: another job's copy may take hours.
         if node.cache.read(key) is not None and node.cache.is_proven(key):
             return ready
-        made = erofs.layout(found, manifest.acls(root, found, job.user))
-        opened = OpenTree(root, found, made, job.user, max_files, node.clock, looked)
+        acls = manifest.acls(root, found, job.user) if seen.acls is None else seen.acls
+        made = erofs.layout(found, acls)
+        # Of what an earlier copy has read nobody here knows which files those were.
+        lent = seen.lent and not node.cache.part_dir(key).exists()
+        opened = OpenTree(root, found, made, job.user, max_files, node.clock, looked, lent)
         # Of files there is no second descriptor past the page cache, and rsync knows no images.
         config = msgspec.structs.replace(
             node.config, engine="chunks", threads=READERS, cold="shared"
@@ -319,8 +385,7 @@ def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> No
         with contextlib.suppress(lock.Busy):
             held.enter_context(lock.held(node.cache.key_lock(key), TURN))
             return
-        lease = node.leases.read(job.id)
-        if lease is None or not lease.data:
+        if not wanted.is_here(node, job):
             raise Declined("stopped", "the job is over")
 
 
@@ -346,11 +411,13 @@ def _must_have_bytes(found: Manifest) -> None:
 
 def _must_be_countable(node: Node, found: Manifest) -> None:
     """Raises Declined for what is too large, before anything takes memory by its size."""
-    facts = found.files[0]
     # Each file begins at a block; names and inodes take the rest.
     size = found.bytes + erofs.BLOCK * len(found.files)
-    identity = Identity(found.path, facts.inode, size, facts.mtime_ns, facts.ctime_ns)
-    part.must_be_countable(Image(identity, ROOTS_OWN), node.config.chunk_size)
+    most = node.config.max_image_size
+    if most is not None and size > most:
+        what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
+        raise Declined("too-large", what)
+    part.must_be_countable(_image_of(found, size), node.config.chunk_size)
 
 
 def _must_be_mountable() -> None:
@@ -366,7 +433,7 @@ def _lease(node: Node, job: Job, key: str) -> None:
     """Holds the entry for the job. Raises Stopped where that is over."""
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         lease = node.leases.read(job.id)
-        if lease is None or not lease.data:
+        if lease is None or not wanted.is_here(node, job):
             raise Declined("stopped", "the job is over")
         node.leases.write(lease.with_use(Use(key)))
 
@@ -374,21 +441,3 @@ def _lease(node: Node, job: Job, key: str) -> None:
 def _state(node: Node, job: int, path: str) -> Tree:
     nobody = Tree("declined", reason="helper", detail=f"nobody looks at {path}")
     return wanted.read(node.leases, job).trees.get(path, nobody)
-
-
-def _digest(node: Node, user: User, path: str, timeout: float) -> str:
-    """What the directory is now, as the user sees it. Raises as_user.TooSlow, Declined, OSError."""
-
-    def work() -> as_user.Found[tuple[str, str, str]]:
-        os.setgroups(os.getgrouplist(user.name, user.gid) if user.name else [user.gid])
-        try:
-            root, resolved = manifest.open_root(path, user)
-            found = manifest.take(root, resolved, user, node.config.data.max_files)
-        except Declined as declined:
-            return ("", declined.reason, str(declined)), []
-        return (found.digest, "", ""), []
-
-    digest, reason, detail = as_user.call(work, tuple[str, str, str], timeout)[0]
-    if reason:
-        raise Declined(reason, detail)
-    return digest

@@ -12,6 +12,7 @@ import msgspec
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
 from forestage.system import lock, records
 
 Fields = tuple[str, ...]
@@ -31,7 +32,7 @@ is root's own, and is opened as root.
 
 
 def disentangled(lines: Sequence[Fields]) -> list[Fields]:
-    """Pure: the lines without directories that would be in each other's way.
+    """Pure: the lines, which are `in_order`, without directories in each other's way.
 
     One that lies in another is in that one's copy, too. One in which something else is mounted
     stays the shared one, as the copy has other inodes.
@@ -39,7 +40,7 @@ def disentangled(lines: Sequence[Fields]) -> list[Fields]:
     mounted = [one[-2] for one in lines if one[0] in ("served", "folder")]
     kept: list[Fields] = []
     trees: list[str] = []
-    for line in sorted(lines, key=lambda line: len(line[-2])):
+    for line in lines:
         if _is_tree(line):
             at = f"{line[-2]}/"
             if any(one.startswith(at) for one in mounted) or any(map(at.startswith, trees)):
@@ -71,15 +72,18 @@ class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
 
-    `refused` says why it has none though. `trees` has the directories by their paths as the job
-    names them.
+    `refused` says why it has none though, `off` that for this reason it gets nothing else either.
+    `restart` is the run of the job, as Slurm counts them. `trees` has the directories by their
+    paths as the job names them.
     """
 
     requests: tuple[Request, ...] = ()
     room: int | None = None
     ram: bool = False
     refused: str = ""
+    off: bool = False
     trees: dict[str, Tree] = {}
+    restart: int = 0
 
 
 def note(leases: Leases, job: int, wanted: Wanted) -> None:
@@ -94,11 +98,19 @@ def read(leases: Leases, job: int) -> Wanted:
     return Wanted()
 
 
-def note_tree(node: Node, job: int, path: str, tree: Tree) -> None:
-    """Notes how far a directory is, if the job is still here. Raises lock.Busy, OSError."""
+def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
+    """Notes how far a directory is, if this run of the job is still here.
+
+    Raises lock.Busy, OSError.
+    """
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
-        lease = node.leases.read(job)
-        if lease is not None and lease.data:
-            noted = read(node.leases, job)
+        if is_here(node, job):
+            noted = read(node.leases, job.id)
             trees = {**noted.trees, path: tree}
-            note(node.leases, job, msgspec.structs.replace(noted, trees=trees))
+            note(node.leases, job.id, msgspec.structs.replace(noted, trees=trees))
+
+
+def is_here(node: Node, job: Job) -> bool:
+    """Whether this very run of a job still wants data here: it may have ended, or been requeued."""
+    lease = node.leases.read(job.id)
+    return lease is not None and lease.data and read(node.leases, job.id).restart == job.restart

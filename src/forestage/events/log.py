@@ -40,6 +40,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
     through it. `evicted` are the keys that made room for the container that is unpacked from it.
     `digest` is what a registry's reference meant.
+    `data`: it is no container's image, but what the comment names besides (hooks/data.py).
     """
 
     request: str = ""
@@ -51,6 +52,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     wait: float = 0.0
     evicted: tuple[str, ...] = ()
     digest: str = ""
+    data: bool = False
 
     @property
     def bytes(self) -> int:
@@ -64,7 +66,7 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     Seconds: `wait` from its start to its end, of which `copying` went into the bytes. Bytes:
     `resumed` were here before, `from_peers` came from other nodes, `uploaded` went to others
     meanwhile. Jobs read `read_through` before the copy was whole, of these `read_straight` from the
-    source. `evicted` are the keys that made room.
+    source. `evicted` are the keys that made room. `data`: it was a directory's.
     """
 
     image: str = ""
@@ -78,6 +80,7 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     read_through: int = 0
     read_straight: int = 0
     evicted: tuple[str, ...] = ()
+    data: bool = False
 
     @property
     def bytes(self) -> int:

@@ -40,6 +40,7 @@ REASONS = {
     "odd-file": "The directory holds something that is neither a file, a directory nor a link, or"
     " another file system; it is staged whole or not at all.",
     "too-many-files": "The directory has more files than the admin's `data: max_files:`.",
+    "bad-look": "What another node of the job found in the directory cannot be.",
     "no-erofs": "The node's kernel lacks the file system of which copies of directories are made.",
     "loop": "No loop device could be had, or let go of.",
     "too-many": "The job holds as many images on this node as one job may.",

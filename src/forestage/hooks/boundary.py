@@ -200,7 +200,7 @@ class Hook:
             job, later = self._begin_import(nodes[0], job, places, clock)
         say = step.Once(nodes[0], job, _speak)
         # Once, as in the Prolog.
-        limit = step.waiting(nodes[0], job, timeout, say, refusal)
+        limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
         for node in nodes:
             done = step.step(node, job, limit, say, refusal)
         outcomes: list[Outcome] = [*done.outcomes]

@@ -50,13 +50,14 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
     try:
         _must_be_possible(node, job, refusal)
         requests = tuple(_absolute(job, one) for one in (*asked.data, *_listed(job, limit.end)))
-        noted = Wanted(requests, asked.room, asked.ram)
+        noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
-        return [image.of_error(Request("", "hint"), error)]
+        _note_refused(node, job, error, limit.end)
+        return _as_data([image.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _made(node, job, noted, limit)
-    return [*made, *(_begun(node, job, noted, request, limit) for request in requests)]
+    return _as_data([*made, *(_begun(node, job, noted, one, limit) for one in requests)])
 
 
 def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
@@ -65,7 +66,7 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     lines: list[Fields] = []
     outcomes: list[Handled] = []
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    requests = () if refusal else noted.requests
+    requests = () if refusal or noted.off else noted.requests
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
         found, outcome = _shown(node, job, noted, request, limit)
         lines += found
@@ -73,7 +74,12 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     more, told = _dir_lines(node, job, noted)  # what it was filled with is there by now
     lines += more
     outcomes += told
-    return Shown(wanted.in_order(wanted.disentangled(lines)), outcomes)
+    return Shown(wanted.disentangled(wanted.in_order(lines)), _as_data(outcomes))
+
+
+def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
+    """Pure: the outcomes as those of data, whatever module they are from."""
+    return [msgspec.structs.replace(one, data=True) for one in outcomes]
 
 
 def _absolute(job: Job, request: Request) -> Request:
@@ -141,13 +147,13 @@ def _dir_lines(node: Node, job: Job, noted: Wanted) -> tuple[list[Fields], list[
 
     place, lines, outcomes = None, list[Fields](), list[Handled]()
     try:
-        if noted.refused:
+        if noted.refused and noted.room is not None:
             raise Declined("job-dir", noted.refused)
         if noted.room is not None:
-            lines = job_dir.lines(node, job)
             place = job_dir.find(node, job)
             if place is None:
                 raise Declined("job-dir", "the job has no directory of its own on this node")
+            lines = job_dir.lines(node, place)
     except (ForestageError, OSError) as error:  # the step begins without it
         outcomes = [image.of_error(STAGE_DIR, error)]
         lines = [("env", "FORESTAGE_DIR")]
@@ -167,12 +173,23 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
 
 
 def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
-    with lock.held(node.cache.space_lock, end.left()):
+    with lock.held_if_writable(node.cache.space_lock, end.left()):
         lease = image.lease_of(node, job)
         node.leases.write(msgspec.structs.replace(lease, data=True))
         wanted.note(node.leases, job.id, noted)
         # By this file the companion knows that each step has to ask.
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
+
+
+def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
+    """Has the steps of a job that gets nothing unset its variables: they may be another job's."""
+    asked = job.hints
+    seeds = tuple(one for one in asked.data if one.at.startswith("seed:"))
+    if asked.room is None and not seeds:
+        return
+    refused = Wanted(seeds, asked.room, refused=printable(str(why)), off=True, restart=job.restart)
+    with contextlib.suppress(ForestageError, OSError):
+        _note(node, job, refused, end)
 
 
 def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -> Handled:
@@ -204,7 +221,9 @@ def _shown(
         if not request.at:
             from forestage.data import tree
 
-            lines, outcome = tree.show(node, job, request, path, limit.copy, limit.end)
+            lines, outcome = tree.show(
+                node, job, request, path, limit.copy, limit.end, limit.progress
+            )
             for line in lines:
                 _must_not_be_in(job, line[-2])
                 binds.must_not_hold(line[-2], job, node.places.root, _some_time(node, limit))
@@ -220,7 +239,7 @@ def _shown(
             return mounted.show(node, job, request, path, place, staged, limit.end)
         from forestage.data import fill
 
-        return fill.fill(node, job, noted, request, path, limit.fill or limit.end)
+        return fill.fill(node, job, noted, request, path, limit.fill or limit.end, limit.progress)
     except (ForestageError, OSError) as error:
         return (), _of_error(request, error)
 

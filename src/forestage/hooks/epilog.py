@@ -79,10 +79,11 @@ def _clear(
 ) -> None:
     """Removes what few jobs have: data, and what steps were shown of registries' images."""
     if lease is None or lease.data:
-        from forestage.data import job_dir, tree
+        from forestage.data import job_dir, looks, tree
 
         with contextlib.suppress(Failed, OSError):  # the sweep does it
             tree.let_go(cache, leases, patience)
+        looks.end(cache, job.id)
         job_dir.end(cache, job.id)
     if places.images.exists():
         from forestage.registry import kept, place

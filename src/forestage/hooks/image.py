@@ -31,7 +31,7 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
-from forestage.stage.wait import Eta
+from forestage.stage.wait import Eta, Progress, quiet
 from forestage.system import lock
 from forestage.units import printable
 
@@ -50,7 +50,8 @@ class Wait(msgspec.Struct, frozen=True):
 
     `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
     all the same. `watch` is called now and then during a wait. `fill` is how long a step waits for
-    what its job has put into its own directory.
+    what its job has put into its own directory; `progress` is called now and then while it waits
+    for data.
     """
 
     end: Deadline
@@ -58,6 +59,7 @@ class Wait(msgspec.Struct, frozen=True):
     small: Deadline
     watch: Callable[[Eta], None] | None = None
     fill: Deadline | None = None
+    progress: Progress = quiet
 
     @classmethod
     def of(cls, clock: Clock, end: float, copy: float | None, small: bool = True) -> "Wait":

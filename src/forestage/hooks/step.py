@@ -35,6 +35,8 @@ from forestage.units import format_duration, printable
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 HELD_UP = 5.0  # seconds that a step waits before its user reads why
+SPARE = 7.0  # seconds of the companion's for what a copier says when its time is over
+AGAIN = 30.0  # seconds until they read it once more
 
 PYXIS_TELLS = frozenset(
     ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
@@ -64,11 +66,18 @@ class Done(msgspec.Struct, frozen=True):
         return [one.outcome for one in self.answers]
 
 
-def waiting(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | None) -> Wait:
+def waiting(
+    node: Node,
+    job: Job,
+    timeout: str,
+    say: Say,
+    refusal: Declined | None,
+    progress: Say | None = None,
+) -> Wait:
     """Returns how long a step may go on, and wait for a copy.
 
     `timeout` is the companion's own limit in seconds, as text. Where all is refused there is only
-    the search for stale redirects.
+    the search for stale redirects. `progress` writes lines while the step waits for data.
     """
     config, hint = node.config, job.hints.wait
     wish = None if refusal else image.wished(config, hint, timeouts.STEP_WAIT)
@@ -76,9 +85,14 @@ def waiting(node: Node, job: Job, timeout: str, say: Say, refusal: Declined | No
     end = timeouts.step_patience(source.HOOK_TIMEOUT, timeout)
     limit = Wait.of(node.clock, end, copy, small=hint != 0)
     wish = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
-    fill = Deadline.after(timeouts.step_patience(wish, timeout), node.clock)
+    longest = max(0.0, timeouts.step_patience(math.inf, timeout) - SPARE)
+    fill = Deadline.after(min(wish, longest), node.clock)
     limit = msgspec.structs.replace(limit, fill=fill)
-    if copy is None or config.user_messages == "none":
+    if config.user_messages == "none":
+        return limit
+    if progress is not None:
+        limit = msgspec.structs.replace(limit, progress=Patience(node.clock, progress))
+    if copy is None:
         return limit
     return msgspec.structs.replace(limit, watch=Watch(node.clock, say))
 
@@ -165,8 +179,25 @@ class Watch:
             self.say(eta.progress())
 
 
+class Patience:
+    """While a step waits for data: a line, and one more each half a minute."""
+
+    def __init__(self, clock: Clock, say: Say) -> None:
+        self.clock = clock
+        self.say = say
+        self.due = clock.monotonic() + HELD_UP
+
+    def __call__(self, line: Callable[[], str]) -> None:
+        if self.clock.monotonic() >= self.due:
+            self.due = self.clock.monotonic() + AGAIN
+            self.say(line())
+
+
 class Once:
-    """Says a line to a job's user: one for each job, from the first node of the step."""
+    """Says a line to a job's user: one for each job, from the first node of the step.
+
+    `progress` says any number; why something failed is still said after it.
+    """
 
     def __init__(self, node: Node, job: Job, say: Say) -> None:
         self.node = node
@@ -175,6 +206,10 @@ class Once:
 
     def __call__(self, text: str) -> None:
         if is_first_node(self.job) and self._is_first():
+            self.say(f"{self.job.node}: {text}")
+
+    def progress(self, text: str) -> None:
+        if is_first_node(self.job):
             self.say(f"{self.job.node}: {text}")
 
     def _is_first(self) -> bool:

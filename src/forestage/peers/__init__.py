@@ -8,12 +8,13 @@
     connection    one HTTP connection to a peer, bounded in time
     protocol      a session and a chunk, as the client asks for them
     client        the nodes of a job: sessions and connections for all threads of a copy
+    first         the first node of a job, asked for what it has found in a directory
     local_chunks  the chunks that this node can give
     sessions      what the service remembers of its clients
     stats         what the service has uploaded
     server        the service itself, `forestage peer`
 
-The first eight are used by the stager, the others by the service. A job's hooks load none of them.
+The first nine are used by the stager, the others by the service. A job's hooks load none of them.
 """
 
 from typing import TYPE_CHECKING

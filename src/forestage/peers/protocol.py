@@ -2,12 +2,14 @@
 
     POST /v1/session               a credential (auth.py); returns the session's name, with a MAC
     GET  /v1/chunk/<key>/<number>  Range: the chunk's bytes; request and response carry a MAC
+    GET  /v1/look/<job>/<name>     what it has found in a directory (data/looks.py); likewise
 
 Whatever a peer does becomes a `ChunkRefused`, in bounded time. A connection is closed unless the
 response was read to its end, so a connection that is kept is always between two responses.
 """
 
 import contextlib
+import hashlib
 import http.client
 import itertools
 import re
@@ -111,7 +113,7 @@ def fetch(
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
         with _as_refusals():
-            response, counter = _send_request(line, session, path, chunk, limit)
+            response, counter = _send_request(line, session, path, chunk.span, chunk.wait, limit)
             if response.status != http.client.PARTIAL_CONTENT:
                 connection.read_small(response)
                 undo.pop_all()
@@ -126,19 +128,49 @@ def fetch(
     return found
 
 
+def fetch_look(
+    line: Connection, session: Session, path: str, most: int, limit: Limit
+) -> bytes | None:
+    """What a peer has found, proven by a MAC; None where it has nothing, or nothing yet.
+
+    `most` is in bytes. Raises ChunkRefused, SessionUnknown.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(line.close)
+        with _as_refusals():
+            response, counter = _send_request(line, session, path, "", 0.0, limit)
+            if (response.length or 0) > most:
+                raise ChunkRefused("wrong", f"a look of {response.length} bytes")
+            length, body = response.length or 0, response.read()
+            undo.pop_all()
+    if response.status == http.client.UNAUTHORIZED:
+        raise SessionUnknown
+    said = response.headers.get("Forestage-Digest", "")
+    right = auth.of_response(session.secret, counter, response.status, "", said, length)
+    if response.status not in (http.client.OK, http.client.NOT_FOUND):
+        raise ChunkRefused("refused", f"status {response.status}")
+    if not auth.same(right, response.headers.get("Forestage-Mac", "")):
+        raise ChunkRefused("wrong", "a wrong MAC on a look")
+    if response.status == http.client.NOT_FOUND:
+        return None
+    if hashlib.sha256(body).hexdigest() != said:
+        raise ChunkRefused("wrong", "a look does not have its digest")
+    return body
+
+
 def _send_request(
-    line: Connection, session: Session, path: str, chunk: ChunkRequest, limit: Limit
+    line: Connection, session: Session, path: str, span: str, wait: float, limit: Limit
 ) -> tuple[http.client.HTTPResponse, int]:
     """The response's head, and the number that the request had."""
     while True:
         counter, was_open = next(session.counter), line.is_open
         headers = {
-            "Range": chunk.span,
+            "Range": span,
             "Forestage-Session": session.name,
             "Forestage-Counter": str(counter),
-            "Forestage-Wait": f"{chunk.wait:.3f}",
+            "Forestage-Wait": f"{wait:.3f}",
             "Forestage-Mac": auth.of_request(
-                session.secret, session.name, "GET", path, chunk.span, counter
+                session.secret, session.name, "GET", path, span, counter
             ),
         }
         try:

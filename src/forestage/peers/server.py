@@ -11,6 +11,7 @@ One event loop does it all, but for munge and for digests that nobody has taken,
 import asyncio
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from aiohttp import http_exceptions, web
 
 from forestage import log
 from forestage.cache import doubt, readers
+from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
@@ -44,6 +46,7 @@ BACKLOG = 1024  # connections that nodes of a large job open in the same moment
 # A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
 USER_TIMEOUT = 10_000
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
+_LOOK = re.compile(r"/v1/look/([1-9][0-9]{0,18})/([0-9a-f]{32}(?:\.files)?)")
 _CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
 _COUNTER = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
@@ -108,8 +111,12 @@ class Service:
         # raw_path as it was sent: no decoding of percent signs goes round the pattern.
         if (request.method, request.raw_path) == ("POST", "/v1/session"):
             return await self._open_session(request)
-        chunk = _CHUNK.fullmatch(request.raw_path)
-        if chunk is None or request.method != "GET":
+        chunk, look = _CHUNK.fullmatch(request.raw_path), _LOOK.fullmatch(request.raw_path)
+        if request.method != "GET":
+            raise _Refused(404)
+        if look is not None:
+            return await self._answer_look(request, look[1], look[2])
+        if chunk is None:
             raise _Refused(404)
         ask = self._authenticated(request, chunk[1], int(chunk[2]))
         self.unproven.discard(request.protocol)
@@ -170,6 +177,25 @@ class Service:
         wait = headers.get("Forestage-Wait", "")
         seconds = float(wait) if _SECONDS.fullmatch(wait) else 0.0
         return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds))
+
+    async def _answer_look(
+        self, request: web.BaseRequest, job: str, name: str
+    ) -> web.StreamResponse:
+        """Gives what this node has found in a directory, to other nodes of the same job."""
+        ask = self._authenticated(request, name.partition(".")[0], 0)
+        self.unproven.discard(request.protocol)
+        try:
+            with open_copy(self.cache.looks / job / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                async with self._upload_slot(size, self.now() + WAIT):
+                    body = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
+            return web.Response(status=404, headers={"Forestage-Mac": mac})
+        digest = hashlib.sha256(body).hexdigest()
+        mac = auth.of_response(ask.session.secret, ask.counter, 200, "", digest, len(body))
+        headers = {"Forestage-Digest": digest, "Forestage-Mac": mac}
+        return web.Response(status=200, body=body, headers=headers)
 
     async def _answer_chunk(
         self, request: web.BaseRequest, ask: _ChunkRequest

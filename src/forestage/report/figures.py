@@ -54,6 +54,7 @@ class Image(msgspec.Struct, frozen=True):
     copies: int
     kept_off: int
     saved: float | None
+    kind: str = "image"
 
 
 class Period(Slot, kw_only=True):
@@ -140,7 +141,9 @@ def _images(sums: Sums) -> Iterator[Image]:
         key=lambda item: (-item[1].kept_off, -item[1].starts, item[0]),
     ):
         saved = image.kept_off / rate - image.waited if rate else None
-        yield Image(path, image.size, image.starts, image.hits, image.copies, image.kept_off, saved)
+        kind = "data" if image.data else "image"
+        numbers = (image.size, image.starts, image.hits, image.copies, image.kept_off)
+        yield Image(path, *numbers, saved, kind)
 
 
 def _period_width(first: float, last: float) -> int:

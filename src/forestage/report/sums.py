@@ -92,7 +92,7 @@ class Slot(msgspec.Struct):
 
 
 class ImageSums:
-    """Sums of one image path; `size` is its latest size, `waited` the seconds of all hooks."""
+    """Sums of one path; `size` is its latest size, `waited` the seconds of all hooks."""
 
     def __init__(self) -> None:
         self.starts = 0
@@ -101,6 +101,7 @@ class ImageSums:
         self.kept_off = 0
         self.waited = 0.0
         self.size = 0
+        self.data = False
 
 
 class Sums:
@@ -165,6 +166,7 @@ class Sums:
         image = self.images.setdefault(outcome.image, ImageSums())
         image.copies += 1
         image.size = outcome.size
+        image.data = outcome.data
         # The stager that copied the resumed bytes was killed, so its seconds are in no event.
         if not outcome.resumed and outcome.bytes and outcome.copying > 0:
             self.rates.add(outcome.bytes / outcome.copying)
@@ -192,6 +194,7 @@ class Sums:
             image.hits += kind == "hit"
             image.kept_off += kept_off
             image.size = outcome.size or image.size
+            image.data = outcome.data
 
 
 def _kind(outcome: Handled) -> Kind:

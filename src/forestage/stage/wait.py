@@ -31,6 +31,14 @@ OBSERVE = 2.0  # seconds of a copy that show its rate
 SPEEDUP_MARGIN = 1.3  # give up only if even a copy so much faster than seen misses the deadline
 
 
+Progress = Callable[[Callable[[], str]], None]
+"""Called now and then during a wait, with what makes the line that the user may read of it."""
+
+
+def quiet(line: Callable[[], str]) -> None:
+    """The progress that nobody reads."""
+
+
 class StagerEnd(msgspec.Struct, frozen=True):
     """How one stager ended. `own` is whether this hook started it; the last message is its only."""
 

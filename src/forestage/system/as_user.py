@@ -26,6 +26,7 @@ Found = tuple[T, list[int]]
 
 _LONGEST = 256 * 1024  # bytes of an answer: an ACL has up to 64 KiB, more as text
 _MAX_FDS = 4
+_IDLE = 1.0  # seconds between two calls of who waits
 
 
 class User(msgspec.Struct, frozen=True):
@@ -112,14 +113,18 @@ def real(path: str) -> str:
 
 
 def ask(
-    work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
+    work: Callable[[], Found[T]],
+    answer: type[T],
+    timeout: float,
+    keep: tuple[int, ...] = (),
+    idle: Callable[[], None] | None = None,
 ) -> tuple[T, socket.socket]:
     """Runs `work` in a child; returns its value, decoded as `answer`, and a socket.
 
     The descriptors that `work` opened stay queued in the socket until `receive_fds`. Never take one
     just to close it: close(2) blocks on a hung file server, discarding the socket does not.
     `work` decides by `become` when it stops being root; of the descriptors open here it has only
-    `keep`. OSErrors of `work` are raised again here.
+    `keep`. OSErrors of `work` are raised again here. `idle` is called each second of the wait.
     Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
     """
     pid, ours = _begin(work, keep)
@@ -127,7 +132,7 @@ def ask(
         undo.callback(_reap, pid)
         on_error = undo.enter_context(contextlib.ExitStack())
         on_error.callback(ours.close)
-        data = _peek(ours, timeout)
+        data = _peek(ours, timeout, idle)
         if not data:
             raise Failed("helper", "the process that looks at the image died without an answer")
         got = msgspec.json.decode(data, type=_Answer)
@@ -251,10 +256,14 @@ def _readable(sockets: list[socket.socket], timeout: float) -> list[socket.socke
     return [by_number[number] for number, _ in poll.poll(max(0.0, timeout) * 1000)]
 
 
-def _peek(ours: socket.socket, timeout: float) -> bytes:
+def _peek(ours: socket.socket, timeout: float, idle: Callable[[], None] | None) -> bytes:
     """The child's answer, left in the socket together with its descriptors."""
-    if not _readable([ours], timeout):
-        raise TooSlow(f"no answer after {timeout:.1f} s")
+    end = time.monotonic() + timeout
+    while not _readable([ours], min(_IDLE if idle else timeout, end - time.monotonic())):
+        if time.monotonic() >= end:
+            raise TooSlow(f"no answer after {timeout:.1f} s")
+        if idle:
+            idle()
     return ours.recv(_LONGEST, socket.MSG_PEEK)
 
 

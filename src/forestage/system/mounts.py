@@ -252,6 +252,22 @@ def unmount_same(bind: Mount, fd: int, proc: str = "/proc") -> bool:
     return True
 
 
+def far_name(fd: int) -> str:
+    """The file system of an open file, and where in it its mount begins, as every node names it.
+
+    "" for a disk of this node: that another node's has the same name says nothing. Raises OSError.
+    """
+    if os.major(os.fstat(fd).st_dev):
+        return ""
+    wanted = str(mount_id(fd))
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        first, _, last = line.partition(" - ")
+        words, (kind, source) = first.split(" "), last.split(" ")[:2]
+        if words[0] == wanted:
+            return f"{kind} {source} {words[3]}"
+    return ""
+
+
 def mount_id(fd: int, proc: str = "/proc") -> int:
     """The id, as in mountinfo, of the mount that an open descriptor lies on."""
     for line in Path(f"{proc}/self/fdinfo/{fd}").read_text().splitlines():

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,16 +57,22 @@ def start_as(
     All three ids are theirs, it has no privilege and gets none. It may outlive us. Raises Failed
     where setpriv is missing.
     """
+    return _popen(
+        [*_as(user), "--", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        env=ENVIRONMENT,
+        pass_fds=tuple(pass_fds),
+        start_new_session=True,
+    )
+
+
+def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
+    """Starts setpriv, which starts the program. Raises Failed where it is missing."""
     try:
         return subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*_as(user), "--", *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=ENVIRONMENT,
-            cwd="/",
-            pass_fds=tuple(pass_fds),
-            start_new_session=True,
+            list(argv), cwd="/", **how
         )
     except FileNotFoundError:
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
@@ -116,19 +122,15 @@ def start_piped(user: User | None, argv: Sequence[str], pass_fds: Sequence[int])
     """
     # Not no_new_privs: enroot's import needs the file capabilities of two programs of its own.
     who = [one for one in _as(user) if one != NO_PRIVS] if user else []
-    try:
-        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*who, "--", *argv] if user else argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=ENVIRONMENT,
-            cwd="/",
-            pass_fds=tuple(pass_fds),
-            start_new_session=True,
-        )
-    except FileNotFoundError:
-        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    process = _popen(
+        [*who, "--", *argv] if user else argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        pass_fds=tuple(pass_fds),
+        start_new_session=True,
+    )
     return Piped(process)
 
 
@@ -142,17 +144,13 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
     _must_be_one_user(argv[0])
     if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
-    try:
-        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*DIES_WITH_US, *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**variables, "PATH": PATH},
-            cwd="/",
-        )
-    except FileNotFoundError:
-        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    process = _popen(
+        [*DIES_WITH_US, *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**variables, "PATH": PATH},
+    )
     return Piped(process)
 
 
@@ -207,20 +205,16 @@ def run(
     """
     if not which(argv[0]):
         raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
-    try:
-        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*DIES_WITH_US, *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**ENVIRONMENT, **variables},
-            cwd="/",
-            pass_fds=tuple(pass_fds),
-            # A group of its own, so that its helpers go with it when it is killed.
-            start_new_session=True,
-        )
-    except FileNotFoundError:
-        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    process = _popen(
+        [*DIES_WITH_US, *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**ENVIRONMENT, **variables},
+        pass_fds=tuple(pass_fds),
+        # A group of its own, so that its helpers go with it when it is killed.
+        start_new_session=True,
+    )
     end = None if timeout is None else time.monotonic() + timeout
     out, err = _finish(process, stop, end)
     return Ran(
@@ -258,17 +252,13 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
     """
     if not which(argv[0]):
         raise Declined("program", f"{argv[0]} is not installed on this node")
-    try:
-        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
-            [*_as(user), "--pdeathsig", "KILL", "--", *argv],
-            stdin=source,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=ENVIRONMENT,
-            cwd="/",
-        )
-    except FileNotFoundError:
-        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
+    process = _popen(
+        [*_as(user), "--pdeathsig", "KILL", "--", *argv],
+        stdin=source,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+    )
     return Filter(process)
 
 
@@ -304,17 +294,14 @@ def run_here(
     try:
         os.write(source, given)
         os.lseek(source, 0, os.SEEK_SET)
-        process = subprocess.Popen(  # noqa: S603 - a list, and never a user's word as the program
+        process = _popen(
             [*DIES_WITH_US, *argv],
             stdin=source,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**variables, "PATH": PATH},
-            cwd="/",
             start_new_session=True,
         )
-    except FileNotFoundError:
-        raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
     finally:
         os.close(source)
     with process:

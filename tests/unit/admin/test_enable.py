@@ -11,12 +11,15 @@ import pytest
 
 from commands import Site
 from forestage.admin import enable, site
-from forestage.admin.enable import LineChange, Plan
+from forestage.admin.enable import Disk, LineChange, Plan
+from forestage.cache.node import Node
 from forestage.cli.site import enable as command
 from forestage.cli.world import Exit
 from forestage.errors import Failed, RefusedError
 from forestage.paths import Places
+from forestage.system import mounts
 from forestage.system.run import Ran
+from forestage.system.terminal import Line
 from forestage.system.tree import Files
 
 CONF, STACK = "/etc/slurm/slurm.conf", "/etc/slurm/plugstack.conf"
@@ -392,3 +395,67 @@ def test_slurm_conf_is_where_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert option.default() == CONF
     monkeypatch.setenv("SLURM_CONF", "/opt/slurm/etc/slurm.conf")
     assert option.default() == "/opt/slurm/etc/slurm.conf"
+
+
+# --- nodes with a disk
+
+
+NVME = Disk("/mnt/nvme", mib=3_400_000, for_jobs=1660)
+
+
+def of_disk(slurm: Slurm) -> list[LineChange]:
+    plan = enable.to_enable(enable.read_site(slurm.files, slurm.conf), NVME)
+    assert plan.lines == slurm.to_enable().lines
+    return plan.disk
+
+
+def test_lines_for_nodes_with_the_disk_are_printed_and_nothing_is_done_for_them(
+    slurm: Slurm,
+) -> None:
+    assert of_disk(slurm) == [
+        added(CONF, "TmpFS=/mnt/nvme"),
+        added(CONF, "GresTypes=nvme"),
+        added(
+            "/etc/slurm/gres.conf",
+            "NodeName=NODES Name=nvme Count=1660 Flags=CountOnly",
+            "NODES: those with this disk",
+        ),
+        added(CONF, "Feature=nvme TmpDisk=3400000 Gres=nvme:1660", "to their NodeName= lines"),
+    ]
+    slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog={EPILOG}\n")
+    plan = enable.to_enable(enable.read_site(slurm.files, slurm.conf), NVME)
+    assert plan.empty
+    said = [one.text for one in enable.pieces(plan, False, True) if isinstance(one, Line)]
+    assert "There is nothing to change." in said
+    assert "Feature=nvme TmpDisk=3400000 Gres=nvme:1660" in said
+
+
+def test_other_types_of_gres_stay_in_the_line(slurm: Slurm) -> None:
+    slurm.write(CONF, f"{TEXT}\nGresTypes=gpu,shard\n")
+    assert added(CONF, "GresTypes=gpu,shard,nvme") in of_disk(slurm)
+
+
+@pytest.mark.parametrize("own", ["TmpFS=/scratch", "GresTypes=gpu,nvme"])
+def test_site_that_names_its_disks_already_reads_nothing_of_it(slurm: Slurm, own: str) -> None:
+    slurm.write(CONF, f"{TEXT}\n{own}\n")
+    assert of_disk(slurm) == []
+
+
+def test_disk_without_room_for_jobs_is_no_gres(slurm: Slurm) -> None:
+    small = Disk("/mnt/nvme", mib=900, for_jobs=0)
+    found = enable.to_enable(enable.read_site(slurm.files, slurm.conf), small).disk
+    assert [one.text for one in found] == ["TmpFS=/mnt/nvme", "Feature=nvme TmpDisk=900"]
+
+
+def test_disk_is_the_one_below_the_cache(staging_node: Node, tmp_path: Path) -> None:
+    assert enable.disk_of(staging_node) is None  # there is no cache yet
+    staging_node.cache.prepare(False)
+    found, under = enable.disk_of(staging_node), mounts.holder(mounts.current(), str(tmp_path))
+    assert under is not None
+    if under.point == "/":
+        assert found is None
+    else:
+        assert found is not None
+        assert found.mounted_at == under.point
+        facts = os.statvfs(tmp_path)
+        assert found.mib == facts.f_blocks * facts.f_frsize >> 20

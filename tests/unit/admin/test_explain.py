@@ -261,3 +261,10 @@ def test_lease_lost_without_epilog_is_noticed() -> None:
     assert "no Epilog is recorded" not in printed(event(declined))
     released = event(Handled("released"), time=NOW + 9, hook="epilog", total=1)
     assert "no Epilog is recorded" not in printed(event(hit()), released)
+
+
+def test_data_is_told_from_an_image() -> None:
+    found = printed(event(hit(request="/lustre/set/", image="/lustre/set", data=True)))
+    assert "data     /lustre/set" in found
+    assert "image    " not in found
+    assert "image    /b.sqsh" in printed(event(hit(image="/b.sqsh")))

@@ -178,3 +178,11 @@ def test_peer_counts_survive_a_restart_of_the_service() -> None:
         tally.add_given(now)
     given = tally.given
     assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
+
+
+def test_requests_for_data_are_counted_twice_over() -> None:
+    """As requests, and among those for data."""
+    directory = Handled("started", data=True)
+    found = counted(event("prolog", served("hit")), event("prolog", directory))
+    assert found.requests == {"prolog": {"hit": 1, "started": 1}}
+    assert found.of_data == {"prolog": {"started": 1}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from forestage.cache import evict
 from forestage.cache.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
 from forestage.cache.image import Access, Identity, Image
-from forestage.cache.layout import Cache, Entry, StoredEntry
+from forestage.cache.layout import Cache, Entry, StoredEntry, tree_bytes
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.part import Owner, boot_id
 from forestage.config import Config
+from forestage.config.keys import Data
 from forestage.errors import Declined
 from forestage.system import lock
 from forestage.system.as_user import User
@@ -449,3 +451,37 @@ def test_copy_under_way_counts_as_used(cache: Cache) -> None:
     os.posix_fallocate(fd, 0, 1 << 20)
     os.close(fd)
     assert evict.measure(cache, [], ALL_MAY_STAY).used - before >= 1 << 20
+
+
+def test_data_under_way_counts_for_the_share_of_data() -> None:
+    at = Room(0, 100, NO_LIMIT, 0, NO_LIMIT, NO_LIMIT, data=30, data_under_way=15)
+    things = [stored("a", 1), stored("d", 2, tree="x")]
+    assert plan(things, frozenset(), at, want(0), data=5) == Plan((), 0, True)
+    assert plan(things, frozenset(), at, want(0), data=6) == Plan(("d",), 10, True)
+    assert plan(things, frozenset(), at, want(0), data=16) == Plan(("d",), 10, False)
+
+
+def half_tree(cache: Cache, key: str) -> int:
+    """A part of a directory; the bytes that it takes on the disk."""
+    part = cache.part(key)
+    part.directory.mkdir()
+    part.image.write_bytes(bytes(1 << 20))
+    wanted = Image(Identity("/a", 1, 8, 1, 1, tree="t"), Access(0, 0, 0o644))
+    part.write_owner(Owner(1, boot_id(), wanted, 4, "chunks", 7, 1.0))
+    return tree_bytes(part.directory)
+
+
+def test_room_for_data_is_what_copies_under_way_have_left_of_the_share(
+    cache: Cache, leases: Leases
+) -> None:
+    half(cache, "image", boot_id())
+    size = half_tree(cache, "tree")
+    assert evict.measure(cache, [], ALL_MAY_STAY).data_under_way == size
+    config = msgspec.structs.replace(ALL_MAY_STAY, data=Data(share=Amount(size=2 << 20)))
+    with lock.held(cache.key_lock("tree"), 0):
+        evict.make_room(cache, leases, config, "/b", (2 << 20) - size, data=True)
+        with pytest.raises(Declined, match="needs"):
+            evict.make_room(cache, leases, config, "/b", 2 << 20, data=True)
+    # What nobody copies any more is in no other directory's way; an image's part is not in it.
+    evict.make_room(cache, leases, config, "/b", 2 << 20, data=True)
+    assert {path.name for path in cache.parts.iterdir()} == {"image"}

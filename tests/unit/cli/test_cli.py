@@ -226,7 +226,7 @@ def test_status_counts_what_is_there(site: Site) -> None:
     (site.node.cache.entries / ("f" * 32)).mkdir()
     found = site.json("status")
     assert isinstance(found, dict)
-    expected = {"total": 4, "leased": 2, "pinned": 1, "superseded": 1, "damaged": 1}
+    expected = {"total": 4, "leased": 2, "pinned": 1, "superseded": 1, "damaged": 1, "data": 0}
     assert found["entries"] == expected
     assert found["room"]["max_size"] > found["room"]["low"] > 0
     assert found["disk"]["total"] >= found["disk"]["free"] > 0
@@ -254,7 +254,7 @@ def test_ls_has_the_last_used_first(site: Site) -> None:
         site.publish(site.image(name), age)
     assert [Path(item["path"]).name for item in site.json("ls")] == ["b", "a", "c"]
     lines = site.run("ls").stdout.splitlines()
-    assert [line.split()[3] for line in lines[1:]] == ["5s", "50s", "8m20s"]
+    assert [line.split()[4] for line in lines[1:]] == ["5s", "50s", "8m20s"]
 
 
 def test_text_of_users_cannot_command_the_terminal(site: Site) -> None:

@@ -330,3 +330,95 @@ def test_results_are_in_the_order_of_the_items(me: User) -> None:
     work: Callable[[int], int] = lambda number: -number  # noqa: E731
     assert manifest.each_as(me, range(500), work) == [-number for number in range(500)]
     assert manifest.each_as(me, [], work) == []
+
+
+# --- another node's manifest
+
+
+def sound() -> Manifest:
+    top = File(b"", 0o40755, 1, 1, 0, 5, 5, 10)
+    folder = msgspec.structs.replace(top, path=b"a", inode=11)
+    file = File(b"a/b", 0o100644, 1, 1, 7, 5, 5, 12)
+    link = File(b"a/c", 0o120777, 1, 1, 0, 5, 5, 13, b"b")
+    return Manifest("/lustre/set", (top, folder, file, link))
+
+
+def test_manifest_of_a_look_is_sound(top: Path, me: User) -> None:
+    (top / "a").mkdir()
+    (top / "a-b").write_bytes(b"x")
+    (top / "a" / "b").write_bytes(b"x")
+    (top / "a" / "link").symlink_to("b")
+    manifest.must_be_sound(look(top, me), {}, 100)
+    manifest.must_be_sound(sound(), {b"a/b": b"\2\0\0\0" + bytes(8)}, 4)
+
+
+@pytest.mark.parametrize(
+    ("number", "facts"),
+    [
+        (0, {"path": b"x"}),
+        (0, {"mode": 0o100644}),
+        (1, {"path": b""}),
+        (1, {"mode": 0o100755}),  # then what is in it has no directory
+        (2, {"path": b"a/.."}),
+        (2, {"path": b"a/."}),
+        (2, {"path": b"a//b"}),
+        (2, {"path": b"/etc/passwd"}),
+        (2, {"path": b"../b"}),
+        (2, {"path": b"b/b"}),
+        (2, {"path": b"a/b\0"}),
+        (2, {"path": b"a/" + b"b" * 256}),
+        (2, {"path": b"a/d"}),  # behind what follows
+        (2, {"path": b"a/c"}),  # twice
+        (2, {"mode": 0o020644}),
+        (2, {"mode": 0o100644 + (1 << 16)}),
+        (2, {"uid": -1}),
+        (2, {"gid": 1 << 32}),
+        (2, {"size": -1}),
+        (2, {"size": 1 << 63}),
+        (2, {"inode": -1}),
+        (2, {"mtime_ns": 1 << 63}),
+        (2, {"link": b"x"}),
+        (3, {"link": b""}),
+        (3, {"link": b"x" * 4096}),
+        (3, {"link": b"x\0"}),
+        (3, {"size": 5}),
+    ],
+)
+def test_manifest_that_no_look_finds_is_declined(number: int, facts: dict[str, object]) -> None:
+    files = list(sound().files)
+    files[number] = msgspec.structs.replace(files[number], **facts)
+    with pytest.raises(Declined) as caught:
+        manifest.must_be_sound(Manifest("/lustre/set", tuple(files)), {}, 100)
+    assert caught.value.reason == "bad-look"
+
+
+@pytest.mark.parametrize(
+    ("path", "acl"),
+    [
+        (b"none", b"\2\0\0\0" + bytes(8)),
+        (b"a/c", b"\2\0\0\0" + bytes(8)),
+        (b"a/b", b""),
+        (b"a/b", b"\1\0\0\0" + bytes(8)),
+        (b"a/b", b"\2\0\0\0" + bytes(7)),
+        (b"a/b", b"\2\0\0\0" + bytes(1 << 16)),
+    ],
+)
+def test_acl_that_no_file_can_have_is_declined(path: bytes, acl: bytes) -> None:
+    with pytest.raises(Declined, match="an ACL"):
+        manifest.must_be_sound(sound(), {path: acl}, 100)
+
+
+def test_manifest_of_too_many_files_is_declined() -> None:
+    with pytest.raises(Declined, match="too many"):
+        manifest.must_be_sound(sound(), {}, 3)
+    with pytest.raises(Declined, match="too many"):
+        manifest.must_be_sound(Manifest("/lustre/set", ()), {}, 3)
+
+
+def test_sample_has_the_directory_and_other_files_each_time(top: Path, me: User) -> None:
+    for number in range(10 * manifest.SAMPLE):
+        (top / str(number)).touch()
+    found = look(top, me)
+    drawn = [frozenset(one.path for one in manifest.sample(found)) for _ in range(2)]
+    assert all(len(one) == 1 + manifest.SAMPLE and b"" in one for one in drawn)
+    assert drawn[0] != drawn[1]

@@ -20,7 +20,17 @@ from forestage.errors import Declined
 from forestage.events import Handled, Outcome
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
-from forestage.hooks.step import HELD_UP, Once, Watch, as_noted, fields, message, named
+from forestage.hooks.step import (
+    AGAIN,
+    HELD_UP,
+    Once,
+    Patience,
+    Watch,
+    as_noted,
+    fields,
+    message,
+    named,
+)
 from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
@@ -170,6 +180,54 @@ def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_imag
         clock.now += 0.25
         assert not eta.hopeless()
     assert heard == [(HELD_UP, eta.progress())]
+
+
+def test_user_who_waits_for_data_reads_a_line_each_half_minute() -> None:
+    clock = ManualClock()
+    heard: list[tuple[float, str]] = []
+    patience = Patience(clock, lambda text: heard.append((clock.now - 1000, text)))
+    for number in range(300):
+        clock.now += 0.25
+        patience(lambda number=number: f"line {number}")  # type: ignore[misc]
+    assert [at for at, _ in heard] == [HELD_UP, HELD_UP + AGAIN, HELD_UP + 2 * AGAIN]
+    assert heard[0][1] == "line 19"
+
+
+def test_progress_keeps_no_later_line_from_the_user(
+    configured: Configured, image_asked: Job
+) -> None:
+    node, heard = configured(), list[str]()
+    once = Once(node, image_asked, heard.append)
+    for text in ("10 %", "20 %"):
+        once.progress(text)
+    once("it failed")
+    once.progress("of another request")
+    assert heard == ["n1: 10 %", "n1: 20 %", "n1: it failed", "n1: of another request"]
+    other = msgspec.structs.replace(image_asked, nodelist="m[1-2],n1")
+    Once(node, other, pytest.fail).progress("the first node tells")
+
+
+@pytest.mark.parametrize(
+    ("hint", "timeout", "seconds"),
+    [(3.0, "900", 3.0), (0.0, "900", 0.0), (600.0, "60", 48.0), (None, "10", 0.0), (5.0, "", 5.0)],
+)
+def test_step_waits_for_what_is_put_into_its_directory_as_long_as_it_can_say_so(
+    configured: Configured, image_asked: Job, hint: float | None, timeout: str, seconds: float
+) -> None:
+    node = msgspec.structs.replace(configured(), clock=ManualClock())
+    job = msgspec.structs.replace(image_asked, hints=Hints(wait=hint))
+    found = step.waiting(node, job, timeout, pytest.fail, None)
+    assert found.fill is not None
+    assert found.fill.left() == seconds
+
+
+@pytest.mark.parametrize("messages", ["none", "problems"])
+def test_progress_is_silent_where_users_are_told_nothing(
+    configured: Configured, image_asked: Job, messages: str
+) -> None:
+    node = configured(user_messages=messages, cold="shared")
+    found = step.waiting(node, image_asked, "", pytest.fail, None, lambda text: None)
+    assert isinstance(found.progress, Patience) is (messages != "none")
 
 
 @pytest.mark.parametrize(

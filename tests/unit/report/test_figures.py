@@ -128,6 +128,13 @@ def test_logs_without_whole_copy_have_no_savings(useless: Outcome | None) -> Non
     assert reported(*copies, event("prolog", hit())).savings is None
 
 
+def test_data_is_told_from_images() -> None:
+    directory = Handled("hit", image="/lustre/set", key="s", size=GIB, redirect="spank", data=True)
+    found = reported(event("prolog", hit()), event("step", directory, 1.0, job=8))
+    assert {one.path: one.kind for one in found.images} == {PATH: "image", "/lustre/set": "data"}
+    assert found.total.hit == 2
+
+
 def test_job_on_two_nodes_is_two_starts() -> None:
     found = reported(event("prolog", MINE), event("prolog", MINE, node="n2"))
     assert (found.total.cold, found.nodes) == (2, 2)

@@ -230,6 +230,28 @@ def test_call_leaks_no_descriptor() -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
+def test_who_waits_for_a_child_does_something_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(as_user, "_IDLE", 0.01)
+    there, here = os.pipe()
+    calls: list[int] = []
+
+    def idle() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            os.write(here, b"go")
+
+    def work() -> as_user.Found[str]:
+        return os.read(there, 2).decode(), []
+
+    value, line = as_user.ask(work, str, 240.0, keep=(there,), idle=idle)
+    line.close()
+    assert (value, len(calls) >= 3) == ("go", True)
+    with pytest.raises(as_user.TooSlow):
+        as_user.ask(work, str, 0.05, keep=(there,), idle=lambda: None)
+    os.close(there)
+    os.close(here)
+
+
 def test_each_answers_for_itself(tmp_path: Path) -> None:
     """One that hangs, dies or fails is None, and keeps no other from its answer."""
 
