@@ -221,12 +221,10 @@ class Hook:
         Returns the job without it, and a step's answer. The job as it is, where it names none, or
         pyxis would not ask our importer for it.
         """
-        from forestage.errors import ForestageError
-        from forestage.hooks import step
-
-        request, config = step.reference(job), node.config
+        request, config = job.reference, node.config
         if request is None or not (config.registry.enabled and config.redirect == "spank"):
             return job, ()
+        from forestage.errors import ForestageError
         from forestage.slurm import companion
 
         if not companion.is_importer(companion.importer(self.environ.get("SLURM_CONF", ""))):
@@ -244,7 +242,7 @@ class Hook:
                 later = registry.begin(node, job, asked, report)
         except (ForestageError, OSError) as error:
             self.say(f"result=failed reason=registry detail={str(error)!r}")
-        return step.without_reference(job), later
+        return job.without_reference(), later
 
     def _show_data(
         self, node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None

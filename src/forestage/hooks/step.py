@@ -117,18 +117,6 @@ def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) 
     return Done(answers, own, tuple(also))
 
 
-def reference(job: Job) -> Request | None:
-    """Pure: the image of a registry that the step names, if it does."""
-    named = (one for one in job.requests if one.via == "option")
-    return next((one for one in named if not one.path.startswith(("/", "."))), None)
-
-
-def without_reference(job: Job) -> Job:
-    """Pure: the job without that one."""
-    left = tuple(one for one in job.requests if one != reference(job))
-    return msgspec.structs.replace(job, requests=left)
-
-
 def named(job: Job) -> Job:
     """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
     try:

@@ -50,6 +50,16 @@ class Job(msgspec.Struct, frozen=True):
         """Which of the job's nodes this is; as Slurm named them to the Prolog."""
         return _rank(self.nodelist, self.node)
 
+    @property
+    def reference(self) -> Request | None:
+        """The image of a registry that is asked for; pyxis' option alone names one."""
+        named = (one for one in self.requests if one.via == "option")
+        return next((one for one in named if not one.path.startswith(("/", "."))), None)
+
+    def without_reference(self) -> "Job":
+        left = tuple(one for one in self.requests if one != self.reference)
+        return msgspec.structs.replace(self, requests=left)
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Job":
         """Reads slurmd's variables, or the SPANK companion's, which have the same names.

@@ -12,7 +12,7 @@ import pytest
 
 from forestage.cache.node import Node
 from forestage.events import Handled
-from forestage.hooks import registry, step
+from forestage.hooks import registry
 from forestage.hooks.registry import Asked, Tasks, message, order_of
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
@@ -49,13 +49,13 @@ def task(tasks: Tasks) -> socket.socket:
 def test_reference_is_what_is_no_path(asking: Job, image: str, found: bool) -> None:
     hinted = Request("/lustre/b.sqsh", "hint")
     job = msgspec.structs.replace(asking, requests=(Request(image, "option"), hinted))
-    assert (step.reference(job) is not None) == found
-    assert (step.without_reference(job).requests == (hinted,)) == found
+    assert (job.reference is not None) == found
+    assert (job.without_reference().requests == (hinted,)) == found
 
 
 def test_image_of_a_comment_is_never_a_reference(asking: Job) -> None:
     job = msgspec.structs.replace(asking, requests=(Request("ubuntu", "hint"),))
-    assert step.reference(job) is None
+    assert job.reference is None
 
 
 @pytest.mark.parametrize(
