@@ -139,6 +139,24 @@ def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, s
     assert list((login.runtime / str(ALICE.uid)).iterdir()) == [other]
 
 
+@pytest.mark.parametrize("broken", ["#!/bin/sh\nexit 1\n", "#!/none\n", ""])
+def test_importer_without_a_forestage_that_works_does_what_pyxis_does(
+    login: Login, broken: str
+) -> None:
+    program = Path("/usr/lib/forestage/bin/forestage")
+    program.unlink()
+    if broken:
+        program.write_text(broken)
+        program.chmod(0o755)
+    temp = login.site.temp / str(ALICE.uid)  # as enroot.conf says, which the stand-in does not read
+    done = login.importer("get", IMAGE, ENROOT_TEMP_PATH=str(temp))
+    path = Path(done.stdout.strip())
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes() == login.site.image.read_bytes()
+    assert login.importer("release").returncode == 0
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(("job", "step"), [("", ""), ("12.0/../other", "0"), ("*", "*")])
 def test_release_without_a_step_deletes_nothing(login: Login, job: str, step: str) -> None:
     kept = [login.runtime / str(ALICE.uid) / name for name in ("forestage-12.0", "other.0")]

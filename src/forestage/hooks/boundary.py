@@ -222,7 +222,8 @@ class Hook:
         pyxis would not ask our importer for it.
         """
         request, config = job.reference, node.config
-        if request is None or not (config.registry.enabled and config.redirect == "spank"):
+        wanted = config.registry.enabled and config.redirect == "spank" and not job.hints.off
+        if request is None or not wanted:
             return job, ()
         from forestage.errors import ForestageError
         from forestage.slurm import companion
