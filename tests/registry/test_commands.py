@@ -79,10 +79,8 @@ IMAGE = f"docker://here#image@{OLD}"
 
 
 @pytest.fixture
-def login(private_mounts: None, tmp_path: Path) -> Login:
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
-    return Login(Site(tmp_path), tmp_path)
+def login(private_mounts: None, open_path: Path) -> Login:
+    return Login(Site(open_path), open_path)
 
 
 def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Login) -> None:
@@ -238,11 +236,11 @@ def test_gc_of_a_user_deletes_nothing_of_others(login: Login) -> None:
     assert path.exists()
 
 
-def test_gc_of_root_follows_no_link_of_a_user(login: Login, tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    part = tmp_path / "precious/a.0123456789abcdef.part"
+def test_gc_of_root_follows_no_link_of_a_user(login: Login, open_path: Path) -> None:
+    (open_path / "precious").mkdir()
+    part = open_path / "precious/a.0123456789abcdef.part"
     part.touch()
     os.utime(part, (1, 1))
-    (login.site.store / str(ALICE.uid)).symlink_to(tmp_path / "precious")
+    (login.site.store / str(ALICE.uid)).symlink_to(open_path / "precious")
     login.forestage("gc", user=ROOT)
     assert part.exists()

@@ -21,10 +21,8 @@ from forestage.system import mounts, run
 
 
 @pytest.fixture
-def site(private_mounts: None, tmp_path: Path) -> Site:
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
-    return Site(tmp_path)
+def site(private_mounts: None, open_path: Path) -> Site:
+    return Site(open_path)
 
 
 @pytest.fixture
@@ -76,33 +74,33 @@ def test_another_user_imports_for_themselves(site: Site) -> None:
     assert len(site.imports) == 2
 
 
-def test_two_workers_at_once_make_one_import(site: Site, tmp_path: Path) -> None:
-    wait = {"STANDIN_WAIT": str(tmp_path / "go on")}
+def test_two_workers_at_once_make_one_import(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "go on")}
     with site.start(environ=wait) as first, site.start(environ=wait, host="n2") as second:
         said = [until(one, Importing)[-1] for one in (first, second)]
         assert isinstance(said[0], Importing)
         assert said[0] == said[1], "both name the one that imports"
         assert "part" not in {name for name in site.names() if name.endswith("sqsh")}
-        (tmp_path / "go on").touch()
+        (open_path / "go on").touch()
         assert until(first)[-1] == until(second)[-1]
     assert len(site.imports) == 1
 
 
-def test_image_has_no_name_before_it_is_whole(site: Site, tmp_path: Path) -> None:
-    wait = {"STANDIN_WAIT": str(tmp_path / "go on")}
+def test_image_has_no_name_before_it_is_whole(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "go on")}
     with site.start(environ=wait) as first:
         until(first, Importing)
         while not any(name.endswith("part") for name in site.names()):
             os.sched_yield()
         assert not any(name.endswith("sqsh") for name in os.listdir(site.folder()))
-        (tmp_path / "go on").touch()
+        (open_path / "go on").touch()
         assert isinstance(until(first)[-1], Present)
 
 
 def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
-    site: Site, tmp_path: Path
+    site: Site, open_path: Path
 ) -> None:
-    wait = {"STANDIN_WAIT": str(tmp_path / "never")}
+    wait = {"STANDIN_WAIT": str(open_path / "never")}
     with site.start(environ=wait) as first:
         until(first, Importing)
         with site.start(host="n2") as second:
@@ -112,8 +110,8 @@ def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
     assert len(site.imports) == 2
 
 
-def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, tmp_path: Path) -> None:
-    wait = {"STANDIN_WAIT": str(tmp_path / "never")}
+def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "never")}
     first = site.start(environ=wait)
     until(first, Importing)
     with site.start(host="n2") as second:
@@ -123,8 +121,8 @@ def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, tmp_path: P
     assert site.names() == {"sqsh", "json"}, "neither a part nor a lease is left"
 
 
-def test_what_enroot_started_ends_with_the_worker(site: Site, tmp_path: Path) -> None:
-    first = site.start(environ={"STANDIN_WAIT": str(tmp_path / "never")})
+def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -> None:
+    first = site.start(environ={"STANDIN_WAIT": str(open_path / "never")})
     until(first, Importing)
     while not site.imports:
         os.sched_yield()
@@ -132,8 +130,8 @@ def test_what_enroot_started_ends_with_the_worker(site: Site, tmp_path: Path) ->
     assert [pid for pid in run._pids() if run._session(pid) == first.pid] == []
 
 
-def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, tmp_path: Path) -> None:
-    fifo = tmp_path / "go on"
+def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_path: Path) -> None:
+    fifo = open_path / "go on"
     fails = {"STANDIN_WAIT": str(fifo), "STANDIN_IMAGE": "/dev/null"}
     with site.start(environ=fails) as first, site.start(environ=fails, host="n2") as second:
         until(first, Importing), until(second, Importing)
@@ -182,11 +180,11 @@ def test_store_that_is_read_only_serves_what_it_has(site: Site) -> None:
     assert word.reason == "store-gone"
 
 
-def test_store_that_is_not_there_is_told(site: Site, tmp_path: Path) -> None:
-    word = last(site.start(directory=str(tmp_path / "not mounted")))
+def test_store_that_is_not_there_is_told(site: Site, open_path: Path) -> None:
+    word = last(site.start(directory=str(open_path / "not mounted")))
     assert isinstance(word, Refused)
     assert word.reason == "store-gone"
-    assert not (tmp_path / "not mounted").exists()
+    assert not (open_path / "not mounted").exists()
 
 
 @pytest.mark.parametrize("kind", ["another's", "open to others", "link"])
@@ -310,14 +308,14 @@ def test_busy_registry_gets_one_import_by_the_tag_for_all_of_a_job(
 
 
 def test_enroot_without_digests_discards_what_moved_meanwhile(
-    site: Site, registry: Callable[..., Registry], tmp_path: Path
+    site: Site, registry: Callable[..., Registry], open_path: Path
 ) -> None:
     there = registry(digest=OLD)
-    old = {"STANDIN_VERSION": "3.0.0", "STANDIN_WAIT": str(tmp_path / "go on")}
+    old = {"STANDIN_VERSION": "3.0.0", "STANDIN_WAIT": str(open_path / "go on")}
     with site.start(reference=there.reference(), environ=old) as at_work:
         until(at_work, Importing)
         there.digest = NEW
-        (tmp_path / "go on").touch()
+        (open_path / "go on").touch()
         word = until(at_work)[-1]
     assert isinstance(word, Refused)
     assert word.reason == "registry-moved"
@@ -374,8 +372,8 @@ def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
     assert [one.method for one in there.log[before:]] == ["HEAD"]
 
 
-def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, tmp_path: Path) -> None:
-    wait = {"STANDIN_WAIT": str(tmp_path / "never")}
+def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "never")}
     with site.start(environ=wait) as first:
         name = until(first, Importing)[0]
         assert isinstance(name, Resolved)
@@ -387,6 +385,6 @@ def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, tmp_pa
         while any(one.endswith("part") for one in site.names()):
             os.sched_yield()
         younger.unlink()
-        (tmp_path / "never").touch()
+        (open_path / "never").touch()
         assert isinstance(until(first)[-1], Present)
     assert len(site.imports) == 2
