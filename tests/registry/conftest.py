@@ -19,7 +19,8 @@ from registries import Front, Registry
 @pytest.fixture
 def open_path(machine: None) -> Iterator[Path]:
     """A folder that users can reach; another pytest that begins closes the one above tmp_path."""
-    with tempfile.TemporaryDirectory() as folder:
+    # A test may have mounted something below, in a mount namespace that ends with it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
 
