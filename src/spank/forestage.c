@@ -160,6 +160,21 @@ static bool is_hinted(spank_t sp)
 	return access(name, F_OK) == 0;
 }
 
+/*
+ * Where pyxis' importer finds the image, by our own number of the step: a batch script has none in
+ * its environment, and a component of a het job has another one.
+ */
+static void name_place(spank_t sp)
+{
+	char place[64];
+	uint32_t job = 0, number = 0;
+
+	spank_get_item(sp, S_JOB_ID, &job);
+	spank_get_item(sp, S_JOB_STEPID, &number);
+	snprintf(place, sizeof(place), "/run/forestage/images/%u.%u.sqsh", job, number);
+	spank_setenv(sp, "FORESTAGE_IMAGE_PATH", place, 1);
+}
+
 /* Once per step and node; our effective user is the job's, our real one root. */
 int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
@@ -186,6 +201,8 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	    step.reference)
 		ask_helper(sp, helper, timeout, &step);
 	set_variables(sp);
+	if (step.later)
+		name_place(sp);
 	return 0;
 }
 

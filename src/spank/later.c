@@ -58,13 +58,14 @@ static void be_killable(bool yes)
 
 void await_answer(spank_t sp, struct step *step)
 {
-	int fd = connect_keeper(step->entry), task = 0;
 	const char *wrong = "nobody answers";
 	char line[PACKET_BYTES];
+	int task = 0;
 
+	be_killable(true);
+	int fd = connect_keeper(step->entry);
 	step->later = false;
 	spank_get_item(sp, S_TASK_ID, &task);
-	be_killable(true);
 	while (fd >= 0 && receive(fd, line)) {
 		if (strncmp(line, "say\t", 4) != 0) {
 			wrong = understand(line, step);

@@ -154,6 +154,7 @@ def test_user_without_rights_gets_the_registrys_refusal(site: Site, registry: Re
     other = site.sbatch(f"{environment()}\n{step(image)}", user="bob", node="n1")
     assert names(other) == [], other.stdout
     assert DENIED in other.stdout
+    assert "status code 401" in other.stdout or "unauthorized" in other.stdout  # enroot's own words
     assert handled(site, other.job) == []
     for path in site.source(STORE).rglob("*"):
         assert path.lstat().st_uid == ALICE.uid or path.is_relative_to(
@@ -220,7 +221,7 @@ def test_store_that_cannot_be_used_costs_no_job(site: Site, registry: Registry, 
         site.cluster.run(["chmod", "0555", STORE], user="root")
     ran = batch(site, step(f"{registry.host}#team/tool:1"), nodes="n1")
     assert names(ran) == ["first"], ran.stdout
-    assert "imported for this step alone" in ran.stdout
+    assert "for this step alone" in ran.stdout
 
 
 def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
@@ -253,6 +254,67 @@ def test_node_without_a_store_imports_once_for_itself(site: Site, registry: Regi
     site.command("sweep")
     left = site.cluster.host_path("/mnt/nvme/forestage.imports", "n1").rglob("*.sqsh")
     assert list(left) == []
+
+
+def test_registry_that_answers_no_head_is_asked_by_get(site: Site, registry: Registry) -> None:
+    registry.push("team/tool:1", "first")
+    registry.says("HEAD", 403)
+    image = f"{registry.host}#team/tool:1"
+    ran = batch(site, step(image), nodes="n1")
+    assert names(ran) == ["first"], ran.stdout
+    assert len(handled(site, ran.job)) == 1
+
+
+def test_step_without_the_jobs_first_node_resolves_for_itself(
+    site: Site, registry: Registry
+) -> None:
+    digest = registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    ran = batch(site, step(image, "-w", "n2", "-N1"), nodes="n1,n2")
+    assert names(ran) == ["first"], ran.stdout
+    assert [one.digest for one in handled(site, ran.job, "n2")] == [digest]
+
+
+def test_batch_script_has_the_nodes_copy(site: Site, registry: Registry) -> None:
+    """Its environment has no number of a step."""
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    batch(site, step(image), nodes="n1")
+    site.await_stagers()
+    ran = site.sbatch("true", f"--container-image={image}", node="n1")
+    (seen,) = site.seen(ran.job)
+    assert seen.path == f"/run/forestage/images/{ran.job}.4294967291.sqsh"
+    (key,) = site.entries("n1")
+    assert seen.file == site.copy(key)
+
+
+def test_what_the_users_environment_leaves_behind_ends_with_the_import(
+    site: Site, registry: Registry
+) -> None:
+    """bash sources BASH_ENV: what it starts in a session of its own is no process of Slurm's."""
+    registry.push("team/tool:1", "first")
+    left = "/shared/alice/left.sh"
+    site.cluster.write(left, "setsid sleep 4242 </dev/null >/dev/null 2>&1 &\n")
+    image = f"{registry.host}#team/tool:1"
+    ran = batch(site, step(image), nodes="n1", BASH_ENV=left)
+    assert names(ran) == ["first"], ran.stdout
+    look = ["pgrep", "-f", "sleep 4242"]
+    assert site.cluster.run(look, user="root", node="n1", check=False).stdout == ""
+
+
+@pytest.mark.parametrize("why", ["disabled", "damaged"])
+def test_configuration_that_is_no_help_leaves_the_image_to_enroot(
+    site: Site, registry: Registry, why: str
+) -> None:
+    registry.push("team/tool:1", "first")
+    if why == "disabled":
+        configure(site, enabled=False)
+    else:
+        site.cluster.write("/etc/forestage/forestage.yaml", "registry: [")
+    ran = batch(site, step(f"{registry.host}#team/tool:1"), nodes="n1")
+    assert names(ran) == ["first"], ran.stdout
+    assert parts(site) == []
+    configure(site)
 
 
 def test_cancelled_step_ends_at_once_and_its_import_with_it(site: Site, registry: Registry) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from companion import KEY, SERVED, Keeper, Ran, Step
+from companion import JOB, KEY, SERVED, Keeper, Ran, Step
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -108,6 +108,14 @@ def test_helper_gets_reference_and_container_and_the_jobs_environment(
     assert environ["ENVIRONMENT"] == "BATCH"
     assert found["block"] == "HOME=/home/x\0ENVIRONMENT=BATCH\0A=b\nc\0"
     assert found["uid"] == [0, 0, 0]
+
+
+def test_importer_is_told_where_the_image_shows(step: Step, place: Path) -> None:
+    """By the step's number as Slurm knows it; fake.c's is that of a batch script."""
+    with answering(place, says("leave\tnone")):
+        ran = run(step, place)
+    path = f"/run/forestage/images/{JOB}.4294967291.sqsh"
+    assert f"setenv 1 FORESTAGE_IMAGE_PATH={path}" in ran.lines("fact")
 
 
 def test_helper_gets_no_other_descriptor(step: Step, place: Path) -> None:

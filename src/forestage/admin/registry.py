@@ -35,6 +35,9 @@ ELSEWHERE = ("store-full", "store-gone", "store-foreign")
 UNSAID = ("registry-denied", "registry-missing", "registry-busy", "registry-silent", "registry-odd")
 """Why there is no digest; enroot itself may fare better, or tells the user why not."""
 
+TRIED = ("import-failed", "too-large")
+"""Why enroot itself would not fare better a second time."""
+
 Say = Callable[[str], None]
 
 
@@ -71,7 +74,7 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
     order = msgspec.structs.replace(order, offline=config.registry.offline)
     shared = config.registry.store or _imports(config)
-    if shared:
+    if shared and config.registry.enabled:
         try:
             return _either(msgspec.structs.replace(order, directory=shared), environ, say)
         except Declined as error:
@@ -165,6 +168,9 @@ def owners(base: Path) -> list[User]:
         raise NotFound(f"{base}: {error.strerror}", "is the store mounted?") from None
     found = []
     for uid in sorted(int(name) for name in names if name.isascii() and name.isdigit()):
+        # Anybody may make a directory of any name there: root acts as its owner, and as no root.
+        if uid == 0 or not _is_owned(base / str(uid), uid):
+            continue
         try:
             entry = pwd.getpwuid(uid)
         except KeyError:  # an account that is gone, whose images go as well
@@ -174,6 +180,12 @@ def owners(base: Path) -> list[User]:
         else:
             found.append(User(entry.pw_name, uid, entry.pw_gid))
     return found
+
+
+def _is_owned(folder: Path, uid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.lstat(folder).st_uid == uid
+    return False
 
 
 def gather(base: Path) -> list[Row]:

@@ -308,7 +308,7 @@ class _Run:
     def places_of_images(self, stale: tuple[StaleLease, ...]) -> None:
         """Deletes what steps of jobs that are over left of images of registries."""
         staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
-        for path in place.leftover(self.node.places, staying):
+        for path in place.leftover(self.node.places, staying, self.node.clock.wall()):
             path.unlink(missing_ok=True)
         kept.tidy(self.node.cache, self.node.clock.wall())
 

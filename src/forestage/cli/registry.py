@@ -40,11 +40,19 @@ def _say(text: str) -> None:
 def get(world: "World", uri: str) -> None:
     """Print the path of a squashfs file of the image, imported if need be.
 
-    For pyxis' importer, forestage-importer, in a job's step and as its user.
+    For pyxis' importer, forestage-importer, in a job's step and as its user. Ends with status 10
+    where enroot has tried to import it, and failed.
     """
     from forestage.admin import registry as work
+    from forestage.errors import Declined
 
-    click.echo(work.get(_config(world), uri, os.environ, _host(), _say))
+    try:
+        click.echo(work.get(_config(world), uri, os.environ, _host(), _say))
+    except Declined as error:
+        if error.reason not in work.TRIED:
+            raise
+        _say(str(error))
+        raise click.exceptions.Exit(Exit.TRIED) from None
 
 
 @registry.command("import")

@@ -60,6 +60,7 @@ class Exit(IntEnum):
     BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
     SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
     REFUSED = 9, "Slurm's configuration was not changed: it was said what to do by hand."
+    TRIED = 10, "enroot tried to import the image, and failed."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."
 

@@ -12,13 +12,11 @@ companion (src/spank/later.c). It ends when nobody waits any more, and the worke
 import contextlib
 import os
 import pwd
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -29,6 +27,7 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
+from forestage.hooks.waiting import Nobody, Tasks, Waiting
 from forestage.registry import kept, place, worker
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
@@ -41,11 +40,9 @@ from forestage.through.keeper import tell
 from forestage.units import printable
 
 PROCESS_NAME = "forestage-image"  # in ps(1)
+FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
+SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
 START = 10.0  # seconds until the process stands on its own
-FIRST = 60.0  # seconds in which the first task must come: other plugins' user_init goes before
-LAST = 5.0  # seconds from the last task's end; another may come a little later
-TURN = 0.25  # seconds between two looks who waits
-MOST_TASKS = 1024  # that wait at once
 GUESS = 60.0  # seconds for what a Prolog has looked for
 PATIENCE = 30.0  # seconds for the word of the node that resolves for all
 
@@ -128,7 +125,10 @@ def _serve(
     node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: socket.socket
 ) -> None:
     """All that is done for a step."""
-    with Tasks(path) as tasks:
+    # After us the helper may stage what else the job names, within its own limit.
+    first = FIRST + float(asked.timeout if asked.timeout.isdigit() else 0)
+    child.adopt_orphans()
+    with Tasks(path, first) as tasks:
         child.let_go({hook.fileno(), tasks.listener.fileno(), asked.environment})
         tell(hook, "begun")
         hook.close()
@@ -145,6 +145,7 @@ def _serve(
 def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
     """All that is done for a Prolog."""
     child.leave_job()
+    child.adopt_orphans()
     child.let_go({hook.fileno()})
     tell(hook, "begun")
     hook.close()
@@ -168,7 +169,7 @@ def _failed(job: Job, hook: socket.socket, error: BaseException | None) -> None:
     log.say(f"step job={job.id} step={job.step} result=failed detail={error!r}", by_slurm=True)
 
 
-def _answer(node: Node, job: Job, asked: Asked, tasks: "Waiting") -> Answer:
+def _answer(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """What the request comes to; never raises for what a registry, a user or the disk does."""
     start = node.clock.monotonic()
     try:
@@ -191,21 +192,41 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
         return ""
     if outcome.image:
         return f"{outcome.request} is read from {outcome.image}: {outcome.detail}"
-    return f"{outcome.request} is imported for this step alone: {outcome.detail}"
+    return f"{outcome.request} is left to enroot, for this step alone: {outcome.detail}"
 
 
 def _short(digest: str) -> str:
     return digest[:19]  # as docker shows one, behind its sha256:
 
 
-def _obtained(node: Node, job: Job, asked: Asked, tasks: "Waiting") -> Answer:
+def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     order = order_of(node, job, asked)
+    try:
+        meant, found = _worked(node, job, asked, order, tasks)
+    finally:
+        # Of what the worker runs a user's words are part: nothing of it outlives it, in whatever
+        # session it is. Before anything of ours is started that has to live on.
+        child.end_descendants()
+    if isinstance(found, str):
+        answer = _staged(node, job, found, asked, tasks)
+        if order.ask and answer.image:
+            kept.note(node.cache, job.user, meant.name, answer.image)
+    else:
+        answer = found
+    outcome = msgspec.structs.replace(answer.outcome, digest=meant.digest)
+    return msgspec.structs.replace(answer, outcome=outcome)
+
+
+def _worked(
+    node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting
+) -> tuple[Resolved, Answer | str]:
+    """What the reference means, and the path of the image, or the answer where the node has it."""
     tells = node.config.user_messages != "none" and step.is_first_node(job)
     meant = Resolved("", "")
     with worker.start(job.user, order, asked.environment) as at_work:
         if asked.step:
-            with contextlib.suppress(OSError):  # bounded and killed with the step by Slurm
+            with contextlib.suppress(OSError):  # bounded by what the job may take
                 child.join(at_work.pid, asked.step)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
@@ -213,23 +234,15 @@ def _obtained(node: Node, job: Job, asked: Asked, tasks: "Waiting") -> Answer:
                 has = kept.find(node.cache, job.user, word.name) if order.ask else None
                 answer = has and image.kept(node, job, asked.request, has, _limit(node, job, asked))
                 if answer:
-                    return _with_digest(answer, meant)
+                    return meant, answer
                 at_work.go()
             elif isinstance(word, Present):
-                answer = _staged(node, job, word.path, asked, tasks)
-                if order.ask and answer.image:
-                    kept.note(node.cache, job.user, meant.name, answer.image)
-                return _with_digest(answer, meant)
+                return meant, word.path
             elif isinstance(word, Refused):
                 raise Declined(printable(word.reason), printable(word.detail))
             elif tells:
                 tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
-
-
-def _with_digest(answer: Answer, meant: Resolved) -> Answer:
-    outcome = msgspec.structs.replace(answer.outcome, digest=meant.digest)
-    return msgspec.structs.replace(answer, outcome=outcome)
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:
@@ -251,7 +264,8 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
     """What the worker is to do; without a store it imports to this node. Raises Failed, OSError."""
     config = node.config
     store = config.registry.store
-    listed = job.nodelist if asked.batch else job.step_nodelist or job.nodelist
+    # Of the step: in a batch job, too, the job's first node may have no part in it.
+    listed = job.step_nodelist or job.nodelist
     first = next(iter(nodelist.expand(listed)), job.node) if listed else job.node
     return Order(
         reference=asked.request.path,
@@ -269,18 +283,28 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
     )
 
 
-def _words(at_work: Worker, tasks: "Waiting") -> Iterator[Word]:
-    """What the worker says, until it ends. Raises Declined once nobody waits for it any more."""
+def _words(at_work: Worker, tasks: Waiting) -> Iterator[Word]:
+    """What the worker says, until it ends.
+
+    Raises Declined once nobody waits for it any more, or where it says nothing for too long.
+    """
+    heard = time.monotonic()
     while True:
-        yield from at_work.words()
+        for word in at_work.words():
+            heard = time.monotonic()
+            yield word
         if at_work.ended:
             return
         tasks.wait(at_work.fd)
         if tasks.have_gone:
             raise Declined("stopped", "the step has ended, nobody waits for its image")
+        if time.monotonic() - heard > SILENT:
+            raise Declined(
+                "source-hangs", f"the store or the registry was silent for {SILENT:.0f} s"
+            )
 
 
-def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: "Waiting") -> Answer:
+def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Waiting) -> Answer:
     """The file, as any other that a user names: only where they may read it."""
     if node.config.registry.store is None:
         own = (*node.config.sources, str(kept.directory(node.cache)))
@@ -305,104 +329,3 @@ def _fields(node: Node, job: Job, answer: Answer) -> tuple[str, ...]:
     except OSError as error:
         return "leave", printable(str(error))
     return (*words[:2], found.path, *map(str, found.facts), words[-1])
-
-
-class Waiting(Protocol):
-    """Who waits for the image."""
-
-    @property
-    def have_gone(self) -> bool: ...
-    def wait(self, fd: int) -> None: ...
-    def speak(self, text: str) -> None: ...
-
-
-class Nobody:
-    """In the place of tasks where none are there yet: for so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
-
-    @property
-    def have_gone(self) -> bool:
-        return time.monotonic() > self.end
-
-    def wait(self, fd: int) -> None:
-        select.select([fd], [], [], TURN)
-
-    def speak(self, text: str) -> None:
-        """Nobody reads it."""
-
-
-class Tasks:
-    """The tasks that wait at a socket. Each hears all that was said, whenever it came."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.unlink(missing_ok=True)  # of a step of that number before a requeue
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mask = os.umask(0o177)
-        self.listener.bind(os.fspath(path))
-        os.umask(mask)
-        self.listener.listen(128)
-        self.listener.setblocking(False)
-        self.connections: list[socket.socket] = []
-        self.lines: list[bytes] = []
-        self.alone, self.limit = time.monotonic(), FIRST
-
-    def __enter__(self) -> "Tasks":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.path.unlink(missing_ok=True)
-        for one in (*self.connections, self.listener):
-            one.close()
-
-    @property
-    def have_gone(self) -> bool:
-        """Whether nobody waits any more, or nobody came."""
-        return not self.connections and time.monotonic() - self.alone > self.limit
-
-    def wait(self, fd: int) -> None:
-        """Waits a moment for something to read at `fd`, if that is one, or for another task."""
-        poll = select.poll()
-        for one in (*self.connections, self.listener):
-            poll.register(one.fileno(), select.POLLIN)
-        if fd >= 0:
-            poll.register(fd, select.POLLIN)
-        ready = {number for number, _ in poll.poll(TURN * 1000)}
-        for one in [one for one in self.connections if one.fileno() in ready]:
-            self._drop(one)  # a task says nothing: it has ended
-        if self.listener.fileno() in ready and len(self.connections) < MOST_TASKS:
-            self._accept()
-        if self.connections:
-            self.alone, self.limit = time.monotonic(), LAST
-
-    def speak(self, text: str) -> None:
-        """A line for the user, which the first task on the node writes."""
-        self.say("say", f"forestage: {printable(text)}")
-
-    def say(self, *fields: str) -> None:
-        """A line of the helper's language (hooks/step.py)."""
-        line = "\t".join(fields).encode(errors="backslashreplace")
-        self.lines.append(line)
-        for one in [*self.connections]:
-            self._send(one, line)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            made, _ = self.listener.accept()
-            made.setblocking(False)
-            self.connections.append(made)
-            for line in self.lines:
-                self._send(made, line)
-
-    def _send(self, one: socket.socket, line: bytes) -> None:
-        try:
-            one.send(line, socket.MSG_NOSIGNAL)
-        except OSError:  # it has ended, or reads nothing
-            self._drop(one)
-
-    def _drop(self, one: socket.socket) -> None:
-        if one in self.connections:
-            self.connections.remove(one)
-            one.close()

@@ -44,7 +44,7 @@ PYXIS_TELLS = frozenset(
 AS_DECIDED = frozenset(
     (
         *("registry", "outside-sources", "too-large", "below-bind"),
-        *("off", "disabled", "config", "set-id", "unlisted"),
+        *("off", "disabled", "config", "set-id", "unlisted", "container"),
     )
 )
 

@@ -10,6 +10,7 @@ the record says which entry stands for the name, for this user alone.
 import contextlib
 import os
 import stat
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from forestage.errors import Failed
 from forestage.system import records
 from forestage.system.as_user import User
 
+MOST = 1000  # names looked at in one directory
 UNUSED = 86400.0  # seconds after which a file that became no entry goes
 
 
@@ -40,15 +42,21 @@ def prepare(cache: Cache, user: User) -> Path:
     own = above / str(user.uid)
     with contextlib.suppress(FileExistsError):
         own.mkdir(mode=0o700)
-        os.chown(own, user.uid, user.gid)
+    # Also of a process that was killed here. Nobody else can make or replace it.
+    os.chown(own, user.uid, user.gid, follow_symlinks=False)
     return above
 
 
 def note(cache: Cache, user: User, name: str, image: Image) -> None:
-    """Notes what a name stands for. Raises OSError."""
-    record = _record(cache, user.uid, name)
-    record.parent.mkdir(mode=0o700, exist_ok=True)
-    records.write(record, msgspec.json.encode(image))
+    """Notes what a name stands for, if that is the file which its worker made. Raises OSError.
+
+    A worker may name any file that its user can read; and what lies at the name may lead elsewhere.
+    """
+    imported = directory(cache) / str(user.uid) / f"{name}.sqsh"
+    if image.path == os.fspath(imported) and image.access.uid == user.uid:
+        record = _record(cache, user.uid, name)
+        record.parent.mkdir(mode=0o700, exist_ok=True)
+        records.write(record, msgspec.json.encode(image))
 
 
 def find(cache: Cache, user: User, name: str) -> Image | None:
@@ -65,37 +73,42 @@ def tidy(cache: Cache, now: float) -> None:
 
     Raises OSError.
     """
-    for record in _files(cache.root / "imported"):
-        with contextlib.suppress(records.Damaged):
-            image = records.load(record, Image)
-            if cache.read(image.key) is not None:
-                _delete(Path(image.path))
-            elif not os.path.lexists(image.path):
+    for record in _some(cache.root / "imported"):
+        uid, _, name = record.name.removesuffix(".json").partition("-")
+        with contextlib.suppress(records.Damaged, FileNotFoundError):
+            entry = cache.read(records.load(record, Image).key)
+            if entry is not None:
+                _delete(cache, uid, f"{name}.sqsh")
+            elif not os.path.lexists(directory(cache) / uid / f"{name}.sqsh"):
                 record.unlink(missing_ok=True)
-    for own in _files(directory(cache)):
-        for file in _files(own):
-            if now - os.lstat(file).st_mtime > UNUSED:
-                _delete(file)
+    for own in _some(directory(cache)):
+        for file in _some(own):
+            with contextlib.suppress(FileNotFoundError):
+                if now - os.lstat(file).st_mtime > UNUSED:
+                    _delete(cache, own.name, file.name)
 
 
 def _record(cache: Cache, uid: int, name: str) -> Path:
     return cache.root / "imported" / f"{uid}-{name}.json"
 
 
-def _delete(file: Path) -> None:
-    """Deletes a name in a user's own directory, whatever it is by now; no link is followed.
+def _delete(cache: Cache, uid: str, name: str) -> None:
+    """Deletes a name in a user's directory of imports, whatever the user has made of it by now.
 
-    The directory is not the user's to replace. What is no file is left to a person.
+    By descriptors from a directory of root's on: the user's own cannot be another, and no link is
+    followed. What is no file is left to a person.
     """
-    with contextlib.suppress(OSError):
-        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.unlink(file.name, dir_fd=folder)
-        finally:
-            os.close(folder)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        above = os.open(directory(cache), flags)
+        opened.callback(os.close, above)
+        own = os.open(uid, flags, dir_fd=above)
+        opened.callback(os.close, own)
+        os.unlink(name, dir_fd=own)
 
 
-def _files(folder: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return list(folder.iterdir())
+def _some(folder: Path) -> list[Path]:
+    """What lies in a directory: of one that a user has filled, so much that it holds nobody up."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+        return [Path(one.path) for one in islice(found, MOST)]
     return []

@@ -14,6 +14,7 @@ import msgspec
 
 from forestage.paths import Places
 
+OLD = 86400.0  # seconds; no import takes so long
 MODE = 0o444  # a user finds their step's, and reads what is bound over it as its own mode lets them
 
 
@@ -50,10 +51,17 @@ def forget(places: Places, job: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def leftover(places: Places, jobs: frozenset[int]) -> list[Path]:
-    """Those of steps whose job is none of `jobs`. Raises OSError."""
+def leftover(places: Places, jobs: frozenset[int], now: float) -> list[Path]:
+    """What is old there, and of a step whose job is none of `jobs`. Raises OSError.
+
+    A step whose image is still being imported holds no lease.
+    """
     with contextlib.suppress(FileNotFoundError):
-        return [path for path in sorted(places.images.iterdir()) if not _is_of(path.name, jobs)]
+        return [
+            path
+            for path in sorted(places.images.iterdir())
+            if not _is_of(path.name, jobs) and now - os.lstat(path).st_mtime > OLD
+        ]
     return []
 
 

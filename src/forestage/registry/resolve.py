@@ -7,7 +7,7 @@ to be asked goes to curl's stdin.
 
     HEAD manifests/TAG        200 with Docker-Content-Digest: that is it
       401, the first time     a token as enroot gets it, or Basic; then again
-      404, 405, 406, 501, or
+      403, 404, 405, 406, 5xx, or
       200 without a digest    GET, and the SHA-256 of what comes
       429                     again after Retry-After, as long as that is PATIENCE in all
 """
@@ -44,7 +44,7 @@ PAUSE = 5.0  # seconds, where a 429 names none
 ECHO = 60.0  # seconds for the command that a password is; its output is kept in memory
 CONNECT = 30.0  # seconds, enroot's default
 
-NO_HEAD = (404, 405, 406, 501)
+NO_HEAD = (403, 404, 405, 406)  # and all above 499: enroot asks by GET
 """What registries answer to a HEAD, or to one of the types in ACCEPT, that they do not know."""
 
 # curl's exit codes that say that what was answered or named makes no sense; others: no connection.
@@ -93,7 +93,7 @@ class _Asking:
             answer, asked = self._send(method, url, proof, MANIFEST)
             if answer.status == 401 and proof is None:
                 proof = self._prove(answer, asked)
-            elif method == "HEAD" and (answer.status in NO_HEAD or _says_nothing(answer)):
+            elif method == "HEAD" and (_is_for_get(answer.status) or _says_nothing(answer)):
                 method = "GET"
             elif answer.status == 200:
                 return answer.digest if method == "HEAD" else self._hashed(answer)
@@ -241,6 +241,11 @@ class _Asking:
             reason = "registry-odd" if ran.code in _ODD else "registry-silent"
             raise self.refused(reason, f"does not answer: {_said(ran)}")
         return answers.parse(ran.out)
+
+
+def _is_for_get(status: int) -> bool:
+    """Pure: whether a HEAD that was answered so says nothing of what a GET would get."""
+    return status in NO_HEAD or status >= 500
 
 
 def _says_nothing(answer: Answer) -> bool:

@@ -68,7 +68,7 @@ def understood(order: Order, clock: Clock) -> Task:
     meant = reference.parse(order.reference)
     environ = environment.read(_environment(order.environ_fd))
     settings = environment.settings(environ, Deadline.after(SETTINGS, clock))
-    must_be_wanted(order.container, settings)
+    must_be_wanted(order, settings)
     return Task(order, meant, settings, _jobs(order.job, environ))
 
 
@@ -82,16 +82,20 @@ def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(".".join((around[0], name, around[1])) for name in names if name)
 
 
-def must_be_wanted(container: str, settings: Settings) -> None:
+def must_be_wanted(order: Order, settings: Settings) -> None:
     """Raises Declined where the step's container is there: pyxis does not look at its image then.
 
-    Its name is what stands before a colon (pyxis' args.c), and the job's number may be part of it.
+    Its name is what stands before a colon (pyxis' args.c); with container_scope=job, the job's
+    number is part of the container's own (pyxis_slurmstepd.c).
     """
-    name = container.partition(":")[0]
-    data = settings.variables.get("ENROOT_DATA_PATH", "")
-    if not (name and data) or "/" in name:
+    name, job = order.container.partition(":")[0], order.job.partition(".")[0]
+    given, home = settings.variables, settings.variables.get("HOME", "")
+    # As enroot has it where nobody says anything else.
+    data = given.get("XDG_DATA_HOME") or f"{home}/.local/share"
+    place = Path(given.get("ENROOT_DATA_PATH") or f"{data}/enroot")
+    if not name or "/" in name:
         return
-    if Path(data, f"pyxis_{name}").is_dir():
+    if any((place / one).is_dir() for one in (f"pyxis_{name}", f"pyxis_{job}_{name}")):
         raise Declined("container", f"the container {name} is there already")
 
 

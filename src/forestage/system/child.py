@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
+
+ROUNDS, PAUSE = 200, 0.01  # seconds; of looks at what a process has left behind
 
 
 def live(life: Callable[[], None], failed: Callable[[BaseException | None], None]) -> NoReturn:
@@ -98,3 +102,34 @@ def _slurms(root: Path, pid: str) -> list[tuple[Path, str]]:
         for top in (cgroups / name,) if name else (cgroups, cgroups / "unified"):
             found.append((top, path))
     return found
+
+
+def adopt_orphans() -> None:
+    """From now on, what our children leave behind is ours (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    import ctypes  # few processes need it
+
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+def end_descendants(root: Path = Path("/")) -> None:
+    """Kills all that descends from a process that adopts its orphans, whatever session it is in.
+
+    Again and again: what is being killed may fork. For who has started nothing that is to live on.
+    """
+    for _ in range(ROUNDS):
+        living = _children(root / "proc" / str(os.getpid()))
+        if not living:
+            return
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(PAUSE)
+
+
+def _children(proc: Path) -> list[int]:
+    with contextlib.suppress(OSError):
+        texts = [(task / "children").read_text() for task in (proc / "task").iterdir()]
+        return [int(pid) for text in texts for pid in text.split()]
+    return []

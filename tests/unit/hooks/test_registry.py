@@ -12,8 +12,9 @@ import pytest
 
 from forestage.cache.node import Node
 from forestage.events import Handled
-from forestage.hooks import registry
-from forestage.hooks.registry import Asked, Tasks, message, order_of
+from forestage.hooks import waiting
+from forestage.hooks.registry import Asked, message, order_of
+from forestage.hooks.waiting import Tasks
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -29,8 +30,8 @@ def asked() -> Asked:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Iterator[Tasks]:
-    with Tasks(tmp_path / "sock") as waiting:
-        yield waiting
+    with Tasks(tmp_path / "sock", 60.0) as made:
+        yield made
 
 
 def task(tasks: Tasks) -> socket.socket:
@@ -94,8 +95,8 @@ def stored(node: Node) -> Node:
 @pytest.mark.parametrize(
     ("batch", "nodes", "step_nodes", "job", "leads"),
     [
-        (True, "n[1-4]", "n[2-4]", "7", True),
-        (True, "n[0-4]", "n[1-4]", "7", False),
+        (True, "n[0-4]", "n[1-4]", "7", True),  # the job's first node has no part in this step
+        (True, "n[0-4]", "n[0-4]", "7", False),
         (False, "n[0-4]", "n[1-4]", "7.2", True),
         (False, "n[1-4]", "n[0-4]", "7.2", False),
         (False, "", "", "7.2", True),
@@ -138,9 +139,9 @@ def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:
 
 
 def test_socket_of_the_tasks_is_roots_alone_and_goes(tmp_path: Path) -> None:
-    with Tasks(tmp_path / "sock") as waiting:
-        assert waiting.path.stat().st_mode & 0o777 == 0o600
-    assert not waiting.path.exists()
+    with Tasks(tmp_path / "sock", 60.0) as made:
+        assert made.path.stat().st_mode & 0o777 == 0o600
+    assert not made.path.exists()
 
 
 def test_user_text_cannot_begin_another_line(tasks: Tasks) -> None:
@@ -155,7 +156,7 @@ def test_user_text_cannot_begin_another_line(tasks: Tasks) -> None:
 def test_nobody_waits_once_the_last_task_has_gone(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "LAST", 0.0)
+    monkeypatch.setattr(waiting, "LAST", 0.0)
     first, second = task(tasks), task(tasks)
     first.close()
     tasks.wait(-1)
@@ -211,7 +212,7 @@ def handled(**facts: object) -> Handled:
         (
             handled(result="declined", image="", reason="registry-denied", detail="no"),
             "problems",
-            f"{REFERENCE} is imported for this step alone: no",
+            f"{REFERENCE} is left to enroot, for this step alone: no",
         ),
         (
             handled(result="failed", reason="io", detail="disk"),

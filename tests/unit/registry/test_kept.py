@@ -35,8 +35,10 @@ def file(cache: Cache, user: User) -> Path:
 
 
 @pytest.fixture
-def image(make_image: Make, file: Path) -> Image:
-    return make_image(path=str(file))
+def image(make_image: Make, file: Path, user: User) -> Image:
+    found = make_image(path=str(file))
+    access = msgspec.structs.replace(found.access, uid=user.uid)
+    return msgspec.structs.replace(found, access=access)
 
 
 def test_directory_is_beside_the_cache_and_each_users_own(cache: Cache, user: User) -> None:
@@ -87,6 +89,52 @@ def test_entry_that_is_not_proven_since_the_boot_does_not_count(
     publish(image)
     (cache.entry_dir(image.key) / "boot").write_text("another boot")
     assert kept.find(cache, user, NAME) is None
+
+
+@pytest.mark.parametrize("path", ["e/etc/victim", "other.sqsh", "../x/{name}.sqsh", "/etc/victim"])
+def test_path_that_is_not_the_names_own_is_never_noted(
+    cache: Cache, user: User, image: Image, file: Path, path: str
+) -> None:
+    """A worker names what its user likes, and a link may lie at the name."""
+    lies = str(file.parent / path.format(name=NAME))
+    identity = msgspec.structs.replace(image.identity, path=lies)
+    kept.note(cache, user, NAME, msgspec.structs.replace(image, identity=identity))
+    assert not (cache.root / "imported").exists()
+
+
+def test_file_of_another_user_is_never_noted(cache: Cache, user: User, image: Image) -> None:
+    access = msgspec.structs.replace(image.access, uid=user.uid + 1)
+    kept.note(cache, user, NAME, msgspec.structs.replace(image, access=access))
+    assert not (cache.root / "imported").exists()
+
+
+def test_record_cannot_have_a_file_elsewhere_deleted(
+    cache: Cache, user: User, image: Image, file: Path, publish: Publish, tmp_path: Path
+) -> None:
+    """Whatever a record says: only its own name counts."""
+    victim = tmp_path / "victim"
+    victim.write_text("x")
+    kept.note(cache, user, NAME, image)
+    identity = msgspec.structs.replace(image.identity, path=str(victim))
+    lying = msgspec.structs.replace(image, identity=identity)
+    record = cache.root / "imported" / f"{user.uid}-{NAME}.json"
+    record.write_bytes(msgspec.json.encode(lying))
+    publish(lying)
+    kept.tidy(cache, NOW)
+    assert victim.exists()
+    assert not file.exists()
+
+
+def test_own_directory_that_was_swapped_leads_nowhere(
+    cache: Cache, user: User, image: Image, file: Path, publish: Publish, tmp_path: Path
+) -> None:
+    kept.note(cache, user, NAME, image)
+    publish(image)
+    elsewhere = tmp_path / "elsewhere"
+    file.parent.rename(elsewhere)
+    file.parent.symlink_to(elsewhere)
+    kept.tidy(cache, NOW)
+    assert (elsewhere / file.name).exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff" * 9])

@@ -49,10 +49,12 @@ def test_end_of_a_job_takes_its_places_and_no_others(tmp_path: Path) -> None:
 
 def test_places_of_jobs_that_are_over_are_left_over(tmp_path: Path) -> None:
     places = Places(tmp_path)
-    assert place.leftover(places, frozenset()) == []
+    assert place.leftover(places, frozenset(), 0.0) == []
     for job in (7, 8):
         place.make(places, job, 0, 1)
     (places.images / "8.0.sock").touch()
     (places.images / "odd").touch()
-    left = place.leftover(places, frozenset({8}))
+    later = (places.images / "odd").stat().st_mtime + place.OLD
+    assert place.leftover(places, frozenset({8}), later - 60) == []  # an import holds no lease
+    left = place.leftover(places, frozenset({8}), later + 60)
     assert sorted(path.name for path in left) == ["7.0.sqsh", "odd"]

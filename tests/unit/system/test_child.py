@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,3 +134,21 @@ def test_namespaces_of_a_job_are_told_from_the_nodes(
             (tmp_path / "proc" / name / "ns/user").symlink_to(link)
     (tmp_path / "proc/1/comm").write_text(f"{first}\n")
     assert child.is_in_job(tmp_path) is is_in
+
+
+def test_what_left_its_session_and_its_parent_ends_as_well() -> None:
+    """A process that adopts its orphans, a child of it, and a grandchild that the child leaves."""
+    script = """
+import os, subprocess, sys
+from forestage.system import child
+child.adopt_orphans()
+shell = "setsid sleep 4242 </dev/null >/dev/null 2>&1 & echo $!"
+pid = int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE).stdout)
+assert os.path.exists(f"/proc/{pid}")
+child.end_descendants()
+print(open(f"/proc/{pid}/stat").read() if os.path.exists(f"/proc/{pid}") else "gone")
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ran.stdout == "gone\n", ran.stderr
