@@ -24,6 +24,10 @@ SMALL = {
         rf"src_bytes={RATIO}\(2\) t2_over_t1={RATIO} speedup2={RATIO}",
     ),
     "peers-model": (["4"], rf"cpu=\d+s worst_read={RATIO}"),
+    "registry": (
+        ["--nodes", "2", "--rounds", "1", "--steps", "1", "--mib", "1", "--mbyte", "100"],
+        f"first={RATIO} warm={RATIO} pulls={RATIO}",
+    ),
     "scale": (
         ["100", "20"],
         rf"hit_100_over_10={RATIO} plan_100_ms=\d+ copies_1=1 copies_20=20 work_20_over_1={RATIO}",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ STORE = "/shared/store"
 GATE = "/shared/gate"  # imports wait for it where a job has STANDIN_WAIT
 OS_RELEASE = "etc/os-release"
 PROGRAMS = ("sh", "cat", "sleep", "true")
+MIB = 1 << 20
 
 
 class Registry:
@@ -31,9 +34,16 @@ class Registry:
         self._process = process
         self.host: str = self._ask("host")
 
-    def push(self, name: str, content: str) -> str:
-        """An image in which `cat /etc/os-release` says NAME="<content>"; returns its digest."""
-        return str(self._ask("push", name, content))
+    def push(self, name: str, content: str, mib: int = 0) -> str:
+        """An image in which `cat /etc/os-release` says NAME="<content>"; returns its digest.
+
+        `mib`: with the files of `padding` in it.
+        """
+        return str(self._ask("push", name, content, mib))
+
+    def slow(self, rate: float) -> None:
+        """Gives so many bytes of a layer a second, to each who asks."""
+        self._ask("slow", rate)
 
     def says(self, method: str, status: int, times: int = -1, **headers: str) -> None:
         """Answers requests for manifests so, `times` times."""
@@ -63,6 +73,12 @@ class Registry:
         line = self._process.stdout.readline()
         assert line, f"the registry died at {words}"
         return json.loads(line)
+
+
+def padding(mib: int) -> Mapping[str, bytes]:
+    """Files of 1 MiB, by name, that cannot be compressed."""
+    chance = random.Random(mib)
+    return {f"padding/{number}": chance.randbytes(MIB) for number in range(mib)}
 
 
 @contextlib.contextmanager
@@ -109,14 +125,22 @@ class _Server:
     def host(self) -> str:
         return str(self.registry.host)
 
-    def push(self, name: str, content: str) -> str:
-        files = {OS_RELEASE: f'NAME="{content}"\n'.encode()}
+    def push(self, name: str, content: str, mib: int) -> str:
+        files = {OS_RELEASE: f'NAME="{content}"\n'.encode(), **padding(mib)}
         files |= _runnable(self.folder)
         return str(self.registry.push(name, files))
 
     def says(self, method: str, status: int, times: int, headers: dict[str, str]) -> None:
         answer = self.module.says(status, **headers)
         self.registry.front.on(method, "/v2/.*/manifests/.*", answer, times)
+
+    def slow(self, rate: float) -> None:
+        def slowed(seen: Any, behind: Any) -> Any:
+            reply = behind()
+            time.sleep(len(reply.body) / rate)
+            return reply
+
+        self.registry.front.on("GET", "/v2/.*/blobs/.*", slowed)
 
     def behaves(self) -> None:
         front = self.registry.front
