@@ -129,11 +129,8 @@ def bring(config: Config, text: str, environ: Mapping[str, str], host: str, say:
 
 def obtain(order: Order, environ: Mapping[str, str], say: Say) -> str:
     """Has a worker, as who we are, carry an order out; returns the path. Raises Declined."""
-    fd = os.memfd_create("environ")
+    fd = worker.keep_environment(environ)
     try:
-        with os.fdopen(os.dup(fd), "wb") as file:
-            for name, value in environ.items():
-                file.write(os.fsencode(f"{name}={value}") + b"\0")
         at_work = worker.start(None, order, fd)
     finally:
         os.close(fd)

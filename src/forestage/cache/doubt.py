@@ -98,7 +98,7 @@ def look(places: Places, cache: Cache, clock: Clock) -> None:
 
 
 def look_at_media(places: Places, cache: Cache, clock: Clock) -> None:
-    """The same for the media errors that the NVMe itself counts. It starts a program: nvme(1)."""
+    """Doubts the disk where its NVMe counts new media errors. It starts a program: nvme(1)."""
     from forestage.system import run  # not in hooks: it loads subprocess
 
     with contextlib.suppress(OSError, Failed):  # not installed, most likely

@@ -40,7 +40,7 @@ def findings(files: Files, pyxis: Plugin, config: Config, origin: str) -> Iterat
             "No image of a registry can be imported, and no container starts",
             "install enroot on every node",
         )
-    if config.start != "through" and config.redirect != "spank":
+    if config.redirect != "spank":
         yield Finding(
             "registry-no-spank",
             "warning",

@@ -9,7 +9,6 @@ It is whole in the end, or raises: nothing is left out in silence.
 
 import codecs
 import contextlib
-import ctypes
 import os
 import queue
 import resource
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from forestage.errors import Declined
-from forestage.system import as_user
+from forestage.system import as_user, child
 from forestage.system.as_user import User
 from forestage.units import printable
 
@@ -48,10 +47,8 @@ def confine(root: int, user: User) -> None:
     os.setgroups(groups)
     os.setresgid(user.gid, user.gid, user.gid)
     os.setresuid(user.uid, user.uid, user.uid)
-    libc = ctypes.CDLL(None, use_errno=True)
-    for option, value in ((_PR_SET_NO_NEW_PRIVS, 1), (_PR_SET_DUMPABLE, 0)):
-        if libc.prctl(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl")
+    child.control(_PR_SET_NO_NEW_PRIVS, 1)
+    child.control(_PR_SET_DUMPABLE, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.umask(0o077)
 

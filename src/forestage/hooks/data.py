@@ -83,7 +83,7 @@ def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
 
 
 def _absolute(job: Job, request: Request) -> Request:
-    """The same, from wherever a step looks: steps may have another directory than the job."""
+    """A request with its path absolute: steps may have another directory than their job."""
     with contextlib.suppress(Declined):  # it gets its own outcome
         return msgspec.structs.replace(request, path=images.wanted_path(request, job.work_dir))
     return request

@@ -31,7 +31,6 @@ from forestage.hooks.waiting import Nobody, Tasks, Waiting
 from forestage.registry import kept, place, worker
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
-from forestage.slurm import nodelist
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import child
@@ -149,19 +148,17 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socke
     child.let_go({hook.fileno()})
     tell(hook, "begun")
     hook.close()
-    environment = os.memfd_create("environment")
-    os.write(environment, _environment(job.user))
+    environment = worker.keep_environment(_variables(job.user))
     asked = Asked(request, environment, 0, batch=True, container="", timeout="")
     answer = _answer(node, job, asked, Nobody(GUESS))
     if answer.image:
         report([answer.outcome])
 
 
-def _environment(user: User) -> bytes:
+def _variables(user: User) -> Mapping[str, str]:
     """What a user's login would have, as far as enroot's configuration goes by it."""
     found = pwd.getpwuid(user.uid)
-    variables = {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name}
-    return "".join(f"{name}={value}\0" for name, value in variables.items()).encode()
+    return {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name}
 
 
 def _failed(job: Job, hook: socket.socket, error: BaseException | None) -> None:
@@ -253,25 +250,21 @@ def _progress(request: Request, word: Progress | Importing) -> str:
     """Pure."""
     if isinstance(word, Progress):
         return f"{request.path}: {word.text}"
-    return (
-        f"{request.path} is being imported by {word.where}"
-        if word.where
-        else (f"{request.path} is being imported, once for all nodes")
-    )
+    by = f" by {word.where}" if word.where else ", once for all nodes"
+    return f"{request.path} is being imported{by}"
 
 
 def order_of(node: Node, job: Job, asked: Asked) -> Order:
     """What the worker is to do; without a store it imports to this node. Raises Failed, OSError."""
     config = node.config
     store = config.registry.store
-    # Of the step: in a batch job, too, the job's first node may have no part in it.
-    listed = job.step_nodelist or job.nodelist
-    first = next(iter(nodelist.expand(listed)), job.node) if listed else job.node
     return Order(
         reference=asked.request.path,
         directory=store or str(kept.prepare(node.cache, job.user)),
         job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
-        leads=store is None or first == job.node,  # else there is no record that nodes share
+        # Of the step: in a batch job, too, the job's first node may have no part in it. Without a
+        # store there is no record that nodes share.
+        leads=store is None or step.is_first_node(job),
         patience=PATIENCE,
         ask=store is None,
         offline=config.registry.offline,

@@ -7,6 +7,7 @@ outlive who started it no longer than its stdin stays open.
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 
 import msgspec
 
@@ -88,6 +89,15 @@ class Worker:
         if self._bytes > MOST or len(self._read) >= words.LONGEST:
             raise Odd("it says more than any worker has to say")
         return [line + b"\n" for line in lines]
+
+
+def keep_environment(variables: Mapping[str, str]) -> int:
+    """Returns a descriptor of a job's environment, NUL after each entry, in memory."""
+    fd = os.memfd_create("environment")
+    with os.fdopen(os.dup(fd), "wb") as file:
+        for name, value in variables.items():
+            file.write(os.fsencode(f"{name}={value}") + b"\0")
+    return fd
 
 
 def start(user: User | None, order: Order, environ_fd: int) -> Worker:

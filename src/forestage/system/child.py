@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
+_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ROUNDS, PAUSE = 200, 0.01  # seconds; of looks at what a process has left behind
 
 
@@ -105,10 +106,17 @@ def _slurms(root: Path, pid: str) -> list[tuple[Path, str]]:
 
 
 def adopt_orphans() -> None:
-    """From now on, what our children leave behind is ours (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    """From now on, what our children leave behind is ours. Raises OSError."""
+    control(_SET_CHILD_SUBREAPER, 1)
+
+
+def control(option: int, value: int) -> None:
+    """prctl(2). Raises OSError."""
     import ctypes  # few processes need it
 
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def end_descendants(root: Path = Path("/")) -> None:

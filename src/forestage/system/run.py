@@ -58,7 +58,7 @@ def start_as(
     where setpriv is missing.
     """
     return _popen(
-        [*_as(user), "--", *argv],
+        [*_as(user), NO_PRIVS, "--", *argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
@@ -120,10 +120,9 @@ def start_piped(user: User | None, argv: Sequence[str], pass_fds: Sequence[int])
     For a user all three ids are theirs, and it has no privilege; without one it runs as who we are.
     It may outlive us: it ends when its stdin does. Raises Failed without setpriv.
     """
-    # Not no_new_privs: enroot's import needs the file capabilities of two programs of its own.
-    who = [one for one in _as(user) if one != NO_PRIVS] if user else []
     process = _popen(
-        [*who, "--", *argv] if user else argv,
+        # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
+        [*_as(user), "--", *argv] if user else argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -142,8 +141,7 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
     missing.
     """
     _must_be_one_user(argv[0])
-    if not which(argv[0]):
-        raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
+    _must_be_installed(argv[0])
     process = _popen(
         [*DIES_WITH_US, *argv],
         stdin=subprocess.DEVNULL,
@@ -188,7 +186,7 @@ def _session(pid: int) -> int:
 def _as(user: User) -> tuple[str, ...]:
     ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
     groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
-    return ("setpriv", *ids, groups, NO_PRIVS, "--inh-caps=-all")
+    return ("setpriv", *ids, groups, "--inh-caps=-all")
 
 
 def run(
@@ -203,8 +201,7 @@ def run(
     It is killed once `stop` is set, or after `timeout` seconds. `variables` are added to its
     environment. Raises Failed where the program is missing.
     """
-    if not which(argv[0]):
-        raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
+    _must_be_installed(argv[0])
     process = _popen(
         [*DIES_WITH_US, *argv],
         stdin=subprocess.DEVNULL,
@@ -253,13 +250,18 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
     if not which(argv[0]):
         raise Declined("program", f"{argv[0]} is not installed on this node")
     process = _popen(
-        [*_as(user), "--pdeathsig", "KILL", "--", *argv],
+        [*_as(user), NO_PRIVS, "--pdeathsig", "KILL", "--", *argv],
         stdin=source,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=ENVIRONMENT,
     )
     return Filter(process)
+
+
+def _must_be_installed(program: str) -> None:
+    if not which(program):
+        raise Failed("program", f"{program} is not installed", "install it on every node")
 
 
 def _must_be_one_user(program: str) -> None:
@@ -288,8 +290,7 @@ def run_here(
     again.
     """
     _must_be_one_user(argv[0])
-    if not which(argv[0]):
-        raise Failed("program", f"{argv[0]} is not installed", "install it on every node")
+    _must_be_installed(argv[0])
     source = os.memfd_create("given")  # no pipe: nobody has to write while the other end reads
     try:
         os.write(source, given)
