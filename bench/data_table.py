@@ -16,7 +16,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +26,11 @@ sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
 import data_nodes  # noqa: E402
 from data_place import KIB, LARGE, LARGEST, SMALLEST, Place, fill, made, reap  # noqa: E402
-from host import exit_on_sigterm  # noqa: E402
+from memory import MEMORY, printed  # noqa: E402
 
 from forestage.system import mounts  # noqa: E402
 from node import ALICE  # noqa: E402
 
-MEMORY = Path("/mnt")  # there on every Linux; covered in this program's own namespace only
 GIB = 1 << 30
 READERS = 8  # processes of an epoch, as data loaders have them
 OURS, HIT, SHOWN = "ours", "  a further job's", "  a step's look"
@@ -253,16 +251,7 @@ def _link_few(files: Path, count: int) -> None:
 
 
 def main() -> int:
-    options = _options()
-    exit_on_sigterm()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", MEMORY], check=True)
-    tempfile.tempdir = str(MEMORY)
-    try:
-        for line in run(options, MEMORY):
-            print(line, flush=True)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return printed(run(_options(), MEMORY))
 
 
 def _options() -> argparse.Namespace:

@@ -24,7 +24,6 @@ import contextlib
 import hashlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,8 +36,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
 from cluster import Cluster, ClusterError  # noqa: E402
-from host import exit_on_sigterm, wait_until  # noqa: E402
+from host import wait_until  # noqa: E402
 from jobs import CACHE, HOOK, HOOK_LOG, Site  # noqa: E402
+from memory import printed  # noqa: E402
 from spec import ALICE, ClusterSpec, plugstack_conf  # noqa: E402
 from steps import accompanied  # noqa: E402
 
@@ -52,7 +52,6 @@ from registry import (  # noqa: E402
     with_importer,
 )
 
-MEMORY = Path("/mnt")  # there on every Linux; covered in this program's own namespace only
 NVME, LAYERS = "/mnt/nvme", "/mnt/nvme/layers"
 IMAGE = "team/tool:1"
 PYXIS = "required {state}/pyxis.so"
@@ -270,16 +269,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def main() -> int:
-    options = _options()
-    exit_on_sigterm()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", MEMORY], check=True)
-    tempfile.tempdir = str(MEMORY)
-    try:
-        for line in run(options):
-            print(line, flush=True)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return printed(run(_options()))
 
 
 def _options() -> argparse.Namespace:

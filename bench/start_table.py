@@ -37,8 +37,9 @@ import start_readers  # noqa: E402
 import start_source  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import Fleet, networked  # noqa: E402
-from host import exit_on_sigterm, wait_until  # noqa: E402
+from host import wait_until  # noqa: E402
 from jobs import CACHE, HOOK, HOOK_LOG, Site, hooked  # noqa: E402
+from memory import printed  # noqa: E402
 from spec import ClusterSpec, Net, plugstack_conf  # noqa: E402
 from start_image import MIB, PROGRAM, Startable  # noqa: E402
 
@@ -46,7 +47,6 @@ from forestage import events  # noqa: E402
 from forestage.cache.part import PROCESS_NAME  # noqa: E402
 
 STAGER = PROCESS_NAME[:15]  # as the kernel keeps it
-MEMORY = Path("/mnt")  # there on every Linux; covered in this program's own namespace only
 NVME, UNPACKED, LUSTRE = "/mnt/nvme", "/mnt/nvme/unpacked", "/lustre"
 MODES = ("squashfuse", "unpack")
 PYXIS = {
@@ -302,16 +302,7 @@ def summary(found: Mapping[str, Runs], size: int, nodes: int) -> str:
 
 
 def main() -> int:
-    options = _options()
-    exit_on_sigterm()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", MEMORY], check=True)
-    tempfile.tempdir = str(MEMORY)
-    try:
-        for line in run(options):
-            print(line, flush=True)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return printed(run(_options()))
 
 
 def _options() -> argparse.Namespace:
