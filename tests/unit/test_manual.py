@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -16,6 +17,11 @@ from forestage.cli.main import main
 REPO = Path(__file__).parents[2]
 PAGES = REPO / "packaging/man"
 DOCS = (REPO / "README.md", *sorted((REPO / "docs").glob("*.md")))
+LINKED = (
+    *sorted((REPO / "docs").rglob("*.md")),
+    *sorted(REPO.glob("*.md")),
+    REPO / "tests/README.md",
+)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +72,32 @@ def test_command_in_the_documents_exists(page: Path) -> None:
                 assert word.partition("=")[0] in options | {"--help", "-h"}, words
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_link_in_the_documents_leads_to_a_file(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", page.read_text()):
-        assert not target or "://" in target or (page.parent / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get: lower case, hyphens for spaces, a number if twice."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(REPO)))
+def test_link_in_the_documents_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if "://" in name:
+            continue
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), (name, anchor)
+
+
+def test_link_to_a_heading_that_is_there_twice_has_a_number(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# `a: b`, and [c](d.md)\n\n## What\n\n## What\n")
+    assert anchors(page) == {"a-b-and-c", "what", "what-1"}
 
 
 def test_safety_rule_names_a_test_that_exists() -> None:
