@@ -125,7 +125,7 @@ def summary(results: Results, size: int) -> str:
 
 def hostile(fleet: Fleet, nodes: int, mib: int) -> Iterator[str]:
     """How long the healthy nodes took when others had bad luck; all of theirs was right."""
-    yield "| bad luck | s | x undisturbed | read x | right |"
+    yield "| disturbance | s | x undisturbed | read x | right |"
     yield "|:--" + "|--:" * 4 + "|"
     undisturbed = 0.0
     for name in MISHAPS:
@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("--chunk-mib", type=float, default=1)
     parser.add_argument("--node-mbit", type=float, default=Net.node_mbit)
     parser.add_argument("--store-mbit", type=float, default=Net.store_mbit)
-    parser.add_argument("--hostile", action="store_true", help="what bad luck of a node costs")
+    parser.add_argument("--hostile", action="store_true", help="what the faults of one node cost")
     options = parser.parse_args()
     exit_on_sigterm()
     try:
