@@ -137,11 +137,3 @@ def test_directory_in_memory_is_no_larger_than_the_jobs_memory(
     ran = spank.srun(None, "sh", "-c", script, comment=f"stage-dir={size},ram")
     assert ran.stdout == ("[/forestage/job]\n" if has_it else "[]\n"), ran
     assert ("this job's memory is 256 MiB" in ran.stderr) is not has_it
-
-
-def test_step_that_writes_more_than_its_memory_is_killed_and_leaves_nothing(spank: Site) -> None:
-    """As with /dev/shm: what is in memory is the job's own affair, and goes with it."""
-    script = "head -c 200M /dev/zero >/forestage/job/x; head -c 100M /dev/zero >/forestage/job/y"
-    ran = spank.srun(None, "sh", "-c", f"{script}; echo whole", comment="stage-dir=256M,ram")
-    assert "whole" not in ran.stdout or ran.code != 0
-    wait_until(lambda: not spank.named("n1", HOLDER), 60, lambda: "its holder lives on")

@@ -264,9 +264,8 @@ def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
 
 def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
     """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
-    plain = msgspec.structs.replace(request, at="")
     job = msgspec.structs.replace(job, saves=None, mounts_home=False)
-    return image.handle(node, job, [plain], limit)[0]
+    return image.handle(node, job, [request], limit)[0]
 
 
 def _of_error(request: Request, error: Exception) -> Handled:
