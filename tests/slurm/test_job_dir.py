@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from host import wait_until
 from jobs import Ran, Site
-from spec import ClusterSpec
+from spec import REPO, ClusterSpec
 from steps import Tables, accompanied
 
 from forestage.data.hold import PROCESS_NAME
@@ -116,6 +116,52 @@ def test_killed_holder_of_a_directory_in_memory_is_told(dirs: Site) -> None:
     said = dirs.cluster.read("/shared/alice/said").splitlines()
     assert (said[0], said[-1]) == ("x", "[]")  # who has it mounted keeps it
     assert "who held them was killed" in said[1]
+
+
+WINDOW = """
+import os, signal, sys
+from forestage_window import window
+paths = [f"/shared/alice/shards/{number}" for number in range(8)]
+found = []
+for path in window(paths, "3MiB", ahead=2, where=sys.argv[1]):
+    with open(path) as file:
+        found.append(file.read(1))
+print(os.path.commonpath([path, sys.argv[2]]), "".join(found), flush=True)
+for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        with open(f"/proc/{name}/cmdline") as words:
+            if "forestage_window.py" in words.read():
+                os.kill(int(name), signal.SIGKILL)
+    except OSError:
+        pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("comment", "where", "folder"),
+    [
+        ("stage-dir=64M", "disk", AT),
+        ("stage-dir=64M,ram", "disk", AT),
+        ("stage-dir=64M,ram", "ram", AT),
+        ("stage-dir=64M", "ram", "/dev/shm"),
+        (None, "ram", "/dev/shm"),
+    ],
+)
+def test_window_leaves_nothing_though_all_its_processes_are_killed(
+    dirs: Site, comment: str | None, where: str, folder: str
+) -> None:
+    make = "mkdir -p shards; for n in 0 1 2 3 4 5 6 7; do yes $n | head -c 1M >shards/$n; done"
+    dirs.cluster.run(["sh", "-c", make], user="alice")
+    dirs.cluster.write("/shared/alice/read.py", WINDOW)
+    script = f"PYTHONPATH={REPO}/src/window python3 read.py {where} {folder}; ls /dev/shm"
+    ran = dirs.srun(None, "sh", "-c", script, comment=comment)
+    place, read, *left = ran.stdout.split()
+    assert (place, read) == (folder, "01234567"), ran
+    assert [one for one in left if "window" in one] == (
+        [f"forestage-window-job-{ran.job}"] if folder == "/dev/shm" else []
+    )
+    assert list(dirs.cluster.host_path("/dev/shm", "n1").glob("forestage-*")) == []
 
 
 def test_each_node_has_one_of_its_own(dirs: Site) -> None:

@@ -5,6 +5,7 @@ may have changed since, or be broken.
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -13,15 +14,18 @@ from forestage.cache import doubt, elsewhere, evict, redirect, unmount
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.config import Config
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Released
+from forestage.hooks.boundary import WINDOW
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock
 from forestage.units import printable
+
+WINDOW_TIME = 5.0  # seconds to delete what a window left
 
 
 def epilog(
@@ -34,6 +38,7 @@ def epilog(
     too, nothing is known of either, and the sweep has to clean up.
     """
     leases = Leases(places.leases)
+    _delete_window(places, clock, job)
     # Half for each of the two times that the lock is needed.
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
@@ -66,6 +71,32 @@ def epilog(
     except OSError as error:
         return [_failed(Failed("io", str(error)))]
     return [msgspec.structs.replace(done, evicted=evicted)]
+
+
+def _delete_window(places: Places, clock: Clock, job: Job) -> None:
+    """Deletes what a job's window (src/window) has in memory still, as its user. Best effort.
+
+    Its copier does so, unless it was killed with all others: then nobody would, until a reboot.
+    """
+    name = f"{WINDOW}{job.id}"
+    if not os.path.lexists(places.shm / name):
+        return
+    from forestage.data import put
+    from forestage.system import as_user
+
+    until = Deadline.after(WINDOW_TIME, clock)
+
+    def still() -> None:
+        if not until.left():
+            raise Declined("deadline", f"{name} is not deleted in time")
+
+    def work() -> as_user.Found[None]:
+        as_user.become(job.user)  # anybody may have made something of that name
+        put.remove(os.open(places.shm, os.O_RDONLY | os.O_DIRECTORY), name, still)
+        return None, []
+
+    with contextlib.suppress(ForestageError, OSError):
+        as_user.call(work, type(None), WINDOW_TIME + 1)
 
 
 def _clear(
