@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 sys.dont_write_bytecode = True
@@ -35,6 +35,7 @@ GIB = 1 << 30
 READERS = 8  # processes of an epoch, as data loaders have them
 OURS, HIT, SHOWN = "ours", "  a further job's", "  a step's look"
 AT_ONCE = 50
+SMALL_FILES, LARGE_FILES = "small files", "large files"
 RIVALS = {
     "rsync -a": "rsync -a {source}/ {target}/",
     "cp -r": "cp -r {source}/. {target}",
@@ -168,21 +169,29 @@ def _at_once(place: Place, numbers: range) -> list[float]:
     return took
 
 
-def measure(rounds: int, works: Sequence[Callable[[], None]]) -> None:
+def progress(text: str) -> None:
+    """One line for who waits; the tables are on stdout."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def measure(title: str, rounds: int, works: Mapping[str, Callable[[], None]]) -> None:
+    names = list(works)
     for number in range(rounds):
-        turn = number % len(works)
-        for work in (*works[turn:], *works[:turn]):
-            work()
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            progress(f"{title}, round {number + 1} of {rounds}: {name}")
+            works[name]()
             reap()
 
 
-def copies(place: Place, tree: str, rounds: int) -> Times:
+def copies(place: Place, tree: str, title: str, rounds: int) -> Times:
     found: Times = {}
 
     def by(name: str) -> Callable[[], None]:
         return lambda: found.setdefault(name, []).append(rival(place, name, tree))
 
-    measure(rounds, [*map(by, RIVALS), lambda: ours(place, tree, found)])
+    works = {name: by(name) for name in RIVALS}
+    measure(title, rounds, {**works, OURS: lambda: ours(place, tree, found)})
     return found
 
 
@@ -208,15 +217,19 @@ def run(options: argparse.Namespace, top: Path) -> Iterator[str]:
     disk = 4 * sum(bytes_of.values()) + GIB
     with made(Place(top, files, options.latency, options.mbyte * 1e6, disk)) as place:
         yield from _told(options, bytes_of)
-        small = copies(place, "small", options.rounds)
-        yield from table("small files", small, OURS)
+        small = copies(place, "small", SMALL_FILES, options.rounds)
+        yield from table(SMALL_FILES, small, OURS)
         if options.large:
-            yield from table("large files", copies(place, "large", options.rounds), OURS)
+            large = copies(place, "large", LARGE_FILES, options.rounds)
+            yield from table(LARGE_FILES, large, OURS)
         _, read = ours(place, "small", {}), {}
-        measure(options.rounds, [lambda: epochs(place, read)])
-        yield from table(f"epoch, {READERS} readers", read, "EROFS")
+        title = f"epoch, {READERS} readers"
+        measure(title, options.rounds, {"each way": lambda: epochs(place, read)})
+        yield from table(title, read, "EROFS")
         if options.jobs:
+            progress(f"{options.jobs} jobs in a row, {min(AT_ONCE, options.jobs)} at once")
             yield from (*jobs(place, options.jobs), "")
+    progress(f"{options.nodes} nodes with peers")
     source_bytes = yield from data_nodes.table(options.nodes, files / "few")
     yield f"\n{time.monotonic() - start:.0f} s\n"
     yield (
@@ -256,7 +269,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/data")
-    parser.add_argument("--files", type=int, default=20_000, help="small ones")
+    parser.add_argument("--files", type=int, default=8_000, help="small ones")
     parser.add_argument("--large", type=int, default=16, help="MiB of each large file; 0: none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.5, help="ms")

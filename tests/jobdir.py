@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import node as nodes
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.data import job_dir
+from forestage.data import clones, job_dir
 from forestage.events import Handled
 from forestage.hooks import data
 from forestage.hooks.data import Shown
@@ -66,16 +67,23 @@ class Dirs:
     @contextlib.contextmanager
     def seen(self, job: int, user: User = ALICE) -> Iterator[Path]:
         """The directory as a task of the job sees it."""
-        place = job_dir.find(self.on, self.job(job, "", user))
-        assert place is not None
-        shown = job_dir.lines(self.on, place)
-        ((_, device, _, kind, mode, target, inode),) = [one for one in shown if one[0] == "device"]
-        assert (kind, mode, inode) == ("ext4", "rw", "root")
-        mounts.mount(device, target, mounts.MS_NOSUID | mounts.MS_NODEV, kind)
+        line = job_dir.shown(self.on, self.job(job, "", user)).line
+        target = line[-2]
+        if line[0] == "served":
+            assert line[2:] == (target, "root")
+            clone, point = clones.fetch(Path(line[1]), "job-dir"), os.open(target, os.O_PATH)
+            mounts.attach(clone, point)
+            os.close(clone)
+            os.close(point)
+        else:
+            _, device, _, kind, *rest = line
+            assert (kind, rest) == ("ext4", ["rw", target, "root"])
+            mounts.mount(device, target, mounts.MS_NOSUID | mounts.MS_NODEV, kind)
         try:
             yield Path(target)
         finally:
-            mounts.umount(target, 0)
+            # The holder may have the clone that it has sent open for a moment longer.
+            mounts.umount(target, mounts.MNT_DETACH if line[0] == "served" else 0)
 
     def taken(self) -> job_dir.Taken:
         return job_dir.taken(self.node.cache)

@@ -75,6 +75,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "served"
 
     @property
+    def shm(self) -> Path:
+        """Where a job's window has its copies in memory (src/window)."""
+        return self.root / "dev/shm"
+
+    @property
     def images(self) -> Path:
         """A file for each step with an image of a registry, see hooks/registry.py. Any user may
         look into it."""

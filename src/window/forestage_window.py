@@ -91,13 +91,23 @@ def identity(found: os.stat_result) -> list[int]:
     return [found.st_dev, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
+def in_ram(path: str) -> bool:
+    """Whether a tmpfs is mounted at this very path."""
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+        kinds = {line.split(" ")[1]: line.split(" ")[2] for line in mounts}  # the last one shows
+    return kinds.get(os.path.abspath(path)) == "tmpfs"
+
+
 def directory_of(where: str, directory: str | None, name: str, environ: Mapping[str, str]) -> str:
     """The directory of a window. Raises Trouble where none belongs to the job."""
     job = re.sub(r"[^0-9A-Za-z_-]", "", environ.get("SLURM_JOB_ID", ""))
+    own = environ.get("FORESTAGE_DIR")
     if directory is None and where == "ram":
-        directory = "/dev/shm"  # noqa: S108 - in it a directory of the user's own is made
+        # A job's directory in memory goes with the job, whatever is killed.
+        in_memory = own is not None and in_ram(own)
+        directory = own if in_memory else "/dev/shm"  # noqa: S108 - in it a user's own is made
     elif directory is None:
-        directory = environ.get("FORESTAGE_DIR") or (environ.get("TMPDIR") if job else None)
+        directory = own or (environ.get("TMPDIR") if job else None)
     if not directory:
         raise Trouble("the job has no directory of its own ($FORESTAGE_DIR; or give directory=)")
     whose = f"job-{job}" if job else f"user-{os.geteuid()}"
@@ -134,7 +144,7 @@ class Window:
     keep      a path stays until its consumer is so many further
     name      windows of one job and node with the same name share copier, copies and room
     where     "disk": the job's directory ($FORESTAGE_DIR, else $TMPDIR in a Slurm job);
-              "ram": /dev/shm
+              "ram": that directory where it is in memory (stage-dir=SIZE,ram), else /dev/shm
     directory instead of these
     fetch     fetch(source, target) makes the copy, in a process of its own: a function of a module
     size      bytes that a fetched file takes at most, where stat(source) does not say it

@@ -30,6 +30,7 @@ static const char *control;
  *     short N    a read gives N bytes at most
  *     eintr N    of N reads, one says that it was interrupted
  *     seconds 1  times have no fractions
+ *     ago N      all was changed N seconds earlier than it was
  *     inodes 1   each look finds another inode number
  *     longer N   each file says that it is N bytes longer than it is
  *     squash 1   to open and to look, root is nobody: what others may not, root may not
@@ -96,6 +97,8 @@ static int far_getattr(const char *path, struct stat *facts, struct fuse_file_in
         return -errno;
     if (told("seconds"))
         facts->st_mtim.tv_nsec = facts->st_ctim.tv_nsec = 0;
+    facts->st_mtim.tv_sec -= told("ago");
+    facts->st_ctim.tv_sec -= told("ago");
     if (told("inodes"))
         facts->st_ino += 1000 * ++looks;
     if (S_ISREG(facts->st_mode))

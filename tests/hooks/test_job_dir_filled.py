@@ -539,6 +539,8 @@ def test_killed_copier_is_told_and_the_next_step_tries_again(
     with monkeypatch.context() as patch:
         patch.setattr(put, "tree", dies)
         assert told(dirs) == [("declined", "not-put")]
+    with dirs.seen(7) as at:
+        assert left(at) == []  # half a copy takes no room, nor memory
     assert told(dirs) == [("copied", "")]
     with dirs.seen(7) as at:
         assert left(at) == ["tree"]

@@ -19,12 +19,12 @@ from forestage import log
 from forestage.clock import Clock
 from forestage.data import serving
 from forestage.errors import Declined
-from forestage.events import Handled
+from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.boundary import Hook
 from forestage.slurm.job import HOME_OPTION, Job
 from forestage.system import fuse, mounts
-from node import ALICE, BOB, Node, children_left, comm, until
+from node import ALICE, BOB, Node, children_left, comm, content, until
 from through import Through
 
 STEP = 4294967291
@@ -525,6 +525,34 @@ def test_nothing_is_copied_for_a_mount_point_of_the_systems(mounting: Mounting, 
     )
     assert mounting.node.entries() == set()
     declined(mounting, "nothing may be mounted over")
+
+
+def test_entry_of_a_mounted_file_is_data_as_its_request_is(mounting: Mounting) -> None:
+    mounting.staged(1)
+    (entry,) = mounting.node.cache.stored_entries()
+    assert entry.is_data
+    began, copied = mounting.node.outcomes("prolog", 1)[-1], mounting.node.outcomes("stager")[-1]
+    assert isinstance(began, Handled)
+    assert isinstance(copied, Copied)
+    assert (began.data, copied.data) == (True, True)
+    # Who names the same file as an image has it, and it stays what it was copied as.
+    assert mounting.node.prolog(2, mounting.path).said == ("hit", "")
+    (entry,) = mounting.node.cache.stored_entries()
+    assert entry.is_data
+
+
+def test_mounted_file_takes_data_s_share_and_evicts_no_image(mounting: Mounting) -> None:
+    image = mounting.node.put("alice/image.sqsh", content())
+    mounting.node.configure(redirect="bind")
+    mounting.node.prolog(1, image)
+    mounting.node.epilog(1)
+    mounting.node.configure(redirect="spank", data={"share": "0%"})
+    mounting.node.prolog(2, comment=mounting.comment())
+    until(lambda: mounting.node.outcomes("stager")[-1].reason, "the end of its copy")
+    assert mounting.node.outcomes("stager")[-1].reason == "no-room"
+    assert mounting.node.entries() == {mounting.node.identity(image).key}
+    mounting.step(2)  # the step mounts the shared file
+    assert mounting.outcome(2).redirect == "none"
 
 
 def test_job_without_data_has_no_note(mounting: Mounting) -> None:

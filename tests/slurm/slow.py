@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import images
 from cluster import Cluster
@@ -45,9 +46,14 @@ class SlowSource:
         new.write_text("".join(f"{word} {number}\n" for word, number in words.items()))
         new.replace(self._control)
 
-    def calls(self) -> Counter[str]:
-        """How often it was called so far, by the name of the call."""
-        return Counter(self._control.with_suffix(".calls").read_text().split())
+    def calls(self, *nodes: str) -> Counter[str]:
+        """How often these nodes, or all, have called it so far, by the name of the call."""
+        files = [self.control(node).with_suffix(".calls") for node in nodes or self.cluster.nodes]
+        return Counter(word for file in files for word in file.read_text().split())
+
+    def control(self, node: str) -> Path:
+        """What the node's own server reads, by another name for each."""
+        return self.cluster.state / f"far-{node}"
 
 
 @contextlib.contextmanager
@@ -60,13 +66,15 @@ def mounted(cluster: Cluster) -> Iterator[SlowSource]:
     slow = SlowSource(cluster)
     for folder in (POINT, FOLDER):
         cluster.run(["install", "-d", "-o", ALICE.name, folder], user="root")
-    argv = [str(INSIDE_STATE / "farfs"), FOLDER, str(INSIDE_STATE / "far"), POINT]
-    argv.append("allow_other,default_permissions")
     null = subprocess.DEVNULL
-    servers = [
-        cluster.popen(argv, user="root", node=node, stdout=null, stderr=null)
-        for node in cluster.nodes
-    ]
+    servers = []
+    for node in cluster.nodes:
+        control = slow.control(node)
+        control.unlink(missing_ok=True)
+        control.symlink_to("far")
+        argv = [str(INSIDE_STATE / "farfs"), FOLDER, str(INSIDE_STATE / control.name), POINT]
+        argv.append("allow_other,default_permissions")
+        servers.append(cluster.popen(argv, user="root", node=node, stdout=null, stderr=null))
     try:
         for node in cluster.nodes:
             wait_until(

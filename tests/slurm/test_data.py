@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import slow
+from fleet import Fleet
 from host import wait_until
 from jobs import Ran, Site
 from spec import ClusterSpec
@@ -196,6 +198,42 @@ def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> 
     assert sorted(ran.stdout.split()) == sorted(4 * ["erofs", "one", "alice", "1"]), ran
     found = [one for one in served(tree, ran.job, "n1") if isinstance(one, Handled)]
     assert (SET, "hit") in [(one.image, one.result) for one in found]
+
+
+FILES = 2000  # of which another node looks at 64
+
+
+@pytest.mark.parametrize("peers", [True, False])
+def test_one_node_of_a_job_looks_for_all_where_peers_are_on(site: Site, peers: bool) -> None:
+    """Counted by what each node asks of the file server. Without peers each looks at all."""
+    fleet, nodes, tree = Fleet(site.cluster), site.cluster.nodes, f"{slow.POINT}/set"
+    make = f"mkdir -p {slow.FOLDER}/set/a && cd {slow.FOLDER}/set/a && seq {FILES} | split -l1 -a3"
+    comment = [f"--comment=stage={tree}/ stage-wait=60s"]
+    look = f"stat -f -c %T {tree}; cat {tree}/a/* | wc -l"
+    with slow.mounted(site.cluster) as far:
+        site.cluster.run(["sh", "-c", make], user="alice")
+        far.behaves(ago=3600)  # what has just changed each node looks at itself
+        fleet.configure(redirect="spank", peers={"enabled": peers, "listen": "{node}"})
+        fleet.serve(nodes if peers else [])
+        asked = []
+        for results in (["started", "hit"], ["started", "hit"]):
+            before = {node: far.calls(node) for node in nodes}
+            ran = site.srun(None, "sh", "-c", look, options=comment, node=",".join(nodes))
+            asked.append({node: far.calls(node) - before[node] for node in nodes})
+            assert sorted(ran.stdout.split()) == sorted(["erofs", str(FILES)] * len(nodes)), ran
+            for node in nodes:
+                seen = [site.outcomes(ran.job, node, hook) for hook in ("prolog", "step")]
+                assert [one.result for found in seen for one in found] == results
+        site.await_stagers()
+        fleet.end_services()
+    first, other = nodes
+    for calls in asked:
+        assert calls[first]["readdir"] > 0
+        assert (calls[other]["readdir"] == 0) is peers, asked
+    # A hit: one look at all files as the job starts, and one in the step.
+    found = {node: sum(asked[-1][node].values()) for node in nodes}
+    assert (3 * found[other] < found[first]) is peers, asked
+    assert found[first] > 2 * FILES
 
 
 def test_step_after_one_that_wrote_to_the_directory_reads_the_shared_path(tree: Site) -> None:

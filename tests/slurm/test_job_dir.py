@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from host import wait_until
 from jobs import Ran, Site
-from spec import ClusterSpec
+from spec import REPO, ClusterSpec
 from steps import Tables, accompanied
 
 from forestage.data.hold import PROCESS_NAME
@@ -81,6 +81,89 @@ def test_tree_and_seed_are_there_before_the_task_begins(dirs: Site) -> None:
     assert [one.result for one in dirs.outcomes(ran.job, hook="step")] == ["copied", "copied"]
 
 
+def test_directory_in_memory_is_the_same_for_all_steps_and_tasks(dirs: Site) -> None:
+    comment = "stage-dir=64M,ram stage=/shared/alice/tree@job,/shared/alice/tree@seed:JIT_CACHE"
+    look = f'cat {AT}/tree/a/file; grep -c " {AT} rw,nosuid,nodev.* tmpfs " /proc/self/mountinfo'
+    script = (
+        f"stat -c '%U %a' $FORESTAGE_DIR; echo batch >{AT}/one; cat $JIT_CACHE/a/file\n"
+        f"srun --ntasks=3 --overcommit sh -c '{look}'\n"
+        f"srun sh -c 'cat {AT}/one; echo step >{AT}/two'; cat {AT}/two"
+    )
+    with Tables(dirs) as tables:
+        ran = dirs.sbatch(script, f"--comment={comment}")
+        assert tables.changed() == []
+    owner, seed, *seen, batch, last = ran.stdout.splitlines()
+    assert (owner, seed, batch, last) == ("alice 700", "hello", "batch", "step")
+    assert sorted(seen) == ["1", "1", "1", "hello", "hello", "hello"]
+
+
+def test_killed_holder_of_a_directory_in_memory_is_told(dirs: Site) -> None:
+    comment = "--comment=stage-dir=64M,ram"
+    on, go = dirs.source("/shared/alice/held"), dirs.source("/shared/alice/go")
+    for flag in (on, go):
+        flag.unlink(missing_ok=True)
+    script = (
+        f"echo x >{AT}/x; touch held; until test -e go; do sleep 0.05; done; cat {AT}/x\n"
+        f"srun sh -c 'ls {AT}; echo \"[$FORESTAGE_DIR]\"' 2>&1\n"
+    )
+    job = dirs.cluster.submit(f"#!/bin/sh\n{script}", "--nodelist=n1", "--output=said", comment)
+    wait_until(on.exists, 60, dirs.cluster.overview)
+    (pid,) = dirs.named("n1", PROCESS_NAME)
+    dirs.root(["kill", "-KILL", pid], "n1")
+    wait_until(lambda: not dirs.named("n1", PROCESS_NAME), 60, lambda: "it lives")
+    go.touch()
+    dirs.wait_over(job)
+    said = dirs.cluster.read("/shared/alice/said").splitlines()
+    assert (said[0], said[-1]) == ("x", "[]")  # who has it mounted keeps it
+    assert "who held them was killed" in said[1]
+
+
+WINDOW = """
+import os, signal, sys
+from forestage_window import window
+paths = [f"/shared/alice/shards/{number}" for number in range(8)]
+found = []
+for path in window(paths, "3MiB", ahead=2, where=sys.argv[1]):
+    with open(path) as file:
+        found.append(file.read(1))
+print(os.path.commonpath([path, sys.argv[2]]), "".join(found), flush=True)
+for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        with open(f"/proc/{name}/cmdline") as words:
+            if "forestage_window.py" in words.read():
+                os.kill(int(name), signal.SIGKILL)
+    except OSError:
+        pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("comment", "where", "folder"),
+    [
+        ("stage-dir=64M", "disk", AT),
+        ("stage-dir=64M,ram", "disk", AT),
+        ("stage-dir=64M,ram", "ram", AT),
+        ("stage-dir=64M", "ram", "/dev/shm"),
+        (None, "ram", "/dev/shm"),
+    ],
+)
+def test_window_leaves_nothing_though_all_its_processes_are_killed(
+    dirs: Site, comment: str | None, where: str, folder: str
+) -> None:
+    make = "mkdir -p shards; for n in 0 1 2 3 4 5 6 7; do yes $n | head -c 1M >shards/$n; done"
+    dirs.cluster.run(["sh", "-c", make], user="alice")
+    dirs.cluster.write("/shared/alice/read.py", WINDOW)
+    script = f"PYTHONPATH={REPO}/src/window python3 read.py {where} {folder}; ls /dev/shm"
+    ran = dirs.srun(None, "sh", "-c", script, comment=comment)
+    place, read, *left = ran.stdout.split()
+    assert (place, read) == (folder, "01234567"), ran
+    assert [one for one in left if "window" in one] == (
+        [f"forestage-window-job-{ran.job}"] if folder == "/dev/shm" else []
+    )
+    assert list(dirs.cluster.host_path("/dev/shm", "n1").glob("forestage-*")) == []
+
+
 def test_each_node_has_one_of_its_own(dirs: Site) -> None:
     script = f"echo $SLURMD_NODENAME >{AT}/who; cat {AT}/who"
     ran = step(dirs, "stage-dir=32M", script, node="n1,n2")
@@ -105,14 +188,16 @@ def test_another_users_job_has_another(dirs: Site) -> None:
 
 
 @pytest.mark.long  # Slurm has it wait for two minutes
-def test_requeued_job_begins_with_an_empty_one(dirs: Site) -> None:
+@pytest.mark.parametrize("size", ["32M", "32M,ram"])
+def test_requeued_job_begins_with_an_empty_one(dirs: Site, size: str) -> None:
     found = "/shared/alice/requeued"
     script = (
         "#!/bin/sh\n"
         f"ls -A {AT} >>{found}; echo ${{SLURM_RESTART_COUNT:-0}} >>{found}; echo old >{AT}/old\n"
         'test "${SLURM_RESTART_COUNT:-0}" != 0 || { scontrol requeue $SLURM_JOB_ID; sleep 600; }\n'
     )
-    options = ["--comment=stage-dir=32M", "--requeue", "--nodelist=n1"]
+    options = [f"--comment=stage-dir={size}", "--requeue", "--nodelist=n1"]
+    dirs.source(found).unlink(missing_ok=True)
     dirs.cluster.submit(script, *options, user="alice")
     file = dirs.source(found)
     wait_until(

@@ -20,6 +20,7 @@ from steps import accompanied
 from test_data import POINT, comment
 from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through, waits
 
+from forestage.data.hold import PROCESS_NAME as HOLDER
 from forestage.data.serving import PROGRAMS
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -41,7 +42,10 @@ def cluster_spec() -> ClusterSpec:
         KillWait="600",
     )
     files = {**spec.files, "/etc/slurm/cgroup.conf": CONF}
-    return dataclasses.replace(spec, files=files, plugstack=("required {state}/pyxis.so",))
+    node_dirs = (*spec.node_dirs, "/forestage")
+    return dataclasses.replace(
+        spec, files=files, node_dirs=node_dirs, plugstack=("required {state}/pyxis.so",)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +112,28 @@ def test_program_that_serves_a_mounted_file_lives_in_the_step_and_goes_with_it(
 
         wait_until(is_there, 60, lambda: f"only {cgroups(spank, pid)}")
     wait_until(lambda: not spank.named("n1", *PROGRAMS), 60, lambda: "it lives on")
+
+
+def test_directory_in_memory_counts_in_the_jobs_memory_and_goes_with_it(spank: Site) -> None:
+    spank.cluster.run(["sh", "-c", "head -c 24M /dev/zero >/shared/alice/large"], user="alice")
+    with spank.holding(None, comment="stage-dir=64M,ram stage=/shared/alice/large@job") as held:
+        (pid,) = spank.named("n1", HOLDER)
+        assert cgroups(spank, pid) == []
+        assert spank.cluster.read(f"/proc/{pid}/oom_score_adj", "n1") == safest(spank)
+        (folder,) = CGROUPS.glob(f"memory/slurm_n1/uid_*/job_{held.job}")
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # Pages of a tmpfs are charged to who writes them: forestage's own process, in the step.
+        assert int(stat["total_shmem"]) >= 24 << 20
+        assert int((folder / "memory.limit_in_bytes").read_text()) == 256 << 20
+    wait_until(lambda: not spank.named("n1", HOLDER), 60, lambda: "its holder lives on")
+    assert not list((spank.cache("n1").root / "jobs").iterdir())
+
+
+@pytest.mark.parametrize(("size", "has_it"), [("256M", True), ("257M", False)])
+def test_directory_in_memory_is_no_larger_than_the_jobs_memory(
+    spank: Site, size: str, has_it: bool
+) -> None:
+    script = 'echo "[$FORESTAGE_DIR]"'
+    ran = spank.srun(None, "sh", "-c", script, comment=f"stage-dir={size},ram")
+    assert ran.stdout == ("[/forestage/job]\n" if has_it else "[]\n"), ran
+    assert ("this job's memory is 256 MiB" in ran.stderr) is not has_it

@@ -283,6 +283,23 @@ def test_directory_is_that_of_the_job(
     assert found != directory_of(where, directory, "b", {"SLURM_JOB_ID": "7", **environment})
 
 
+def test_window_in_memory_is_in_the_jobs_own_directory_where_that_is_in_memory(
+    tmp_path: Path,
+) -> None:
+    from forestage_window import directory_of
+
+    own = tmp_path / "job"
+    own.mkdir()
+    job = {"SLURM_JOB_ID": "7", "FORESTAGE_DIR": f"{own}/"}
+    assert directory_of("ram", None, "a", job).startswith("/dev/shm/")
+    if os.geteuid() == 0:
+        subprocess.run(["mount", "-t", "tmpfs", "none", own], check=True)
+        try:
+            assert directory_of("ram", None, "a", job).startswith(f"{own}/forestage-window-job-7/")
+        finally:
+            subprocess.run(["umount", own], check=True)
+
+
 def test_job_without_a_directory_reads_what_is_shared(
     data_set: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import inventory
-from forestage.cache.layout import Entry, Kind
+from forestage.cache.image import Kind
+from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.peers import stats
@@ -117,7 +118,7 @@ def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
         age=round(took, 3),
         rate=round(rate, 1) if rate else None,
         left=round((size - copied) / rate, 3) if rate else None,
-        kind="data" if owner.image.identity.tree else "image",
+        kind=owner.image.kind,
     )
 
 

@@ -196,7 +196,7 @@ def room(status: Status) -> Iterator[Metric]:
         yield _gauge("cache_max_bytes", "The most it may take (max_size).", found.max_size)
         yield _gauge("cache_low_watermark_bytes", "Where evicting at rest stops.", found.low)
         kinds = {"data": status.data, "image": max(0, found.used - status.data)}
-        of_kind = "What each kind takes of that; a directory is data."
+        of_kind = "What each kind takes of that; directories and mounted files are data."
         yield _by(GaugeMetricFamily, "kind_bytes", of_kind, "kind", kinds)
         yield _gauge("data_max_bytes", "The most that data may take (data.share).", found.data)
         yield _gauge("disk_free_bytes", "Free on the cache's disk.", found.free)

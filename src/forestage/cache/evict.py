@@ -352,9 +352,9 @@ def drop_dead_locks(cache: Cache) -> None:
 
 
 def _is_data(part: Part) -> bool:
-    """Whether it is of no image, but of a directory."""
+    """Whether it is of no image, but of a job's data."""
     owner = part.owner()
-    return owner is not None and bool(owner.image.identity.tree)
+    return owner is not None and owner.image.kind == "data"
 
 
 def _bytes_if_there(directory: Path) -> int:

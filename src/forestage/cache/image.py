@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -56,11 +57,19 @@ class Access(msgspec.Struct, frozen=True):
     acl: bytes = b""
 
 
-class Image(msgspec.Struct, frozen=True):
-    """A regular file below a configured source that the user may read."""
+Kind = Literal["image", "data"]
+"""Data is what a job's comment shows as more than an image: a directory, a mounted file."""
+
+
+class Image(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A regular file below a configured source that the user may read.
+
+    `kind` is what it is copied as: it decides whose room the copy takes, and nothing else.
+    """
 
     identity: Identity
     access: Access
+    kind: Kind = "image"
 
     @property
     def key(self) -> str:

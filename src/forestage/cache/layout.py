@@ -18,11 +18,10 @@ import io
 import os
 import stat
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Failed
 from forestage.system import lock, mounts, records
@@ -37,14 +36,11 @@ _CACHEDIR_TAG = (
 )
 
 
-Kind = Literal["image", "data"]
-"""An image is a file; data is a directory that a job's comment names."""
-
-
 class Entry(msgspec.Struct, frozen=True):
     """entry.json: what was copied, how, and when (seconds since the epoch).
 
     `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
+    `kind` is that of the job which was the first to want it.
     """
 
     key: str
@@ -54,11 +50,7 @@ class Entry(msgspec.Struct, frozen=True):
     engine: str
     chunk: int = 0
     digest: str = ""
-
-    @property
-    def kind(self) -> Kind:
-        """What it is a copy of."""
-        return "data" if self.identity.tree else "image"
+    kind: Kind = "image"
 
 
 class StoredEntry(msgspec.Struct, frozen=True):
@@ -77,7 +69,7 @@ class StoredEntry(msgspec.Struct, frozen=True):
 
     @property
     def is_data(self) -> bool:
-        """Whether it is no image, but a directory of a job's data."""
+        """Whether it is no image, but a job's data."""
         return self.entry is not None and self.entry.kind == "data"
 
 

@@ -23,15 +23,15 @@ import msgspec
 from forestage.cache.image import declined_by
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.data import job_dir, job_disk, put
-from forestage.data.job_dir import Place
+from forestage.data import job_dir, put
+from forestage.data.job_dir import Own, Place
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, Failed
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
-from forestage.system import as_user, child, lock, loop, mounts, records, run
+from forestage.system import as_user, child, lock, records, run
 from forestage.system.as_user import Found, User
 from forestage.units import format_duration, printable, quote
 
@@ -60,13 +60,16 @@ class Put(msgspec.Struct, frozen=True, omit_defaults=True):
 class _Order(msgspec.Struct, frozen=True):
     """What the process that does the work is to do; `name` is where, below the directory."""
 
-    place: Place
+    own: Own
     number: int
-    device: str
     user: User
     path: str
     name: str
     until: Deadline
+
+    @property
+    def place(self) -> Place:
+        return self.own.place
 
     @property
     def draft(self) -> str:
@@ -134,26 +137,25 @@ def fill(
     job: Job,
     noted: Wanted,
     request: Request,
+    own: Own | None,
     path: str,
     until: Deadline,
     progress: Progress = quiet,
 ) -> tuple[list[Fields], Handled]:
-    """Puts what a step's job asked for into its directory, if no step before has done so.
+    """Puts what a step's job asked for into its `own` directory, if no step before has done so.
 
     `path` is absolute. Waits up to `until`, and calls `progress` meanwhile. Raises Declined,
     Failed, OSError.
     """
     start = node.clock.monotonic()
     name = must_be_possible(noted, request)
-    place = job_dir.find(node, job)
-    if place is None:
+    if own is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
     number = noted.requests.index(request)
-    known = _known(place, number)
+    known = _known(own.place, number)
     found = known
     if found is None:
-        device = loop.attach(place.disk, read_only=False)
-        order = _Order(place, number, device, job.user, path, name, until)
+        order = _Order(own, number, job.user, path, name, until)
         found = _ordered(order, lambda: progress(partial(_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
@@ -169,13 +171,13 @@ def fill(
     return [("env", name.removeprefix("seed/"), target)] if "/" in name else [], handled
 
 
-def unset(place: Place | None, noted: Wanted) -> list[Fields]:
+def unset(own: Own | None, noted: Wanted) -> list[Fields]:
     """The variables of seeds that are not in this directory: those of another node are no use."""
     names: dict[str, bool] = {}
     for number, request in enumerate(noted.requests):
         if not request.at.startswith(SEED) or not is_variable(request.at.removeprefix(SEED)):
             continue
-        known = _known(place, number) if place else None
+        known = _known(own.place, number) if own else None
         name = request.at.removeprefix(SEED)
         names[name] = names.get(name, False) or (known is not None and not known.reason)
     return [("env", name) for name, is_there in names.items() if not is_there]
@@ -203,6 +205,8 @@ def _ordered(order: _Order, idle: Callable[[], None]) -> Put:
         records.write(order.place.put(order.number), msgspec.json.encode(found))
         raise
     except Failed:  # in the job's cgroup: killed for want of memory, or by the user
+        with contextlib.suppress(Failed, Declined, OSError):  # in memory it still takes some
+            as_user.call(partial(_cleared, order), type(None), 2 * LAST)
         raise Declined("not-put", f"{printable(order.path)}: its copier was killed") from None
     line.close()
     if not found.again:
@@ -223,10 +227,20 @@ def _work(order: _Order, step: int) -> Found[Put]:
         return Put(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
 
 
+def _cleared(order: _Order) -> Found[None]:
+    """Removes what a killed process left, if no other step has begun anew."""
+    with lock.held(order.place.lock(order.number), 0):
+        root = job_dir.root_of(order.own)
+        as_user.become(order.user)
+        until = Deadline.after(LAST, order.until.clock)
+        put.remove(root, order.draft, partial(_still, until))
+    return None, []
+
+
 def _put(order: _Order) -> Put:
     put.load()
     try:
-        root = mounts.open_hidden(order.device, job_disk.KIND, os.fspath(order.place.directory))
+        root = job_dir.root_of(order.own)
         with as_user.acting(order.user):
             if _is_there(order.name, root):  # the hook that waited for it was killed then
                 return Put()

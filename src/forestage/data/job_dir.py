@@ -1,11 +1,13 @@
-"""A job's own directory on the node's disk: made by its Prolog, gone with the job.
+"""A job's own directory on the node, on its disk or in memory: gone with the job.
 
     <cache>/jobs/<job>.<restart>/disk        the file system that steps mount, see data/job_disk.py
                                  made.json   for whom and how large; without it nothing is whole
                                  held         see data/hold.py
+                                 mount        of one in memory, see data/job_ram.py
                                  lock.<n>, put.<n>    of the job's n-th request, see data/fill.py
 
-Its room is taken in advance: what a job has asked for it has, and no more. The order of what
+Room on the disk is taken in advance: what a job has asked for it has, and no more. For one in
+memory the Prolog makes only the record; the job's first step does the rest. The order of what
 happens to a directory keeps the sweep from taking that of a job that begins:
 
     Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
@@ -32,23 +34,27 @@ from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.clock import Deadline
-from forestage.data import hold, job_disk
+from forestage.data import hold, job_disk, job_ram
 from forestage.data.wanted import Fields
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
-from forestage.system import as_user, lock, loop, records
+from forestage.system import as_user, lock, loop, mounts, records
 from forestage.units import format_size
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
 
 
 class Made(msgspec.Struct, frozen=True):
-    """made.json: whose directory it is, of how many bytes, made in which boot of the node."""
+    """made.json: whose directory it is, of how many bytes, made in which boot of the node.
+
+    `ram`: it is in memory, and takes no room on the disk.
+    """
 
     uid: int
     gid: int
     size: int
     boot: str
+    ram: bool = False
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -84,6 +90,13 @@ class Place(msgspec.Struct, frozen=True):
         return None
 
 
+class Own(msgspec.Struct, frozen=True):
+    """The directory that a step finds, and the line by which the companion mounts it."""
+
+    place: Place
+    line: Fields
+
+
 class Taken(msgspec.Struct, frozen=True):
     """The directories of jobs on this node, and the bytes that they take of its disk."""
 
@@ -108,19 +121,15 @@ def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
 
 def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     place = Place(node.cache.jobs / f"{job.id}.{job.restart}")
-    wanted = Made(job.user.uid, job.user.gid, size, boot_id())
+    wanted = Made(job.user.uid, job.user.gid, size, boot_id(), ram)
     for earlier in _of(node.cache, job.id):
         if earlier != place or earlier.made() != wanted:
             _free(node.cache, earlier, end)
     doubt.must_not_be(node.places)
-    if ram:
-        raise Declined(
-            "job-dir",
-            "a directory in memory is not offered",
-            "leave out `,ram`: what fits into memory is read from there; or ask Slurm for memory"
-            " with --mem, and write to /dev/shm",
-        )
-    most = _most(node, size)
+    if size < job_disk.SMALLEST:
+        least = format_size(job_disk.SMALLEST)
+        raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
+    most = size if ram else _most(node, size)
     if place.made() is not None:
         return
     job_disk.within(PATIENCE, end)
@@ -128,6 +137,10 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     place.directory.mkdir(mode=0o700)
     with contextlib.ExitStack() as on_error:
         on_error.callback(lambda: _remove(node.cache, place, min(hold.END, end.left())))
+        if ram:
+            records.write(place.record, msgspec.json.encode(wanted))
+            on_error.pop_all()
+            return
         # One after the other: each must see the room that the one before has taken.
         with lock.held(node.cache.locks / "jobs.lock", job_disk.within(PATIENCE, end)):
             _must_fit(node, size, most)
@@ -142,9 +155,6 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
 
 def _most(node: Node, size: int) -> int:
     """The bytes that the directories of all jobs may take together. Raises Declined, OSError."""
-    if size < job_disk.SMALLEST:
-        least = format_size(job_disk.SMALLEST)
-        raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
     disk = os.statvfs(node.cache.root)
     most = node.config.data.job_dir.of(disk.f_blocks * disk.f_frsize)
     if size > most:
@@ -213,14 +223,33 @@ def find(node: Node, job: Job) -> Place | None:
     return None
 
 
-def lines(node: Node, place: Place) -> list[Fields]:
-    """What the companion mounts in a step of the job, and sets for it. Raises Failed."""
+def shown(node: Node, job: Job) -> Own:
+    """The directory of a step's job. Raises Declined where it has none, Failed, OSError.
+
+    `job_ram` makes one in memory for the first step: its manager has started this process.
+    """
+    place = find(node, job)
+    if place is None:
+        raise Declined("job-dir", "the job has no directory of its own on this node")
     target = os.fspath(node.places.job_dir)
+    made = place.made()
+    if made is not None and made.ram:
+        patience = Deadline.after(job_ram.START, node.clock)
+        name = job_ram.mounted(place.directory, job.user, made.size, os.getppid(), patience)
+        return Own(place, ("served", os.fspath(name), target, "root"))
     device = loop.attach(place.disk, read_only=False)
-    return [
-        ("device", device, loop.file_of(place.disk.stat()), job_disk.KIND, "rw", target, "root"),
-        ("env", "FORESTAGE_DIR", target),
-    ]
+    file = loop.file_of(place.disk.stat())
+    return Own(place, ("device", device, file, job_disk.KIND, "rw", target, "root"))
+
+
+def root_of(own: Own) -> int:
+    """A descriptor of its root directory, for root, in a process of one thread.
+
+    Raises Declined, OSError.
+    """
+    if own.line[0] == "served":
+        return job_ram.root_of(Path(own.line[1]))
+    return mounts.open_hidden(own.line[1], job_disk.KIND, os.fspath(own.place.directory))
 
 
 def end(cache: Cache, job: int) -> None:
@@ -267,10 +296,10 @@ def taken(cache: Cache) -> Taken:
 
 
 def _of_users(cache: Cache) -> Counter[int]:
-    """The bytes that each user's jobs have reserved, by uid."""
+    """The bytes of the disk that each user's jobs have reserved, by uid."""
     found: Counter[int] = Counter()
     for made in filter(None, (place.made() for place in _all(cache))):
-        found[made.uid] += made.size
+        found[made.uid] += 0 if made.ram else made.size
     return found
 
 

@@ -4,10 +4,7 @@
 
 It mounts the file by a descriptor of /dev/fuse in a hidden mount namespace, so that nobody on the
 node meets the mount, and has squashfuse answer that descriptor as the user, with all three ids:
-what users wrote, no code of root's parses. Tasks get clones, by the packets of through/keeping.py:
-
-    b"mount"           b"ok", with a detached clone of the mount, for move_mount(2)
-    anything else      b"no REASON"
+what users wrote, no code of root's parses. Tasks get clones of the mount (data/clones.py).
 
 It lets go of its own mount when the step manager has closed its connection; squashfuse ends with
 the last clone, and with it this process. Where squashfuse is killed the tasks get ENOTCONN, and the
@@ -25,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from forestage import log
+from forestage.data import clones
 from forestage.errors import Declined
 from forestage.slurm.job import Job
 from forestage.system import as_user, child, fuse, mounts
@@ -38,7 +36,6 @@ MOST_TASKS = 512  # connections at once; others stand in line
 START = 10.0  # seconds until the first look into the file
 FIRST = 60.0  # seconds in which somebody must connect
 LAST = 10.0  # seconds from the last connection's end; tasks that cannot share one come at once
-ANSWER = 5.0  # seconds for the keeper of a file that is read through
 SAID = 0.2  # seconds in which a program that fails says why
 WORDS = 1000  # bytes of what squashfuse says last
 
@@ -104,10 +101,7 @@ def _must_be_possible(folder: Path, uid: int) -> str:
         raise Declined("no-mount", "squashfuse is not installed on this node")
     if not os.path.exists(fuse.DEVICE):
         raise Declined("no-mount", f"this node has no {fuse.DEVICE}")
-    try:
-        os.close(mounts.clone("/"))
-    except OSError as error:
-        raise Declined("no-mount", f"this kernel cannot clone mounts: {error}") from None
+    clones.must_be_possible("no-mount")
     users = [name.split("-")[0] for name in _living(folder)]
     if len(users) >= MOST or users.count(str(uid)) >= MOST_OF_USER:
         raise Declined("no-mount", f"{len(users)} files are mounted on this node already")
@@ -152,7 +146,9 @@ class _Served:
         self.followed = False
         self.hidden: tuple[int, ...] = ()
         self.words = b""  # the last ones of the program
-        self.listener: socket.socket | None = _listener(name)
+        self.listener: socket.socket | None = clones.listener(name)
+        # Each request says which task it is of.
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._close)
             self._start(program, content)
@@ -262,7 +258,7 @@ class _Served:
             elif self.listener is not None and fd == self.listener.fileno():
                 with contextlib.suppress(BlockingIOError):
                     made, _ = self.listener.accept()
-                    made.settimeout(ANSWER)
+                    made.settimeout(clones.ANSWER)
                     self.connections[made.fileno()] = made
             elif not self._listen(0):
                 os.close(self.words_of)
@@ -281,19 +277,11 @@ class _Served:
         for _, kind, data in control:
             if kind == socket.SCM_CREDENTIALS:
                 self.tasks.append(_CREDENTIALS.unpack(data)[0])
-        with contextlib.suppress(OSError):  # the task is gone
-            if asked != b"mount":
-                connection.send(b"no such request")
-                return
-            mounts.enter_namespace(*self.hidden)
-            try:
-                clone = mounts.clone(MOUNT)
-            finally:
-                mounts.enter_namespace(*self.host)
-            try:
-                socket.send_fds(connection, [b"ok"], [clone])
-            finally:
-                os.close(clone)
+        mounts.enter_namespace(*self.hidden)
+        try:
+            clones.give(connection, asked, MOUNT)
+        finally:
+            mounts.enter_namespace(*self.host)
 
     def _follow(self) -> None:
         """Has the program live where the tasks do: it is the user's, who can make it do anything.
@@ -323,16 +311,6 @@ class _Served:
                 os.close(fd)
 
 
-def _listener(name: Path) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.bind(os.fspath(name))
-    # Each request says which task it is of.
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    made.listen(128)
-    made.setblocking(False)
-    return made
-
-
 def _namespace(proc: int) -> tuple[int, int]:
     """This process' mount namespace and root; `proc` is its directory in /proc."""
     return (
@@ -347,15 +325,7 @@ def _clone(content: Bytes) -> int | None:
         return mounts.clone(os.fspath(content.entry))
     if content.through is None:
         return None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-        line.settimeout(ANSWER)
-        line.connect(os.fspath(content.through))
-        line.send(b"mount")
-        said, fds, _, _ = socket.recv_fds(line, WORDS, 1)
-    if not fds:
-        raise Declined("no-mount", f"its copy is not served: {said.decode(errors='replace')}")
-    os.set_inheritable(fds[0], False)
-    return fds[0]
+    return clones.fetch(content.through, "no-mount")
 
 
 def _image(clone: int | None, content: Bytes) -> int:

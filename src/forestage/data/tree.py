@@ -188,7 +188,7 @@ def _image_of(found: Manifest, size: int) -> Image:
     """Pure: the image of this directory, of so many bytes."""
     top = found.files[0]
     identity = Identity(found.path, top.inode, size, top.mtime_ns, top.ctime_ns, tree=found.digest)
-    return Image(identity, ROOTS_OWN)
+    return Image(identity, ROOTS_OWN, "data")
 
 
 class OpenTree:

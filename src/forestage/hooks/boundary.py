@@ -41,6 +41,9 @@ USAGE = 2
 IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
 SAVE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_save"
 
+WINDOW = "forestage-window-job-"
+"""Begins the name of a job's directory in src/window/forestage_window.py."""
+
 BY_HAND = b"""\
 forestage: `step` is what forestage's SPANK plugin runs when a step starts, with an environment of
  its own (to see what it did for a job: forestage explain JOBID)
@@ -96,7 +99,12 @@ def import_msgspec() -> None:
         del sys.modules["typing_extensions"]
 
 
-def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
+def nothing_to_do(
+    name: Name,
+    environ: Mapping[str, str],
+    leases: str,
+    shm: str = "/dev/shm",  # noqa: S108 - to look what is there
+) -> bool:
     """Whether this job is none of ours; costs no import, and never errs."""
     if name == "prolog":
         asked = IMAGE_OPTION in environ or SAVE_OPTION in environ
@@ -105,7 +113,9 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], leases: str) -> bool:
         hinted = f"{leases}/{environ.get('SLURM_JOB_ID', '')}.hinted"
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
         return not (asked or os.path.exists(hinted))
-    return not os.path.exists(f"{leases}/{environ.get('SLURM_JOB_ID', '')}.json")
+    number = environ.get("SLURM_JOB_ID", "")
+    window = f"{shm}/{WINDOW}{number}"
+    return not (os.path.exists(f"{leases}/{number}.json") or os.path.lexists(window))
 
 
 def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:

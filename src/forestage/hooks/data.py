@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +30,9 @@ from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.system import as_user, lock
 from forestage.units import printable
+
+if TYPE_CHECKING:
+    from forestage.data.job_dir import Own
 
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
 LOOK = 5.0  # seconds for it
@@ -63,17 +67,17 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
 def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
-    lines: list[Fields] = []
-    outcomes: list[Handled] = []
+    own, lines, outcomes = _own_dir(node, job, noted)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
     requests = () if refusal or noted.off else noted.requests
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
-        found, outcome = _shown(node, job, noted, request, limit)
+        found, outcome = _shown(node, job, noted, request, own, limit)
         lines += found
         outcomes.append(outcome)
-    more, told = _dir_lines(node, job, noted)  # what it was filled with is there by now
-    lines += more
-    outcomes += told
+    if any(one.at.startswith("seed:") for one in noted.requests):
+        from forestage.data import fill
+
+        lines += fill.unset(own, noted)  # of those that are not in there by now
     return Shown(wanted.disentangled(wanted.in_order(lines)), _as_data(outcomes))
 
 
@@ -136,28 +140,21 @@ def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:
     return []
 
 
-def _dir_lines(node: Node, job: Job, noted: Wanted) -> tuple[list[Fields], list[Handled]]:
-    """The job's own directory, and why it has none; variables that lead nowhere are unset.
+def _own_dir(
+    node: Node, job: Job, noted: Wanted
+) -> tuple["Own | None", list[Fields], list[Handled]]:
+    """The job's own directory with its lines, or why it has none though it wants one."""
+    if noted.room is None:
+        return None, [], []
+    from forestage.data import job_dir
 
-    Once the directory is filled.
-    """
-    if noted.room is None and not noted.requests:
-        return [], []
-    from forestage.data import fill, job_dir
-
-    place, lines, outcomes = None, list[Fields](), list[Handled]()
     try:
-        if noted.refused and noted.room is not None:
+        if noted.refused:
             raise Declined("job-dir", noted.refused)
-        if noted.room is not None:
-            place = job_dir.find(node, job)
-            if place is None:
-                raise Declined("job-dir", "the job has no directory of its own on this node")
-            lines = job_dir.lines(node, place)
+        own = job_dir.shown(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
-        outcomes = [image.of_error(STAGE_DIR, error)]
-        lines = [("env", "FORESTAGE_DIR")]
-    return [*lines, *fill.unset(place, noted)], outcomes
+        return None, [("env", "FORESTAGE_DIR")], [image.of_error(STAGE_DIR, error)]
+    return own, [own.line, ("env", "FORESTAGE_DIR", os.fspath(node.places.job_dir))], []
 
 
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
@@ -214,7 +211,7 @@ def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -
 
 
 def _shown(
-    node: Node, job: Job, noted: Wanted, request: Request, limit: Wait
+    node: Node, job: Job, noted: Wanted, request: Request, own: "Own | None", limit: Wait
 ) -> tuple[Sequence[Fields], Handled]:
     try:
         path = images.wanted_path(request, job.work_dir)
@@ -239,7 +236,8 @@ def _shown(
             return mounted.show(node, job, request, path, place, staged, limit.end)
         from forestage.data import fill
 
-        return fill.fill(node, job, noted, request, path, limit.fill or limit.end, limit.progress)
+        until = limit.fill or limit.end
+        return fill.fill(node, job, noted, request, own, path, until, limit.progress)
     except (ForestageError, OSError) as error:
         return (), _of_error(request, error)
 
@@ -266,9 +264,8 @@ def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
 
 def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
     """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
-    plain = msgspec.structs.replace(request, at="")
     job = msgspec.structs.replace(job, saves=None, mounts_home=False)
-    return image.handle(node, job, [plain], limit)[0]
+    return image.handle(node, job, [request], limit)[0]
 
 
 def _of_error(request: Request, error: Exception) -> Handled:

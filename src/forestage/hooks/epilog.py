@@ -5,6 +5,7 @@ may have changed since, or be broken.
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -13,15 +14,30 @@ from forestage.cache import doubt, elsewhere, evict, redirect, unmount
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.config import Config
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Released
+from forestage.hooks.boundary import WINDOW
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock
 from forestage.units import printable
+
+WINDOW_TIME = 5.0  # seconds to delete what a window left
+
+
+class _Over(msgspec.Struct, frozen=True):
+    """A job that is over here; `lease` is None where it is damaged, `patience` in seconds."""
+
+    job: Job
+    lease: Lease | None
+    cache: Cache
+    leases: Leases
+    places: Places
+    clock: Clock
+    patience: float
 
 
 def epilog(
@@ -34,6 +50,7 @@ def epilog(
     too, nothing is known of either, and the sweep has to clean up.
     """
     leases = Leases(places.leases)
+    _delete_window(places, clock, job)
     # Half for each of the two times that the lock is needed.
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
@@ -52,8 +69,9 @@ def epilog(
             cache = cache or node.cache
         done = Released(result="released")
         if cache:
-            done = _release(cache, leases, lease, places, clock, job, patience)
-            _clear(cache, leases, lease, places, clock, job, patience)
+            over = _Over(job, lease, cache, leases, places, clock, patience)
+            done = _release(over)
+            _clear(over)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except lock.Busy as busy:
@@ -68,21 +86,40 @@ def epilog(
     return [msgspec.structs.replace(done, evicted=evicted)]
 
 
-def _clear(
-    cache: Cache,
-    leases: Leases,
-    lease: Lease | None,
-    places: Places,
-    clock: Clock,
-    job: Job,
-    patience: float,
-) -> None:
+def _delete_window(places: Places, clock: Clock, job: Job) -> None:
+    """Deletes what a job's window (src/window) has in memory still, as its user. Best effort.
+
+    Its copier does so, unless it was killed with all others: then nobody would, until a reboot.
+    """
+    name = f"{WINDOW}{job.id}"
+    if not os.path.lexists(places.shm / name):
+        return
+    from forestage.data import put
+    from forestage.system import as_user
+
+    until = Deadline.after(WINDOW_TIME, clock)
+
+    def still() -> None:
+        if not until.left():
+            raise Declined("deadline", f"{name} is not deleted in time")
+
+    def work() -> as_user.Found[None]:
+        as_user.become(job.user)  # anybody may have made something of that name
+        put.remove(os.open(places.shm, os.O_RDONLY | os.O_DIRECTORY), name, still)
+        return None, []
+
+    with contextlib.suppress(ForestageError, OSError):
+        as_user.call(work, type(None), WINDOW_TIME + 1)
+
+
+def _clear(over: _Over) -> None:
     """Removes what few jobs have: data, and what steps were shown of registries' images."""
-    if lease is None or lease.data:
+    cache, places, job = over.cache, over.places, over.job
+    if over.lease is None or over.lease.data:
         from forestage.data import job_dir, looks, tree
 
         with contextlib.suppress(Failed, OSError):  # the sweep does it
-            tree.let_go(cache, leases, patience)
+            tree.let_go(cache, over.leases, over.patience)
         looks.end(cache, job.id)
         job_dir.end(cache, job.id)
     if places.images.exists():
@@ -90,39 +127,35 @@ def _clear(
 
         with contextlib.suppress(OSError):  # the sweep does it
             place.forget(places, job.id)
-            kept.tidy(cache, clock.wall())
+            kept.tidy(cache, over.clock.wall())
 
 
 def _failed(failed: Failed) -> Released:
     return Released(result="failed", reason=failed.reason, detail=str(failed))
 
 
-def _release(
-    cache: Cache,
-    leases: Leases,
-    lease: Lease | None,
-    places: Places,
-    clock: Clock,
-    job: Job,
-    patience: float,
-) -> Released:
+def _release(over: _Over) -> Released:
+    cache, leases, lease = over.cache, over.leases, over.lease
     with contextlib.ExitStack() as claims:
-        with lock.held_if_writable(cache.space_lock, patience):
+        with lock.held_if_writable(cache.space_lock, over.patience):
             if lease is not None:
                 with contextlib.suppress(OSError):  # only a note for evict
-                    _note_use(cache, lease, clock.wall())
-            going = let_go(cache, leases, lease, places, job.id, claims, clock.wall())
+                    _note_use(cache, lease, over.clock.wall())
+            now = over.clock.wall()
+            going = let_go(cache, leases, lease, over.places, over.job.id, claims, now)
         done = Released("released", unmounted=len(going))
         try:
-            unmount.unmount(going, lambda bind: job.user)
+            unmount.unmount(going, lambda bind: over.job.user)
             # Else nothing can have been inherited. Of a step's redirect the node sees nothing.
             if going or (lease is not None and lease.uses):
-                _clear_elsewhere(cache, leases, clock.wall())
+                _clear_elsewhere(cache, leases, over.clock.wall())
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
             done = Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
-    doubt.look(places, cache, clock)  # this job may have failed for it, the next one need not
+    doubt.look(
+        over.places, cache, over.clock
+    )  # this job may have failed for it, the next one need not
     return done
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within SHORTLY
 SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
+UNSERVED = ("declined", "failed")
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
 MAX_USES = 1000  # of one job, some 200 bytes each: a job must not fill /run
@@ -132,7 +133,7 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     needs = {
         number: room.unpacked(node.cache, node.config, one.image)
         for number, one in enumerate(answers)
-        if one.image and one.outcome.result not in ("declined", "failed")
+        if one.image and one.image.kind == "image" and one.outcome.result not in UNSERVED
     }
     number = max(needs, key=lambda number: needs[number], default=None)
     if number is None or not needs[number]:
@@ -180,13 +181,14 @@ def _handled(
             try:
                 _check(node, opened.image, refusal)
                 _keep_clear_of_binds(node, job, opened.image, limit)
+                wanted = _of_kind(opened, request)
                 with (
-                    leased(node, job, opened.image.key, limit) as lease,
-                    wait.begun(node, job, opened) as copying,
+                    leased(node, job, wanted.image.key, limit) as lease,
+                    wait.begun(node, job, wanted) as copying,
                 ):
                     if copying:
                         yield
-                    return _served(node, job, request, opened, lease, copying, limit)
+                    return _served(node, job, request, wanted, lease, copying, limit)
             except Declined as error:
                 if error.reason != "changed":
                     return Answer(of_error(request, error, opened.image), opened.image)
@@ -307,6 +309,12 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
     if node.config.redirect == "spank" and has_control(found.path):
         # The step could not tell the companion, whose lines have fields between tabs.
         raise Declined("bad-path", "the path resolves to a name with control characters")
+
+
+def _of_kind(opened: OpenImage, request: Request) -> OpenImage:
+    """Pure: the same, to be copied as what the request is: an image or data."""
+    kind = "data" if request.is_data else "image"
+    return msgspec.structs.replace(opened, image=msgspec.structs.replace(opened.image, kind=kind))
 
 
 def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> None:

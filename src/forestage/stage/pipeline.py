@@ -190,7 +190,7 @@ def _make_room(task: Task, opened: Source, figures: Figures) -> None:
         task.image.path,
         need,
         task.job.user.uid,
-        data=task.tree is not None,
+        data=task.image.kind == "data",
     )
 
 
@@ -289,6 +289,7 @@ def must_be_unchanged(task: Task) -> None:
         task.tree.must_be_unchanged()
         return
     wanted, node = task.image, task.node
+    known = (wanted.identity, wanted.access)
     source.must_be_same(task.opened)
     caches = [node.cache.real]
     try:
@@ -298,7 +299,7 @@ def must_be_unchanged(task: Task) -> None:
     except OSError:
         raise source.changed(wanted.path) from None
     line.close()
-    if found.image != wanted:
+    if found.image is None or (found.image.identity, found.image.access) != known:
         why = found.image and source.difference(wanted.identity, found.image.identity)
         raise source.changed(wanted.path, why or "")
 
@@ -334,6 +335,7 @@ def _entry(task: Task) -> Entry:
         engine=config.engine,
         chunk=config.chunk_size,
         digest=digest.of_image(task.part.digests()),
+        kind=task.image.kind,
     )
 
 

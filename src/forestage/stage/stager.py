@@ -188,7 +188,7 @@ def _report(task: Task, figures: "Figures", error: Declined | None, took: float)
         read_through=figures.read_through,
         read_straight=figures.read_straight,
         evicted=tuple(figures.evicted),
-        data=task.tree is not None,
+        data=task.image.kind == "data",
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)
     try:

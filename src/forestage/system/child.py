@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+NO_LIMIT = 1 << 60  # bytes
 ROUNDS, PAUSE = 200, 0.01  # seconds; of looks at what a process has left behind
 
 
@@ -90,6 +91,23 @@ def join(pid: int, task: int, root: Path = Path("/")) -> None:
     for top, path in _slurms(root, str(task)):
         with contextlib.suppress(OSError):
             (top / path.lstrip("/") / "cgroup.procs").write_text(str(pid))
+
+
+def memory_limit(pid: int, root: Path = Path("/")) -> int | None:
+    """The bytes of memory that the job of a process in one of its steps may have, by its cgroups.
+
+    A step may have less. None where Slurm limits none: v1 has a number above all memory for that,
+    v2 a word. Raises OSError.
+    """
+    limits = []
+    for top, path in _slurms(root, str(pid)):
+        of_job = Path(path.lstrip("/").partition("/step_")[0])
+        for at in (of_job, *of_job.parents):
+            for name in ("memory.limit_in_bytes", "memory.max"):
+                with contextlib.suppress(OSError, ValueError):
+                    limits.append(int((top / at / name).read_text()))
+    least = min(limits, default=NO_LIMIT)
+    return least if least < NO_LIMIT else None
 
 
 def _slurms(root: Path, pid: str) -> list[tuple[Path, str]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forestage.cache import evict
 from forestage.cache.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.layout import Cache, Entry, StoredEntry, tree_bytes
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.part import Owner, boot_id
@@ -42,10 +42,11 @@ def stored(
     pinned: bool = False,
     damaged: bool = False,
     user: int | None = None,
-    tree: str = "",
+    kind: Kind = "image",
 ) -> StoredEntry:
-    identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0, tree)
-    entry = None if damaged else Entry(key, identity, Access(0, 0, 0o644), created, "rsync")
+    identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0)
+    access = Access(0, 0, 0o644)
+    entry = None if damaged else Entry(key, identity, access, created, "rsync", kind=kind)
     return StoredEntry(key, size, used, pinned, entry, user)
 
 
@@ -237,36 +238,38 @@ def test_nobody_evicts_others_entries_for_more_than_their_share(
             [stored("a", 1), stored("b", 2)], 10, 5, Plan((), 0, False), id="no image goes for data"
         ),
         pytest.param(
-            [stored("a", 1), stored("d", 2, tree="x"), stored("e", 3, tree="x")],
+            [stored("a", 1), stored("d", 2, kind="data"), stored("e", 3, kind="data")],
             10,
             5,
             Plan(("d",), 10, True),
             id="data goes for data, as long ago as it was used",
         ),
         pytest.param(
-            [stored("d", 2, tree="x"), stored("e", 3, tree="x")],
+            [stored("d", 2, kind="data"), stored("e", 3, kind="data")],
             0,
             15,
             Plan(("d",), 10, True),
             id="data keeps within its share, however much is free",
         ),
-        pytest.param([stored("d", tree="x")], 0, 31, Plan(("d",), 10, False), id="above the share"),
         pytest.param(
-            [stored("a", 1), stored("d", 9, tree="x", size=40)],
+            [stored("d", kind="data")], 0, 31, Plan(("d",), 10, False), id="above the share"
+        ),
+        pytest.param(
+            [stored("a", 1), stored("d", 9, kind="data", size=40)],
             10,
             0,
             Plan(("d",), 40, True),
             id="above its share it goes before images",
         ),
         pytest.param(
-            [stored("a", 1), stored("d", 9, tree="x")],
+            [stored("a", 1), stored("d", 9, kind="data")],
             10,
             0,
             Plan(("a",), 10, True),
             id="within its share it is as an image",
         ),
         pytest.param(
-            [stored("old", 1, "/x", 1), stored("new", 2, "/x", 2), stored("d", 3, tree="x")],
+            [stored("old", 1, "/x", 1), stored("new", 2, "/x", 2), stored("d", 3, kind="data")],
             10,
             5,
             Plan(("old",), 10, True),
@@ -455,7 +458,7 @@ def test_copy_under_way_counts_as_used(cache: Cache) -> None:
 
 def test_data_under_way_counts_for_the_share_of_data() -> None:
     at = Room(0, 100, NO_LIMIT, 0, NO_LIMIT, NO_LIMIT, data=30, data_under_way=15)
-    things = [stored("a", 1), stored("d", 2, tree="x")]
+    things = [stored("a", 1), stored("d", 2, kind="data")]
     assert plan(things, frozenset(), at, want(0), data=5) == Plan((), 0, True)
     assert plan(things, frozenset(), at, want(0), data=6) == Plan(("d",), 10, True)
     assert plan(things, frozenset(), at, want(0), data=16) == Plan(("d",), 10, False)
@@ -466,7 +469,7 @@ def half_tree(cache: Cache, key: str) -> int:
     part = cache.part(key)
     part.directory.mkdir()
     part.image.write_bytes(bytes(1 << 20))
-    wanted = Image(Identity("/a", 1, 8, 1, 1, tree="t"), Access(0, 0, 0o644))
+    wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644), "data")
     part.write_owner(Owner(1, boot_id(), wanted, 4, "chunks", 7, 1.0))
     return tree_bytes(part.directory)
 

@@ -91,6 +91,14 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
+def test_epilog_has_work_where_a_window_left_something_in_memory(tmp_path: Path) -> None:
+    left = tmp_path / "forestage-window-job-7"
+    left.symlink_to("/nowhere")
+    for job, nothing in (("7", False), ("77", True), ("", True)):
+        environ = {"SLURM_JOB_ID": job}
+        assert nothing_to_do("epilog", environ, "/nowhere", str(tmp_path)) is nothing
+
+
 ON_TWO = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 

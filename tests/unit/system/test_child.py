@@ -76,6 +76,42 @@ def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path
     assert joined == [f"{root}/sys/fs/cgroup/memory/slurm_n1/job_7"]
 
 
+V1 = {
+    "memory/slurm_n1/job_7/memory.limit_in_bytes": "300",
+    "memory/slurm_n1/job_7/step_0/memory.limit_in_bytes": "100",
+    "memory/slurm_n1/memory.limit_in_bytes": "9223372036854771712",
+}
+V2 = {
+    "system.slice/slurmstepd.scope/job_7/memory.max": "max",
+    "system.slice/slurmstepd.scope/memory.max": "200",
+    "system.slice/slurmstepd.scope/job_7/step_0/user/memory.max": "100",
+}
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("4:memory:/slurm_n1/job_7/step_0/task_0\n", V1, 300),
+        ("4:memory:/slurm_n1/job_7\n", V1, 300),
+        ("0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n", V2, 200),
+        pytest.param("4:memory:/slurm_n1/job_8/step_0\n", V1, None, id="a word for none"),
+        pytest.param("4:memory:/user/job_7\n", V1, None, id="not Slurm's"),
+        pytest.param("2:freezer:/slurm_n1/job_7\n", V1, None, id="no memory controller"),
+        ("", {}, None),
+    ],
+)
+def test_memory_of_a_job_is_the_least_that_its_cgroups_allow(
+    tmp_path: Path, lines: str, files: dict[str, str], expected: int | None
+) -> None:
+    root = fake(tmp_path, "")
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(lines)
+    for name, text in files.items():
+        (root / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / name).write_text(f"{text}\n")
+    assert child.memory_limit(42, root) == expected
+
+
 def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         child.join(4711, 42, fake(tmp_path, ""))
