@@ -209,7 +209,9 @@ def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tup
     # Resolving walks the shared file system; the path as `ls` prints it needs none of that.
     found = _at(items, os.path.abspath(word)) or _at(items, resolve(word))
     if not found:
-        raise NotFound(f"no entry has the key or path {word}", "see `forestage ls`")
+        short = re.fullmatch(r"[0-9a-fA-F]+", word, re.ASCII) and len(word) < MIN_PREFIX
+        hint = f"of a key, write {MIN_PREFIX} digits or more" if short else "see `forestage ls`"
+        raise NotFound(f"no entry has the key or path {word}", hint)
     return found
 
 

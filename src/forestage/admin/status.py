@@ -88,7 +88,10 @@ def gather(node: Node) -> Status:
         made = inventory.is_made(node)
     except Failed as failed:
         holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
-    paths = {item.key: item.path for item in holdings.items}
+    under_way = copies.gather(node) if made else ()
+    paths = copies.paths(node) if made else {}
+    paths |= {copy.key: copy.image for copy in under_way}
+    paths |= {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
     disk = doubt.known(node.places)
     found = Status(
@@ -112,7 +115,7 @@ def gather(node: Node) -> Status:
         room=room,
         data=sum(one.bytes for one in stored if one.is_data) + room.data_under_way,
         entries=counts(holdings.items),
-        copies=copies.gather(node),
+        copies=under_way,
         held=inventory.held(node.cache),
         job_dirs=job_dir.taken(node.cache),
     )

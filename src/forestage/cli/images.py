@@ -29,6 +29,16 @@ def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str
     return value
 
 
+def expanded(nodes: str) -> tuple[str, ...]:
+    """The nodes of --nodes. Raises click.BadParameter."""
+    from forestage.admin import nodes as node_sets
+
+    try:
+        return node_sets.expand(nodes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--nodes") from None
+
+
 @contextlib.contextmanager
 def _cancelling() -> Iterator[None]:
     """Treats a closed terminal and `kill` like ^C, so that the jobs are cancelled then, too."""
@@ -52,8 +62,10 @@ def _path(world: "World", image: str) -> str:
 @click.command()
 @as_json
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
-@click.option("-w", "--nodes", required=True, metavar="NODESET", help="As ClusterShell reads it.")
-@click.option("-p", "--partition", metavar="NAME", help="The jobs' partition.")
+@click.option("-w", "--nodes", metavar="NODESET", help="As ClusterShell reads it.")
+@click.option(
+    "-p", "--partition", metavar="NAME", help="The jobs' partition; without -w, all its nodes."
+)
 @click.option("--reservation", metavar="NAME", help="The jobs' reservation.")
 @click.option("--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun.")
 @click.option(
@@ -69,7 +81,7 @@ def _path(world: "World", image: str) -> str:
 def warm(
     ctx: click.Context,
     images: tuple[str, ...],
-    nodes: str,
+    nodes: str | None,
     partition: str | None,
     reservation: str | None,
     more: tuple[str, ...],
@@ -86,6 +98,7 @@ def warm(
     """
     import secrets
 
+    from forestage.admin import nodes as node_sets
     from forestage.admin import warm as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
@@ -93,10 +106,13 @@ def warm(
 
     if len(images) > work.MAX_IMAGES:
         raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
-    try:
-        where = work.nodes_of(nodes)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--nodes") from None
+    slurm = Slurm.of(os.environ)
+    if nodes is not None:
+        where = expanded(nodes)
+    elif partition is not None:
+        where = node_sets.of_partition(partition, slurm)
+    else:
+        raise click.UsageError("name the nodes with --nodes, or their --partition")
     named = (("partition", partition), ("reservation", reservation))
     order = work.Order(
         tuple(dict.fromkeys(_path(ctx.obj, image) for image in images)),
@@ -107,7 +123,7 @@ def warm(
         at_once,
     )
     with _cancelling(), screen.busy() as progress:
-        done = work.warm(order, Slurm.of(os.environ), ctx.obj.clock, secrets.token_hex(4), progress)
+        done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
     show(done, work.pieces(done), as_json)
     if done.failed:
         ctx.exit(Exit.NOT_FOUND)

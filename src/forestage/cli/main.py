@@ -271,8 +271,14 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
     """Every setting, and which file says so."""
     from forestage.admin import show as view
     from forestage.config import load_settings
+    from forestage.system.terminal import harmless
 
-    rows = load_settings(world.places.etc).rows(partition)
+    settings = load_settings(world.places.etc)
+    if partition is not None and partition not in settings.partitions:
+        known = ", ".join(sorted(settings.partitions)) or "none"
+        text = f"partition {partition!r} has no settings of its own (these have: {known})"
+        click.echo(f"forestage: {harmless(text)}", err=True)
+    rows = settings.rows(partition)
     show([row._asdict() for row in rows], view.settings(rows), as_json)
 
 

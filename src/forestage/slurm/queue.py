@@ -79,6 +79,17 @@ class Slurm(NamedTuple):
             return False
         raise SlurmError(ran.explained())
 
+    def partition_nodes(self, name: str) -> tuple[str, ...]:
+        """The nodes of a partition, each once; none where there is no such partition.
+
+        Raises SlurmError.
+        """
+        words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
+        ran = self._ask("sinfo", *words)
+        if ran.code != 0:
+            raise SlurmError(ran.explained())
+        return tuple(dict.fromkeys(ran.out.split()))
+
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
         found = set()
