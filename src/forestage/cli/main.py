@@ -51,9 +51,10 @@ for command in (*site.COMMANDS, *images.COMMANDS, *registry.COMMANDS, report.rep
 
 @main.command()
 @as_json
-@click.option("-w", "--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
+@click.option("--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
+@click.option("--oneline", is_flag=True, help="One line for health checks; see forestage(1).")
 @click.pass_context
-def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
+def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> None:
     """The cache, its room, copies under way, leases.
 
     Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
@@ -70,7 +71,10 @@ def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
             screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
     found = view.gather(node)
-    show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
+    if oneline:
+        click.echo(view.oneline(found))
+    else:
+        show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
 
