@@ -272,7 +272,6 @@ def test_call_leaves_the_latest_job_and_the_time(tmp_path: Path) -> None:
     assert mark.stat().st_mtime > 0
 
 
-@pytest.mark.parametrize("name", ["prolog", "epilog", "step"])
 @pytest.mark.parametrize("job", ["", "x", "1" * 50, "-1"])
 def test_call_without_a_job_leaves_nothing(tmp_path: Path, job: str) -> None:
     note_call("prolog", {"SLURM_JOB_ID": job} if job else {}, str(tmp_path))
