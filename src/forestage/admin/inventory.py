@@ -59,6 +59,11 @@ class Holdings(msgspec.Struct, frozen=True):
     leases: tuple[Lease, ...] = ()
     problems: tuple[str, ...] = ()
 
+    def only(self, keys: Container[str]) -> "Holdings":
+        """The same, of the entries only those with these keys."""
+        items = tuple(item for item in self.items if item.key in keys)
+        return msgspec.structs.replace(self, items=items)
+
 
 class Held(msgspec.Struct, frozen=True):
     """Bytes on disk of entries that were evicted, while redirects that stay show them.

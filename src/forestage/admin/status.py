@@ -239,35 +239,47 @@ def _lately(status: Status, now: float) -> list[tuple[str, str]]:
     return facts
 
 
+def state(status: Status) -> tuple[str, str]:
+    """Pure: the node in one word, and why it is not "ok"."""
+    if status.unusable:
+        return "unusable", status.unusable
+    if status.doubt:
+        return "doubt", status.doubt.why
+    if status.off:
+        return "off", status.off
+    if status.calls.missed:
+        return "not-called", f"no Prolog of forestage ran for job {status.calls.missed[0]}"
+    return "ok", ""
+
+
+def facts(status: Status) -> dict[str, str]:
+    """Pure: the node in a few words, by the names of `--oneline`."""
+    ratio, room = status.starts.hit_ratio, status.room
+    return {
+        "state": state(status)[0],
+        "full": f"{percent(room)}%" if room else "-",
+        "reclaimable": format_size(status.reclaimable).replace(" ", ""),
+        "entries": str(status.entries.total),
+        "damaged": str(status.entries.damaged + len(status.problems)),
+        "leases": str(len(status.leases)),
+        "copies": str(len(status.copies)),
+        "hits": f"{ratio:.0%}" if ratio is not None else "-",
+        "companion": "yes" if status.calls.companion else "no",
+        "failure": status.starts.failure.reason if status.starts.failure else "-",
+    }
+
+
 def oneline(status: Status) -> str:
     """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
 
     New fields come at the end. It has no age, so that healthy nodes print much the same.
     """
-    ratio, room, calls = status.starts.hit_ratio, status.room, status.calls
-    state, why = "ok", ""
-    if status.unusable:
-        state, why = "unusable", status.unusable
-    elif status.doubt:
-        state, why = "doubt", status.doubt.why
-    elif status.off:
-        state, why = "off", status.off
-    elif calls.missed:
-        state, why = "not-called", f"no Prolog of forestage ran for job {calls.missed[0]}"
-    facts = {
-        "state": state,
-        "full": f"{percent(room)}%" if room else "-",
-        "reclaimable": format_size(status.reclaimable).replace(" ", ""),
-        "entries": status.entries.total,
-        "damaged": status.entries.damaged + len(status.problems),
-        "leases": len(status.leases),
-        "copies": len(status.copies),
-        "hits": f"{ratio:.0%}" if ratio is not None else "-",
-        "companion": "yes" if calls.companion else "no",
-        "failure": status.starts.failure.reason if status.starts.failure else "-",
-    }
-    words = [f"{name}={value}" for name, value in facts.items()]
+    why = state(status)[1]
+    words = [f"{name}={value}" for name, value in facts(status).items()]
     return " ".join(["forestage", *words, *([f"why={field(why)}"] if why else [])])
+
+
+COLUMNS = tuple(facts(Status("", "", (), (), ())))
 
 
 def _held(held: inventory.Held) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forestage.cli import images, registry, report, site
+from forestage.cli.many import on_nodes
 from forestage.cli.world import Commands, Exit, as_json, show
 from forestage.cli.world import World as World
 
@@ -51,6 +52,7 @@ for command in (*site.COMMANDS, *images.COMMANDS, *registry.COMMANDS, report.rep
 
 @main.command()
 @as_json
+@on_nodes()
 @click.option("--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
 @click.option("--oneline", is_flag=True, help="One line for health checks; see forestage(1).")
 @click.pass_context
@@ -81,13 +83,18 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
 
 @main.command()
 @as_json
+@on_nodes()
+@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
 @click.pass_obj
-def ls(world: World, as_json: bool) -> None:
-    """List the entries, last used first."""
+def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
+    """List the entries, last used first: all, or those named."""
     from forestage.admin import inventory
     from forestage.admin import show as view
 
     found = inventory.gather(world.node())
+    if words:
+        keys = {item.key for item in _picked(found.items, words)}
+        found = found.only(keys)
     show(found.items, view.listing(found, world.clock.wall()), as_json)
 
 
@@ -112,6 +119,7 @@ def show_entry(world: World, word: str, as_json: bool) -> None:
 
 @main.command()
 @as_json
+@on_nodes()
 @click.argument("job", callback=_job_id, metavar="JOBID")
 @click.pass_obj
 def explain(world: World, job: int, as_json: bool) -> None:
@@ -146,6 +154,7 @@ def path(world: World, image: str, as_json: bool) -> None:
 
 @main.command()
 @as_json
+@on_nodes()
 @click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
@@ -179,6 +188,7 @@ def evict(
 
 @main.command()
 @as_json
+@on_nodes("1h")
 @click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
 @click.option("--all", "everything", is_flag=True, help="Every entry.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: verify, but evict nothing.")

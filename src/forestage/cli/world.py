@@ -61,6 +61,7 @@ class Exit(IntEnum):
     SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
     REFUSED = 9, "Slurm's configuration was not changed: it was said what to do by hand."
     TRIED = 10, "enroot tried to import the image, and failed."
+    UNREACHED = 11, "A node of -w was not reached, or did not answer in time."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."
 
