@@ -5,10 +5,10 @@ the nodes answer becomes one table. Rows that are the same on several nodes are 
 does not answer in time is named and makes the exit status 11; all others are shown.
 """
 
-import os
+import contextlib
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from forestage.admin.inventory import Item
 from forestage.admin.status import Status
 from forestage.errors import SlurmError
 from forestage.events import Handled, Released
-from forestage.system import run
+from forestage.slurm.queue import Slurm
 from forestage.system.terminal import Line, Piece, Table, count, short
 from forestage.units import format_duration, format_size
 
@@ -27,11 +27,10 @@ COMMAND = "/usr/lib/forestage/bin/forestage"
 OURS = "forestage: "  # how a message of the command itself begins
 # A job beside others, where the partition allows that, which is over in a moment.
 SRUN = (
-    *("srun", "--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet"),
+    *("--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet"),
     "--comment=stage=off",
 )
 CONNECT = 10  # seconds for a node's sshd to answer
-CANCEL = 10.0  # seconds for scancel
 
 By = Literal["ssh", "srun"]
 Progress = Callable[[str], None]
@@ -62,18 +61,18 @@ class Answer(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def command(order: Order, name: str) -> str:
+def command(order: Order, srun: str, name: str) -> str:
     """Pure: what a shell runs: on the node by ssh, here for srun, where %h is the node."""
     words = shlex.join([COMMAND, order.words[0], "--json", *order.words[1:]])
     if order.by == "ssh":
         return words
     minutes = int(order.within // 60) + 1
     limits = (f"--immediate={max(1, int(order.within))}", f"--time={minutes}")
-    job = shlex.join([*SRUN, f"--job-name={name}", *limits, *order.options])
+    job = shlex.join([srun, *SRUN, f"--job-name={name}", *limits, *order.options])
     return f"{job.replace('%', '%%')} --nodelist=%h -- {words.replace('%', '%%')}"
 
 
-def ask(order: Order, token: str, progress: Progress) -> tuple[Answer, ...]:
+def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Answer, ...]:
     """Runs the command on all nodes; returns their answers in the order of the nodes.
 
     `token` makes the name of srun's jobs unique, so that none of them outlives this command. Raises
@@ -84,7 +83,8 @@ def ask(order: Order, token: str, progress: Progress) -> tuple[Answer, ...]:
     from ClusterShell.Worker.Exec import ExecWorker
     from ClusterShell.Worker.Ssh import WorkerSsh
 
-    if order.by == "srun" and shutil.which("srun") is None:
+    srun = shutil.which("srun", path=slurm.path)
+    if order.by == "srun" and srun is None:
         raise SlurmError("srun is not installed", "add its directory to PATH, or use --by ssh")
     left = set(order.nodes)
 
@@ -102,7 +102,7 @@ def ask(order: Order, token: str, progress: Progress) -> tuple[Answer, ...]:
         ",".join(order.nodes),
         handler=Count(),
         timeout=order.within,
-        command=command(order, name),
+        command=command(order, srun or "", name),
         stderr=True,
     )
     try:
@@ -113,7 +113,8 @@ def ask(order: Order, token: str, progress: Progress) -> tuple[Answer, ...]:
         raise
     finally:
         if order.by == "srun" and left:  # an srun that was killed leaves its job
-            run.run(["scancel", f"--name={name}"], timeout=CANCEL, variables=_slurm(os.environ))
+            with contextlib.suppress(SlurmError):  # it has a time limit as well
+                slurm.cancel(name)
     late = set(map(str, worker.iter_keys_timeout())) | left
     codes = {str(node): rc for rc, found in worker.iter_retcodes() for node in found}
     return tuple(
@@ -126,12 +127,6 @@ def ask(order: Order, token: str, progress: Progress) -> tuple[Answer, ...]:
         )
         for node in order.nodes
     )
-
-
-def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    return {"PATH": environ.get("PATH", run.PATH)} | {
-        name: environ[name] for name in ("SLURM_CONF",) if name in environ
-    }
 
 
 def _text(buffer: bytes | None) -> str:

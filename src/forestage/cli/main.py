@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import images, registry, report, site
+from forestage.cli import complete, images, registry, report, site
 from forestage.cli.many import on_nodes
 from forestage.cli.world import Commands, Exit, as_json, show
 from forestage.cli.world import World as World
@@ -18,7 +18,16 @@ from forestage.cli.world import World as World
 if TYPE_CHECKING:
     from forestage.admin.inventory import Item
 
-words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
+words = click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="KEY|PATH...",
+    shell_complete=complete.entries,
+)
+some_words = click.argument(
+    "words", nargs=-1, metavar="[KEY|PATH...]", shell_complete=complete.entries
+)
 STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
 
 
@@ -84,7 +93,7 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
 @main.command()
 @as_json
 @on_nodes()
-@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@some_words
 @click.pass_obj
 def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
     """List the entries, last used first: all, or those named."""
@@ -100,7 +109,7 @@ def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
 
 @main.command("show")
 @as_json
-@click.argument("word", metavar="KEY|PATH")
+@click.argument("word", metavar="KEY|PATH", shell_complete=complete.entries)
 @click.pass_obj
 def show_entry(world: World, word: str, as_json: bool) -> None:
     """All about an entry, and whether its source is unchanged.
@@ -120,7 +129,7 @@ def show_entry(world: World, word: str, as_json: bool) -> None:
 @main.command()
 @as_json
 @on_nodes()
-@click.argument("job", callback=_job_id, metavar="JOBID")
+@click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete.jobs)
 @click.pass_obj
 def explain(world: World, job: int, as_json: bool) -> None:
     """What a job asked for, what was done, why, and how long it took.
@@ -155,7 +164,7 @@ def path(world: World, image: str, as_json: bool) -> None:
 @main.command()
 @as_json
 @on_nodes()
-@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@some_words
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
 @click.pass_context
@@ -189,7 +198,7 @@ def evict(
 @main.command()
 @as_json
 @on_nodes("1h")
-@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@some_words
 @click.option("--all", "everything", is_flag=True, help="Every entry.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: verify, but evict nothing.")
 @click.pass_context

@@ -64,6 +64,7 @@ def _ask(ctx: click.Context, named: str, given: dict[str, Any]) -> None:
 
     from forestage.admin import fleet
     from forestage.cli.images import expanded
+    from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
 
     if given.get("watch"):
@@ -72,7 +73,7 @@ def _ask(ctx: click.Context, named: str, given: dict[str, Any]) -> None:
     known = (given["by"], given["within"], given["at_once"], given["more"])
     order = fleet.Order(expanded(named), words, *known)
     with screen.busy() as progress:
-        answers = fleet.ask(order, secrets.token_hex(4), progress)
+        answers = fleet.ask(order, Slurm.of(os.environ), secrets.token_hex(4), progress)
     name = f"{words[0]} --oneline" if given.get("oneline") else words[0]
     show(fleet.document(answers), fleet.pieces(answers, fleet.VIEWS[name]), given["as_json"])
     ctx.exit(fleet.exit_code(answers, Exit.UNREACHED))

@@ -90,6 +90,12 @@ class Slurm(NamedTuple):
             raise SlurmError(ran.explained())
         return tuple(dict.fromkeys(ran.out.split()))
 
+    def cancel(self, name: str) -> None:
+        """Cancels all jobs of that name. Raises SlurmError."""
+        ran = self._ask("scancel", f"--name={name}")
+        if ran.code != 0:
+            raise SlurmError(ran.explained())
+
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
         found = set()

@@ -166,7 +166,7 @@ def test_name_with_any_character_reaches_the_node_as_it_is(
 
 def test_srun_gets_a_bounded_job_on_each_node() -> None:
     order = Order(("n1",), ("ls", "--", "/a%b"), "srun", 90.0, options=("--account=lab",))
-    line = fleet.command(order, "forestage-x")
+    line = fleet.command(order, "/bin/srun", "forestage-x")
     assert " --immediate=90 --time=2 --account=lab --nodelist=%h -- " in line
     assert line.endswith("forestage ls --json -- /a%%b")
 
