@@ -34,9 +34,7 @@ from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import FAILURES, REASONS
 from forestage.paths import Places
 from forestage.peers import stats as peer_counts
-from forestage.slurm import companion
 from forestage.system import lock, records
-from forestage.system.tree import Files
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end
 READABLE = 0o644  # node exporter is a user of its own
@@ -116,7 +114,7 @@ def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
     config, wrong = None, None
     try:
         config = load_settings(places.etc).config
-        config = decided(config, _has_companion(places, conf))
+        config = decided(config, sites.has_companion(places, conf))
     except ConfigError as error:
         wrong = error
     with alone(places):
@@ -139,13 +137,6 @@ def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
     if wrong:
         raise wrong
     return written
-
-
-def _has_companion(places: Places, conf: str) -> bool:
-    """Whether steps get the companion, as hooks find it out."""
-    files = Files(places.root)
-    found = sites.find_conf(files, conf)
-    return found is not None and companion.is_loaded(places.loaded, str(files.at(found.path)))
 
 
 def text(facts: Facts) -> bytes:

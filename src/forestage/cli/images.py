@@ -1,4 +1,4 @@
-"""Commands for images before any job wants them: `forestage warm`, `publish`, `pack`."""
+"""Commands for images before any job wants them: `forestage warm`, `stage`, `publish`, `pack`."""
 
 import contextlib
 import os
@@ -131,6 +131,50 @@ def warm(
 
 @click.command()
 @as_json
+@click.argument("images", nargs=-1, metavar="[IMAGE...]")
+@click.option("--user", metavar="NAME", help="Open the images as this user; else as who asks.")
+@click.option(
+    "--within",
+    default="1h",
+    callback=_duration,
+    metavar="TIME",
+    help="How long to wait for the copies; 1h.",
+)
+@click.pass_context
+def stage(
+    ctx: click.Context, images: tuple[str, ...], user: str | None, within: str, as_json: bool
+) -> None:
+    """Copy images into this node's cache, without a job and without Slurm.
+
+    As root; for nodes that boot, are drained, or are set up. Without IMAGE, those of
+    `warm_at_boot:` in the configuration. Ends with status 1 if one is not here; a copy that is
+    under way then goes on.
+    """
+    import socket
+
+    from forestage.admin import site as sites
+    from forestage.admin import sources
+    from forestage.admin import stage as work
+    from forestage.system import terminal as screen
+    from forestage.units import parse_duration
+
+    try:
+        who = sources.user_named(user) if user else sources.invoking_user()
+    except KeyError:
+        raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
+    node = sites.as_hooks_see(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
+    paths = tuple(dict.fromkeys(_path(ctx.obj, image) for image in images))
+    job = work.nobody(who, socket.gethostname().partition(".")[0])
+    with screen.busy() as progress:
+        wanted = paths or node.config.warm_at_boot
+        done = work.stage(node, job, wanted, parse_duration(within), progress)
+    show(done, work.pieces(done), as_json)
+    if done.failed:
+        ctx.exit(Exit.NOT_FOUND)
+
+
+@click.command()
+@as_json
 @force
 @click.argument("image", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
@@ -181,4 +225,4 @@ def pack(world: "World", folder: Path, image: Path, force: bool, as_json: bool) 
     show(done, work.pieces(done), as_json)
 
 
-COMMANDS = (warm, publish, pack)
+COMMANDS = (warm, stage, publish, pack)
