@@ -241,7 +241,7 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     from forestage.system import terminal as screen
 
     with screen.busy() as progress:
-        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ), dry_run, progress)
+        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ).bind(), dry_run, progress)
     show(done, work.pieces(done), as_json)
     ctx.exit(work.exit_code(done))
 
