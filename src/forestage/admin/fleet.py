@@ -25,11 +25,9 @@ from forestage.units import format_duration, format_size
 # Where the packages put the command on every node.
 COMMAND = "/usr/lib/forestage/bin/forestage"
 OURS = "forestage: "  # how a message of the command itself begins
-# A job beside others, where the partition allows that, which is over in a moment.
-SRUN = (
-    *("--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet"),
-    "--comment=stage=off",
-)
+# A job beside others, where the partition allows that, which is over in a moment. It has no
+# comment: a hint, even stage=off, would leave a lease for the answer to show.
+SRUN = ("--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet")
 CONNECT = 10  # seconds for a node's sshd to answer
 
 By = Literal["ssh", "srun"]
@@ -266,9 +264,9 @@ def _by_time(rows: list[tuple[str, Cells]]) -> Iterator[Cells]:
         took.setdefault(row[:-1], []).append((float(row[-1]), node))
     for (*cells, image), found in took.items():
         least, (most, slowest) = min(found)[0], max(found)
-        text = format_duration(most)
-        if len(found) > 1:
-            text = f"{format_duration(least)} to {text} ({slowest})"
+        text, fastest = format_duration(most), format_duration(least)
+        if text != fastest:
+            text = f"{fastest} to {text} ({slowest})"
         yield nodes.fold([node for _, node in found]), *cells, text, image
 
 
