@@ -54,6 +54,10 @@ class Places(msgspec.Struct, frozen=True):
         """The companion leaves it when Slurm loads it; see slurm/companion.py."""
         return self.run / "companion"
 
+    def called(self, hook: str) -> Path:
+        """What a Prolog or Epilog leaves when Slurm calls it, see hooks/boundary.note_call."""
+        return self.run / f"called.{hook}"
+
     @property
     def redirects(self) -> Path:
         """Where a redirect is made read-only before it is mounted over a job's path."""

@@ -65,8 +65,10 @@ static void leave_mark(void)
 	mkdir(RUN, 0755);
 	int fd = open(MARK, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
 
-	if (fd >= 0)
-		close(fd);
+	if (fd < 0)
+		return;
+	futimens(fd, NULL); /* `forestage status` says when it was loaded last */
+	close(fd);
 }
 
 /* In slurmd as well, so that a mistake in plugstack.conf is seen when it starts. */

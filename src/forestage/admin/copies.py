@@ -100,6 +100,12 @@ def gather(node: Node) -> tuple[Copy, ...]:
     )
 
 
+def paths(node: Node) -> dict[str, str]:
+    """By key, the images of all parts, whether they are copied now or to be resumed."""
+    owners = ((one.name, Part(one).owner()) for one in node.cache.parts.iterdir())
+    return {key: owner.image.path for key, owner in owners if owner}
+
+
 def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
     """Pure: a copy with `copied` bytes in; `now` in monotonic seconds, as the owner's times."""
     size, is_moving = owner.image.size, owner.phase == "copying"
@@ -147,7 +153,7 @@ def table(copies: tuple[Copy, ...]) -> list[Piece]:
     """Pure: what `status` prints of them."""
     if not copies:
         return [Line("No copy is under way.")]
-    columns = ("state", "kind", "size", "rate", "left", "jobs", "path")
+    columns = ("state", "kind", "size", "rate", "left", "for", "path")
     rows = tuple(
         (state(c), c.kind, format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image)
         for c in copies
@@ -172,8 +178,11 @@ def state(one: Copy) -> str:
 
 
 def jobs(one: Copy) -> str:
-    """Pure: which jobs want it; of many only the first."""
-    named = ", ".join(map(str, one.waiting[:MAX_NAMED]))
+    """Pure: "job 24", "jobs 24, 26": which jobs want it; of many only the first. "" for none."""
+    if not one.waiting:
+        return ""
+    word = "job" if len(one.waiting) == 1 else "jobs"
+    named = f"{word} {', '.join(map(str, one.waiting[:MAX_NAMED]))}"
     more = len(one.waiting) - MAX_NAMED
     return f"{named} and {more} more" if more > 0 else named
 

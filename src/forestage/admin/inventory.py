@@ -59,6 +59,11 @@ class Holdings(msgspec.Struct, frozen=True):
     leases: tuple[Lease, ...] = ()
     problems: tuple[str, ...] = ()
 
+    def only(self, keys: Container[str]) -> "Holdings":
+        """The same, of the entries only those with these keys."""
+        items = tuple(item for item in self.items if item.key in keys)
+        return msgspec.structs.replace(self, items=items)
+
 
 class Held(msgspec.Struct, frozen=True):
     """Bytes on disk of entries that were evicted, while redirects that stay show them.
@@ -209,7 +214,9 @@ def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tup
     # Resolving walks the shared file system; the path as `ls` prints it needs none of that.
     found = _at(items, os.path.abspath(word)) or _at(items, resolve(word))
     if not found:
-        raise NotFound(f"no entry has the key or path {word}", "see `forestage ls`")
+        short = re.fullmatch(r"[0-9a-fA-F]+", word, re.ASCII) and len(word) < MIN_PREFIX
+        hint = f"of a key, write {MIN_PREFIX} digits or more" if short else "see `forestage ls`"
+        raise NotFound(f"no entry has the key or path {word}", hint)
     return found
 
 

@@ -31,17 +31,16 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
-from forestage.events.reasons import REASONS
+from forestage.events.reasons import FAILURES, REASONS
 from forestage.paths import Places
 from forestage.peers import stats as peer_counts
-from forestage.slurm import companion
 from forestage.system import lock, records
-from forestage.system.tree import Files
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end
 READABLE = 0o644  # node exporter is a user of its own
 
 REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
+STARTS = (*REQUESTS, "excluded")
 ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
 EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
@@ -115,7 +114,7 @@ def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
     config, wrong = None, None
     try:
         config = load_settings(places.etc).config
-        config = decided(config, _has_companion(places, conf))
+        config = decided(config, sites.has_companion(places, conf))
     except ConfigError as error:
         wrong = error
     with alone(places):
@@ -138,13 +137,6 @@ def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
     if wrong:
         raise wrong
     return written
-
-
-def _has_companion(places: Places, conf: str) -> bool:
-    """Whether steps get the companion, as hooks find it out."""
-    files = Files(places.root)
-    found = sites.find_conf(files, conf)
-    return found is not None and companion.is_loaded(places.loaded, str(files.at(found.path)))
 
 
 def text(facts: Facts) -> bytes:
@@ -215,6 +207,19 @@ def room(status: Status) -> Iterator[Metric]:
         oldest = min(one.since for one in status.leases)
         yield _gauge("oldest_lease_timestamp_seconds", "When the oldest lease was taken.", oldest)
     yield _gauge("redirects", "Paths that show their local copy.", len(status.redirects))
+    called = {
+        name: call.time
+        for name, call in (
+            ("prolog", status.calls.prolog),
+            ("epilog", status.calls.epilog),
+            ("companion", status.calls.companion),
+        )
+        if call
+    }
+    last = "When Slurm called the hook last, or loaded the companion, since boot."
+    yield _by(GaugeMetricFamily, "last_call_timestamp_seconds", last, "hook", called)
+    missed = "Jobs that run here though no Prolog of forestage ran for them."
+    yield _gauge("jobs_not_called", missed, len(status.calls.missed))
     phases = dict.fromkeys(PHASES, 0)
     for copy in status.copies:
         phases[copy.phase] += 1
@@ -239,12 +244,9 @@ def counters(tally: Tally) -> Iterator[Metric]:
         for result, number in _filled(REQUESTS, tally.of_data.get(hook, {})).items():
             of_data.add_metric((hook, result), number)
     yield of_data
-    starts = _filled(REQUESTS, tally.starts)
-    declined, errors = (
-        _filled(REASONS, found)
-        | {OTHER: sum(number for reason, number in found.items() if reason not in REASONS)}
-        for found in (tally.declined, tally.errors)
-    )
+    starts = _filled(STARTS, tally.starts)
+    declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
+    errors = _by_reason(tally.errors, sorted(FAILURES))
     copied = _filled(("source", "peers"), tally.copied)
     spared = _filled(("hit", "joined"), tally.spared) | {"peers": copied["peers"]}
     for name, text, label, numbers in (
@@ -299,12 +301,22 @@ def _by(
     name: str,
     text: str,
     label: str,
-    numbers: Mapping[str, int],
+    numbers: Mapping[str, int] | Mapping[str, float],
 ) -> Metric:
     made = family(f"forestage_{name}", text, labels=(label,))
     for value, number in numbers.items():
         made.add_metric((value,), number)
     return made
+
+
+def _by_reason(found: Mapping[str, int], expected: Iterable[str]) -> dict[str, int]:
+    """Pure: the counts by reason; 0 for each that is `expected`, since its first must be a growth.
+
+    A reason of another release is not a label: labels are bounded by what this release knows.
+    """
+    known = {reason: number for reason, number in found.items() if reason in REASONS}
+    other = sum(number for reason, number in found.items() if reason not in REASONS)
+    return dict.fromkeys(expected, 0) | known | {OTHER: other}
 
 
 def _filled(names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:

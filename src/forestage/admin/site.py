@@ -14,8 +14,10 @@ from typing import Literal
 
 import msgspec
 
+from forestage.cache.node import Node
+from forestage.config import decided
 from forestage.paths import Places
-from forestage.slurm import plugstack, slurm_conf
+from forestage.slurm import companion, plugstack, slurm_conf
 from forestage.slurm.slurm_conf import USUAL_CONF, Setting
 from forestage.system.tree import Files
 
@@ -301,3 +303,16 @@ def _is_hook(process: Path) -> bool:
         parent = (process / "stat").read_bytes().rpartition(b") ")[2].split()[1]
         return (process.parent / os.fsdecode(parent) / "comm").read_bytes().startswith(b"slurm")
     return False
+
+
+def has_companion(places: Places, conf: str) -> bool:
+    """Whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
+    files = Files(places.root)
+    found = find_conf(files, conf)
+    return found is not None and companion.is_loaded(places.loaded, str(files.at(found.path)))
+
+
+def as_hooks_see(node: Node, conf: str) -> Node:
+    """The node with what `redirect: auto` means on it."""
+    config = decided(node.config, has_companion(node.places, conf))
+    return msgspec.structs.replace(node, config=config)

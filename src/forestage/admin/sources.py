@@ -42,6 +42,12 @@ def invoking_user() -> User:
         return User("", uid, os.getgid())
 
 
+def user_named(name: str) -> User:
+    """A user of this node. Raises KeyError."""
+    known = pwd.getpwnam(name)
+    return User(known.pw_name, known.pw_uid, known.pw_gid)
+
+
 def owner(access: Access) -> User:
     """Whom the file belongs to, with that user's own groups where the node knows them."""
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage.admin import copies, inventory
+from forestage.admin import copies, inventory, recent
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
 from forestage.cache import doubt, evict, redirect
@@ -17,6 +17,7 @@ from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.data import job_dir
 from forestage.errors import Failed
+from forestage.events import field
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
 from forestage.system import mounts
@@ -60,6 +61,8 @@ class Status(msgspec.Struct, frozen=True):
     that jobs read through a server. `held` is what redirects of evicted entries keep on the disk,
     `job_dirs` what directories of running jobs take of it. `doubt` is there while the disk is not
     trusted. `data` are the bytes of directories, copies under way included, of `room.data` at most.
+    `reclaimable` are the bytes of entries that may be evicted now. `calls` says who was called
+    since boot, `starts` how jobs began lately.
     """
 
     cache: str
@@ -78,6 +81,9 @@ class Status(msgspec.Struct, frozen=True):
     job_dirs: job_dir.Taken = job_dir.Taken()
     doubt: Doubt | None = None
     data: int = 0
+    reclaimable: int = 0
+    calls: recent.Calls = recent.Calls()
+    starts: recent.Starts = recent.Starts()
 
 
 def gather(node: Node) -> Status:
@@ -88,7 +94,10 @@ def gather(node: Node) -> Status:
         made = inventory.is_made(node)
     except Failed as failed:
         holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
-    paths = {item.key: item.path for item in holdings.items}
+    under_way = copies.gather(node) if made else ()
+    paths = copies.paths(node) if made else {}
+    paths |= {copy.key: copy.image for copy in under_way}
+    paths |= {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
     disk = doubt.known(node.places)
     found = Status(
@@ -100,6 +109,8 @@ def gather(node: Node) -> Status:
         served=stats.read(node.places.peer),
         off=_off(node),
         doubt=Doubt(disk.since, disk.why) if disk.since else None,
+        calls=recent.calls(node.places),
+        starts=recent.starts(node.places.events, node.clock.wall()),
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
     )
     if not made:
@@ -112,7 +123,8 @@ def gather(node: Node) -> Status:
         room=room,
         data=sum(one.bytes for one in stored if one.is_data) + room.data_under_way,
         entries=counts(holdings.items),
-        copies=copies.gather(node),
+        reclaimable=sum(one.bytes for one in holdings.items if not (one.jobs or one.pinned)),
+        copies=under_way,
         held=inventory.held(node.cache),
         job_dirs=job_dir.taken(node.cache),
     )
@@ -151,7 +163,7 @@ def _disk(cache: Cache) -> Disk:
 def pieces(status: Status, now: float) -> list[Piece]:
     """Pure: what `status` prints."""
     return [
-        Facts(tuple(_facts(status))),
+        Facts((*_facts(status), *_lately(status, now))),
         *(Line(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
         *_leases(status.leases, now),
@@ -177,7 +189,8 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             entries = f"{entries} ({states})"
         facts += [
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
-            ("used", f"{format_size(room.used)} by the cache"),
+            ("used", f"{format_size(room.used)} by the cache, {percent(room)}% of max_size"),
+            ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
             ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
             *_held(status.held),
             *_job_dirs(status.job_dirs),
@@ -193,6 +206,80 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
         facts.append(("served", f"{sent} to other nodes"))
     return facts
+
+
+def percent(room: evict.Room) -> int:
+    """Pure: how full the cache is, of what it may take at most."""
+    return round(100 * room.used / room.max_size) if room.max_size else 100
+
+
+def _lately(status: Status, now: float) -> list[tuple[str, str]]:
+    """Pure: who was called, how jobs began, what failed last."""
+    calls, starts = status.calls, status.starts
+    named = (("Prolog", calls.prolog), ("Epilog", calls.epilog), ("companion", calls.companion))
+    words = [
+        f"{name} {age(now - one.time)} ago" + (f" (job {one.job})" if one.job else "")
+        for name, one in named
+        if one
+    ]
+    facts = [("called", ", ".join(words) or "neither Prolog nor Epilog since the node booted")]
+    if calls.missed:
+        jobs = ", ".join(map(str, calls.missed[: copies.MAX_NAMED]))
+        more = len(calls.missed) - copies.MAX_NAMED
+        jobs += f" and {more} more" if more > 0 else ""
+        facts.append(("not called", f"for job {jobs}, which runs here (see `forestage check`)"))
+    if starts.hit_ratio is not None:
+        of = f"{starts.hits} of {count(starts.tried, 'start')} since {moment(starts.since)}"
+        facts.append(("hit ratio", f"{starts.hit_ratio:.0%}, {of}"))
+    if starts.failure:
+        failed = starts.failure
+        whose = f" (job {failed.job})" if failed.job else ""
+        why = f": {failed.detail}" if failed.detail else ""
+        facts.append(("last failure", f"{moment(failed.time)} {failed.reason}{whose}{why}"))
+    return facts
+
+
+def state(status: Status) -> tuple[str, str]:
+    """Pure: the node in one word, and why it is not "ok"."""
+    if status.unusable:
+        return "unusable", status.unusable
+    if status.doubt:
+        return "doubt", status.doubt.why
+    if status.off:
+        return "off", status.off
+    if status.calls.missed:
+        return "not-called", f"no Prolog of forestage ran for job {status.calls.missed[0]}"
+    return "ok", ""
+
+
+def facts(status: Status) -> dict[str, str]:
+    """Pure: the node in a few words, by the names of `--oneline`."""
+    ratio, room = status.starts.hit_ratio, status.room
+    return {
+        "state": state(status)[0],
+        "full": f"{percent(room)}%" if room else "-",
+        "reclaimable": format_size(status.reclaimable).replace(" ", ""),
+        "entries": str(status.entries.total),
+        "damaged": str(status.entries.damaged + len(status.problems)),
+        "leases": str(len(status.leases)),
+        "copies": str(len(status.copies)),
+        "hits": f"{ratio:.0%}" if ratio is not None else "-",
+        "companion": "yes" if status.calls.companion else "no",
+        "failure": status.starts.failure.reason if status.starts.failure else "-",
+    }
+
+
+def oneline(status: Status) -> str:
+    """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
+
+    New fields come at the end. It has no age, so that healthy nodes print much the same.
+    """
+    why = state(status)[1]
+    words = [f"{name}={value}" for name, value in facts(status).items()]
+    return " ".join(["forestage", *words, *([f"why={field(why)}"] if why else [])])
+
+
+COLUMNS = tuple(facts(Status("", "", (), (), ())))
 
 
 def _held(held: inventory.Held) -> list[tuple[str, str]]:

@@ -5,11 +5,14 @@ fall; `forestage report` counts logs from the beginning.
 """
 
 from bisect import bisect_left
+from typing import Literal
 
 import msgspec
 
 from forestage.events import Copied, Event, Handled
 from forestage.peers.stats import Uploaded
+
+Kind = Literal["hit", "joined", "cold", "original", "excluded"]
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
@@ -56,8 +59,9 @@ class Tally(msgspec.Struct):
 
     `requests` and `waits` are by hook (prolog, step), the former by result below that; `of_data`
     are those requests that were for data; `starts` are by the result that the first hook had, once
-    for a Prolog and its job's first step; `declined` and `errors` by reason; `copies` by result,
-    `copied` by where the bytes came from (source, peers), `evicted` by the hook that made room.
+    for a Prolog and its job's first step, and `excluded` what was not to be staged; `declined` and
+    `errors` by reason; `copies` by result, `copied` by where the bytes came from (source, peers),
+    `evicted` by the hook that made room.
     `spared` are bytes that a job had from the cache instead of the shared file system, by result.
     `swept` are leases whose Epilog never ran, `given` is what the peer service sent to others, over
     its restarts.
@@ -122,7 +126,8 @@ class Tally(msgspec.Struct):
             # Nobody has seen the copy yet: the step that is shown it is the start.
             self.expected[event.job].remove(outcome.key)
             return None
-        _more(self.starts, outcome.result)
+        excluded = kind_of(outcome) == "excluded"
+        _more(self.starts, "excluded" if excluded else outcome.result)
         is_local = outcome.redirect in ("mounted", "kept", "spank")
         if not (is_local and outcome.result in HAD):
             return Start()
@@ -146,6 +151,16 @@ class Tally(msgspec.Struct):
         self.expected[job].remove(key)
         return True
 
+    @property
+    def tried(self) -> int:
+        """Starts for which staging was tried."""
+        return sum(number for result, number in self.starts.items() if result != "excluded")
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Hits by the starts for which staging was tried; None if there are none."""
+        return self.starts.get("hit", 0) / self.tried if self.tried else None
+
     def add_given(self, now: Uploaded | None) -> None:
         """Counts what the peer service sent since the last call; its own counts restart with it."""
         if now is None:
@@ -161,3 +176,20 @@ class Tally(msgspec.Struct):
 
 def _more(counts: dict[str, int], name: str, number: int = 1) -> None:
     counts[name] = counts.get(name, 0) + number
+
+
+def kind_of(outcome: Handled) -> Kind:
+    """Pure: what a start was. `original` ones were to be staged and had to read the original path;
+    `excluded` ones were not to be staged, by a rule or at the job's wish.
+
+    The hit ratio is hits by all starts but the excluded ones, in status, report and dashboard.
+    """
+    if outcome.result == "hit":
+        return "hit"
+    if outcome.result == "joined":
+        return "joined"
+    if outcome.result in ("copied", "started", "through"):
+        return "cold"
+    # A request that was declined before its image was opened has no key.
+    was_tried = outcome.result == "failed" or (outcome.key and outcome.reason != "off")
+    return "original" if was_tried else "excluded"

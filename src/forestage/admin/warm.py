@@ -79,19 +79,6 @@ class WarmReport(msgspec.Struct, frozen=True):
     nodes: tuple[NodeAnswer, ...]
 
 
-def nodes_of(text: str) -> tuple[str, ...]:
-    """The nodes of a ClusterShell node set, groups included. Raises ValueError."""
-    from ClusterShell.NodeSet import NodeSet, NodeSetException
-
-    try:
-        found = tuple(NodeSet(text))
-    except NodeSetException as error:
-        raise ValueError(str(error)) from None
-    if not found:
-        raise ValueError(f"{text!r} names no node")
-    return found
-
-
 def comment(order: Order) -> str:
     """Pure: the hint, as job.py reads it: commas, spaces and `;` separate names there."""
     paths = ",".join(quote(image, safe="/", errors="surrogateescape") for image in order.images)

@@ -70,7 +70,9 @@ def _by_event(image: str, event: Event | None, ended: Mapping[str, Event]) -> Im
         return ImageResult(image, "failed", detail=detail)
     outcome = event.outcome
     assert isinstance(outcome, Handled)
-    if not (outcome.result == "started" or (outcome.reason == "deadline" and outcome.key)):
+    # `through`: the step of this very job, as its copy was under way.
+    going = outcome.result in ("started", "through")
+    if not (going or (outcome.reason == "deadline" and outcome.key)):
         return _by_outcome(image, outcome)
     copy = ended.get(outcome.key)
     # One that ended before the hook began to wait is an older copy of the same key.

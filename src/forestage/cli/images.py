@@ -1,4 +1,4 @@
-"""Commands for images before any job wants them: `forestage warm`, `publish`, `pack`."""
+"""Commands for images before any job wants them: `forestage warm`, `stage`, `publish`, `pack`."""
 
 import contextlib
 import os
@@ -29,6 +29,16 @@ def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str
     return value
 
 
+def expanded(nodes: str) -> tuple[str, ...]:
+    """The nodes of --nodes. Raises click.BadParameter."""
+    from forestage.admin import nodes as node_sets
+
+    try:
+        return node_sets.expand(nodes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--nodes") from None
+
+
 @contextlib.contextmanager
 def _cancelling() -> Iterator[None]:
     """Treats a closed terminal and `kill` like ^C, so that the jobs are cancelled then, too."""
@@ -52,8 +62,10 @@ def _path(world: "World", image: str) -> str:
 @click.command()
 @as_json
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
-@click.option("-w", "--nodes", required=True, metavar="NODESET", help="As ClusterShell reads it.")
-@click.option("-p", "--partition", metavar="NAME", help="The jobs' partition.")
+@click.option("-w", "--nodes", metavar="NODESET", help="As ClusterShell reads it.")
+@click.option(
+    "-p", "--partition", metavar="NAME", help="The jobs' partition; without -w, all its nodes."
+)
 @click.option("--reservation", metavar="NAME", help="The jobs' reservation.")
 @click.option("--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun.")
 @click.option(
@@ -69,7 +81,7 @@ def _path(world: "World", image: str) -> str:
 def warm(
     ctx: click.Context,
     images: tuple[str, ...],
-    nodes: str,
+    nodes: str | None,
     partition: str | None,
     reservation: str | None,
     more: tuple[str, ...],
@@ -86,6 +98,7 @@ def warm(
     """
     import secrets
 
+    from forestage.admin import nodes as node_sets
     from forestage.admin import warm as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
@@ -93,10 +106,13 @@ def warm(
 
     if len(images) > work.MAX_IMAGES:
         raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
-    try:
-        where = work.nodes_of(nodes)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--nodes") from None
+    slurm = Slurm.of(os.environ)
+    if nodes is not None:
+        where = expanded(nodes)
+    elif partition is not None:
+        where = node_sets.of_partition(partition, slurm)
+    else:
+        raise click.UsageError("name the nodes with --nodes, or their --partition")
     named = (("partition", partition), ("reservation", reservation))
     order = work.Order(
         tuple(dict.fromkeys(_path(ctx.obj, image) for image in images)),
@@ -107,7 +123,51 @@ def warm(
         at_once,
     )
     with _cancelling(), screen.busy() as progress:
-        done = work.warm(order, Slurm.of(os.environ), ctx.obj.clock, secrets.token_hex(4), progress)
+        done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
+    show(done, work.pieces(done), as_json)
+    if done.failed:
+        ctx.exit(Exit.NOT_FOUND)
+
+
+@click.command()
+@as_json
+@click.argument("images", nargs=-1, metavar="[IMAGE...]")
+@click.option("--user", metavar="NAME", help="Open the images as this user; else as who asks.")
+@click.option(
+    "--within",
+    default="1h",
+    callback=_duration,
+    metavar="TIME",
+    help="How long to wait for the copies; 1h.",
+)
+@click.pass_context
+def stage(
+    ctx: click.Context, images: tuple[str, ...], user: str | None, within: str, as_json: bool
+) -> None:
+    """Copy images into this node's cache, without a job and without Slurm.
+
+    As root; for nodes that boot, are drained, or are set up. Without IMAGE, those of
+    `warm_at_boot:` in the configuration. Ends with status 1 if one is not here; a copy that is
+    under way then goes on.
+    """
+    import socket
+
+    from forestage.admin import site as sites
+    from forestage.admin import sources
+    from forestage.admin import stage as work
+    from forestage.system import terminal as screen
+    from forestage.units import parse_duration
+
+    try:
+        who = sources.user_named(user) if user else sources.invoking_user()
+    except KeyError:
+        raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
+    node = sites.as_hooks_see(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
+    paths = tuple(dict.fromkeys(_path(ctx.obj, image) for image in images))
+    job = work.nobody(who, socket.gethostname().partition(".")[0])
+    with screen.busy() as progress:
+        wanted = paths or node.config.warm_at_boot
+        done = work.stage(node, job, wanted, parse_duration(within), progress)
     show(done, work.pieces(done), as_json)
     if done.failed:
         ctx.exit(Exit.NOT_FOUND)
@@ -165,4 +225,4 @@ def pack(world: "World", folder: Path, image: Path, force: bool, as_json: bool) 
     show(done, work.pieces(done), as_json)
 
 
-COMMANDS = (warm, publish, pack)
+COMMANDS = (warm, stage, publish, pack)

@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import images, registry, report, site
+from forestage.cli import complete, images, registry, report, site
+from forestage.cli.many import on_nodes
 from forestage.cli.world import Commands, Exit, as_json, show
 from forestage.cli.world import World as World
 
 if TYPE_CHECKING:
     from forestage.admin.inventory import Item
 
-words = click.argument("words", nargs=-1, required=True, metavar="KEY|PATH...")
+words = click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="KEY|PATH...",
+    shell_complete=complete.entries,
+)
+some_words = click.argument(
+    "words", nargs=-1, metavar="[KEY|PATH...]", shell_complete=complete.entries
+)
 STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
 
 
@@ -51,9 +61,11 @@ for command in (*site.COMMANDS, *images.COMMANDS, *registry.COMMANDS, report.rep
 
 @main.command()
 @as_json
-@click.option("-w", "--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
+@on_nodes()
+@click.option("--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
+@click.option("--oneline", is_flag=True, help="One line for health checks; see forestage(1).")
 @click.pass_context
-def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
+def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> None:
     """The cache, its room, copies under way, leases.
 
     Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
@@ -70,26 +82,34 @@ def status(ctx: click.Context, watch: bool, as_json: bool) -> None:
             screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
     found = view.gather(node)
-    show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
+    if oneline:
+        click.echo(view.oneline(found))
+    else:
+        show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
 
 
 @main.command()
 @as_json
+@on_nodes()
+@some_words
 @click.pass_obj
-def ls(world: World, as_json: bool) -> None:
-    """List the entries, last used first."""
+def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
+    """List the entries, last used first: all, or those named."""
     from forestage.admin import inventory
     from forestage.admin import show as view
 
     found = inventory.gather(world.node())
+    if words:
+        keys = {item.key for item in _picked(found.items, words)}
+        found = found.only(keys)
     show(found.items, view.listing(found, world.clock.wall()), as_json)
 
 
 @main.command("show")
 @as_json
-@click.argument("word", metavar="KEY|PATH")
+@click.argument("word", metavar="KEY|PATH", shell_complete=complete.entries)
 @click.pass_obj
 def show_entry(world: World, word: str, as_json: bool) -> None:
     """All about an entry, and whether its source is unchanged.
@@ -108,7 +128,8 @@ def show_entry(world: World, word: str, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@click.argument("job", callback=_job_id, metavar="JOBID")
+@on_nodes()
+@click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete.jobs)
 @click.pass_obj
 def explain(world: World, job: int, as_json: bool) -> None:
     """What a job asked for, what was done, why, and how long it took.
@@ -142,7 +163,8 @@ def path(world: World, image: str, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@on_nodes()
+@some_words
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
 @click.pass_context
@@ -175,7 +197,8 @@ def evict(
 
 @main.command()
 @as_json
-@click.argument("words", nargs=-1, metavar="[KEY|PATH...]")
+@on_nodes("1h")
+@some_words
 @click.option("--all", "everything", is_flag=True, help="Every entry.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: verify, but evict nothing.")
 @click.pass_context
@@ -218,7 +241,7 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     from forestage.system import terminal as screen
 
     with screen.busy() as progress:
-        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ), dry_run, progress)
+        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ).bind(), dry_run, progress)
     show(done, work.pieces(done), as_json)
     ctx.exit(work.exit_code(done))
 
@@ -271,8 +294,14 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
     """Every setting, and which file says so."""
     from forestage.admin import show as view
     from forestage.config import load_settings
+    from forestage.system.terminal import harmless
 
-    rows = load_settings(world.places.etc).rows(partition)
+    settings = load_settings(world.places.etc)
+    if partition is not None and partition not in settings.partitions:
+        known = ", ".join(sorted(settings.partitions)) or "none"
+        text = f"partition {partition!r} has no settings of its own (these have: {known})"
+        click.echo(f"forestage: {harmless(text)}", err=True)
+    rows = settings.rows(partition)
     show([row._asdict() for row in rows], view.settings(rows), as_json)
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import Exit, as_json, show
+from forestage.cli.world import Exit, Listed, as_json, show
 
 if TYPE_CHECKING:
     from forestage.cli.world import World
     from forestage.config import Config
 
 
-@click.group()
+@click.group(cls=Listed)
 def registry() -> None:
     """Images of registries in the store that all nodes share."""
 

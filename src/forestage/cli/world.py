@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import click
 
@@ -61,12 +61,38 @@ class Exit(IntEnum):
     SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
     REFUSED = 9, "Slurm's configuration was not changed: it was said what to do by hand."
     TRIED = 10, "enroot tried to import the image, and failed."
+    UNREACHED = 11, "A node of -w was not reached, or did not answer in time."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."
 
 
-class Commands(click.Group):
+class Listed(click.Group):
+    """A group whose help has each command's whole summary, under headings where it has some."""
+
+    headings: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        named = {name for names in self.headings.values() for name in names}
+        rest = tuple(name for name in self.list_commands(ctx) if name not in named)
+        for heading, names in {**self.headings, "Commands": rest}.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            # A summary that is cut off would not say what the command does.
+            rows = [(name, one.get_short_help_str(limit=1000)) for name, one in found if one]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+class Commands(Listed):
     """The boundary: expected errors become a line on stderr and an exit status, no traceback."""
+
+    headings: ClassVar[dict[str, tuple[str, ...]]] = {
+        "What is going on": ("status", "explain", "ls", "show", "path"),
+        "Is it set up well": ("check", "config", "enable", "disable"),
+        "The cache": ("evict", "pin", "unpin", "verify", "sweep", "unredirect"),
+        "Images before a job": ("warm", "stage", "publish", "pack", "registry"),
+        "The whole cluster": ("report", "metrics", "peer"),
+    }
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -237,6 +237,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     preload: Annotated[
         bool, Key("After a boot, read what starts of the images read into the page cache.")
     ] = False
+    warm_at_boot: Annotated[
+        tuple[str, ...],
+        Key("Images that forestage-boot.service has the node copy when it boots.", values.PATHS),
+    ] = ()
     cold: Annotated[
         Cold,
         JobKey(

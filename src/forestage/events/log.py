@@ -219,6 +219,19 @@ def read(file: Path) -> Iterator[Event]:
         yield from (event for event in decoded_lines(handle) if event)
 
 
+def latest(file: Path, most: int) -> Iterator[Event]:
+    """Yields the events in the last `most` bytes of the logs, oldest first."""
+    sizes = [os.fstat(handle.fileno()).st_size for handle in _logs(file)]
+    skip = max(0, sum(sizes) - most)
+    for handle in _logs(file):
+        if skip:
+            size = os.fstat(handle.fileno()).st_size
+            handle.seek(min(skip, size))
+            skip -= min(skip, size)
+            handle.readline(MAX_LINE)  # it may begin amid a line
+        yield from (event for event in decoded_lines(handle) if event)
+
+
 def _logs(file: Path) -> Iterator[BinaryIO]:
     """The logs that are there, open, oldest first."""
     for path in (_older(file), file):

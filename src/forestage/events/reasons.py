@@ -1,5 +1,14 @@
 """The reasons of outcomes, each with a sentence for people; the outcome's `detail` is added."""
 
+FAILURES = frozenset(
+    (
+        *("busy", "cache-format", "cache-not-mounted", "cache-not-ours", "config", "copy"),
+        *("evicted-stays", "helper", "io", "job-dir", "lease-damaged", "loop", "program"),
+        *("redirect", "slurm-conf"),
+    )
+)
+"""Those of a `Failed`: the node or forestage is at fault. All others say why one was declined."""
+
 REASONS = {
     "registry": "An image of a registry is staged when a step starts, where pyxis asks forestage's"
     " importer for it (`importer=`), with `redirect: spank`.",

@@ -1,5 +1,6 @@
 """Slurm's answers about jobs and nodes. For timers and people, never for a hook."""
 
+import contextlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -43,11 +44,15 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 class Slurm(NamedTuple):
-    """How Slurm is asked. `path` is where its commands are looked for, `conf` SLURM_CONF or ""."""
+    """How Slurm is asked. `path` is where its commands are looked for, `conf` SLURM_CONF or "".
+
+    `bound`: pyslurm is asked before them. It has $SLURM_CONF from this process.
+    """
 
     path: str
     conf: str = ""
     proc: Path = Path("/proc")
+    bound: bool = False
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Slurm":
@@ -55,11 +60,26 @@ class Slurm(NamedTuple):
         path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
         return cls(path, environ.get("SLURM_CONF", ""))
 
+    def bind(self) -> "Slurm":
+        """The same, with pyslurm first where the installed one fits this release of Slurm."""
+        from forestage.slurm import binding
+
+        with contextlib.suppress(SlurmError):
+            if binding.installed():
+                return self._replace(bound=binding.fits(self._ask("squeue", "--version").out))
+        return self
+
     def job(self, job: int) -> JobState | None:
         """What becomes of a job; None: Slurm does not know it any more.
 
         Raises SlurmError where there is no answer, or one that may mean anything.
         """
+        if self.bound:
+            from forestage.slurm import binding
+
+            told = binding.job(job, TIMEOUT)
+            if told is not None:
+                return JobState(told.state, told.nodes) if told.known else None
         # --local: a job of another cluster of the federation may have the same number.
         ran = self._ask(
             "squeue", "--noheader", "--local", "--states=all", "--format=%A|%T|%N", f"--jobs={job}"
@@ -72,12 +92,35 @@ class Slurm(NamedTuple):
 
     def knows_node(self, node: str) -> bool:
         """Whether this Slurm has such a node. Raises SlurmError where it does not answer."""
+        if self.bound:
+            from forestage.slurm import binding
+
+            told = binding.node(node, TIMEOUT)
+            if told is not None:
+                return told.known
         ran = self._ask("scontrol", "--oneliner", "show", "node", node)
         if ran.code == 0:
             return f"NodeName={node} " in ran.out
         if f"Node {node} not found" in ran.out + ran.err:
             return False
         raise SlurmError(ran.explained())
+
+    def partition_nodes(self, name: str) -> tuple[str, ...]:
+        """The nodes of a partition, each once; none where there is no such partition.
+
+        Raises SlurmError.
+        """
+        words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
+        ran = self._ask("sinfo", *words)
+        if ran.code != 0:
+            raise SlurmError(ran.explained())
+        return tuple(dict.fromkeys(ran.out.split()))
+
+    def cancel(self, name: str) -> None:
+        """Cancels all jobs of that name. Raises SlurmError."""
+        ran = self._ask("scancel", f"--name={name}")
+        if ran.code != 0:
+            raise SlurmError(ran.explained())
 
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""

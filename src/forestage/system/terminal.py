@@ -18,7 +18,7 @@ SHORT_KEY = 12  # hex digits
 RIGHT = frozenset(("age", "job", "left", "rate", "size", "staged", "took", "used"))
 # Long values, which go on in the next line where the terminal is too narrow.
 FOLDED = frozenset(
-    ("image", "image or reason", "jobs", "origin", "path", "result", "state", "value")
+    ("for", "image", "image or reason", "jobs", "origin", "path", "result", "state", "value")
 )
 
 T = TypeVar("T")

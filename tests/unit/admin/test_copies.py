@@ -90,10 +90,10 @@ def test_rate_is_none_before_bytes_move(copy: Copy) -> None:
     ("changes", "expected"),
     [
         ({}, f"40%  40 MiB of 100 MiB  10 MiB/s  6s left  {PATH}  for no job\n"),
-        ({"waiting": (9,)}, "for 9\n"),
+        ({"waiting": (9,)}, "for job 9\n"),
         (
             {"waiting": tuple(range(100, 300))},
-            "for 100, 101, 102, 103 and 196 more\n",
+            "for jobs 100, 101, 102, 103 and 196 more\n",
         ),
         ({"from_peers": 30 * MIB}, "30 MiB from other nodes"),
         ({"served": 70 * MIB}, "70 MiB to other nodes"),
@@ -230,7 +230,7 @@ def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) 
         )
         os.close(terminal)
         shown = b""
-        while not re.search(rb"for\s+41", shown):
+        while not re.search(rb"for\s+job\s+41", shown):
             shown += read(controller)
         process.send_signal(signal.SIGINT)
         while True:

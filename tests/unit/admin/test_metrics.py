@@ -25,7 +25,7 @@ from forestage.cache.layout import Cache
 from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.events import Copied, Event, Handled, append, log
-from forestage.events.reasons import REASONS
+from forestage.events.reasons import FAILURES, REASONS
 from forestage.paths import Places
 from forestage.system import lock, records
 
@@ -227,9 +227,25 @@ def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
 def test_empty_tally_exports_every_series() -> None:
     """increase() of a series that begins with 1 is 0: the first error would be no alert."""
     found = samples(metrics.text(Facts(Tally(), "1", off=False)))
-    assert {f"forestage_errors_total reason={reason}" for reason in REASONS} <= found.keys()
+    errors = {name for name in found if name.startswith("forestage_errors_total")}
+    assert errors == {f"forestage_errors_total reason={reason}" for reason in (*FAILURES, "other")}
+    declined = {name.partition("=")[2] for name in found if "declined_total reason" in name}
+    assert declined == {*REASONS, "other"} - FAILURES
     assert all(value == 0 for name, value in found.items() if "_total" in name)
     assert len(found) < 300
+
+
+def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reason() -> None:
+    tally = Tally()
+    tally.add(hit(1, result="failed", reason="source-error"))
+    found = samples(metrics.text(Facts(tally, "1", off=False)))
+    assert found["forestage_errors_total reason=source-error"] == 1
+    assert set(REASONS) >= FAILURES
+    raised: set[str] = set()
+    for file in (PACKAGING.parent / "src/forestage").rglob("*.py"):
+        raised |= set(re.findall(r'\bFailed\(\s*"([a-z-]+)"', file.read_text()))
+    # Two classes give their own reason; no outcome has the one about a step's record.
+    assert {*raised, "busy", "redirect"} - {"bad-path"} == FAILURES
 
 
 def test_every_count_has_its_series() -> None:
@@ -238,7 +254,8 @@ def test_every_count_has_its_series() -> None:
         (
             Handled("hit", redirect="mounted", size=100, wait=0.02),
             Handled("joined", redirect="mounted", size=30, wait=4.0),
-            Handled("declined", reason="deadline", wait=15.0),
+            Handled("declined", reason="deadline", key="k", wait=15.0),
+            Handled("declined", reason="outside-sources", wait=0.0),
         )
     ):
         tally.add(Event(1.0, "prolog", job, outcome))
@@ -248,11 +265,12 @@ def test_every_count_has_its_series() -> None:
     expected = {
         "requests_total hook=prolog result=hit": 1,
         "requests_total hook=prolog result=joined": 1,
-        "requests_total hook=prolog result=declined": 1,
+        "requests_total hook=prolog result=declined": 2,
         "requests_total hook=step result=hit": 0,
         "starts_total result=hit": 1,
         "starts_total result=joined": 1,
         "starts_total result=declined": 1,
+        "starts_total result=excluded": 1,
         "declined_total reason=deadline": 1,
         "spared_bytes_total by=hit": 100,
         "spared_bytes_total by=joined": 30,
@@ -261,10 +279,10 @@ def test_every_count_has_its_series() -> None:
         "copied_bytes_total from=peers": 400,
         "copies_total result=copied": 1,
         "evictions_total hook=stager": 1,
-        "wait_seconds_bucket hook=prolog le=0.1": 1,
-        "wait_seconds_bucket hook=prolog le=10.0": 2,
-        "wait_seconds_bucket hook=prolog le=+Inf": 3,
-        "wait_seconds_count hook=prolog": 3,
+        "wait_seconds_bucket hook=prolog le=0.1": 2,
+        "wait_seconds_bucket hook=prolog le=10.0": 3,
+        "wait_seconds_bucket hook=prolog le=+Inf": 4,
+        "wait_seconds_count hook=prolog": 4,
         "wait_seconds_sum hook=prolog": 19.02,
         "copy_rate_bytes_per_second_bucket le=500000000.0": 0,
         "copy_rate_bytes_per_second_bucket le=1000000000.0": 1,

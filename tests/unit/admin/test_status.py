@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from forestage.admin.inventory import Holder, Leased
 from forestage.admin.status import Counts, Disk, Status, pieces
 from forestage.cache import doubt
 from forestage.cache.evict import Room
+from forestage.cache.lease import Use
 from forestage.peers.stats import Uploaded
 from forestage.system import lock
 from forestage.system.terminal import draw, moment
@@ -60,6 +62,7 @@ def test_status_fits_width_and_cuts_no_path(width: int) -> None:
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     for word in (
+        "jobs 4242, 4243",
         "12 (3 leased, 1 pinned, 1 superseded)",
         "39%",
         "2.5 GiB/s",
@@ -79,6 +82,19 @@ def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
     assert found.room.used >= 4 * CHUNK
     assert [copy.key for copy in found.copies] == [owner.image.key]
     assert found.entries == Counts()
+
+
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "killed"])
+def test_lease_on_a_copy_names_its_image(site: Site, is_live: bool) -> None:
+    path = site.image("a.sqsh", b"x" * CHUNK)
+    _, owner = site.part(path, phase="copying")
+    site.lease(7, Use(owner.image.key))
+    with contextlib.ExitStack() as stack:
+        if is_live:
+            stack.enter_context(lock.held(site.node.cache.key_lock(owner.image.key), 0))
+        found = site.json("status")
+        assert [image["path"] for image in found["leases"][0]["images"]] == [str(path)]
+        assert owner.image.key not in site.run("status").stdout
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,11 @@ def event(hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **fa
         ([event("prolog", 8, result="hit")], "failed", ""),  # another job's
         ([], "failed", ""),
         ([event("prolog", 7, result="started")], "copying", ""),
+        # The step of that very job read through it.
+        ([event("prolog", 7, result="started"), event("step", 7, result="through")],
+         "copying", ""),
+        ([event("step", 7, result="through"), event("stager", 7, NOW + 9, result="copied")],
+         "copied", ""),
         ([event("prolog", 7, result="declined", reason="deadline")], "copying", ""),
         # The copy goes on, and ends, after its Prolog.
         ([event("prolog", 7, result="started"), event("stager", 7, NOW + 9, result="copied")],

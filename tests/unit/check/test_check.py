@@ -705,6 +705,16 @@ def test_slurm_conf_that_is_named_and_unreadable_is_unknown(node: GoodNode) -> N
     assert node.ids() == ["slurm-conf"]
 
 
+@pytest.mark.parametrize("text", ["Serial", "Serial,RunInJob", "X11,Serial"])
+def test_findings_about_prolog_flags_ask_for_one_line(node: GoodNode, text: str) -> None:
+    flags(text)(node)
+    found = [one for one in node.check().findings if one.id.startswith("prolog-")]
+    assert len(found) >= 2
+    (line,) = {one.change.partition("PrologFlags=")[2] for one in found}
+    assert not {"Serial", "RunInJob"} & set(line.split(","))
+    assert "DeferBatch" in line
+
+
 def test_hook_called_by_a_wrapper_is_ours(node: GoodNode) -> None:
     """Sites wrap hooks; the interpreter behind the wrapper is looked at, too."""
     node.remove("/etc/slurm/prolog.d/50-forestage")

@@ -76,6 +76,16 @@ print([name for name in ("rich", "yaml", "filelock", "msgspec", "xxhash") if nam
     assert done.stdout.strip() == "[]"
 
 
+def test_help_has_each_command_once_and_its_whole_summary() -> None:
+    shown = CliRunner().invoke(main, ["--help"]).output
+    assert "..." not in shown.replace("[ARGS]...", "")
+    assert "Commands:" not in shown, "each has a heading"
+    for name in main.commands:
+        assert len(re.findall(rf"^  {name}  ", shown, re.MULTILINE)) == 1, name
+    of_registry = CliRunner().invoke(main, ["registry", "--help"]).output
+    assert "..." not in of_registry.replace("[ARGS]...", "")
+
+
 def test_manual_page_and_help_have_every_exit_status() -> None:
     section = MAN.read_text().split(".SH EXIT STATUS")[1].split(".SH")[0]
     listed = re.findall(r"\.TP\n\.B (\d+)\n(.+)\n", section)
@@ -297,6 +307,12 @@ def test_entry_that_is_not_here_ends_with_1(site: Site, word: str) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_key_that_is_too_short_says_how_much_is_needed(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh"))
+    assert "4 digits or more" in site.run("show", key[:3]).stderr
+    assert "see `forestage ls`" in site.run("show", "/nowhere").stderr
+
+
 def test_one_wrong_word_among_several_does_nothing_at_all(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     assert site.run("evict", key, "nothing").exit_code == Exit.NOT_FOUND
@@ -486,3 +502,11 @@ def test_config_has_values_and_origins(site: Site) -> None:
     assert (rows["deadline"]["value"], rows["deadline"]["origin"]) == ("auto", "default")
     printed = site.run("config", "--partition", "gpu").stdout
     assert re.search(rf"^deadline +2m +{site.file}$", printed, re.MULTILINE)
+
+
+def test_config_of_a_partition_without_settings_says_so(site: Site) -> None:
+    site.configure("partitions:\n  gpu:\n    deadline: 2m\n")
+    assert site.run("config", "--partition", "gpu").stderr == ""
+    done = site.run("config", "--partition", "gpuu")
+    assert done.exit_code == Exit.OK, "a partition of Slurm's needs none"
+    assert "partition 'gpuu' has no settings of its own (these have: gpu)" in done.stderr

@@ -19,7 +19,14 @@ from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.events import Outcome
 from forestage.hooks import prolog
-from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, note_nodes, nothing_to_do
+from forestage.hooks.boundary import (
+    DRAIN,
+    IMAGE_OPTION,
+    Hook,
+    note_call,
+    note_nodes,
+    nothing_to_do,
+)
 from forestage.hooks.image import Wait
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -261,3 +268,30 @@ def test_warm_image_loads_nothing_that_only_a_copy_needs(
     (event,) = events.read(Places(tmp_path).events)
     assert (event.outcome.result, event.outcome.key) == ("hit", opened.image.key)
     assert ran.stdout == "0 [] 1\n", "the one child is the look as the user"
+
+
+def test_call_leaves_the_latest_job_and_the_time(tmp_path: Path) -> None:
+    run, mark = str(tmp_path), tmp_path / "called.prolog"
+    for job, latest in (("7", 7), ("123456", 123456), ("9", 123456)):
+        note_call("prolog", {"SLURM_JOB_ID": job}, run)
+        assert int(mark.read_text()) == latest
+    os.utime(mark, (0, 0))
+    note_call("prolog", {"SLURM_JOB_ID": "9"}, run)
+    assert mark.stat().st_mtime > 0
+
+
+@pytest.mark.parametrize("job", ["", "x", "1" * 50, "-1"])
+def test_call_without_a_job_leaves_nothing(tmp_path: Path, job: str) -> None:
+    note_call("prolog", {"SLURM_JOB_ID": job} if job else {}, str(tmp_path))
+    note_call("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_call_follows_no_link_and_needs_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "called.prolog").symlink_to(tmp_path / "other")
+    note_call("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert not (tmp_path / "other").exists()
+    note_call("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path / "nowhere"))
+    (tmp_path / "called.epilog").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "called.epilog")
+    note_call("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forestage import report as reports
+from forestage.admin.tally import Tally
 from forestage.cli.main import main
 from forestage.cli.world import Exit, World
 from forestage.clock import Clock
@@ -99,6 +100,10 @@ def test_start_is_counted_as_what_it_was(case: Counted) -> None:
     assert [kind for kind in kinds if getattr(found.total, kind)] == case.starts.split()
     assert sum(found.kept_off.values()) == case.kept_off
     assert found.hit_ratio == case.ratio
+    tally = Tally()
+    for hook, outcome in case.runs:
+        tally.add(event(hook, outcome))
+    assert tally.hit_ratio == case.ratio, "as in `status`, and in the metrics"
 
 
 def test_savings_are_time_of_copies_less_all_waiting() -> None:

@@ -1,0 +1,129 @@
+"""Copies images into this node's cache without a job: `forestage stage`.
+
+For nodes that Slurm does not give: at boot, from Ansible, while they are drained. It is what a hook
+does, with the same rules and the same stager (stage/), but nothing holds a lease: what nobody uses
+afterwards is evicted like any entry. A copy that jobs need goes before it.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forestage.admin.warm_node import ImageResult
+from forestage.cache import doubt
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.config import switch
+from forestage.errors import Declined, Failed, ForestageError
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
+from forestage.stage import source, wait
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, Table, count
+from forestage.units import format_duration, printable
+
+if TYPE_CHECKING:
+    from forestage.stage.stager import Channel
+
+OPEN = 30.0  # seconds for the shared file system to open one image
+
+Progress = Callable[[str], None]
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """What one command did, in the order of the images."""
+
+    images: tuple[ImageResult, ...]
+
+    @property
+    def failed(self) -> int:
+        """How many are not here."""
+        return sum(1 for one in self.images if not one.is_here)
+
+
+def nobody(user: User, node: str) -> Job:
+    """Pure: what stands for a job where there is none: number 0, as in the events of a sweep."""
+    return Job(0, user, node, "", "/", (), None, Hints())
+
+
+def stage(
+    node: Node, job: Job, images: Sequence[str], within: float, progress: Progress
+) -> StageReport:
+    """Has all of them copied, opened as the job's user, and waits for `within` seconds at most.
+
+    What is not here by then is `copying`: the copies go on, also when this process ends.
+    """
+    end = Deadline.after(within, node.clock)
+    with contextlib.ExitStack() as begun:
+        works = [_begin(node, job, image, begun) for image in images]
+        return StageReport(tuple(_result(node, job, one, end, progress) for one in works))
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """An image that is here or copied; or why it is not."""
+
+    image: str
+    since: float
+    opened: source.OpenImage | None = None
+    copying: "Channel | None" = None
+    error: Exception | None = None
+
+
+def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Begun:
+    since = node.clock.monotonic()
+    try:
+        must_not_be_off(node)
+        node.cache.prepare(node.config.require_mount)
+        doubt.must_not_be(node.places)
+        within = Deadline.after(OPEN, node.clock)
+        opened = begun.enter_context(source.open_as(job.user, image, node, within))
+        copying = begun.enter_context(wait.begun(node, job, opened))
+        return _Begun(image, since, opened, copying)
+    except (ForestageError, OSError) as error:
+        return _Begun(image, since, error=error)
+
+
+def must_not_be_off(node: Node) -> None:
+    """Raises Declined where staging is switched off for all jobs."""
+    off = switch.by_file(node.places) or ("" if node.config.enabled else "`enabled: false`")
+    if off:
+        raise Declined("disabled", off)
+
+
+def _result(node: Node, job: Job, one: _Begun, end: Deadline, progress: Progress) -> ImageResult:
+    try:
+        if one.error or one.opened is None:
+            raise one.error or Declined("missing", one.image)
+        came = wait.obtain(
+            node, job, one.opened, one.copying, end, lambda eta: progress(eta.progress())
+        )
+        with contextlib.suppress(FileNotFoundError):
+            node.cache.touch(one.opened.image.key, node.clock.wall())
+        took = round(node.clock.monotonic() - one.since, 3)
+        return ImageResult(one.image, came, wait=took, key=one.opened.image.key)
+    except Declined as error:
+        if error.reason == "deadline":
+            key = one.opened.image.key if one.opened else ""
+            return ImageResult(one.image, "copying", "deadline", printable(str(error)), key=key)
+        failed = isinstance(error, Failed)
+        detail = printable(str(error))
+        return ImageResult(one.image, "failed" if failed else "declined", error.reason, detail)
+    except (ForestageError, OSError) as error:
+        return ImageResult(one.image, "failed", "io", printable(str(error)))
+
+
+def pieces(done: StageReport) -> list[Piece]:
+    """Pure: what `stage` prints."""
+    rows = [
+        (
+            one.result,
+            "-" if one.wait is None else format_duration(one.wait),
+            f"{one.image} ({one.detail})" if one.detail else one.image,
+        )
+        for one in done.images
+    ]
+    here = sum(one.is_here for one in done.images)
+    head = f"{here} of {count(len(rows), 'image')} here"
+    return [Line(head, heading=True), Table(("result", "took", "image or reason"), rows)]

@@ -1,0 +1,99 @@
+"""The options of commands that can ask many nodes: `-w NODESET`."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from forestage.cli.world import Exit, show
+
+Command = Callable[..., None]
+
+_HERE = ("nodes", "by", "within", "at_once", "more", "as_json", "oneline", "watch")
+
+
+def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
+    from forestage.units import parse_duration
+
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def on_nodes(within: str = "1m") -> Callable[[Command], Command]:
+    """Gives a command -w and what goes with it; `within` is how long a node may take."""
+
+    def decorate(local: Command) -> Command:
+        @click.option("-w", "--nodes", metavar="NODESET", help="Ask these nodes, not this one.")
+        @click.option(
+            "--by",
+            type=click.Choice(("ssh", "srun")),
+            default="ssh",
+            help="How nodes of -w are reached; ssh.",
+        )
+        @click.option(
+            "--within",
+            default=within,
+            callback=_seconds,
+            metavar="TIME",
+            help=f"How long a node of -w may take; {within}.",
+        )
+        @click.option("--at-once", default=64, type=click.IntRange(1), help="Nodes at once; 64.")
+        @click.option(
+            "--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun."
+        )
+        @functools.wraps(local)
+        def command(nodes: str | None, **given: Any) -> None:
+            if nodes is not None:
+                _ask(click.get_current_context(), nodes, given)
+                return
+            for name in ("by", "within", "at_once", "more"):
+                del given[name]
+            local(**given)
+
+        return command
+
+    return decorate
+
+
+def _ask(ctx: click.Context, named: str, given: dict[str, Any]) -> None:
+    import secrets
+
+    from forestage.admin import fleet
+    from forestage.cli.images import expanded
+    from forestage.slurm.queue import Slurm
+    from forestage.system import terminal as screen
+
+    if given.get("watch"):
+        raise click.UsageError("--watch is for one node")
+    words = (ctx.command.name or "", *_words(ctx, given))
+    known = (given["by"], given["within"], given["at_once"], given["more"])
+    order = fleet.Order(expanded(named), words, *known)
+    with screen.busy() as progress:
+        answers = fleet.ask(order, Slurm.of(os.environ), secrets.token_hex(4), progress)
+    name = f"{words[0]} --oneline" if given.get("oneline") else words[0]
+    show(fleet.document(answers), fleet.pieces(answers, fleet.VIEWS[name]), given["as_json"])
+    ctx.exit(fleet.exit_code(answers, Exit.UNREACHED))
+
+
+def _words(ctx: click.Context, given: dict[str, Any]) -> list[str]:
+    """The command line for the nodes: what this one has, but what is for us."""
+    options, arguments = [], []
+    for one in ctx.command.params:
+        value = given.get(one.name or "")
+        if one.name in _HERE or not value:
+            continue
+        if isinstance(one, click.Argument):
+            values = value if isinstance(value, tuple) else (value,)
+            arguments += [_absolute(str(word)) for word in values]
+        else:
+            options.append(one.opts[-1])
+    return [*options, "--", *arguments] if arguments else options
+
+
+def _absolute(word: str) -> str:
+    """A path as the nodes have it; they have no directory of ours."""
+    return os.path.abspath(word) if "/" in word else word

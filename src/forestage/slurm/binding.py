@@ -1,0 +1,92 @@
+"""Slurm's answers through pyslurm, where the site has installed one that fits its release.
+
+Nothing here is needed: the commands answer the same, and decide wherever this is in doubt. pyslurm
+loads libslurm, which may end the process that loads it, or wait for a dead slurmctld for minutes;
+so each question is asked in a child, with a time limit. No hook imports it, and no package of ours
+has it: it is GPL, and fits one release of Slurm (docs/decisions/0040).
+"""
+
+import errno
+import re
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from forestage.errors import Declined
+from forestage.system import as_user
+
+INVALID_JOB, INVALID_NODE = 2017, 2018  # slurm_errno.h: ESLURM_INVALID_JOB_ID, …_NODE_NAME
+
+_RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What Slurm says of a job or a node; both are "" of what it does not know."""
+
+    known: bool
+    state: str = ""
+    nodes: str = ""
+
+
+def release(text: str) -> tuple[int, int] | None:
+    """Pure: the release in a version: of "slurm-wlm 24.05.8", as of pyslurm's "24.5.1"."""
+    found = _RELEASE.search(text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def installed() -> str:
+    """The version of pyslurm, or ""; it is not loaded."""
+    try:
+        return metadata.version("pyslurm")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def fits(version: str) -> bool:
+    """Whether the pyslurm is for this release of Slurm: the text of `squeue --version`."""
+    own = release(installed())
+    return own is not None and own == release(version)
+
+
+def job(number: int, timeout: float) -> Told | None:
+    """What Slurm says of a job; None where that is not clear."""
+
+    def ask(pyslurm: Any) -> Told:
+        found = pyslurm.Job.load(number)
+        if found.id != number:  # of an array, perhaps another task's
+            raise OSError(errno.EINVAL, "another job")
+        return Told(True, str(found.state), str(found.allocated_nodes or ""))
+
+    return _asked(ask, INVALID_JOB, timeout)
+
+
+def node(name: str, timeout: float) -> Told | None:
+    """Whether Slurm has such a node; None where that is not clear."""
+
+    def ask(pyslurm: Any) -> Told:
+        return Told(str(pyslurm.Node.load(name).name) == name)
+
+    return _asked(ask, INVALID_NODE, timeout)
+
+
+def _asked(ask: Callable[[Any], Told], unknown: int, timeout: float) -> Told | None:
+    def work() -> as_user.Found[Told]:
+        try:
+            import pyslurm  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:  # its libslurm is gone, or another
+            raise OSError(errno.ENOENT, str(error)) from None
+        try:
+            return ask(pyslurm), []
+        except pyslurm.RPCError as error:
+            if error.errno == unknown:
+                return Told(False), []
+            raise OSError(errno.EIO, str(error)) from None
+
+    try:
+        told, fds = as_user.call(work, Told, timeout)
+    except (OSError, Declined):
+        return None
+    assert not fds
+    return told

@@ -1,0 +1,211 @@
+"""`-w NODESET`: one table of what many nodes answer, and no node that is silently left out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands import NOW, Site
+from forestage.admin import fleet
+from forestage.admin.fleet import Answer, Order
+from forestage.cache.lease import Use
+from forestage.cli.world import Exit
+from forestage.events import Event, Handled, Released, append
+
+HERE = """
+import sys; from pathlib import Path; from forestage.cli.main import *
+from forestage.paths import Places; from forestage.clock import Clock
+main(sys.argv[2:], obj=World(Places(Path(sys.argv[1])), Clock()))
+"""
+SSH = """
+while [ $# -gt 2 ]; do shift; done
+[ -d {root}/$1 ] || {{ echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255; }}
+[ -e {root}/$1/hangs ] && exec sleep 600
+echo "Welcome to $1!"
+eval "set -- $1 $2"
+node=$1; shift 2
+exec {python} {here} {root}/$node "$@"
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, programs: Callable[..., Path]) -> dict[str, Site]:
+    """Four nodes that an ssh of ours reaches; n9 has no route."""
+    here = tmp_path / "here.py"
+    here.write_text(HERE)
+    programs(ssh=SSH.format(root=tmp_path, python=sys.executable, here=here))
+    found = {}
+    for name in ("n1", "n2", "n3", "n4"):
+        (tmp_path / name).mkdir()
+        found[name] = Site(tmp_path / name)
+    return found
+
+
+def shared(nodes: dict[str, Site], *names: str) -> tuple[Path, str]:
+    """An image with an entry on these nodes; its path is the same on all, as of a shared file."""
+    path = nodes["n1"].image("shared.sqsh")
+    keys = {nodes[name].publish(path) for name in names}
+    return path, keys.pop()
+
+
+def table(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_ls_of_an_image_says_who_has_it_and_who_does_not(nodes: dict[str, Site]) -> None:
+    path, key = shared(nodes, "n1", "n2", "n3")
+    nodes["n3"].lease(7, Use(key))
+    done = nodes["n1"].run("ls", "-w", "n[1-4]", str(path))
+    head, free, leased, without = done.stdout.splitlines()
+    assert head.split()[:3] == ["NODES", "KEY", "KIND"]
+    assert free.split()[:3] == ["n[1-2]", key[:12], "image"]
+    assert leased.startswith("n3 ")
+    assert "leased by 1 job" in leased
+    assert without.startswith(f"n4: no entry has the key or path {path}")
+    assert done.exit_code == Exit.NOT_FOUND
+
+
+def test_node_that_does_not_answer_is_named_and_the_others_are_shown(
+    nodes: dict[str, Site], tmp_path: Path
+) -> None:
+    shared(nodes, "n1", "n2")
+    (tmp_path / "n2/hangs").touch()
+    done = nodes["n1"].run("ls", "-w", "n[1-2,9]", "--within", "3s")
+    assert done.exit_code == Exit.UNREACHED
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["NODES", "n1", "n2:", "n9:"]
+    assert "n2: no answer within 3s" in done.stdout
+    assert "n9: ssh: connect to host n9 port 22: No route to host" in done.stdout
+
+
+def test_status_is_a_row_for_each_state(nodes: dict[str, Site]) -> None:
+    for name in ("n1", "n2", "n3"):
+        nodes[name].node.cache.prepare(False)
+    nodes["n3"].node.cache.root.chmod(0o777)
+    done = nodes["n1"].run("status", "-w", "n[1-3]")
+    rows = {row[0]: row for row in table(done.stdout)}
+    assert (rows["n[1-2]"][1], rows["n3"][1]) == ("ok", "unusable")
+    assert "is not a directory of root's" in done.stdout
+    assert done.exit_code == Exit.CACHE
+    lines = nodes["n1"].run("status", "-w", "n[1-2]", "--oneline").stdout
+    assert "n[1-2]  forestage state=ok " in lines
+    assert nodes["n1"].run("status", "-w", "n1", "--watch").exit_code == Exit.USAGE
+
+
+def test_evict_on_nodes_is_a_dry_run_where_that_was_asked_for(nodes: dict[str, Site]) -> None:
+    path, key = shared(nodes, "n1", "n2")
+    nodes["n2"].lease(7, Use(key))
+    done = nodes["n1"].run("evict", "-w", "n[1-2]", "-n", str(path))
+    assert "would be evicted" in done.stdout
+    assert [nodes[name].keys() for name in ("n1", "n2")] == [{key}, {key}]
+    done = nodes["n1"].run("evict", "-w", "n[1-2]", key)
+    assert [nodes[name].keys() for name in ("n1", "n2")] == [set(), {key}]
+    assert "stays: leased by job 7" in done.stdout
+    assert done.exit_code == Exit.NOT_FOUND
+
+
+def test_verify_on_nodes_names_where_it_is_bad(nodes: dict[str, Site]) -> None:
+    _, key = shared(nodes, "n1", "n2")
+    copy = nodes["n2"].node.cache.image(key)
+    copy.chmod(0o644)
+    copy.write_bytes(b"squashfz")
+    done = nodes["n1"].run("verify", "-w", "n[1-2]", "--all")
+    rows = {row[0]: row for row in table(done.stdout)}
+    assert (rows["n1"][4], rows["n2"][4]) == ("ok", "bad")
+    assert done.exit_code == Exit.BAD
+    assert nodes["n2"].keys() == set()
+
+
+def test_explain_of_nodes_is_one_table_with_the_slowest_named(nodes: dict[str, Site]) -> None:
+    for number, name in enumerate(("n1", "n2", "n3")):
+        hit = Handled("hit", request="/a", image="/lustre/a", key="k", wait=1.0 + number)
+        released = Event(NOW, "epilog", 7, Released("released"), node=name, total=0.1)
+        append(nodes[name].places.events, [Event(NOW - 9, "prolog", 7, hit, node=name), released])
+    done = nodes["n1"].run("explain", "7", "-w", "n[1-4]")
+    assert table(done.stdout)[1] == [
+        "n[1-3]",
+        "prolog",
+        "hit",
+        "1s",
+        "to",
+        "3s",
+        "(n3)",
+        "/lustre/a",
+    ]
+    assert table(done.stdout)[2][:3] == ["n[1-3]", "epilog", "released"]
+    assert "n4: nothing is recorded about job 7 on this node" in done.stdout
+    assert done.exit_code == Exit.NOT_FOUND
+
+
+def test_json_has_each_nodes_own_document(nodes: dict[str, Site]) -> None:
+    _, key = shared(nodes, "n1")
+    done = nodes["n1"].run("ls", "-w", "n[1-2,9]", "--json")
+    first, second, third = json.loads(done.stdout)["nodes"]
+    assert (first["node"], first["code"], first["answer"][0]["key"]) == ("n1", 0, key)
+    assert second["answer"] == []
+    assert (third["node"], third["code"]) == ("n9", None)
+    assert "No route" in third["problem"]
+
+
+@pytest.mark.parametrize("word", ["a b", "a'b", 'a"b', "$(touch hurt)", "--all", "a%h", "a;b"])
+def test_name_with_any_character_reaches_the_node_as_it_is(
+    nodes: dict[str, Site], word: str
+) -> None:
+    path = nodes["n1"].image(word)
+    nodes["n2"].publish(path)
+    done = nodes["n1"].run("ls", "-w", "n2", str(path))
+    assert done.exit_code == 0, done.stdout
+    assert done.stdout.rstrip().endswith(str(path))
+
+
+# --- the words, without a node
+
+
+def test_srun_gets_a_bounded_job_on_each_node() -> None:
+    order = Order(("n1",), ("ls", "--", "/a%b"), "srun", 90.0, options=("--account=lab",))
+    line = fleet.command(order, "/bin/srun", "forestage-x")
+    assert " --immediate=90 --time=2 --account=lab --nodelist=%h -- " in line
+    assert line.endswith("forestage ls --json -- /a%%b")
+
+
+def test_srun_that_is_killed_leaves_no_job(site: Site, programs: Callable[..., Path]) -> None:
+    asked = programs(srun="sleep 600", scancel="exit 0")
+    done = site.run("ls", "-w", "n[1-2]", "--by", "srun", "--within", "1s")
+    assert done.exit_code == Exit.UNREACHED
+    assert "n[1-2]: no answer within 1s" in done.stdout
+    lines = asked.read_text().splitlines()
+    (name,) = {word for line in lines for word in line.split() if word.startswith("--job-name=")}
+    assert lines[-1] == f"scancel --name={name.partition('=')[2]}"
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "expected"),
+    [
+        (0, 'Hello\n[{"a": 1}]\n', "", ("[", 0, "")),
+        (7, '{"a": 1}', "forestage: x\n", ("{", 7, "")),
+        (4, "", "forestage: no (run as root)\n", ("", 4, "no (run as root)")),
+        (1, "", "srun: error: Unable to allocate\nsrun: more\n", ("", None, "Unable to allocate")),
+        (127, "[not json", "", ("", None, "it ended with 127 and no answer")),
+        (None, '{"a": 1}', "", ("", None, "late")),
+    ],
+)
+def test_answer_is_a_document_a_message_or_none(
+    code: int | None, out: str, err: str, expected: tuple[str, int | None, str]
+) -> None:
+    found = fleet.answer("n1", code, out, err, "late")
+    assert (found.document[:1], found.code, found.problem) == expected
+
+
+def test_document_of_another_release_is_a_problem_of_its_node() -> None:
+    answers = (Answer("n1", 0, "[]"), Answer("n2", 0, '{"entries": 3}'))
+    lines = fleet.pieces(answers, fleet.VIEWS["ls"])
+    assert any("n2: its answer cannot be understood" in str(line) for line in lines)
+
+
+def test_exit_code_is_the_worst_and_unreached_before_all() -> None:
+    assert fleet.exit_code([Answer("a", 1), Answer("b", 7)], 11) == 7
+    assert fleet.exit_code([Answer("a", None), Answer("b", 7)], 11) == 11
+    assert fleet.exit_code([], 11) == 0
