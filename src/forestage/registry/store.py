@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage.cache.image import SUPERBLOCK, is_squashfs
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.system import records
 from forestage.units import format_size
@@ -39,6 +39,8 @@ SIZE_AT = 40  # `bytes_used` of a squashfs superblock (linux/fs/squashfs/squashf
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # link(2) where there are no hard links: exFAT, some FUSE, some file servers.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a rename that replaces nothing
+HALF = 5.0  # seconds in which who made a file there has written it
 
 FILE = re.compile(
     r"(?P<name>[0-9a-z][0-9A-Za-z_-]{0,199})"
@@ -160,7 +162,10 @@ class Store:
             _make(path.parent)
             if create(path, msgspec.json.encode(meant)):
                 return digest
-        known = self._meant(path, reference)
+        known, end = self._meant(path, reference), Deadline.after(HALF, self.clock)
+        while known is None and os.path.lexists(path) and end.left():
+            self.clock.sleep(0.02)
+            known = self._meant(path, reference)
         return digest if known is None else known
 
     def last(self, reference: str) -> str:
@@ -251,20 +256,29 @@ def create(path: Path, data: bytes) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _create_plainly(path, data)
+        return _create_without_links(new, path, data)
     finally:
         new.unlink(missing_ok=True)
     return True
 
 
-def _create_plainly(path: Path, data: bytes) -> bool:
-    """As `create`, where there are no hard links. For a moment it is there and empty."""
+def _create_without_links(new: Path, path: Path, data: bytes) -> bool:
+    """As `create`, where there are no hard links.
+
+    By a rename that replaces nothing; where there is none either, it is there and not whole for a
+    moment.
+    """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            records.rename_new(new, path)
+        except OSError as error:
+            if error.errno not in _CANNOT:
+                raise
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
     except FileExistsError:
         return False
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
     return True
 
 
