@@ -53,7 +53,7 @@ def epilog(
         done = Released(result="released")
         if cache:
             done = _release(cache, leases, lease, places, clock, job, patience)
-            _clear(cache, leases, lease, places, clock, job, patience)
+            _clear(cache, leases, lease, places, job, patience)
         made = cache is not None and cache.locks.is_dir()
         evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
     except lock.Busy as busy:
@@ -73,7 +73,6 @@ def _clear(
     leases: Leases,
     lease: Lease | None,
     places: Places,
-    clock: Clock,
     job: Job,
     patience: float,
 ) -> None:
@@ -90,7 +89,7 @@ def _clear(
 
         with contextlib.suppress(OSError):  # the sweep does it
             place.forget(places, job.id)
-            kept.tidy(cache, clock.wall())
+            kept.tidy(cache)
 
 
 def _failed(failed: Failed) -> Released:
