@@ -261,15 +261,25 @@ def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
     assert found == {"12.0": [OLD], "13.0": [NEW]}
 
 
-def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
-    site: Site, registry: Callable[..., Registry]
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"SLURM_CLUSTER_NAME": "west"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_JOB_START_TIME": "1800000001"},  # a cluster that counts from 1 again
+    ],
+)
+def test_jobs_of_one_number_do_not_share_a_digest(
+    site: Site, registry: Callable[..., Registry], other: dict[str, str]
 ) -> None:
     there = registry(digest=OLD)
     facts = {"reference": there.reference(), "job": "12"}
-    last(site.start(**facts, environ={"SLURM_CLUSTER_NAME": "east"}))
+    environ = {"SLURM_CLUSTER_NAME": "east", "SLURM_JOB_START_TIME": "1800000000"}
+    last(site.start(**facts, environ=environ))
     there.digest = NEW
-    with site.start(**facts, environ={"SLURM_CLUSTER_NAME": "west"}) as west:
-        assert [word.digest for word in until(west) if isinstance(word, Resolved)] == [NEW]
+    for given, digest in ((environ, OLD), ({**environ, **other}, NEW)):
+        with site.start(**facts, environ=given) as one:
+            assert [word.digest for word in until(one) if isinstance(word, Resolved)] == [digest]
 
 
 @pytest.mark.parametrize(("status", "reason"), [(503, ""), (403, "registry-denied")])

@@ -40,6 +40,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 # link(2) where there are no hard links: exFAT, some FUSE, some file servers.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a rename that replaces nothing
+OLD = 7 * 86400.0  # seconds since its last use after which a job's record is another job's
 HALF = 5.0  # seconds in which who made a file there has written it
 
 FILE = re.compile(
@@ -148,8 +149,15 @@ class Store:
             part.unlink(missing_ok=True)
 
     def job_digest(self, job: str, reference: str) -> str | None:
-        """The digest that counts for a job; None where no node has said it yet."""
-        return self._meant(self._job(job, reference), reference)
+        """The digest that counts for a job, whose record is used; None where nobody has said it."""
+        path = self._job(job, reference)
+        if self._is_old(path):
+            return None
+        found = self._meant(path, reference)
+        with contextlib.suppress(OSError):
+            if found is not None:
+                os.utime(path, follow_symlinks=False)
+        return found
 
     def set_job_digest(self, job: str, reference: str, digest: str) -> str:
         """Says the digest for all of a job. Returns what counts: the first word does.
@@ -160,6 +168,8 @@ class Store:
         meant = Meant(reference, digest, self.clock.wall())
         with contextlib.suppress(OSError):
             _make(path.parent)
+            if self._is_old(path):
+                path.unlink()
             if create(path, msgspec.json.encode(meant)):
                 return digest
         known, end = self._meant(path, reference), Deadline.after(HALF, self.clock)
@@ -188,6 +198,11 @@ class Store:
 
     def _tag(self, reference: str) -> Path:
         return self.folder / "tags" / f"{_hash(reference)}.json"
+
+    def _is_old(self, path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return self.clock.wall() - os.lstat(path).st_mtime > OLD
+        return False
 
     def _meant(self, path: Path, reference: str) -> str | None:
         found = load(path, Meant)

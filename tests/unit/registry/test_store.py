@@ -80,6 +80,19 @@ def test_first_word_on_a_jobs_digest_counts(store: Store) -> None:
     assert store.set_job_digest("13", "here#image:v1", NEW) == NEW
 
 
+def test_word_of_an_old_job_of_the_same_number_does_not_count(store: Store) -> None:
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    now = store.clock.wall()
+    os.utime(path, (now, now - module.OLD + 60))
+    assert store.job_digest("12", "here#image:v1") == OLD
+    assert path.stat().st_mtime > now - 60, "it is used, and so is not old"
+    os.utime(path, (now, now - module.OLD - 60))
+    assert store.job_digest("12", "here#image:v1") is None
+    assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
+    assert store.job_digest("12", "here#image:v1") == NEW
+
+
 def test_digest_that_nobody_would_write_is_none(store: Store) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
