@@ -269,7 +269,7 @@ def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
         {"SLURM_JOB_START_TIME": "1800000001"},  # a cluster that counts from 1 again
     ],
 )
-def test_jobs_of_one_number_do_not_share_a_digest(
+def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
     site: Site, registry: Callable[..., Registry], other: dict[str, str]
 ) -> None:
     there = registry(digest=OLD)

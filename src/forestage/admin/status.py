@@ -19,6 +19,8 @@ from forestage.data import job_dir
 from forestage.errors import Failed
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
+from forestage.registry import under_way
+from forestage.registry.under_way import UnderWay
 from forestage.system import mounts
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
 from forestage.through import keeper
@@ -60,6 +62,7 @@ class Status(msgspec.Struct, frozen=True):
     that jobs read through a server. `held` is what redirects of evicted entries keep on the disk,
     `job_dirs` what directories of running jobs take of it. `doubt` is there while the disk is not
     trusted. `data` are the bytes of directories, copies under way included, of `room.data` at most.
+    `imports` are steps that wait for an image of a registry.
     """
 
     cache: str
@@ -78,6 +81,7 @@ class Status(msgspec.Struct, frozen=True):
     job_dirs: job_dir.Taken = job_dir.Taken()
     doubt: Doubt | None = None
     data: int = 0
+    imports: tuple[UnderWay, ...] = ()
 
 
 def gather(node: Node) -> Status:
@@ -101,6 +105,7 @@ def gather(node: Node) -> Status:
         off=_off(node),
         doubt=Doubt(disk.since, disk.why) if disk.since else None,
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
+        imports=under_way.gather(node.places),
     )
     if not made:
         return found
@@ -154,6 +159,7 @@ def pieces(status: Status, now: float) -> list[Piece]:
         Facts(tuple(_facts(status))),
         *(Line(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
+        *_imports(status.imports, now),
         *_leases(status.leases, now),
     ]
 
@@ -207,6 +213,22 @@ def _job_dirs(taken: job_dir.Taken) -> list[tuple[str, str]]:
         return []
     number = count(taken.number, "job directory", "job directories")
     return [("job directories", f"{format_size(taken.bytes)} in {number}")]
+
+
+def _imports(found: tuple[UnderWay, ...], now: float) -> list[Piece]:
+    if not found:
+        return []
+    rows = tuple(
+        (f"{one.job}.{one.step}", one.user, age(now - one.since), one.where or "-", one.reference)
+        for one in found
+    )
+    columns = ("step", "user", "waits", "imported by", "image")
+    number = count(len(found), "import")
+    return [
+        Line(f"{number} under way:", heading=True),
+        Table(columns, rows, indent=2),
+        *(Line(f"{one.job}.{one.step}: {one.said}") for one in found if one.said),
+    ]
 
 
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:

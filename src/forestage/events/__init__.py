@@ -6,6 +6,7 @@ here, since no hook needs it.
 """
 
 from forestage.events.log import (
+    Came,
     Copied,
     Event,
     Handled,
@@ -24,6 +25,7 @@ from forestage.events.log import (
 )
 
 __all__ = [
+    "Came",
     "Copied",
     "Event",
     "Handled",
