@@ -139,6 +139,7 @@ def _serve(
         report([answer.outcome])
         while not tasks.have_gone:
             tasks.wait(-1)
+            child.reap()  # a copy that was started here may have ended
 
 
 def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
@@ -250,7 +251,7 @@ def _worked(node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting) ->
                 raise Declined(printable(word.reason), printable(word.detail))
             else:
                 if isinstance(word, Importing):
-                    came = "imported" if word.where == order.host else "waited"
+                    came = "imported" if word.here else "waited"
                     shown = msgspec.structs.replace(shown, where=printable(word.where))
                 else:
                     shown = msgspec.structs.replace(shown, said=printable(word.text))

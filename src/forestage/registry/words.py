@@ -68,7 +68,10 @@ class Present(msgspec.Struct, frozen=True, tag="present"):
 
 
 class Importing(msgspec.Struct, frozen=True, tag="importing"):
+    """`here`: this worker does. Nodes of two clusters may have one name."""
+
     where: Text
+    here: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -131,8 +134,8 @@ def short(text: str) -> str:
 
 def _harmless(word: Word) -> Word:
     match word:
-        case Importing(where):
-            return Importing(short(where))
+        case Importing(where, here):
+            return Importing(short(where), here)
         case Progress(text):
             return Progress(short(text))
         case Refused(reason, detail):
