@@ -262,6 +262,16 @@ def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
     assert found == {"12.0": [OLD], "13.0": [NEW]}
 
 
+def test_digest_that_another_node_was_told_is_used_and_no_registry_asked(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    with site.start(reference=there.reference(), job="12", digest=NEW) as one:
+        assert [word.digest for word in until(one) if isinstance(word, Resolved)] == [NEW]
+    assert there.asked == 0
+    assert f"@{NEW}" in site.imports[0]
+
+
 @pytest.mark.parametrize(
     "other",
     [

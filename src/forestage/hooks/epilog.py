@@ -87,6 +87,10 @@ def _clear(
     if places.images.exists():
         from forestage.registry import kept, place
 
+        if (cache.looks / str(job.id)).exists():  # registry/agreed.py
+            from forestage.data import looks
+
+            looks.end(cache, job.id)
         with contextlib.suppress(OSError):  # the sweep does it
             place.forget(places, job.id)
             kept.tidy(cache)

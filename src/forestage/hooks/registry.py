@@ -47,6 +47,7 @@ PATIENCE = 30.0  # seconds for the word of the node that resolves for all
 
 CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
 
+Tell = Callable[[str], None]
 Report = Callable[[Sequence[Handled]], None]
 
 
@@ -199,6 +200,10 @@ def _short(digest: str) -> str:
     return digest[:19]  # as docker shows one, behind its sha256:
 
 
+def _nobody(digest: str) -> None:
+    """Nobody is told: the digest is in the store."""
+
+
 class Worked(msgspec.Struct, frozen=True):
     """What came of a worker: what the reference means, and the image's path, or a whole answer."""
 
@@ -211,8 +216,16 @@ class Worked(msgspec.Struct, frozen=True):
 def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     order = order_of(node, job, asked)
+    tell: Tell = _nobody
     try:
-        done = _worked(node, job, asked, order, tasks)
+        with contextlib.ExitStack() as undo:
+            if order.ask:  # there is no store, in which the nodes would agree on a digest
+                from forestage.registry import agreed
+
+                nodes = agreed.nodes_of(node, job, asked.request.path, asked.batch)
+                tell = undo.enter_context(agreed.telling(nodes))
+                order = msgspec.structs.replace(order, digest=agreed.asked(node, nodes))
+            done = _worked(node, job, asked, order, tasks, tell)
     finally:
         # Of what the worker runs a user's words are part: nothing of it outlives it, in whatever
         # session it is. Before anything of ours is started that has to live on.
@@ -224,8 +237,8 @@ def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     return msgspec.structs.replace(answer, outcome=outcome)
 
 
-def _worked(node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting) -> Worked:
-    """Has a worker obtain the image. Raises Declined, Failed."""
+def _worked(node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting, tell: Tell) -> Worked:
+    """Has a worker obtain the image; `tell` hears its digest. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and step.is_first_node(job)
     meant = Resolved("", "")
     came: Came = "stored"
@@ -240,6 +253,7 @@ def _worked(node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting) ->
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 meant = word
+                tell(word.digest)
                 has = kept.find(node.cache, job.user, word.name) if order.ask else None
                 answer = has and image.kept(node, job, asked.request, has, _limit(node, job, asked))
                 if answer:

@@ -37,7 +37,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     Of a `container` that is there already, no image is wanted. Without `imports`, no registry is
     asked: what the tag meant last is looked for in the directory. `environ_fd` is open on the job's
     environment, NUL between its entries; -1 for the worker's own. `host` is this node's name for
-    the other nodes. `by_tag` has a job's image imported by its tag, where the registry did not say
+    the other nodes. `digest` is what another node of the job was told: then nobody is asked.
+    `by_tag` has a job's image imported by its tag, where the registry did not say
     a digest.
     """
 
@@ -53,6 +54,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     container: str = ""
     imports: bool = True
+    digest: Digest = ""
     by_tag: bool = False
 
 

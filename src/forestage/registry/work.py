@@ -115,6 +115,8 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
+    if task.order.digest:
+        return task.order.digest
     if not task.order.imports:
         return _meant_last(task, store)
     said = _said(task, store, asker, clock)
