@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -72,6 +73,19 @@ def machine() -> None:
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if missing := [name for name in TOOLS if not shutil.which(name, path=path)]:
         pytest.fail(f"missing: {', '.join(missing)} (run tests/prepare)")
+
+
+@pytest.fixture(scope="session")
+def farfs(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of the file system that can be slow, hang and die."""
+    program = tmp_path_factory.mktemp("farfs") / "farfs"
+    argv = ["pkg-config", "--cflags", "--libs", "fuse3"]
+    flags = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+    source = Path(__file__).parent / "faults/farfs.c"
+    subprocess.run(
+        ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, source, *flags], check=True
+    )
+    return program
 
 
 @pytest.fixture

@@ -100,6 +100,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "preloaded"
 
     @property
+    def collected(self) -> Path:
+        """Its mtime: this node's sweep looked at the store of images, see admin/registry.py."""
+        return self.run / "collected"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

@@ -36,19 +36,6 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.open()
 
 
-@pytest.fixture(scope="session")
-def farfs(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of the file system that can be slow, hang and die."""
-    program = tmp_path_factory.mktemp("farfs") / "farfs"
-    argv = ["pkg-config", "--cflags", "--libs", "fuse3"]
-    flags = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
-    source = FOLDER / "farfs.c"
-    subprocess.run(
-        ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, source, *flags], check=True
-    )
-    return program
-
-
 @pytest.fixture
 def far(node: Node, farfs: Path, tmp_path: Path) -> Iterator[Far]:
     far = Far(farfs, node, tmp_path / "far")

@@ -8,13 +8,23 @@ import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Protocol
 
 from forestage.system import mounts
 from forestage.system.as_user import User
-from node import ALICE, Node, children_left, unmount, until
+from node import ALICE, children_left, unmount, until
 
 ROOT = User("root", 0, 0)
 OPTIONS = "allow_other,default_permissions"
+
+
+class Sides(Protocol):
+    """Where a shared file system lies for its server, and for a node."""
+
+    @property
+    def server(self) -> Path: ...
+    @property
+    def shared(self) -> Path: ...
 
 
 class Far:
@@ -26,13 +36,12 @@ class Far:
     def __init__(
         self,
         program: Path,
-        node: Node,
+        node: Sides,
         control: Path,
         name: str = "far",
         user: User = ROOT,
         options: str = OPTIONS,
     ) -> None:
-        self.node = node
         self.folder = node.server / f".{name}"
         self.point = node.shared / name
         for made in (self.folder, self.point):

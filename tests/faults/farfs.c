@@ -6,7 +6,7 @@
  * CONTROL.calls gets the name of each call. OPTIONS are those of mount(8).
  * To stop answering at all, stop the process. To be gone, kill it. */
 
-#define _GNU_SOURCE /* O_PATH */
+#define _GNU_SOURCE /* O_PATH, renameat2 */
 #define FUSE_USE_VERSION 312
 #include <dirent.h>
 #include <errno.h>
@@ -34,7 +34,10 @@ static const char *control;
  *     inodes 1   each look finds another inode number
  *     longer N   each file says that it is N bytes longer than it is
  *     squash 1   to open and to look, root is nobody: what others may not, root may not
- *     squash 2   and root reads nothing, from open files neither */
+ *     squash 2   and root reads nothing, from open files neither
+ *     quota N    of N MiB and more in one file nothing is written: EDQUOT
+ *     links 1    there are no hard links
+ *     links 2    nor a rename that replaces nothing */
 static int told(const char *wanted)
 {
     char word[32];
@@ -127,7 +130,7 @@ static int far_open(const char *path, struct fuse_file_info *info)
     int error = squashed(path, 4);
     if (error)
         return error;
-    int fd = openat(folder, below(path), O_RDONLY);
+    int fd = openat(folder, below(path), info->flags & (O_ACCMODE | O_TRUNC));
     info->fh = fd;
     /* Else each open waits for all reads of others that are under way. */
     info->keep_cache = told("hold") != 0;
@@ -190,6 +193,87 @@ static int far_release(const char *path, struct fuse_file_info *info)
     return close(info->fh) ? -errno : 0;
 }
 
+/* What was made is the caller's, who could make it: that is the kernel's to say. */
+static int made(const char *path, int result)
+{
+    struct fuse_context *caller = fuse_get_context();
+    if (result < 0)
+        return -errno;
+    uid_t nobody = caller->uid == 0 && told("squash") ? 65534 : caller->uid;
+    fchownat(folder, below(path), nobody, caller->gid, AT_SYMLINK_NOFOLLOW);
+    return 0;
+}
+
+static int far_create(const char *path, mode_t mode, struct fuse_file_info *info)
+{
+    begin("create");
+    int fd = openat(folder, below(path), O_CREAT | (info->flags & (O_ACCMODE | O_EXCL)), mode);
+    info->fh = fd;
+    return made(path, fd);
+}
+
+static int far_write(const char *path, const char *data, size_t size, off_t offset,
+                     struct fuse_file_info *info)
+{
+    (void)path;
+    begin("write");
+    off_t most = (off_t)told("quota") << 20;
+    if (most && offset + (off_t)size > most)
+        return -EDQUOT;
+    ssize_t count = pwrite(info->fh, data, size, offset);
+    return count < 0 ? -errno : count;
+}
+
+static int far_mkdir(const char *path, mode_t mode)
+{
+    begin("mkdir");
+    return made(path, mkdirat(folder, below(path), mode));
+}
+
+static int far_unlink(const char *path)
+{
+    begin("unlink");
+    return unlinkat(folder, below(path), 0) ? -errno : 0;
+}
+
+static int far_link(const char *path, const char *other)
+{
+    begin("link");
+    if (told("links"))
+        return -EPERM;
+    return linkat(folder, below(path), folder, below(other), 0) ? -errno : 0;
+}
+
+static int far_rename(const char *path, const char *other, unsigned int flags)
+{
+    begin("rename");
+    if (flags && told("links") == 2)
+        return -EINVAL;
+    return renameat2(folder, below(path), folder, below(other), flags) ? -errno : 0;
+}
+
+static int far_chmod(const char *path, mode_t mode, struct fuse_file_info *info)
+{
+    (void)info;
+    return fchmodat(folder, below(path), mode, 0) ? -errno : 0;
+}
+
+static int far_utimens(const char *path, const struct timespec times[2],
+                       struct fuse_file_info *info)
+{
+    (void)info;
+    return utimensat(folder, below(path), times, AT_SYMLINK_NOFOLLOW) ? -errno : 0;
+}
+
+static int far_truncate(const char *path, off_t size, struct fuse_file_info *info)
+{
+    int fd = info ? -1 : openat(folder, below(path), O_WRONLY);
+    int error = ftruncate(info ? (int)info->fh : fd, size) ? -errno : 0;
+    if (!info)
+        close(fd);
+    return error;
+}
+
 int main(int argc, char **argv)
 {
     static const struct fuse_operations operations = {
@@ -200,6 +284,15 @@ int main(int argc, char **argv)
         .read = far_read,
         .flush = far_flush,
         .release = far_release,
+        .create = far_create,
+        .write = far_write,
+        .mkdir = far_mkdir,
+        .unlink = far_unlink,
+        .link = far_link,
+        .rename = far_rename,
+        .chmod = far_chmod,
+        .utimens = far_utimens,
+        .truncate = far_truncate,
     };
     char names[4096];
     if (argc != 5 || (folder = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import registries  # it and `asking` lie beside this file, not in a package
 from asking import ALICE, Asker
+from imports import Login, Site
 from registries import Front, Registry
 
 
@@ -23,6 +24,12 @@ def open_path(machine: None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
+
+
+@pytest.fixture
+def login(private_mounts: None, open_path: Path) -> Login:
+    """A user at a shell of a node."""
+    return Login(Site(open_path), open_path)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -18,8 +19,11 @@ from forestage.system import mounts
 from forestage.system.as_user import User
 
 ALICE, BOB = User("", 61001, 61001), User("", 61002, 61002)
+ROOT = User("root", 0, 0)
 HERE = Path(__file__).parent
+IMPORTER = HERE.parents[1] / "src/importer/forestage-importer"
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+IMAGE = f"docker://here#image@{OLD}"
 PATIENCE = 60.0  # seconds for a word; a test that is well waits for an event
 
 
@@ -96,6 +100,56 @@ class Site:
     def names(self, user: User = ALICE) -> set[str]:
         """The kinds of files in a user's directory."""
         return {name.partition(".")[2] or name for name in os.listdir(self.folder(user))}
+
+
+class Login:
+    """A user at a shell, with a configuration and `forestage` where the package has it."""
+
+    def __init__(self, site: Site, folder: Path) -> None:
+        self.site, self.runtime = site, folder / "pyxis"
+        self.runtime.mkdir(mode=0o1777)
+        self.runtime.chmod(0o1777)
+        home = folder / "lib/bin"
+        home.mkdir(parents=True)
+        script = f"#!{sys.executable} -I\nfrom forestage.cli.entry import main\nmain()\n"
+        (home / "forestage").write_text(script)
+        (home / "forestage").chmod(0o755)
+        Path("/usr/lib/forestage").mkdir(exist_ok=True)
+        mounts.mount(str(folder / "lib"), "/usr/lib/forestage", mounts.MS_BIND)
+        self.configure(f"registry: {{store: {site.store}}}")
+
+    def configure(self, text: str) -> None:
+        Path("/etc/forestage").mkdir(exist_ok=True)
+        file = Path("/etc/forestage/forestage.yaml")
+        file.write_text(f"{text}\n")
+        file.chmod(0o644)
+
+    def run(self, *argv: str, user: User = ALICE, **more: str) -> subprocess.CompletedProcess[str]:
+        environ = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(self.site.home / str(user.uid)),
+            "STANDIN_LOG": str(self.site.log),
+            "STANDIN_IMAGE": str(self.site.image),
+            "PYXIS_RUNTIME_PATH": str(self.runtime),
+            **more,
+        }
+        ids = {"user": user.uid, "group": user.gid, "extra_groups": []} if user.uid else {}
+        return subprocess.run(
+            argv,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+            **ids,  # type: ignore[call-overload,no-any-return]
+        )
+
+    def forestage(self, *argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        return self.run("/usr/lib/forestage/bin/forestage", "registry", *argv, **more)
+
+    def importer(self, *argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", **more}
+        return self.run(str(IMPORTER), *argv, **step)
 
 
 def until(at_work: Worker, *kinds: type) -> list[Word]:

@@ -5,82 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from imports import ALICE, BOB, NEW, OLD, Registry, Site
+from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login, Registry
 
 from forestage.system import mounts
-from forestage.system.as_user import User
 
-REPO = Path(__file__).parents[2]
-IMPORTER = REPO / "src/importer/forestage-importer"
 DAY = 86400
-
-
-class Login:
-    """A user at a shell, with a configuration and `forestage` where the package has it."""
-
-    def __init__(self, site: Site, folder: Path) -> None:
-        self.site, self.runtime = site, folder / "pyxis"
-        self.runtime.mkdir(mode=0o1777)
-        self.runtime.chmod(0o1777)
-        home = folder / "lib/bin"
-        home.mkdir(parents=True)
-        script = f"#!{sys.executable} -I\nfrom forestage.cli.entry import main\nmain()\n"
-        (home / "forestage").write_text(script)
-        (home / "forestage").chmod(0o755)
-        Path("/usr/lib/forestage").mkdir(exist_ok=True)
-        mounts.mount(str(folder / "lib"), "/usr/lib/forestage", mounts.MS_BIND)
-        self.configure(f"registry: {{store: {site.store}}}")
-
-    def configure(self, text: str) -> None:
-        Path("/etc/forestage").mkdir(exist_ok=True)
-        file = Path("/etc/forestage/forestage.yaml")
-        file.write_text(f"{text}\n")
-        file.chmod(0o644)
-
-    def run(self, *argv: str, user: User = ALICE, **more: str) -> subprocess.CompletedProcess[str]:
-        environ = {
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(self.site.home / str(user.uid)),
-            "STANDIN_LOG": str(self.site.log),
-            "STANDIN_IMAGE": str(self.site.image),
-            "PYXIS_RUNTIME_PATH": str(self.runtime),
-            **more,
-        }
-        ids = {"user": user.uid, "group": user.gid, "extra_groups": []} if user.uid else {}
-        return subprocess.run(
-            argv,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd="/",
-            **ids,  # type: ignore[call-overload,no-any-return]
-        )
-
-    def forestage(self, *argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
-        return self.run("/usr/lib/forestage/bin/forestage", "registry", *argv, **more)
-
-    def importer(self, *argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
-        step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", **more}
-        return self.run(str(IMPORTER), *argv, **step)
-
-
-ROOT = User("root", 0, 0)
-IMAGE = f"docker://here#image@{OLD}"
-
-
-@pytest.fixture
-def login(private_mounts: None, open_path: Path) -> Login:
-    return Login(Site(open_path), open_path)
 
 
 def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Login) -> None:

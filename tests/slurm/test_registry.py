@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import pytest
 from cluster import Cluster
 from host import wait_until
 from jobs import CLI, RELEASE, Ran, Site
-from spec import ALICE, BOB, ClusterSpec
+from spec import ALICE, BOB, REPO, ClusterSpec
 from steps import accompanied
 
 import registry as registries
@@ -104,16 +108,36 @@ def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
     assert len(stored) == 1
 
 
+@pytest.fixture
+def without_store(site: Site, registry: Registry) -> Iterator[None]:
+    """No store, and n1 gives other nodes what it was told."""
+    peers = {"enabled": True, "listen": "{node}"}
+    site.configure(redirect="spank", cold="through", peers=peers)
+    log = site.cluster.state / "log/peer"
+    with log.open("w") as out:
+        argv = [CLI, "peer", "--node", "n1"]
+        service = site.cluster.popen(argv, user="root", node="n1", stdout=out, stderr=out)
+    wait_until(lambda: "serves at" in log.read_text(), 60, log.read_text)
+    yield
+    site.cluster.signal(service, signal.SIGTERM)
+    service.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("where", ["store", "without_store"])
 def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
-    site: Site, registry: Registry
+    site: Site, registry: Registry, request: pytest.FixtureRequest, where: str
 ) -> None:
+    if where == "without_store":
+        request.getfixturevalue(where)
     first = registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"
     flag, pushed = (f"/shared/alice/{name}" for name in ("ran", "pushed"))
     wait = f"touch {flag}; until test -e {pushed}; do sleep 0.05; done"
     for name in (flag, pushed):
         site.source(name).unlink(missing_ok=True)
-    script = f"{step(image)}\n{wait}\n{step(image)}"
+    # Without a store each node has a record of its own: n2 has none yet when the tag has moved.
+    begins = ("-w", "n1", "-N1") if where == "without_store" else ()
+    script = f"{step(image, *begins)}\n{wait}\n{step(image)}"
     job = site.cluster.submit(
         f"#!/bin/sh\n{environment()}\n{script}\n",
         "--output=moved",
@@ -125,7 +149,7 @@ def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
     site.source(pushed).touch()
     site.wait_over(job)
     out = site.cluster.read("/shared/alice/moved")
-    assert re.findall(r'NAME="(\S+)"', out) == ["first"] * 4
+    assert re.findall(r'NAME="(\S+)"', out) == ["first"] * (3 if begins else 4)
     assert {one.digest for node in ("n1", "n2") for one in handled(site, job, node)} == {first}
 
     later = batch(site, step(image), nodes="n1")
@@ -206,6 +230,96 @@ def kill_import(site: Site) -> list[str]:
             )
             found.append(node)
     return found
+
+
+def test_slurmd_that_is_restarted_during_an_import_changes_nothing(
+    site: Site, registry: Registry
+) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    job = waiting(site, image, "n1")
+    site.root(["sh", "-c", "kill -9 $(cat /run/slurmd.pid); exec slurmd -N n1"], "n1")
+    site.source(GATE).touch()
+    site.wait_over(job)
+    assert names_in(site, job) == ["first"]
+    assert len(imports(site.cluster)) == 1
+    assert handled(site, job)[0].came == "imported"
+
+
+def waiting(site: Site, image: str, node: str, before: int = 0, **env: str) -> int:
+    """A job whose step waits for an import that has begun."""
+    script = f"#!/bin/sh\n{environment(STANDIN_WAIT=GATE, **env)}\n{step(image)}\n"
+    job = site.cluster.submit(script, "--output=%j.out", f"--nodelist={node}")
+    wait_until(lambda: len(imports(site.cluster)) == before + 1, 90, site.cluster.overview)
+    return job
+
+
+def names_in(site: Site, job: int) -> list[str]:
+    return re.findall(r'NAME="(\S+)"', site.cluster.read(f"/shared/alice/{job}.out"))
+
+
+@pytest.mark.long  # nobody can tell a node that died from one that is slow, but by a minute
+def test_node_that_dies_while_it_imports_is_followed_by_another(
+    site: Site, registry: Registry
+) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    dead = waiting(site, image, "n1")
+    script = f"#!/bin/sh\n{environment()}\n{step(image)}\n"
+    job = site.cluster.submit(script, "--output=%j.out", "--nodelist=n2")
+    wait_until(lambda: status(site, "n2") == ["n1"], 60, site.cluster.overview)
+    site.root(["sh", "-c", "kill -9 -1; true"], "n1")
+    site.wait_over(job)
+    assert names_in(site, job) == ["first"]
+    assert len(imports(site.cluster)) == 2
+    assert [one.came for one in handled(site, job, "n2")] == ["imported"]
+    site.root(["slurmd", "-N", "n1"], "n1")
+    site.cluster.run(["scancel", str(dead)])
+    site.wait_over(dead)
+    site.command("sweep")
+
+
+@pytest.fixture
+def west(registry: Registry) -> Iterator[Site]:
+    """Another cluster, of one node, with the same node names and job numbers."""
+    spec = with_importer(accompanied(1))
+    conf = {**spec.slurm_conf, "ClusterName": "west"}
+    with Cluster.up(dataclasses.replace(spec, slurm_conf=conf)) as cluster:
+        yield Site(cluster)
+
+
+def test_two_clusters_on_one_store_import_once(site: Site, west: Site, registry: Registry) -> None:
+    # The checkout is what both see at one path.
+    with tempfile.TemporaryDirectory(dir=REPO / ".venv") as folder:
+        shared = Path(folder)
+        (shared / "store").mkdir()
+        for path, mode in ((shared, 0o1777), (shared / "store", 0o1777)):
+            path.chmod(mode)
+        shutil.copy(site.source(site.image("both")), shared / "image")
+        (shared / "image").chmod(0o644)
+        env = {"STANDIN_LOG": f"{shared}/log", "STANDIN_WAIT": f"{shared}/gate"}
+        given = environment(**env, STANDIN_IMAGE=f"{shared}/image")
+        script = f"#!/bin/sh\n{given}\n{step(f'here#team/tool@sha256:{7:064x}')}\n"
+        jobs = []
+        for one in (site, west):
+            configure(one, store=f"{shared}/store")
+            options = ("--output=%j.out", "--nodelist=n1")
+            jobs.append(one.cluster.submit(script, *options))
+            wait_until(lambda: status(one, "n1") == ["n1"], 60, one.cluster.overview)  # noqa: B023
+        (shared / "gate").touch()
+        for one, job in zip((site, west), jobs, strict=True):
+            one.wait_over(job)
+            assert names_in(one, job) == ["both"]
+        came = [handled(one, job)[0].came for one, job in zip((site, west), jobs, strict=True)]
+        assert came == ["imported", "waited"]
+        assert len((shared / "log").read_text().splitlines()) == 1
+        west.await_stagers()
+
+
+def status(site: Site, node: str) -> list[str]:
+    """Who imports, as a node's `status` says of its steps that wait."""
+    told = site.cluster.run([CLI, "status", "--json"], user="root", node=node).stdout
+    return [one["where"] for one in json.loads(told)["imports"]]
 
 
 def parts(site: Site) -> list[Path]:

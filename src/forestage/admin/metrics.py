@@ -44,6 +44,7 @@ STARTS = (*REQUESTS, "excluded")
 ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
 EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
+CAME = ("kept", "stored", "imported", "waited", "enroot")
 PHASES = ("queued", "copying", "publishing")
 OTHER = "other"
 """For a reason that this release does not know: another one wrote the event."""
@@ -220,6 +221,8 @@ def room(status: Status) -> Iterator[Metric]:
     yield _by(GaugeMetricFamily, "last_call_timestamp_seconds", last, "hook", called)
     missed = "Jobs that run here though no Prolog of forestage ran for them."
     yield _gauge("jobs_not_called", missed, len(status.calls.missed))
+    imports = "Steps that wait for an image of a registry."
+    yield _gauge("imports_under_way", imports, len(status.imports))
     phases = dict.fromkeys(PHASES, 0)
     for copy in status.copies:
         phases[copy.phase] += 1
@@ -253,6 +256,12 @@ def counters(tally: Tally) -> Iterator[Metric]:
         ("starts", "Images that jobs and their further steps began with.", "result", starts),
         ("declined", "Requests not served, by a rule or the user's mistake.", "reason", declined),
         ("errors", "Failures of the node's or forestage's own.", "reason", errors),
+        (
+            "registry_images",
+            "Images of registries that steps named, by how they came.",
+            "came",
+            _filled(CAME, tally.registry),
+        ),
         ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),
         ("copied_bytes", "Bytes copied into the cache.", "from", copied),
         ("spared_bytes", "Bytes not read from the shared file system.", "by", spared),
@@ -279,6 +288,11 @@ def histograms(tally: Tally) -> Iterator[Metric]:
         one = tally.waits.get(hook) or Histogram.of(WAITS)
         waits.add_metric((hook,), _buckets(one), one.sum)
     yield waits
+    imports = HistogramMetricFamily(
+        "forestage_import_wait_seconds", "What a step waited whose image was imported.", labels=()
+    )
+    imports.add_metric((), _buckets(tally.imports), tally.imports.sum)
+    yield imports
     rates = HistogramMetricFamily(
         "forestage_copy_rate_bytes_per_second", "The rates of whole copies.", labels=()
     )

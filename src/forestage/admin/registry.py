@@ -1,12 +1,14 @@
 """Images of registries by hand: `forestage registry get`, `import`, `ls`, `gc`.
 
 `get` is what pyxis' importer runs where a step sees no copy of its image; like `import` it runs as
-the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner.
+the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner; so does the
+sweep, which each hour visits some users' directories (`clean_some`).
 """
 
 import contextlib
 import os
 import pwd
+import random
 import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +18,7 @@ import msgspec
 
 from forestage.config import Config
 from forestage.errors import Declined, NotFound
+from forestage.paths import Places
 from forestage.registry import collect, worker
 from forestage.registry.collect import Done
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Word
@@ -27,6 +30,9 @@ from forestage.units import format_size, printable
 LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
 ALL = 3600.0  # seconds for all of them
 AT_ONCE = 8
+EVERY = 3600.0  # seconds between two visits of one node's sweep
+VISITED = 100  # users whose directories it visits, in VISITS seconds at the most
+LISTED, VISIT, VISITS = 20.0, 60.0, 120.0
 NOBODY = 65534  # the group of an account that is gone
 MOST = 300  # images of a user that are listed
 ELSEWHERE = ("store-full", "store-gone", "store-foreign")
@@ -160,14 +166,33 @@ def owners(base: Path) -> list[User]:
     if os.geteuid() != 0:
         return [User("", os.geteuid(), os.getegid())]
     try:
-        names = os.listdir(base)  # noqa: PTH208 - names are wanted
+        return _accounts(_owned(base, _uids(base)))
     except OSError as error:
         raise NotFound(f"{base}: {error.strerror}", "is the store mounted?") from None
+
+
+def _uids(base: Path) -> list[int]:
+    """Raises OSError."""
+    names = os.listdir(base)  # noqa: PTH208 - names are wanted
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def _owned(base: Path, uids: Sequence[int]) -> list[int]:
+    """Of these the owners of their directories.
+
+    Anybody may make a directory of any name there: root acts as its owner, and as no root.
+    """
     found = []
-    for uid in sorted(int(name) for name in names if name.isascii() and name.isdigit()):
-        # Anybody may make a directory of any name there: root acts as its owner, and as no root.
-        if uid == 0 or not _is_owned(base / str(uid), uid):
-            continue
+    for uid in uids:
+        with contextlib.suppress(OSError):
+            if uid != 0 and os.lstat(base / str(uid)).st_uid == uid:
+                found.append(uid)
+    return found
+
+
+def _accounts(uids: Sequence[int]) -> list[User]:
+    found = []
+    for uid in uids:
         try:
             entry = pwd.getpwuid(uid)
         except KeyError:  # an account that is gone, whose images go as well
@@ -177,12 +202,6 @@ def owners(base: Path) -> list[User]:
         else:
             found.append(User(entry.pw_name, uid, entry.pw_gid))
     return found
-
-
-def _is_owned(folder: Path, uid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return os.lstat(folder).st_uid == uid
-    return False
 
 
 def gather(base: Path) -> list[Row]:
@@ -225,13 +244,40 @@ def clean(config: Config, now: float, dry_run: bool) -> list[Collected]:
     """
     if not config.registry.store:
         raise NotFound("there is no store of images", "the admin can set `registry: store:`")
-    base, limits = Path(config.registry.store), config.registry
+    base = Path(config.registry.store)
     users = owners(base)
-    works = [
-        partial(_collected, base, user, limits.keep, limits.max_user_size, now, dry_run)
-        for user in users
-    ]
-    found = as_user.each(works, Done, LOOK, ALL, AT_ONCE)
+    works = [partial(_collected, config, user, now, dry_run) for user in users]
+    return _reported(users, as_user.each(works, Done, LOOK, ALL, AT_ONCE))
+
+
+def clean_some(config: Config, places: Places, now: float) -> list[Collected]:
+    """Does so for some users whose turn it is; for the sweep of every node, as root.
+
+    A node visits some users at random each hour, and one of all that visit a user collects: so
+    nobody has to say which node it is, and nothing is written but by a directory's owner. A store
+    that hangs costs the sweep LISTED seconds. Raises OSError, as_user.TooSlow.
+    """
+    if config.registry.store is None:
+        return []
+    stamp, base = places.collected, Path(config.registry.store)
+    with contextlib.suppress(FileNotFoundError):
+        if abs(now - os.lstat(stamp).st_mtime) < EVERY:
+            return []
+    # Before it is looked at: a store that hangs is not visited every ten minutes.
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.touch()
+    os.utime(stamp, (now, now))
+
+    def look() -> as_user.Found[list[int]]:
+        uids = _uids(base)
+        return _owned(base, random.sample(uids, min(VISITED, len(uids)))), []
+
+    users = _accounts(as_user.call(look, list[int], LISTED)[0])
+    works = [partial(_collected_once, config, user, now) for user in users]
+    return _reported(users, as_user.each(works, Done, VISIT, VISITS, AT_ONCE))
+
+
+def _reported(users: Sequence[User], found: Sequence[Done | None]) -> list[Collected]:
     missing = Done(problem="the directory cannot be read, or did not answer in time")
     return [
         Collected(_name(user), one.images, one.bytes, one.files, one.problem)
@@ -239,16 +285,22 @@ def clean(config: Config, now: float, dry_run: bool) -> list[Collected]:
     ]
 
 
-def _collected(
-    base: Path, user: User, keep: float, most: int | None, now: float, dry_run: bool
-) -> Done:
+def _collected(config: Config, user: User, now: float, dry_run: bool) -> Done:
     as_user.become(user)
-    folder = base / str(user.uid)
+    limits = config.registry
+    folder = Path(limits.store or "", str(user.uid))
     if not os.path.lexists(folder):
         return Done()
-    done = collect.collect(folder, keep, most, now, dry_run)
+    done = collect.collect(folder, limits.keep, limits.max_user_size, now, dry_run)
     problem = printable(done.problem)
     return msgspec.structs.replace(done, images=done.images[:MOST], problem=problem)
+
+
+def _collected_once(config: Config, user: User, now: float) -> Done:
+    as_user.become(user)
+    if not collect.claim(Path(config.registry.store or "", str(user.uid)), now):
+        return Done()
+    return _collected(config, user, now, False)
 
 
 def listing(rows: Sequence[Row], now: float) -> list[Piece]:
@@ -273,13 +325,17 @@ def listing(rows: Sequence[Row], now: float) -> list[Piece]:
 
 def pieces(done: Sequence[Collected], dry_run: bool) -> list[Piece]:
     """`gc` for people."""
+    return [Line(text) for text in lines(done, dry_run)] or [Line("nothing to delete")]
+
+
+def lines(done: Sequence[Collected], dry_run: bool) -> list[str]:
+    """Pure: a line for each user of whose directory something went, or should have."""
     verb = "would delete" if dry_run else "deleted"
-    lines: list[Piece] = []
+    found = []
     for one in done:
         if one.images or one.files:
             went = f"{count(len(one.images), 'image')}, {format_size(one.bytes)}"
-            left = count(one.files, "file")
-            lines.append(Line(f"{one.user}: {verb} {went}; {left} left over"))
+            found.append(f"{one.user}: {verb} {went}; {count(one.files, 'file')} left over")
         if one.problem:
-            lines.append(Line(f"{one.user}: {one.problem}"))
-    return lines or [Line("nothing to delete")]
+            found.append(f"{one.user}: {one.problem}")
+    return found

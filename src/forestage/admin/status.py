@@ -20,6 +20,8 @@ from forestage.errors import Failed
 from forestage.events import field
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
+from forestage.registry import under_way
+from forestage.registry.under_way import UnderWay
 from forestage.system import mounts
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
 from forestage.through import keeper
@@ -62,7 +64,8 @@ class Status(msgspec.Struct, frozen=True):
     `job_dirs` what directories of running jobs take of it. `doubt` is there while the disk is not
     trusted. `data` are the bytes of directories, copies under way included, of `room.data` at most.
     `reclaimable` are the bytes of entries that may be evicted now. `calls` says who was called
-    since boot, `starts` how jobs began lately.
+    since boot, `starts` how jobs began lately. `imports` are steps that wait for an image of a
+    registry.
     """
 
     cache: str
@@ -84,6 +87,7 @@ class Status(msgspec.Struct, frozen=True):
     reclaimable: int = 0
     calls: recent.Calls = recent.Calls()
     starts: recent.Starts = recent.Starts()
+    imports: tuple[UnderWay, ...] = ()
 
 
 def gather(node: Node) -> Status:
@@ -112,6 +116,7 @@ def gather(node: Node) -> Status:
         calls=recent.calls(node.places),
         starts=recent.starts(node.places.events, node.clock.wall()),
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
+        imports=under_way.gather(node.places),
     )
     if not made:
         return found
@@ -166,6 +171,7 @@ def pieces(status: Status, now: float) -> list[Piece]:
         Facts((*_facts(status), *_lately(status, now))),
         *(Line(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
+        *_imports(status.imports, now),
         *_leases(status.leases, now),
     ]
 
@@ -294,6 +300,22 @@ def _job_dirs(taken: job_dir.Taken) -> list[tuple[str, str]]:
         return []
     number = count(taken.number, "job directory", "job directories")
     return [("job directories", f"{format_size(taken.bytes)} in {number}")]
+
+
+def _imports(found: tuple[UnderWay, ...], now: float) -> list[Piece]:
+    if not found:
+        return []
+    rows = tuple(
+        (f"{one.job}.{one.step}", one.user, age(now - one.since), one.where or "-", one.reference)
+        for one in found
+    )
+    columns = ("step", "user", "waits", "imported by", "image")
+    number = count(len(found), "import")
+    return [
+        Line(f"{number} under way:", heading=True),
+        Table(columns, rows, indent=2),
+        *(Line(f"{one.job}.{one.step}: {one.said}") for one in found if one.said),
+    ]
 
 
 def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:

@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import evict, inventory, verify
+from forestage.admin import evict, inventory, registry, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -91,7 +91,7 @@ class SweepReport(msgspec.Struct, frozen=True):
 
     `job_dirs` are directories of jobs that are over. `kept` is how many leases stay. `keepers`
     hung: their keys. `doubt` says why no lease was released. `unproven` are the entries that a dry
-    run would read.
+    run would read. `collected` is what went of users' directories in the store of images.
     """
 
     dry_run: bool
@@ -106,6 +106,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     unproven: tuple[str, ...] = ()
     doubt: str = ""
     problems: tuple[str, ...] = ()
+    collected: tuple[registry.Collected, ...] = ()
 
     @property
     def bad(self) -> int:
@@ -149,6 +150,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         job_dirs = run.tried(run.job_dirs, stale) or ()
         evicted = run.tried(run.evicted, stale) or ()
         if not dry_run:
+            run.tried(run.imports, node)
             doubt.look(node.places, node.cache, node.clock)
             doubt.look_at_media(node.places, node.cache, node.clock)
         due = run.tried(due_entries, node) or ()
@@ -158,6 +160,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     verified = () if dry_run else tuple(run.proofs(due, progress))
     if made and not dry_run:
         run.tried(end_doubt, node)
+    collected = () if dry_run else run.tried(collect, node) or ()
     done = SweepReport(
         dry_run=dry_run,
         released=released,
@@ -171,6 +174,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         unproven=tuple(one.item.key for one in due) if dry_run else (),
         doubt=unanswered,
         problems=tuple(run.problems),
+        collected=tuple(collected),
     )
     if not dry_run:
         run.tried(lambda report: _record(node, report, start), done)
@@ -310,7 +314,12 @@ class _Run:
         staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
         for path in place.leftover(self.node.places, staying, self.node.clock.wall()):
             path.unlink(missing_ok=True)
-        kept.tidy(self.node.cache, self.node.clock.wall())
+        kept.tidy(self.node.cache)
+
+    def imports(self, node: Node) -> None:
+        """Bounds what users have in their directories of imports on this node."""
+        room = eviction.measure(node.cache, node.cache.stored_entries(), node.config)
+        self.problems += kept.bound(node.cache, room.share, node.clock.wall())
 
     def job_dirs(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
         """Removes what jobs that are over had of data; returns the names of their directories."""
@@ -413,6 +422,11 @@ def preload(node: Node) -> None:
             hot.preload(node.cache, item.key)
 
 
+def collect(node: Node) -> list[registry.Collected]:
+    """Collects in the store of images, if it is this node's turn. Raises as `clean_some` does."""
+    return registry.clean_some(node.config, node.places, node.clock.wall())
+
+
 def end_doubt(node: Node) -> None:
     """Ends the doubt in the disk once no entry is left that was not read since it began."""
     since = doubt.known(node.places).since
@@ -498,6 +512,7 @@ def pieces(done: SweepReport) -> list[Piece]:
     healthy = sum(1 for one in done.verified if one.result == "ok")
     if healthy:
         lines.append(f"{count(healthy, 'entry', 'entries')} read and verified: healthy")
+    lines += [f"store of {text}" for text in registry.lines(done.collected, done.dry_run)]
     if done.doubt:
         lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")
     lines += [f"Problem: {problem}" for problem in done.problems]

@@ -17,6 +17,9 @@ Kind = Literal["hit", "joined", "cold", "original", "excluded"]
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
 
+IMPORTS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0)
+"""Seconds: an image of some MiB, and one of 65 GB from a registry that is far."""
+
 RATES = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
 """Bytes per second: from one stream over a slow link to NVMe's own pace."""
 
@@ -63,6 +66,8 @@ class Tally(msgspec.Struct):
     `errors` by reason; `copies` by result, `copied` by where the bytes came from (source, peers),
     `evicted` by the hook that made room.
     `spared` are bytes that a job had from the cache instead of the shared file system, by result.
+    `registry` are images of registries that steps named, by how they came, `imports` what the
+    steps waited that did not begin at once.
     `swept` are leases whose Epilog never ran, `given` is what the peer service sent to others, over
     its restarts.
     """
@@ -78,6 +83,8 @@ class Tally(msgspec.Struct):
     rates: Histogram = msgspec.field(default_factory=lambda: Histogram.of(RATES))
     spared: dict[str, int] = {}
     evicted: dict[str, int] = {}
+    registry: dict[str, int] = {}
+    imports: Histogram = msgspec.field(default_factory=lambda: Histogram.of(IMPORTS))
     swept: int = 0
     given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
     last_given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
@@ -113,6 +120,10 @@ class Tally(msgspec.Struct):
 
     def _request(self, event: Event, outcome: Handled) -> Start | None:
         _more(self.requests.setdefault(event.hook, {}), outcome.result)
+        if outcome.came and event.hook == "step":
+            _more(self.registry, outcome.came)
+            if outcome.came in ("imported", "waited"):
+                self.imports.add(outcome.wait)
         if outcome.data:
             _more(self.of_data.setdefault(event.hook, {}), outcome.result)
         if outcome.result == "declined":

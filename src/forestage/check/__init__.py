@@ -2,7 +2,8 @@
 
 The door of this folder is `check`, with a `Target`; `pieces` renders its `Report`. A part is a
 module with `findings`, which reads and may take seconds. Facts are read from files; of Slurm's
-programs only `slurmd -V` is run, which asks no daemon.
+programs only `slurmd -V` is run, which asks no daemon. In the store of images a directory is made
+and removed, and a registry that was silent is connected to: both as nobody.
 """
 
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def check(target: Target) -> Report:
-    """Looks at the node and changes nothing. Takes seconds where a source does not answer."""
+    """Looks at the node and leaves all as it was. Takes seconds where a source does not answer."""
     return report(_findings(target))
 
 
@@ -89,6 +90,8 @@ def _findings(target: Target) -> Iterator[Finding]:
     if stack is not None and stack.pyxis is not None:
         origin = of_settings.origin(settings, target.places, "registry.store")
         yield from registry.findings(files, stack.pyxis, config, origin)
+        if config.registry.enabled:
+            yield from registry.silence(used.silent, target.clock.wall())
 
 
 def _slurm(

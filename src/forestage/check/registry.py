@@ -1,17 +1,35 @@
 """Findings about images of registries: whether pyxis asks for them, and what an import needs."""
 
+import contextlib
+import os
+import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+import msgspec
 
 from forestage.admin.site import Plugin
 from forestage.check.finding import Finding
 from forestage.config import Config
+from forestage.errors import Failed
+from forestage.registry import environment
+from forestage.registry.reference import TAG_DIGEST
 from forestage.slurm.companion import is_importer
+from forestage.system import as_user, run
+from forestage.system.as_user import User
+from forestage.system.terminal import moment
 from forestage.system.tree import Files
 
 IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
 SINCE = b"importer="  # in pyxis from 0.21 on
 SHARED = 0o1777  # who may make a directory there, and who may take away another's
+NOBODY = User("", 65534, 65534)
+TIMEOUT = 10.0  # seconds for a store, a registry, or enroot to answer
+RECENT = 86400.0  # seconds since a registry was silent
+MOST = 3  # registries that are connected to
+HTTPS = 443
 
 
 def findings(files: Files, pyxis: Plugin, config: Config, origin: str) -> Iterator[Finding]:
@@ -40,6 +58,8 @@ def findings(files: Files, pyxis: Plugin, config: Config, origin: str) -> Iterat
             "No image of a registry can be imported, and no container starts",
             "install enroot on every node",
         )
+    else:
+        yield from _enroot(files)
     if config.redirect != "spank":
         yield Finding(
             "registry-no-spank",
@@ -67,9 +87,58 @@ def _not_asked(files: Files, pyxis: Plugin) -> Finding:
     )
 
 
+def _enroot(files: Files) -> Iterator[Finding]:
+    """Whether it starts, and imports what is meant."""
+    program = files.program("enroot")
+    try:
+        ran = run.run([str(files.at(program)), "version"], timeout=TIMEOUT, variables={"HOME": "/"})
+    except (Failed, OSError) as error:
+        wrong = str(error)
+    else:
+        wrong = ran.explained() if ran.code else ""
+    if wrong:
+        yield Finding(
+            "enroot-fails",
+            "critical",
+            f"`enroot version` fails: {wrong}",
+            "No image of a registry can be imported, and no container starts",
+            f"{program} version, as a user, says what is wrong",
+        )
+        return
+    found = environment.release(ran.out)
+    if (0, 0, 0) < found < TAG_DIGEST:
+        yield Finding(
+            "enroot-old",
+            "warning",
+            f"enroot is {'.'.join(map(str, found))}",
+            "It imports by the tag: the registry is asked once more after each import, and an image"
+            " that was pushed meanwhile is imported for each step",
+            "install enroot 4 on every node",
+        )
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """A store as a user finds it: its mode, and why they can make nothing there."""
+
+    mode: int
+    wrong: str = ""
+
+
 def _store(files: Files, store: str, origin: str) -> Iterator[Finding]:
-    mode = files.mode(store)
-    if mode is None:
+    try:
+        found = as_user.call(lambda: (_tried(files.at(store)), []), Tried, TIMEOUT)[0]
+    except as_user.TooSlow:
+        yield Finding(
+            "store-hangs",
+            "critical",
+            f"the store {store} does not answer",
+            "A step that wants an image of a registry waits for three minutes, then imports it",
+            f"its file system, or {origin}: registry.store",
+        )
+        return
+    except PermissionError as error:
+        found = Tried(SHARED, str(error.strerror))
+    except (OSError, Failed):
         yield Finding(
             "store-missing",
             "critical",
@@ -77,11 +146,84 @@ def _store(files: Files, store: str, origin: str) -> Iterator[Finding]:
             "Each node imports images for itself, once for each step",
             f"mount its file system, or mkdir -m 1777 {store}, or {origin}: registry.store",
         )
-    elif stat.S_IMODE(mode) & SHARED != SHARED:
+        return
+    if found.mode & SHARED != SHARED:
         yield Finding(
             "store-mode",
             "warning",
-            f"the store {store} has mode {stat.S_IMODE(mode):04o}",
+            f"the store {store} has mode {found.mode:04o}",
             "Users can make no directory of their own in it, or take away those of others",
             f"chmod 1777 {store}",
         )
+    elif found.wrong:
+        yield Finding(
+            "store-unwritable",
+            "critical",
+            f"a user cannot make a file in the store {store}: {found.wrong}",
+            "Each step imports its image for itself",
+            f"the directories above {store} and its mount: users must reach it, and write there",
+        )
+
+
+def _tried(place: Path) -> Tried:
+    """What nobody, who stands for any user, can do there. In a child; raises OSError."""
+    _be_nobody()
+    mode = stat.S_IMODE(place.stat().st_mode)
+    own = place / f".check-{os.urandom(8).hex()}"
+    try:
+        own.mkdir(mode=0o700)
+        try:
+            (own / "file").write_bytes(b"x")
+        finally:
+            (own / "file").unlink(missing_ok=True)
+            own.rmdir()
+    except OSError as error:
+        return Tried(mode, str(error.strerror))
+    return Tried(mode)
+
+
+def _be_nobody() -> None:
+    if os.geteuid() == 0:
+        as_user.become(NOBODY)
+
+
+def silence(silent: Mapping[str, float], now: float) -> Iterator[Finding]:
+    """Registries that did not answer the last step which asked them, and do not answer now.
+
+    No other registry is connected to.
+    """
+    recent = [(name, when) for name, when in silent.items() if now - when < RECENT]
+    for name, when in islice(sorted(recent), MOST):
+        wrong = _unreachable(name)
+        if wrong:
+            yield Finding(
+                "registry-silent",
+                "warning",
+                f"the registry {name} did not answer a step at {moment(when)}, nor does it now:"
+                f" {wrong}",
+                "Its images cannot be imported; what `registry.offline` says is done",
+                f"the network from this node to {name}, or the proxy in enroot.conf",
+            )
+
+
+def _unreachable(registry: str) -> str:
+    """Why nobody can connect to it; "" where they can."""
+    host, _, port = registry.rpartition(":") if registry[-1:] != "]" else (registry, "", "")
+    if not port.isdigit():
+        host, port = registry, str(HTTPS)
+
+    def work() -> as_user.Found[str]:
+        _be_nobody()
+        address = host.strip("[]"), int(port)
+        try:
+            with contextlib.closing(socket.create_connection(address, TIMEOUT / 2)):
+                return "", []
+        except OSError as error:
+            return error.strerror or "no answer", []
+
+    try:
+        return as_user.call(work, str, TIMEOUT)[0]
+    except as_user.TooSlow:
+        return "no answer"
+    except Failed as error:
+        return str(error)

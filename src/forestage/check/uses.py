@@ -1,12 +1,19 @@
-"""What this node's event log says: images by how often they were asked for, and when hooks ran."""
+"""What this node's event log says: images by how often they were asked for, and when hooks ran.
+
+Also which registries did not answer the last step that asked them.
+"""
 
 import contextlib
 
 import msgspec
 
 from forestage import events
+from forestage.errors import Declined
 from forestage.events import Handled
 from forestage.paths import Places
+from forestage.registry import reference
+
+SILENT = "registry-silent"
 
 
 class Used(msgspec.Struct):
@@ -18,16 +25,21 @@ class Used(msgspec.Struct):
 
 
 class Uses(msgspec.Struct, frozen=True):
-    """`images`, most used first; when each of our hooks ran last, by its name in lower case."""
+    """`images`, most used first; when each of our hooks ran last, by its name in lower case.
+
+    `silent`: when registries were asked in vain that have not answered since, by their names.
+    """
 
     images: tuple[Used, ...]
     hooks: dict[str, float]
+    silent: dict[str, float] = {}
 
 
 def gather(places: Places) -> Uses:
     """Reads the log as far as it can be read."""
     images: dict[str, Used] = {}
     hooks: dict[str, float] = {}
+    silent: dict[str, float] = {}
     with contextlib.suppress(OSError):
         for event in events.read(places.events):
             hooks[event.hook] = max(event.time, hooks.get(event.hook, 0.0))
@@ -36,5 +48,16 @@ def gather(places: Places) -> Uses:
                 used = images.setdefault(outcome.image, Used(outcome.image))
                 used.times += 1
                 used.size = outcome.size or used.size
+            if isinstance(outcome, Handled) and (outcome.digest or outcome.reason == SILENT):
+                _note(silent, outcome, event.time)
     most_used = sorted(images.values(), key=lambda used: (-used.times, used.path))
-    return Uses(tuple(most_used), hooks)
+    return Uses(tuple(most_used), hooks, silent)
+
+
+def _note(silent: dict[str, float], outcome: Handled, time: float) -> None:
+    with contextlib.suppress(Declined):
+        registry = reference.parse(outcome.request).registry
+        if outcome.reason == SILENT:
+            silent[registry] = time
+        else:
+            silent.pop(registry, None)

@@ -85,6 +85,12 @@ class Round(msgspec.Struct, frozen=True):
         with contextlib.suppress(OSError):
             records.write(self._file(), msgspec.json.encode(look))
 
+    def told(self) -> Look | None:
+        """What this node has told; None where it has not."""
+        with contextlib.suppress(OSError, records.Damaged):
+            return records.load(self._file(), Look)
+        return None
+
     def keep(self, found: Found) -> None:
         """Keeps all of it, for other nodes and for the samples of later  Best effort."""
         data = msgspec.msgpack.encode(found)

@@ -6,6 +6,7 @@ here, since no hook needs it.
 """
 
 from forestage.events.log import (
+    Came,
     Copied,
     Event,
     Handled,
@@ -25,6 +26,7 @@ from forestage.events.log import (
 )
 
 __all__ = [
+    "Came",
     "Copied",
     "Event",
     "Handled",

@@ -18,6 +18,7 @@ from forestage.slurm.job import Job
 from forestage.units import printable
 
 Result = Literal["hit", "joined", "copied", "started", "through", "declined", "failed", "released"]
+Came = Literal["", "kept", "stored", "imported", "waited", "enroot"]
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
@@ -39,7 +40,9 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
     spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
     through it. `evicted` are the keys that made room for the container that is unpacked from it.
-    `digest` is what a registry's reference meant.
+    `digest` is what a registry's reference meant. `came` is how its image came: an entry was `kept`
+    here, a file was `stored`, this node `imported` it or `waited` for another that did, or it was
+    left to `enroot`.
     `data`: it is no container's image, but what the comment names besides (hooks/data.py).
     """
 
@@ -52,6 +55,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     wait: float = 0.0
     evicted: tuple[str, ...] = ()
     digest: str = ""
+    came: Came = ""
     data: bool = False
 
     @property

@@ -125,9 +125,13 @@ def _clear(over: _Over) -> None:
     if places.images.exists():
         from forestage.registry import kept, place
 
+        if (cache.looks / str(job.id)).exists():  # registry/agreed.py
+            from forestage.data import looks
+
+            looks.end(cache, job.id)
         with contextlib.suppress(OSError):  # the sweep does it
             place.forget(places, job.id)
-            kept.tidy(cache, over.clock.wall())
+            kept.tidy(cache)
 
 
 def _failed(failed: Failed) -> Released:

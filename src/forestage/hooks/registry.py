@@ -24,11 +24,12 @@ from forestage import log
 from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Handled
+from forestage.events import Came, Handled
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
 from forestage.hooks.waiting import Nobody, Tasks, Waiting
-from forestage.registry import kept, place, worker
+from forestage.registry import kept, place, under_way, worker
+from forestage.registry.under_way import PROCESS_NAME, UnderWay
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import Request
@@ -38,7 +39,6 @@ from forestage.system.as_user import User
 from forestage.through.keeper import tell
 from forestage.units import printable
 
-PROCESS_NAME = "forestage-image"  # in ps(1)
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
 SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
 START = 10.0  # seconds until the process stands on its own
@@ -47,6 +47,7 @@ PATIENCE = 30.0  # seconds for the word of the node that resolves for all
 
 CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
 
+Tell = Callable[[str], None]
 Report = Callable[[Sequence[Handled]], None]
 
 
@@ -139,6 +140,7 @@ def _serve(
         report([answer.outcome])
         while not tasks.have_gone:
             tasks.wait(-1)
+            child.reap()  # a copy that was started here may have ended
 
 
 def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
@@ -172,7 +174,9 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     try:
         answer = _obtained(node, job, asked, tasks)
     except (ForestageError, OSError) as error:
-        answer = Answer(image.of_error(asked.request, error))
+        answer = Answer(
+            msgspec.structs.replace(image.of_error(asked.request, error), came="enroot")
+        )
     took = round(node.clock.monotonic() - start, 4)
     facts = {"request": printable(asked.request.path), "wait": took, "via": asked.request.via}
     return msgspec.structs.replace(answer, outcome=msgspec.structs.replace(answer.outcome, **facts))
@@ -196,49 +200,78 @@ def _short(digest: str) -> str:
     return digest[:19]  # as docker shows one, behind its sha256:
 
 
+def _nobody(digest: str) -> None:
+    """Nobody is told: the digest is in the store."""
+
+
+class Worked(msgspec.Struct, frozen=True):
+    """What came of a worker: what the reference means, and the image's path, or a whole answer."""
+
+    meant: Resolved
+    came: Came
+    path: str = ""
+    answer: Answer | None = None
+
+
 def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     order = order_of(node, job, asked)
+    tell: Tell = _nobody
     try:
-        meant, found = _worked(node, job, asked, order, tasks)
+        with contextlib.ExitStack() as undo:
+            if order.ask:  # there is no store, in which the nodes would agree on a digest
+                from forestage.registry import agreed
+
+                nodes = agreed.nodes_of(node, job, asked.request.path, asked.batch)
+                tell = undo.enter_context(agreed.telling(nodes))
+                order = msgspec.structs.replace(order, digest=agreed.asked(node, nodes))
+            done = _worked(node, job, asked, order, tasks, tell)
     finally:
         # Of what the worker runs a user's words are part: nothing of it outlives it, in whatever
         # session it is. Before anything of ours is started that has to live on.
         child.end_descendants()
-    if isinstance(found, str):
-        answer = _staged(node, job, found, asked, tasks)
-        if order.ask and answer.image:
-            kept.note(node.cache, job.user, meant.name, answer.image)
-    else:
-        answer = found
-    outcome = msgspec.structs.replace(answer.outcome, digest=meant.digest)
+    answer = done.answer or _staged(node, job, done.path, asked, tasks)
+    if order.ask and answer.image and not done.answer:
+        kept.note(node.cache, job.user, done.meant.name, answer.image)
+    outcome = msgspec.structs.replace(answer.outcome, digest=done.meant.digest, came=done.came)
     return msgspec.structs.replace(answer, outcome=outcome)
 
 
-def _worked(
-    node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting
-) -> tuple[Resolved, Answer | str]:
-    """What the reference means, and the path of the image, or the answer where the node has it."""
+def _worked(node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting, tell: Tell) -> Worked:
+    """Has a worker obtain the image; `tell` hears its digest. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and step.is_first_node(job)
     meant = Resolved("", "")
-    with worker.start(job.user, order, asked.environment) as at_work:
+    came: Came = "stored"
+    now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
+    at_work = worker.start(job.user, order, asked.environment)
+    shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
+    with at_work, contextlib.ExitStack() as undo:
+        undo.callback(under_way.forget, node.places, shown)
         if asked.step:
             with contextlib.suppress(OSError):  # bounded by what the job may take
                 child.join(at_work.pid, asked.step)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 meant = word
+                tell(word.digest)
                 has = kept.find(node.cache, job.user, word.name) if order.ask else None
                 answer = has and image.kept(node, job, asked.request, has, _limit(node, job, asked))
                 if answer:
-                    return meant, answer
+                    return Worked(meant, "kept", answer=answer)
                 at_work.go()
             elif isinstance(word, Present):
-                return meant, word.path
+                return Worked(meant, came, word.path)
             elif isinstance(word, Refused):
                 raise Declined(printable(word.reason), printable(word.detail))
-            elif tells:
-                tasks.speak(_progress(asked.request, word))
+            else:
+                if isinstance(word, Importing):
+                    came = "imported" if word.here else "waited"
+                    shown = msgspec.structs.replace(shown, where=printable(word.where))
+                else:
+                    shown = msgspec.structs.replace(shown, said=printable(word.text))
+                under_way.note(node.places, shown)
+                if tells:
+                    tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
 
 

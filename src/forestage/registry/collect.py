@@ -2,6 +2,8 @@
 
 The plan is pure. It is carried out as the directory's owner, as root is nobody on many file
 servers; an image that was used meanwhile stays. No file is opened but small records of the owner's.
+
+    collected-<n>    the sweep of some node has collected in the nth AGAIN seconds of the epoch
 """
 
 import contextlib
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.registry.store import FILE, Record, load
+from forestage.registry.store import FILE, Record, create, load
 
 LIVE = (
     3600.0  # seconds without a sign of life after which an import is dead whatever the clocks say
@@ -21,6 +23,8 @@ RECENT = 3600.0  # seconds since its last use in which an image stays, whatever 
 OF_JOB = 2 * 86400.0  # seconds for an image of one job, which nobody can find later
 RECORDS = 30 * 86400.0  # seconds for what tags meant
 LEFT = 86400.0  # seconds for all that is left of nothing
+AGAIN = 6 * 3600.0  # seconds in which one node of all collects
+STAMP = "collected-"
 
 
 class File(msgspec.Struct, frozen=True):
@@ -69,9 +73,12 @@ def images(files: Sequence[File]) -> list[Image]:
 
 
 def plan(files: Sequence[File], keep: float, most: int | None, now: float) -> Plan:
-    """Pure: what goes, where images stay `keep` seconds and take `most` bytes together."""
+    """Pure: what goes, where images stay `keep` seconds and take `most` bytes together.
+
+    Files that are no images, and imports that go on, leave them so much less.
+    """
     held = images(files)
-    taken = sum(image.size for image in held)
+    taken = sum(file.size for file in files if file.kind in ("sqsh", "") or _is_part(file))
     going = []
     for image in held:
         age = now - image.used
@@ -89,13 +96,17 @@ def _is_left(file: File, files: Sequence[File], now: float) -> bool:
     lives = any(one.kind.startswith("lease.") and now - one.mtime < LIVE for one in of_image)
     if file.kind in ("job", "tag"):
         return age > RECORDS
-    if file.kind.endswith("part"):
+    if _is_part(file):
         return age > LIVE and not lives
     if file.kind.startswith("lease."):
         return age > LIVE
     if file.kind == "json":
         return age > LIVE and not lives and not any(one.kind == "sqsh" for one in of_image)
     return file.kind in ("wanted", "failed", "new") and age > LEFT
+
+
+def _is_part(file: File) -> bool:
+    return file.kind.endswith("part")
 
 
 def look(folder: Path) -> list[File]:
@@ -128,6 +139,20 @@ def _file(name: str, below: str, facts: os.stat_result) -> File:
     path = os.path.join(below, name)
     size = facts.st_blocks * 512
     return File(path, match["name"] if match else name, kind, size, facts.st_mtime)
+
+
+def claim(folder: Path, now: float) -> bool:
+    """Whether it is this process' turn to collect: that of one node in AGAIN seconds.
+
+    As the directory's owner. Raises OSError.
+    """
+    stamp = f"{STAMP}{int(now // AGAIN)}"
+    if os.path.lexists(folder / stamp) or not create(folder / stamp, b""):
+        return False
+    for file in look(folder):
+        if file.path.startswith(STAMP) and file.path != stamp:
+            (folder / file.path).unlink(missing_ok=True)
+    return True
 
 
 def collect(folder: Path, keep: float, most: int | None, now: float, dry_run: bool) -> Done:

@@ -142,6 +142,11 @@ def _version(variables: Mapping[str, str], stop: Deadline) -> tuple[int, int, in
     if ran.code:
         last = ran.err.decode(errors="replace").strip().rpartition("\n")[2]
         raise Declined("enroot", f"`enroot version` failed: {printable(last)}")
-    match = _VERSION.search(ran.out.decode(errors="replace"))
+    return release(ran.out.decode(errors="replace"))
+
+
+def release(said: str) -> tuple[int, int, int]:
+    """Pure: the release that `enroot version` says; (0, 0, 0) if it is unknown."""
+    match = _VERSION.search(said)
     major, minor, patch = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
     return major, minor, patch

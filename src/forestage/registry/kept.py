@@ -5,11 +5,17 @@
 
 The file is staged as any other, and read through meanwhile. Once its entry is there, the file goes:
 the record says which entry stands for the name, for this user alone.
+
+The user may put anything else there. The sweep bounds it (`bound`): nothing stays for more than a
+day, all of it together takes no more than one user's share of the cache, and directories that no
+worker makes go at once. It acts as the user, so that it deletes nothing which they could not.
 """
 
 import contextlib
 import os
 import stat
+from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -18,11 +24,29 @@ import msgspec
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache
 from forestage.errors import Failed
-from forestage.system import records
+from forestage.system import as_user, records
 from forestage.system.as_user import User
 
 MOST = 1000  # names looked at in one directory
+LOOKED = 200_000  # … as its user, once in ten minutes
 UNUSED = 86400.0  # seconds after which a file that became no entry goes
+RECORDS = 30 * 86400.0  # seconds for what tags meant, and for the digests of jobs
+OURS = ("jobs", "tags")  # the directories that a worker makes (registry/store.py)
+NAME_BYTES = 4096  # bytes that a name counts at least: an inode is room as well
+LOOK, ALL, AT_ONCE = 60.0, 300.0, 4  # seconds for one user's directory, for all of them
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A name in a user's directory, or in one of OURS below it.
+
+    `changed` is its ctime, which no user can set.
+    """
+
+    path: str
+    size: int
+    changed: float
+    is_folder: bool
 
 
 def directory(cache: Cache) -> Path:
@@ -68,11 +92,8 @@ def find(cache: Cache, user: User, name: str) -> Image | None:
     return image if cache.find(image) else None
 
 
-def tidy(cache: Cache, now: float) -> None:
-    """Deletes files that became entries or that nobody wanted, and records of entries that went.
-
-    Raises OSError.
-    """
+def tidy(cache: Cache) -> None:
+    """Deletes files that became entries, and records of entries that went. Raises OSError."""
     for record in _some(cache.root / "imported"):
         uid, _, name = record.name.removesuffix(".json").partition("-")
         with contextlib.suppress(records.Damaged, FileNotFoundError):
@@ -81,11 +102,119 @@ def tidy(cache: Cache, now: float) -> None:
                 _delete(cache, uid, f"{name}.sqsh")
             elif not os.path.lexists(directory(cache) / uid / f"{name}.sqsh"):
                 record.unlink(missing_ok=True)
-    for own in _some(directory(cache)):
-        for file in _some(own):
-            with contextlib.suppress(FileNotFoundError):
-                if now - os.lstat(file).st_mtime > UNUSED:
-                    _delete(cache, own.name, file.name)
+
+
+def bound(cache: Cache, most: int, now: float) -> list[str]:
+    """Has each user's imports take `most` bytes at the most; for the sweep.
+
+    Returns what stays that should not: their users cannot delete it either. Raises OSError.
+    """
+    owners = [user for user in map(_owner, _some(directory(cache))) if user is not None]
+    works = [partial(_bounded, directory(cache) / str(one.uid), one, most, now) for one in owners]
+    found = as_user.each(works, str, LOOK, ALL, AT_ONCE)
+    problems = []
+    for user, said in zip(owners, found, strict=True):
+        own = directory(cache) / str(user.uid)
+        if said or said is None:
+            problems.append(f"{own}: {said or 'it could not be bounded in time'}")
+        with contextlib.suppress(OSError):  # it is not empty, or has gone
+            if now - os.lstat(own).st_ctime > UNUSED:
+                own.rmdir()
+    return problems
+
+
+def _owner(own: Path) -> User | None:
+    """Whose directory that is, by its name; None where it is nobody's."""
+    facts = os.lstat(own)
+    mine = stat.S_ISDIR(facts.st_mode) and own.name == str(facts.st_uid)
+    return User("", facts.st_uid, facts.st_gid) if mine else None
+
+
+def going(found: Sequence[Found], most: int, now: float) -> list[Found]:
+    """Pure: what goes, whoever made it: folders, what is old, and of too much what changed first.
+
+    An import that is being written changes all the time: it is the last to go.
+    """
+    gone, taken = [], sum(one.size for one in found)
+    for one in sorted(found, key=lambda one: one.changed):
+        limit = RECORDS if one.path.partition("/")[0] in OURS else UNUSED
+        if one.is_folder or taken > most or now - one.changed > limit:
+            gone.append(one)
+            taken -= one.size
+    return gone
+
+
+def _bounded(own: Path, user: User, most: int, now: float) -> str:
+    """Why not all that had to go went; "" where it did. In a child, as the user. Raises OSError."""
+    handle = os.open(own, _FOLDER)
+    as_user.become(user)
+    os.fchmod(handle, 0o700)  # they may have closed it even to themselves
+    why = ""
+    for one in going(_look(handle), most, now):
+        try:
+            _remove(handle, one)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            # No name of the user's: nobody else reads those.
+            why = f"its user can delete not all of it: {error.strerror}"
+    return why
+
+
+def _look(own: int) -> list[Found]:
+    """All that lies there, but for what lies in folders that no worker makes. Raises OSError."""
+    found = []
+    left = [""]
+    while left:
+        folder = left.pop()
+        handle = os.open(folder or ".", _FOLDER, dir_fd=own)
+        try:
+            for entry in _next(handle, LOOKED):
+                with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+                    facts = entry.stat(follow_symlinks=False)
+                    if not folder and entry.name in OURS and stat.S_ISDIR(facts.st_mode):
+                        os.chmod(entry.name, 0o700, dir_fd=own)
+                        left.append(entry.name)
+                        continue
+                    path, size = os.path.join(folder, entry.name), facts.st_blocks * 512
+                    is_folder = stat.S_ISDIR(facts.st_mode)
+                    found.append(Found(path, max(NAME_BYTES, size), facts.st_ctime, is_folder))
+        finally:
+            os.close(handle)
+    return found
+
+
+def _remove(own: int, one: Found) -> None:
+    """Deletes a name; of a folder all that is in it, however deep. Raises OSError.
+
+    What lies below is moved up and goes in its turn: no path is ever long, and no user's folder
+    is entered but from above.
+    """
+    if not one.is_folder:
+        os.unlink(one.path, dir_fd=own)
+        return
+    left = [one.path]
+    while left:
+        path = left.pop()
+        os.chmod(path, 0o700, dir_fd=own)
+        handle = os.open(path, _FOLDER, dir_fd=own)
+        try:
+            while entries := _next(handle, MOST):
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.name, dir_fd=handle)
+                        continue
+                    os.chmod(entry.name, 0o700, dir_fd=handle)
+                    left.append(f".{os.urandom(8).hex()}")
+                    os.rename(entry.name, left[-1], src_dir_fd=handle, dst_dir_fd=own)
+        finally:
+            os.close(handle)
+        os.rmdir(path, dir_fd=own)
+
+
+def _next(handle: int, most: int) -> "list[os.DirEntry[str]]":
+    with os.scandir(handle) as found:
+        return list(islice(found, most))
 
 
 def _record(cache: Cache, uid: int, name: str) -> Path:
@@ -98,11 +227,10 @@ def _delete(cache: Cache, uid: str, name: str) -> None:
     By descriptors from a directory of root's on: the user's own cannot be another, and no link is
     followed. What is no file is left to a person.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
-        above = os.open(directory(cache), flags)
+        above = os.open(directory(cache), _FOLDER)
         opened.callback(os.close, above)
-        own = os.open(uid, flags, dir_fd=above)
+        own = os.open(uid, _FOLDER, dir_fd=above)
         opened.callback(os.close, own)
         os.unlink(name, dir_fd=own)
 

@@ -117,7 +117,7 @@ class Image:
         try:
             found = self.store.find(self.name)  # the one before may have ended between two looks
             if found is None:
-                self.asker.say(Importing(self.task.order.host))
+                self.asker.say(Importing(self.task.order.host, here=True))
                 self._run(part)
                 self._write(part)
                 found = self._published(part)

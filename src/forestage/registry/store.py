@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage.cache.image import SUPERBLOCK, is_squashfs
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.system import records
 from forestage.units import format_size
@@ -39,6 +39,9 @@ SIZE_AT = 40  # `bytes_used` of a squashfs superblock (linux/fs/squashfs/squashf
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # link(2) where there are no hard links: exFAT, some FUSE, some file servers.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a rename that replaces nothing
+OLD = 7 * 86400.0  # seconds since its last use after which a job's record is another job's
+HALF = 5.0  # seconds in which who made a file there has written it
 
 FILE = re.compile(
     r"(?P<name>[0-9a-z][0-9A-Za-z_-]{0,199})"
@@ -146,8 +149,15 @@ class Store:
             part.unlink(missing_ok=True)
 
     def job_digest(self, job: str, reference: str) -> str | None:
-        """The digest that counts for a job; None where no node has said it yet."""
-        return self._meant(self._job(job, reference), reference)
+        """The digest that counts for a job, whose record is used; None where nobody has said it."""
+        path = self._job(job, reference)
+        if self._is_old(path):
+            return None
+        found = self._meant(path, reference)
+        with contextlib.suppress(OSError):
+            if found is not None:
+                os.utime(path, follow_symlinks=False)
+        return found
 
     def set_job_digest(self, job: str, reference: str, digest: str) -> str:
         """Says the digest for all of a job. Returns what counts: the first word does.
@@ -158,9 +168,14 @@ class Store:
         meant = Meant(reference, digest, self.clock.wall())
         with contextlib.suppress(OSError):
             _make(path.parent)
+            if self._is_old(path):
+                path.unlink()
             if create(path, msgspec.json.encode(meant)):
                 return digest
-        known = self._meant(path, reference)
+        known, end = self._meant(path, reference), Deadline.after(HALF, self.clock)
+        while known is None and os.path.lexists(path) and end.left():
+            self.clock.sleep(0.02)
+            known = self._meant(path, reference)
         return digest if known is None else known
 
     def last(self, reference: str) -> str:
@@ -183,6 +198,11 @@ class Store:
 
     def _tag(self, reference: str) -> Path:
         return self.folder / "tags" / f"{_hash(reference)}.json"
+
+    def _is_old(self, path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return self.clock.wall() - os.lstat(path).st_mtime > OLD
+        return False
 
     def _meant(self, path: Path, reference: str) -> str | None:
         found = load(path, Meant)
@@ -251,20 +271,29 @@ def create(path: Path, data: bytes) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _create_plainly(path, data)
+        return _create_without_links(new, path, data)
     finally:
         new.unlink(missing_ok=True)
     return True
 
 
-def _create_plainly(path: Path, data: bytes) -> bool:
-    """As `create`, where there are no hard links. For a moment it is there and empty."""
+def _create_without_links(new: Path, path: Path, data: bytes) -> bool:
+    """As `create`, where there are no hard links.
+
+    By a rename that replaces nothing; where there is none either, it is there and not whole for a
+    moment.
+    """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            records.rename_new(new, path)
+        except OSError as error:
+            if error.errno not in _CANNOT:
+                raise
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
     except FileExistsError:
         return False
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
     return True
 
 

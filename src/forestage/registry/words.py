@@ -37,7 +37,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     Of a `container` that is there already, no image is wanted. Without `imports`, no registry is
     asked: what the tag meant last is looked for in the directory. `environ_fd` is open on the job's
     environment, NUL between its entries; -1 for the worker's own. `host` is this node's name for
-    the other nodes. `by_tag` has a job's image imported by its tag, where the registry did not say
+    the other nodes. `digest` is what another node of the job was told: then nobody is asked.
+    `by_tag` has a job's image imported by its tag, where the registry did not say
     a digest.
     """
 
@@ -53,6 +54,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     container: str = ""
     imports: bool = True
+    digest: Digest = ""
     by_tag: bool = False
 
 
@@ -68,7 +70,10 @@ class Present(msgspec.Struct, frozen=True, tag="present"):
 
 
 class Importing(msgspec.Struct, frozen=True, tag="importing"):
+    """`here`: this worker does. Nodes of two clusters may have one name."""
+
     where: Text
+    here: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -131,8 +136,8 @@ def short(text: str) -> str:
 
 def _harmless(word: Word) -> Word:
     match word:
-        case Importing(where):
-            return Importing(short(where))
+        case Importing(where, here):
+            return Importing(short(where), here)
         case Progress(text):
             return Progress(short(text))
         case Refused(reason, detail):

@@ -75,11 +75,14 @@ def understood(order: Order, clock: Clock) -> Task:
 def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Pure: the job of a step and the step, or the job alone, by names that no other job has.
 
-    Two clusters may share a store and have jobs of one number; a job that starts anew asks anew.
+    Two clusters may share a store and have jobs of one number; a job that starts anew asks anew; a
+    cluster that was set up anew counts from 1 again. Slurm says since 23.02 when a job started;
+    before that, old records count for nothing (store.OLD).
     """
-    around = (environ.get("SLURM_CLUSTER_NAME", ""), environ.get("SLURM_RESTART_COUNT", ""))
+    given = ("SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "SLURM_JOB_START_TIME")
+    cluster, *rest = (environ.get(name, "") for name in given)
     names = (job.partition(".")[0], job) if "." in job else (job,)
-    return tuple(".".join((around[0], name, around[1])) for name in names if name)
+    return tuple(".".join((cluster, name, *rest)) for name in names if name)
 
 
 def must_be_wanted(order: Order, settings: Settings) -> None:
@@ -112,6 +115,8 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
+    if task.order.digest:
+        return task.order.digest
     if not task.order.imports:
         return _meant_last(task, store)
     said = _said(task, store, asker, clock)

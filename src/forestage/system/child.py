@@ -137,6 +137,13 @@ def control(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
+def reap() -> None:
+    """Lets go of all children that have ended, adopted ones too; waits for none."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def end_descendants(root: Path = Path("/")) -> None:
     """Kills all that descends from a process that adopts its orphans, whatever session it is in.
 

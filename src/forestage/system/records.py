@@ -21,6 +21,9 @@ T = TypeVar("T")
 _SPOILT = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # linux/fcntl.h, linux/fs.h
+
+
 class Damaged(Exception):
     """Something lies there that was never written so; the text says what."""
 
@@ -73,6 +76,20 @@ def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | N
         os.replace(new, path)
         undo.pop_all()
     sync_directory(path.parent)
+
+
+def rename_new(old: Path, new: Path) -> None:
+    """Renames, and replaces nothing: of all that try, one succeeds.
+
+    Raises FileExistsError; OSError with EINVAL where the file system cannot do that.
+    """
+    import ctypes  # few processes need it
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = (os.fsencode(old), os.fsencode(new))
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fspath(new))
 
 
 def sync_directory(path: Path) -> None:

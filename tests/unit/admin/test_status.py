@@ -18,12 +18,14 @@ from forestage.cache import doubt
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
 from forestage.peers.stats import Uploaded
+from forestage.registry.under_way import UnderWay
 from forestage.system import lock
 from forestage.system.terminal import draw, moment
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"
 
+REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 FULL = Status(
     cache="/mnt/nvme/forestage",
     unusable="",
@@ -52,6 +54,9 @@ FULL = Status(
     ),
     served=Uploaded(since=NOW - 9, bytes=3 * G, chunks=768),
     through=("k" * 32, "l" * 32),
+    imports=(
+        UnderWay(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", "enroot writes the image, 3 GiB"),
+    ),
 )
 
 
@@ -70,6 +75,10 @@ def test_status_fits_width_and_cuts_no_path(width: int) -> None:
         "Problem",
         "3 GiB in 768 chunks",
         "2 images",
+        "1 import under way",
+        "4243.0",
+        "n7",
+        "enroot writes the image, 3 GiB",
     ):
         assert word in out.getvalue()
 

@@ -15,7 +15,7 @@ import pytest
 
 from commands import CHUNK, NOW, Frozen, Site
 from forestage import events
-from forestage.admin import compare, sources, sweep, verify
+from forestage.admin import compare, registry, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
 from forestage.cache import doubt, hot, unmount
@@ -28,9 +28,11 @@ from forestage.cache.unmount import Bind, Going, StillMounted
 from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
+from forestage.registry import kept
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock
-from forestage.system.as_user import User
+from forestage.system.as_user import TooSlow, User
+from forestage.system.terminal import Line
 
 ALICE = User("alice", 1000, 1000)
 ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
@@ -617,6 +619,38 @@ def everything(site: Site) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.suffix != ".lock"
     }
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_users_have_in_their_imports_is_bounded(site: Site, dry_run: bool) -> None:
+    site.node.cache.prepare(require_mount=False)
+    own = kept.prepare(site.node.cache, User("", os.getuid(), os.getgid())) / str(os.getuid())
+    (own / "by hand").mkdir()
+    (own / "by hand/file").touch()
+    assert swept(site, dry_run=dry_run).problems == ()
+    assert (own / "by hand").exists() == dry_run
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_store_of_images_is_collected_in(
+    site: Site, monkeypatch: pytest.MonkeyPatch, dry_run: bool
+) -> None:
+    done = registry.Collected("alice", ("a", "b"), 3 << 20, 1, "")
+    monkeypatch.setattr(registry, "clean_some", lambda *_: [done])
+    found = swept(site, dry_run=dry_run)
+    assert found.collected == (() if dry_run else (done,))
+    line = Line("store of alice: deleted 2 images, 3 MiB; 1 file left over")
+    assert (line in sweep.pieces(found)) != dry_run
+
+
+def test_store_that_hangs_is_a_problem_and_no_end(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(*_: object) -> list[registry.Collected]:
+        raise TooSlow("no answer after 20 s")
+
+    monkeypatch.setattr(registry, "clean_some", hangs)
+    assert "no answer" in swept(site).problems[-1]
 
 
 def test_dry_run_reports_everything_and_changes_nothing(site: Site, bound: list[Bind]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import errno
 import functools
 import json
 import os
 import re
+import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +19,15 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from commands import Frozen
-from forestage import check
+from commands import NOW, Frozen
+from forestage import check, events
 from forestage.check import Finding, Level
 from forestage.cli.main import main
 from forestage.cli.world import World
+from forestage.events import Event, Handled
 from forestage.paths import Places
 from forestage.system import as_user
+from forestage.system.as_user import User
 from goodnode import COMPANION, REPO, GoodNode, words
 
 G = 1 << 30
@@ -37,7 +42,9 @@ PYXIS_SO = "/usr/lib64/slurm/pyxis.so"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> GoodNode:
+def node(tmp_path: Path, me: User, monkeypatch: pytest.MonkeyPatch) -> GoodNode:
+    """Any user reaches what lies on it."""
+    monkeypatch.setattr(check.registry, "NOBODY", me)
     return GoodNode(tmp_path / "node")
 
 
@@ -307,7 +314,22 @@ def importing(text: str = "", mode: int = 0o1777) -> Callable[[GoodNode], object
     return plant
 
 
+def asked_in_vain(node: GoodNode) -> None:
+    """A step an hour ago; nobody listens there now either."""
+    outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
+    events.append(node.places.events, [Event(NOW - 3600, "step", 7, outcome)])
+
+
 REGISTRY = [
+    critical(
+        "enroot-fails",
+        both(importing(), wrote("/usr/bin/enroot", "#!/bin/sh\nexit 3\n", 0o755)),
+    ),
+    warning(
+        "enroot-old",
+        both(importing(), wrote("/usr/bin/enroot", "#!/bin/sh\necho 3.0.0\n", 0o755)),
+    ),
+    warning("registry-silent", asked_in_vain),
     critical("importer-missing", both(importing(), removed(IMPORTER))),
     critical("enroot-missing", both(importing(), removed("/usr/bin/enroot"))),
     critical("store-missing", both(importing(), lambda node: node.at("/lustre/store").rmdir())),
@@ -505,6 +527,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     made = findings_made()
     assert len(made) > 40
     elsewhere = {"source-hangs", "striping", "max-size-small"}
+    elsewhere |= {"store-hangs", "store-unwritable"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
 
@@ -624,6 +647,58 @@ def test_source_that_does_not_answer_is_found_and_not_asked_again(
     monkeypatch.setattr(as_user, "call", call)
     assert [one for one in node.ids() if one != "cache-small"] == found
     assert bool(asked.read_text()) == (not found)
+
+
+@pytest.mark.usefixtures("as_root")
+def test_store_that_users_cannot_reach_is_found(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing()(node)
+    monkeypatch.setattr(check.registry, "NOBODY", User("", 65534, 65534))
+    node.root.chmod(0o700)
+    assert node.ids() == ["store-unwritable"]
+
+
+@pytest.mark.usefixtures("as_root")
+def test_store_in_which_users_can_make_nothing_is_found(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mode says that they can; a mount that is read-only, or a quota, says no."""
+    importing()(node)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    (finding,) = node.check().findings
+    assert (finding.id, "Read-only" in finding.what) == ("store-unwritable", True)
+
+
+def test_store_that_hangs_is_found(node: GoodNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    importing()(node)
+    monkeypatch.setattr(check.registry, "TIMEOUT", 0.2)
+    monkeypatch.setattr(check.registry, "_tried", lambda place: signal.pause())
+    assert node.ids() == ["store-hangs"]
+
+
+def test_registry_that_answers_again_or_did_later_is_no_finding(node: GoodNode) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        name = f"127.0.0.1:{server.getsockname()[1]}#a/b:1"
+        silent = Handled("declined", "registry-silent", request=name)
+        events.append(node.places.events, [Event(NOW - 3600, "step", 7, silent)])
+        assert node.ids() == []
+    assert node.ids() == ["registry-silent"]
+    events.append(
+        node.places.events,
+        [Event(NOW - 60, "step", 8, Handled("hit", request=name, digest="sha256:0"))],
+    )
+    assert node.ids() == []
+
+
+def test_registry_that_was_silent_long_ago_is_not_connected_to(node: GoodNode) -> None:
+    outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
+    events.append(node.places.events, [Event(NOW - 2 * 86400, "step", 7, outcome)])
+    assert node.ids() == []
 
 
 # --- Lustre, by a fake lfs

@@ -41,6 +41,13 @@ def test_of_too_many_bytes_those_used_longest_ago_go() -> None:
     assert going(files, most=300) == []
 
 
+@pytest.mark.parametrize("kind", ["", "0123456789abcdef.part"])
+def test_other_files_and_parts_leave_images_so_much_less(kind: str) -> None:
+    files = [*image("a", 3 * DAY), *image("b", 1 * DAY), File("c", "c", kind, 100, NOW)]
+    assert going(files, most=300) == []
+    assert going(files, most=299) == ["a"]
+
+
 def test_image_that_was_used_a_moment_ago_stays_whatever_there_is() -> None:
     files = image("a", RECENT - 1) + image("b", RECENT + 1)
     assert going(files, most=1) == ["b"]

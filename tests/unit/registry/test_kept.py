@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from forestage.cache.image import Image
 from forestage.cache.layout import Cache
 from forestage.errors import Failed
 from forestage.registry import kept
+from forestage.registry.kept import NAME_BYTES, RECORDS, UNUSED, Found
 from forestage.system.as_user import User
 
 NAME = f"{'a' * 64}-amd64-0123456789abcdef"
@@ -120,7 +122,7 @@ def test_record_cannot_have_a_file_elsewhere_deleted(
     record = cache.root / "imported" / f"{user.uid}-{NAME}.json"
     record.write_bytes(msgspec.json.encode(lying))
     publish(lying)
-    kept.tidy(cache, NOW)
+    kept.tidy(cache)
     assert victim.exists()
     assert not file.exists()
 
@@ -133,7 +135,7 @@ def test_own_directory_that_was_swapped_leads_nowhere(
     elsewhere = tmp_path / "elsewhere"
     file.parent.rename(elsewhere)
     file.parent.symlink_to(elsewhere)
-    kept.tidy(cache, NOW)
+    kept.tidy(cache)
     assert (elsewhere / file.name).exists()
 
 
@@ -144,18 +146,17 @@ def test_damaged_record_counts_as_none(
     kept.note(cache, user, NAME, image)
     (cache.root / "imported" / f"{user.uid}-{NAME}.json").write_bytes(damage)
     assert kept.find(cache, user, NAME) is None
-    kept.tidy(cache, NOW)
+    kept.tidy(cache)
 
 
 def test_file_goes_once_its_entry_is_there(
     cache: Cache, user: User, image: Image, file: Path, publish: Publish
 ) -> None:
-    os.utime(file, (NOW, NOW))
     kept.note(cache, user, NAME, image)
-    kept.tidy(cache, NOW)
+    kept.tidy(cache)
     assert file.exists()
     publish(image)
-    kept.tidy(cache, NOW)
+    kept.tidy(cache)
     assert not file.exists()
     assert kept.find(cache, user, NAME) == image
 
@@ -165,16 +166,8 @@ def test_record_goes_once_file_and_entry_have_gone(
 ) -> None:
     kept.note(cache, user, NAME, image)
     file.unlink()
-    kept.tidy(cache, NOW)
+    kept.tidy(cache)
     assert list((cache.root / "imported").iterdir()) == []
-
-
-def test_file_that_nobody_wanted_for_a_day_goes(cache: Cache, user: User, file: Path) -> None:
-    os.utime(file, (NOW, NOW))
-    kept.tidy(cache, NOW + kept.UNUSED - 1)
-    assert file.exists()
-    kept.tidy(cache, NOW + kept.UNUSED + 1)
-    assert not file.exists()
 
 
 def test_what_a_user_puts_in_the_place_of_their_file_leads_nowhere(
@@ -186,6 +179,108 @@ def test_what_a_user_puts_in_the_place_of_their_file_leads_nowhere(
     victim.write_text("x")
     file.unlink()
     file.symlink_to(victim)
-    kept.tidy(cache, NOW)
+    kept.tidy(cache)
     assert victim.exists()
     assert not file.is_symlink()
+
+
+def found(path: str, age: float, size: int = 100, is_folder: bool = False) -> Found:
+    return Found(path, size, NOW - age, is_folder)
+
+
+def test_of_imports_what_is_old_goes_whatever_it_is() -> None:
+    files = [found("a.sqsh", UNUSED + 1), found("notes", UNUSED + 1), found("b.sqsh", UNUSED - 1)]
+    assert [one.path for one in kept.going(files, 1000, NOW)] == ["a.sqsh", "notes"]
+    records = [found("jobs/a", RECORDS + 1), found("tags/b", RECORDS - 1)]
+    assert [one.path for one in kept.going(records, 1000, NOW)] == ["jobs/a"]
+
+
+def test_of_too_many_imports_what_changed_longest_ago_goes_and_records_count() -> None:
+    files = [found("a.sqsh", 30), found("b.part", 1), found("jobs/c", 20), found("d", 40)]
+    assert [one.path for one in kept.going(files, 400, NOW)] == []
+    assert [one.path for one in kept.going(files, 399, NOW)] == ["d"]
+    assert [one.path for one in kept.going(files, 100, NOW)] == ["d", "a.sqsh", "jobs/c"]
+    assert len(kept.going(files, 0, NOW)) == 4
+
+
+def test_folder_that_no_worker_makes_goes_at_once() -> None:
+    files = [found("mine", 0, is_folder=True), found("jobs/mine", 0, is_folder=True)]
+    assert len(kept.going(files, 1000, NOW)) == 2
+
+
+@pytest.fixture
+def own(file: Path) -> Path:
+    return file.parent
+
+
+def test_imports_are_bounded_by_size_and_by_age(cache: Cache, own: Path, file: Path) -> None:
+    now = time.time()
+    other = own / "by hand"
+    other.write_bytes(b"x" * 20_000)
+    os.utime(other, (now + 9 * UNUSED, now + 9 * UNUSED))  # its user says what they like
+    assert kept.bound(cache, 1 << 20, now) == []
+    assert other.exists()
+    assert kept.bound(cache, NAME_BYTES, now) == []
+    assert not file.exists()
+    other.write_bytes(b"x")
+    assert kept.bound(cache, 1 << 20, now + UNUSED - 60) == []
+    assert other.exists()
+    assert kept.bound(cache, 1 << 20, now + UNUSED + 60) == []
+    assert not other.exists()
+
+
+def test_folder_of_any_depth_closed_to_its_user_goes_and_no_link_is_followed(
+    cache: Cache, user: User, own: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    os.chown(outside, user.uid, user.gid)
+    (outside / "victim").touch()
+    here = os.open(own, os.O_RDONLY)
+    for _ in range(3000):  # no path could name the last of them
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.symlink(outside, "link", dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    (own / "closed").mkdir()
+    (own / "closed/file").touch()
+    (own / "closed").chmod(0)
+    for name in ("jobs", "tags"):
+        (own / name).symlink_to(outside)
+    (own / "fifo.sqsh").parent.mkdir(exist_ok=True)
+    os.mkfifo(own / "fifo.sqsh")
+    for path in (own, *own.iterdir()):
+        os.chown(path, user.uid, user.gid, follow_symlinks=False)
+    own.chmod(0)
+    assert kept.bound(cache, 0, time.time()) == []
+    assert list(own.iterdir()) == []
+    assert (outside / "victim").exists()
+
+
+@pytest.mark.usefixtures("as_root")
+def test_imports_are_bounded_as_their_user_and_what_that_cannot_delete_is_told(
+    cache: Cache,
+) -> None:
+    """They may move a folder in, of whose content they could delete nothing."""
+    alice, bob = User("", 61001, 61001), User("", 61002, 61002)
+    own = kept.prepare(cache, alice) / str(alice.uid)
+    victim = own / "moved/of bob's/victim"
+    victim.parent.mkdir(parents=True)
+    victim.touch()
+    os.chown(own / "moved", alice.uid, alice.gid)
+    for path in (victim, victim.parent):
+        os.chown(path, bob.uid, bob.gid)
+    (own / "mine").touch()
+    os.chown(own / "mine", alice.uid, alice.gid)
+    (problem,) = kept.bound(cache, 0, time.time())
+    assert str(own) in problem
+    assert victim.exists()
+    assert not (own / "mine").exists()
+
+
+def test_directory_that_is_empty_for_a_day_goes(cache: Cache, own: Path, file: Path) -> None:
+    later = time.time() + UNUSED + 60
+    assert kept.bound(cache, 1 << 20, later) == []
+    assert not own.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.registry import store as module
 from forestage.registry.store import Record, Store, create, load
+from forestage.system import records
 
 NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
@@ -78,6 +80,19 @@ def test_first_word_on_a_jobs_digest_counts(store: Store) -> None:
     assert store.set_job_digest("13", "here#image:v1", NEW) == NEW
 
 
+def test_word_of_an_old_job_of_the_same_number_does_not_count(store: Store) -> None:
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    now = store.clock.wall()
+    os.utime(path, (now, now - module.OLD + 60))
+    assert store.job_digest("12", "here#image:v1") == OLD
+    assert path.stat().st_mtime > now - 60, "it is used, and so is not old"
+    os.utime(path, (now, now - module.OLD - 60))
+    assert store.job_digest("12", "here#image:v1") is None
+    assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
+    assert store.job_digest("12", "here#image:v1") == NEW
+
+
 def test_digest_that_nobody_would_write_is_none(store: Store) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
@@ -117,16 +132,57 @@ def test_of_two_that_create_a_file_one_succeeds_and_nothing_is_left(tmp_path: Pa
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("renames", [True, False])
 def test_file_system_without_hard_links_does_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, renames: bool
 ) -> None:
-    def link(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", refuses(code))
+    if not renames:
+        monkeypatch.setattr(records, "rename_new", refuses(errno.EINVAL))
     assert create(tmp_path / "file", b"first")
     assert not create(tmp_path / "file", b"second")
     assert (tmp_path / "file").read_bytes() == b"first"
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def refuses(code: int) -> Callable[..., None]:
+    def refusing(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refusing
+
+
+class Meanwhile(Clock):
+    """Nobody really sleeps; something happens instead."""
+
+    def __init__(self, happens: Callable[[], object] = lambda: None) -> None:
+        self.happens, self.now = happens, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.happens()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_word_that_another_is_writing_is_waited_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Without hard links and renames a record is there before it is whole; its writer may die."""
+    monkeypatch.setattr(os, "link", refuses(errno.EPERM))
+    monkeypatch.setattr(records, "rename_new", refuses(errno.EINVAL))
+    clock = Meanwhile()
+    store = Store(tmp_path, clock)
+    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
+    (path,) = (store.folder / "jobs").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:9])
+    if ends:
+        clock.happens = lambda: path.write_bytes(whole)
+    assert store.set_job_digest("12", "here#image:v1", NEW) == (OLD if ends else NEW)
+    assert clock.now <= module.HALF + 1
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "large", "nested", "bytes"])

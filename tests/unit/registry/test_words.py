@@ -31,6 +31,7 @@ NAME = "0f" * 32 + "-x86_64-0123456789abcdef"
         Resolved("", "job-0123456789abcdef"),
         Present("/lustre/images/1000/" + NAME + ".sqsh"),
         Importing("n1"),
+        Importing("n1", here=True),
         Progress("3 of 20 layers, 1.5 GiB"),
         Refused("registry-denied", "nvcr.io refuses: 403"),
     ],

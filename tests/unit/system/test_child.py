@@ -172,6 +172,23 @@ def test_namespaces_of_a_job_are_told_from_the_nodes(
     assert child.is_in_job(tmp_path) is is_in
 
 
+def test_children_that_have_ended_are_let_go_and_the_others_stay() -> None:
+    script = """
+import os, subprocess
+from forestage.system import child
+ended = subprocess.Popen(["true"])
+os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+lives = subprocess.Popen(["sleep", "4243"])
+child.reap()
+print(os.path.exists(f"/proc/{ended.pid}"), os.path.exists(f"/proc/{lives.pid}"))
+lives.kill()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ran.stdout == "False True\n", ran.stderr
+
+
 def test_what_left_its_session_and_its_parent_ends_as_well() -> None:
     """A process that adopts its orphans, a child of it, and a grandchild that the child leaves."""
     script = """
