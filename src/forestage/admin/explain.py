@@ -72,9 +72,16 @@ def gather(places: Places, job: int) -> History:
 
 
 def history(
-    job: int, events: Iterable[Event], lease: Lease | None, problems: tuple[str, ...] = ()
+    job: int,
+    events: Iterable[Event],
+    lease: Lease | None,
+    problems: tuple[str, ...] = (),
+    yours: bool = False,
 ) -> History:
-    """Pure: the job's events by hook run. Raises NotFound where nothing is recorded."""
+    """Pure: the job's events by hook run. Raises NotFound where nothing is recorded.
+
+    `yours`: there is nothing but one user's own in what is given.
+    """
     own: list[Event] = []
     copies: list[Event] = []
     images: dict[str, str] = {}
@@ -87,7 +94,7 @@ def history(
             copies.append(event)
     if not (own or lease or problems):
         raise NotFound(
-            f"nothing is recorded about job {job} on this node",
+            f"nothing is recorded about {'your job' if yours else 'job'} {job} on this node",
             "it asked for no image, ran elsewhere, never reached this node, or is too long ago",
         )
     missed = [event for event in own if event.outcome.reason == "deadline"]

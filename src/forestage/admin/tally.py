@@ -5,6 +5,8 @@ fall; `forestage report` counts logs from the beginning.
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +23,12 @@ HAD = ("hit", "joined")  # results of an image that was here, or came by another
 
 REMEMBERED = 10_000
 """Jobs whose first step repeats what their Prolog was counted for; a node has some hundreds."""
+
+
+Kind = Literal["hit", "joined", "cold", "original", "excluded"]
+"""Of a start. `original`: it was to be staged and had to read the original path. `excluded`: it was
+not to be staged, by a rule or at the job's wish.
+"""
 
 
 class Histogram(msgspec.Struct):
@@ -161,3 +169,31 @@ class Tally(msgspec.Struct):
 
 def _more(counts: dict[str, int], name: str, number: int = 1) -> None:
     counts[name] = counts.get(name, 0) + number
+
+
+def kind_of(outcome: Handled) -> Kind:
+    """Pure: what a start with this outcome counts as."""
+    if outcome.result == "hit":
+        return "hit"
+    if outcome.result == "joined":
+        return "joined"
+    if outcome.result in ("copied", "started", "through"):
+        return "cold"
+    # A request that was declined before its image was opened has no key.
+    was_tried = outcome.result == "failed" or (outcome.key and outcome.reason != "off")
+    return "original" if was_tried else "excluded"
+
+
+def hit_ratio(events: Iterable[Event]) -> tuple[float | None, int]:
+    """The hits among all starts for which staging was tried, and the number of these.
+
+    As the report has it; None where there was no start.
+    """
+    tally, hits, tried = Tally(), 0, 0
+    for event in events:
+        start = tally.add(event)
+        if start and isinstance(event.outcome, Handled):
+            kind = kind_of(event.outcome)
+            hits += kind == "hit"
+            tried += kind != "excluded"
+    return (hits / tried if tried else None), tried

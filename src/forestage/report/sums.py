@@ -5,14 +5,11 @@ are histograms of 2 % wide bins, starts and bytes are kept per quarter of an hou
 """
 
 import math
-from typing import Literal
 
 import msgspec
 
-from forestage.admin.tally import Tally
+from forestage.admin.tally import Tally, kind_of
 from forestage.events import Copied, Event, Handled
-
-Kind = Literal["hit", "joined", "cold", "original", "excluded"]
 
 QUARTER = 900  # seconds; the days of every time zone begin at a multiple
 EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
@@ -181,7 +178,7 @@ class Sums:
             self.cold.add(outcome.wait)
 
     def _add_start(self, outcome: Handled, kept_off: int, slot: Slot) -> None:
-        kind = _kind(outcome)
+        kind = kind_of(outcome)
         setattr(slot, kind, getattr(slot, kind) + 1)
         if outcome.reason:
             self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
@@ -195,15 +192,3 @@ class Sums:
             image.kept_off += kept_off
             image.size = outcome.size or image.size
             image.data = outcome.data
-
-
-def _kind(outcome: Handled) -> Kind:
-    if outcome.result == "hit":
-        return "hit"
-    if outcome.result == "joined":
-        return "joined"
-    if outcome.result in ("copied", "started", "through"):
-        return "cold"
-    # A request that was declined before its image was opened has no key.
-    was_tried = outcome.result == "failed" or (outcome.key and outcome.reason != "off")
-    return "original" if was_tried else "excluded"
