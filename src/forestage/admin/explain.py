@@ -11,7 +11,7 @@ import msgspec
 from forestage.admin.inventory import Holder, holder
 from forestage.cache.lease import Lease, Leases
 from forestage.errors import Failed, NotFound
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, read
+from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, read, saved
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
@@ -271,7 +271,7 @@ def pieces(found: History, now: float) -> list[Piece]:
         if run.hook != "epilog":  # it has read the same comment again
             lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
-            lines += [Line("")] * (number > 0) + _request(one)
+            lines += [Line("")] * (number > 0) + _request(one, run.hook)
     lines += [Line(f"Problem: {problem}") for problem in found.problems]
     return lines + _now(found, now)
 
@@ -285,7 +285,7 @@ def _head(found: History) -> str:
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
 
-def _request(explained: Explained) -> list[Piece]:
+def _request(explained: Explained, hook: Hook) -> list[Piece]:
     outcome = explained.outcome
     facts = []
     request = outcome.request if isinstance(outcome, Handled) else ""
@@ -305,7 +305,24 @@ def _request(explained: Explained) -> list[Piece]:
     ]
     if not isinstance(outcome, Released) and outcome.wait and outcome.result not in STAGED:
         facts.append(("took", format_duration(outcome.wait)))
+    if isinstance(outcome, Handled) and _starts(outcome, hook):
+        facts.append(("saved", _saved(outcome)))
     return [Facts(tuple(facts), indent=2)]
+
+
+def _starts(outcome: Handled, hook: Hook) -> bool:
+    """Pure: whether something began to read the copy; with `redirect: spank` the steps do."""
+    reads = outcome.result in STAGED and outcome.redirect in saved.LOCAL
+    return reads and (hook == "step" or outcome.redirect != "spank")
+
+
+def _saved(outcome: Handled) -> str:
+    """What a start had of it, and against what."""
+    found = saved.seconds(outcome)
+    if found is None:
+        return "not known: this node has not measured how fast it reads this image from its source"
+    against = f"reading it from its source takes this node {format_duration(outcome.baseline)}"
+    return f"{'-' * (found < 0)}{format_duration(abs(found))} ({against})"
 
 
 def _now(found: History, now: float) -> list[Piece]:

@@ -45,6 +45,7 @@ class Entry(msgspec.Struct, frozen=True):
     """entry.json: what was copied, how, and when (seconds since the epoch).
 
     `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
+    `rate` is what the source gave in bytes per second, 0 where that is not known.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Entry(msgspec.Struct, frozen=True):
     engine: str
     chunk: int = 0
     digest: str = ""
+    rate: float = 0.0
 
     @property
     def kind(self) -> Kind:

@@ -39,7 +39,8 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
     spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
     through it. `evicted` are the keys that made room for the container that is unpacked from it.
-    `digest` is what a registry's reference meant.
+    `digest` is what a registry's reference meant. `baseline`: seconds that reading the image from
+    its source takes here; 0 where that is not known (cache/baseline.py).
     `data`: it is no container's image, but what the comment names besides (hooks/data.py).
     """
 
@@ -53,6 +54,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     evicted: tuple[str, ...] = ()
     digest: str = ""
     data: bool = False
+    baseline: float = 0.0
 
     @property
     def bytes(self) -> int:

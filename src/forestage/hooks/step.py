@@ -22,7 +22,7 @@ from forestage.cache.shown import Shown
 from forestage.clock import Clock, Deadline
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Handled
+from forestage.events import Handled, saved
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm import nodelist, timeouts
@@ -231,7 +231,9 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     took = format_duration(outcome.wait)
     copy = {"started": "its original path", "through": "this node's copy as it comes in"}
     where = copy.get(outcome.result, "this node's copy")
-    return f"{name} is read from {where} ({outcome.result} in {took})"
+    known = outcome.result not in copy
+    worth = f", {saved.phrase(outcome)}" * known
+    return f"{name} is read from {where} ({outcome.result} in {took}){worth}"
 
 
 def fields(node: Node, answer: Answer) -> tuple[str, ...]:
@@ -283,8 +285,9 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
         return None
     if job.mounts_home is False:  # a further step need not say so
         return None
-    changes = {"result": answer.outcome.result, "via": "option", "wait": 0.0, "evicted": ()}
-    further = msgspec.structs.replace(outcome, **changes)
+    changes = {"result": answer.outcome.result, "baseline": answer.outcome.baseline}
+    same = {"via": "option", "wait": 0.0, "evicted": ()}
+    further = msgspec.structs.replace(outcome, **changes, **same)
     event = msgspec.to_builtins(events.of_job(job, "step", further))
     # The companion writes these before the rest.
     event = {name: value for name, value in event.items() if name not in MEASURED}
@@ -307,5 +310,5 @@ def _further(node: Node, first: Answer) -> Answer | None:
     # Not one of an earlier boot, which nobody has proven yet.
     entry = node.cache.find(first.image) if first.image else None
     if entry is not None:
-        return Answer(Handled("hit"), Image(entry.identity, entry.access))
+        return image.measured(node, Answer(Handled("hit"), Image(entry.identity, entry.access)))
     return Answer(Handled("through"), first.image, first.socket) if first.socket else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage import events, log, peers, trace
-from forestage.cache import digest, doubt, evict, hot, image, readers, space
+from forestage.cache import baseline, digest, doubt, evict, hot, image, readers, space
 from forestage.cache.layout import Entry
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
@@ -81,7 +81,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         trace.point("checked")
         _mirror_access(task)
         doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
-        task.node.cache.publish(_entry(task), task.job.user.uid)
+        task.node.cache.publish(_entry(task, figures), task.job.user.uid)
     trace.point("published")
 
 
@@ -324,8 +324,15 @@ def _mirror_access(task: Task) -> None:
         os.close(fd)
 
 
-def _entry(task: Task) -> Entry:
+def _entry(task: Task, figures: Figures) -> Entry:
     config = task.node.config
+    rate = baseline.source_rate(
+        task.image.size,
+        figures.copying,
+        figures.resumed + figures.from_peers,
+        figures.read_straight,
+        limited=config.bandwidth is not None,
+    )
     return Entry(
         key=task.key,
         identity=task.image.identity,
@@ -334,6 +341,7 @@ def _entry(task: Task) -> Entry:
         engine=config.engine,
         chunk=config.chunk_size,
         digest=digest.of_image(task.part.digests()),
+        rate=rate,
     )
 
 

@@ -151,6 +151,28 @@ def test_prolog_precedes_its_stager() -> None:
     assert "no Epilog is recorded" in text  # the stager is no hook of the job's life
 
 
+@pytest.mark.parametrize(
+    ("hook", "changes", "saved"),
+    [
+        ("step", {"baseline": 12.1, "redirect": "spank"}, "12s (reading it from its source takes"),
+        ("step", {"baseline": 1.0, "wait": 3.0}, "-2s (reading it"),
+        ("step", {"redirect": "spank"}, "not known"),
+        ("prolog", {"baseline": 12.1}, "12s (reading it"),
+        ("prolog", {"baseline": 12.1, "redirect": "spank"}, ""),  # its steps say so
+        ("step", {"baseline": 12.1, "redirect": "none"}, ""),
+        ("step", {"result": "started", "redirect": "none"}, ""),
+        ("step", {"result": "through", "redirect": "spank"}, ""),
+    ],
+)
+def test_start_from_the_copy_says_what_it_saved(
+    hook: Hook, changes: dict[str, Any], saved: str
+) -> None:
+    facts = {"wait": 0.1, **changes}
+    text = printed(event(hit(**facts), hook=hook, step=0))
+    line = re.search(r"^ +saved +(.*)$", text, re.MULTILINE)
+    assert line[1].startswith(saved) if line and saved else not line
+
+
 def test_late_copy_of_own_job_is_shown_as_late() -> None:
     text = printed(gave_up(NOW - 25), copied(NOW, 39.9))
     assert re.search(

@@ -155,7 +155,10 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
 
 
 def test_success_is_told_to_who_wants_to_hear_all() -> None:
-    assert message(hit(), "all") == f"{PATH} is read from this node's copy (hit in 0.02s)"
+    copy = f"{PATH} is read from this node's copy (hit in 0.02s), "
+    assert message(hit(), "all") == f"{copy}what that saves is not known"
+    assert message(hit(baseline=12.34), "all") == f"{copy}which saves about 12s"
+    assert message(hit(baseline=12.34, wait=20.0), "all").endswith("which costs about 7.7s")
     assert message(hit(result="through"), "all").startswith(f"{PATH} is read from this node's copy")
     assert message(hit(result="started"), "all").startswith(f"{PATH} is read from its original")
     assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
