@@ -31,7 +31,7 @@ from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.stage.wait import Eta
 from forestage.system import lock
-from forestage.units import format_duration, printable
+from forestage.units import format_duration
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 HELD_UP = 5.0  # seconds that a step waits before its user reads why
@@ -142,8 +142,57 @@ def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Decli
         return job, refusal or Failed("io", str(error))
     if lease is None:
         return job, refusal
-    hints = msgspec.structs.replace(job.hints, off=lease.off, wait=lease.wait)
-    return msgspec.structs.replace(job, hints=hints), refusal
+    said = {"off": lease.off, "wait": lease.wait, "tell": lease.tell, "problems": lease.say}
+    return msgspec.structs.replace(job, hints=msgspec.structs.replace(job.hints, **said)), refusal
+
+
+def telling(node: Node, job: Job) -> Node:
+    """Returns the node as it is for a job whose user wants to read what happens."""
+    if not job.hints.tell:
+        return node
+    config = msgspec.structs.replace(node.config, user_messages="all")
+    return msgspec.structs.replace(node, config=config)
+
+
+def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
+    """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
+    if not job.hints.problems:
+        return
+    with (
+        contextlib.suppress(ForestageError, OSError),  # rather twice than never
+        lock.held_if_writable(node.cache.space_lock, image.GIVE_UP),
+    ):
+        lease = node.leases.read(job.id)
+        if lease is None or not lease.say:  # another step of the job was faster
+            return
+        node.leases.end_hinted(job.id)
+        node.leases.put(msgspec.structs.replace(lease, say=()))
+    for line in job.hints.problems:
+        say.progress(line)
+
+
+def result_word(outcome: Handled) -> str:
+    """Pure: a request's outcome for the step's environment; `none` where no copy is shown."""
+    if outcome.result in ("declined", "failed"):
+        return outcome.reason
+    is_shown = outcome.redirect != "none" or outcome.result == "started"
+    return outcome.result if is_shown else "none"
+
+
+def variables(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
+    """Pure: what the step's environment says of its image, or of the first that the comment names.
+
+    One word, a result or why not (events/reasons.py), and the path at which the image shows.
+    """
+    pairs = [*zip(job.requests, answers, strict=True)]
+    own = [pair for pair in pairs if pair[0].via == "option"] or pairs
+    if not own:
+        return []
+    request, answer = own[0]
+    outcome, word = answer.outcome, result_word(answer.outcome)
+    path = outcome.image or os.path.join(job.work_dir, request.path)
+    found = [("FORESTAGE_RESULT", word), ("FORESTAGE_IMAGE_PATH", path)]
+    return [pair for pair in found if not any(map(image.has_control, pair))]
 
 
 def is_first_node(job: Job) -> bool:
@@ -264,6 +313,8 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
     The Prolog's answers or a step's, the first of them in the order of the job's requests.
     `decided` is what cache/shown.py found before the configuration was read.
     """
+    if job.step is None and node.config.user_messages == "all":
+        return  # the first step has a line to write, which takes a helper
     # The off switch and a lease that says stage=off leave no answer that counts.
     found = [_shown(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
     images = [image for image in found if image is not None]
@@ -292,12 +343,10 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
     # The companion writes these before the rest.
     event = {name: value for name, value in event.items() if name not in MEASURED}
     event["outcome"].pop("wait", None)
-    line = message(further, node.config.user_messages)
     return Shown(
         asked=os.path.join(job.work_dir, request.path),
         uid=job.user.uid,
         event=msgspec.json.encode(event).decode().removeprefix("{"),
-        say=line and f"forestage: {printable(line)}",
         answer=fields(node, answer),
     )
 
