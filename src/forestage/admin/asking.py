@@ -94,8 +94,9 @@ def _elsewhere(
     if len(nodes) > NODES:
         problems.append(f"{count(len(nodes) - NODES, 'further node')} of the job were not asked")
     if not histories:
+        here = [own.what] if isinstance(own, NotFound) else []
         hint = "on a node of the job, `forestage explain` needs no peers"
-        raise NotFound("; ".join(problems), hint)
+        raise NotFound("; ".join([*here, *problems]), hint)
     return Told(histories, tuple(problems))
 
 
@@ -110,8 +111,10 @@ def _of_node(places: Places, peers: Peering, node: str, job: int) -> History | s
     """What one node tells, or why not."""
     try:
         answer = asked.decoded(ask_node(peers, node, job, auth.Munge(places.munge)))
-    except (ForestageError, OSError) as error:
+    except ForestageError as error:
         return f"{node}: {error}"
+    except OSError as error:
+        return f"{node}: its peer service does not answer ({error.strerror or error})"
     return answer.history or f"{node}: its answer is of another kind"
 
 
