@@ -271,7 +271,8 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
             return f"this job has no directory of its own on this node: {outcome.detail}"
         if outcome.request.endswith("@job") or "@seed:" in outcome.request:
             return f"{name} is not in the job's directory: {outcome.detail}"
-        quiet = outcome.reason in PYXIS_TELLS | AS_DECIDED
+        decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
+        quiet = decided or outcome.reason in PYXIS_TELLS
         if outcome.reason == "no-mount":
             return f"{name} is not mounted: {outcome.detail}"
         return "" if quiet else f"{name} is read from its original path: {outcome.detail}"
