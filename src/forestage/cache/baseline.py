@@ -1,8 +1,8 @@
 """What a start would take without its copy: its bytes, at the rate at which this node read them.
 
-The rate is that of the copy itself, which is the only time that this node reads an image from its
-source as fast as it can. A job reads it with fewer threads and beside other nodes, so what is
-computed of it is rather too low. Where nothing was measured, nothing is known.
+The rate is that at which the copy read the source (stage/reading.Pace): the only time that this
+node reads an image as fast as it can. A job reads it with fewer threads and beside other nodes, so
+what is computed of it is rather too low. Where nothing was measured, nothing is known.
 """
 
 import contextlib
@@ -11,20 +11,6 @@ from forestage.cache.layout import Cache
 from forestage.cache.part import HOT_PIECE
 from forestage.config import Config
 from forestage.system import records
-
-
-def source_rate(
-    size: int, copying: float, elsewhere: int, read_straight: int, limited: bool
-) -> float:
-    """Pure: bytes per second that came from the source during a copy; 0: that says nothing of it.
-
-    `copying` is in seconds, `elsewhere` are bytes that were here before or came from other nodes,
-    `read_straight` what jobs read of the source meanwhile. `limited`: the admin's `bandwidth:`
-    set the pace.
-    """
-    if elsewhere or limited or copying <= 0:
-        return 0.0
-    return round((size + read_straight) / copying)
 
 
 def seconds(cache: Cache, config: Config, key: str) -> float:

@@ -11,23 +11,6 @@ from forestage.cache.layout import Entry
 from forestage.cache.part import HOT_PIECE
 from forestage.system import records
 
-G = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("facts", "rate"),
-    [
-        ({}, G // 10),
-        ({"read_straight": G}, G // 5),
-        ({"elsewhere": 1}, 0),
-        ({"limited": True}, 0),
-        ({"copying": 0.0}, 0),
-    ],
-)
-def test_rate_is_what_the_source_alone_gave(facts: dict[str, float], rate: int) -> None:
-    known = {"copying": 10.0, "elsewhere": 0, "read_straight": 0, "limited": False, **facts}
-    assert baseline.source_rate(G, **known) == pytest.approx(rate, rel=1e-6)  # type: ignore[arg-type]
-
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
