@@ -30,8 +30,9 @@ SHARED, NVME = "/lustre", "/mnt/nvme"
 TREE = "/shared/images"  # what becomes SHARED
 IMAGES = ("pytorch", "jax", "nemo", "vllm")
 IMAGE_MIB = 220  # four of them do not fit into what the cache may take of 1 GiB, three do
-CONFIG = f"sources: [{SHARED}]\ncold: wait\n"
+CONFIG = f"sources: [{SHARED}]\ncold: wait\nredirect: bind\n"
 EVENTS = "/var/log/forestage/events.jsonl"
+TELL = "--comment=stage-tell=yes"  # what users write who want to read what happened
 SECTOR = 512  # bytes; the unit of /sys/dev/block/*/stat whatever the disk's own is
 
 ABOUT = f"""
@@ -43,6 +44,8 @@ How it is measured
                 image had been dropped from the page cache
   path shows    device and inode that the job's task found at the image's path
   bytes         sha256 of all that the task read there, against the source's
+  The user reads  what forestage's SPANK plugin prints on srun's stderr, once, for a
+                job with `stage-tell=yes` in its comment
 The stand-in for pyxis reads the whole image, as enroot does to unpack it."""
 
 
@@ -64,7 +67,9 @@ def main() -> int:
     start = time.monotonic()
     try:
         with contextlib.ExitStack() as stack:
-            cluster = stack.enter_context(Cluster.up(ClusterSpec(nodes=4, nvme_mib=1024)))
+            cluster = stack.enter_context(
+                Cluster.up(ClusterSpec(nodes=4, nvme_mib=1024, companion=""))
+            )
             stack.callback(clean_up_undisturbed)
             prepare(cluster, start)
             demonstrate(cluster)
@@ -85,8 +90,8 @@ def clean_up_undisturbed() -> None:
 
 def demonstrate(cluster: Cluster) -> None:
     four_nodes(cluster, "1. Without forestage (--comment=stage=off)", "--comment=stage=off")
-    four_nodes(cluster, "2. Cold: no node has the image")
-    four_nodes(cluster, "3. Warm: the same job again")
+    four_nodes(cluster, "2. Cold: no node has the image", TELL)
+    four_nodes(cluster, "3. Warm: the same job again", TELL)
     eviction(cluster)
     print(ABOUT)
 
@@ -169,7 +174,11 @@ def four_nodes(cluster: Cluster, title: str, *options: str) -> None:
 def run_job(cluster: Cluster, image: str, *options: str) -> int:
     """Runs a job in that image to its end; its ID."""
     argv = ["srun", container(image), *options, "sh", "-c", "echo $SLURM_JOB_ID"]
-    return int(cluster.run(argv, timeout=180).stdout.split()[0])
+    done = cluster.run(argv, timeout=180)
+    for line in done.stderr.splitlines():
+        if line.startswith("forestage: "):
+            say(f"\n  The user reads: {line}")
+    return int(done.stdout.split()[0])
 
 
 def container(image: str) -> str:

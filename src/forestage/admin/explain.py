@@ -262,6 +262,7 @@ def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
 def pieces(found: History, now: float) -> list[Piece]:
     """Pure: what `explain` prints."""
     lines: list[Piece] = [Line(_head(found), heading=True)]
+    counted: set[str] = set()  # with `redirect: bind` a job's first step is its Prolog's start
     for run in found.runs:
         took = f", {format_duration(run.total)}" if run.total else ""
         whose = f" of job {run.job}" if run.job != found.job else ""
@@ -271,7 +272,7 @@ def pieces(found: History, now: float) -> list[Piece]:
         if run.hook != "epilog":  # it has read the same comment again
             lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
-            lines += [Line("")] * (number > 0) + _request(one, run.hook)
+            lines += [Line("")] * (number > 0) + _request(one, _starts(one.outcome, run, counted))
     lines += [Line(f"Problem: {problem}") for problem in found.problems]
     return lines + _now(found, now)
 
@@ -285,7 +286,7 @@ def _head(found: History) -> str:
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
 
-def _request(explained: Explained, hook: Hook) -> list[Piece]:
+def _request(explained: Explained, starts: bool) -> list[Piece]:
     outcome = explained.outcome
     facts = []
     request = outcome.request if isinstance(outcome, Handled) else ""
@@ -305,15 +306,25 @@ def _request(explained: Explained, hook: Hook) -> list[Piece]:
     ]
     if not isinstance(outcome, Released) and outcome.wait and outcome.result not in STAGED:
         facts.append(("took", format_duration(outcome.wait)))
-    if isinstance(outcome, Handled) and _starts(outcome, hook):
+    if isinstance(outcome, Handled) and starts:
         facts.append(("saved", _saved(outcome)))
     return [Facts(tuple(facts), indent=2)]
 
 
-def _starts(outcome: Handled, hook: Hook) -> bool:
-    """Pure: whether something began to read the copy; with `redirect: spank` the steps do."""
-    reads = outcome.result in STAGED and outcome.redirect in saved.LOCAL
-    return reads and (hook == "step" or outcome.redirect != "spank")
+def _starts(outcome: Outcome, run: Run, counted: set[str]) -> bool:
+    """Whether something began to read a copy; `counted` are keys of Prologs not yet repeated."""
+    if not isinstance(outcome, Handled) or outcome.result not in STAGED:
+        return False
+    key, local = outcome.key, outcome.redirect in saved.LOCAL
+    if run.hook == "prolog":
+        if not local or outcome.redirect == "spank":
+            return False
+        counted.add(key)
+        return True
+    if key in counted:
+        counted.remove(key)
+        return False
+    return local
 
 
 def _saved(outcome: Handled) -> str:

@@ -41,7 +41,8 @@ class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
     `off`, `wait` (seconds), `tell`: the job said stage=off, stage-wait=, stage-tell=yes, which its
-    steps could not see otherwise; `say` are lines for its user. `told`: they have read one. `saves`
+    steps could not see otherwise; `say` are lines for its user, `waited` are the seconds that its
+    Prolog took, for a user who wants to know. `told`: they have read a line. `saves`
     are resolved paths to which its containers are saved: none of them is redirected for the node.
     `data`: more is noted beside it, in `JOB.data`. `node` is this node as Slurm calls it, "" where
     the hook had no name for it.
@@ -60,6 +61,7 @@ class Lease(msgspec.Struct, frozen=True):
     data: bool = False
     tell: bool = False
     say: tuple[str, ...] = ()
+    waited: float = 0.0
 
     def with_use(self, use: Use) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""

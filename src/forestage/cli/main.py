@@ -24,9 +24,9 @@ STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit
 
 def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
     """Slurm's numeric id, also in front of a step's; `12_3` is a name that only Slurm can tell."""
-    job, dot, step = value.partition(".")
-    if job.isascii() and job.isdigit() and len(job) <= 10 and (not dot or step.isalnum()):
-        return int(job)
+    named = re.fullmatch(r"([0-9]{1,10})(\.[0-9a-z]+)?", value, re.ASCII)
+    if named:
+        return int(named[1])
     if re.fullmatch(r"[0-9]{1,10}[_+][0-9]{1,10}", value, re.ASCII):
         raise click.BadParameter(
             f"{value} is part of an array or a het job, and has an id of its own:"

@@ -51,6 +51,8 @@ def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[
     answers = image.handle(node, job, job.requests, limit, refusal)
     if node.config.redirect == "spank":
         _note_hinted(node, job, answers)
+    elif job.hints.tell or node.config.user_messages == "all":
+        _note_wait(node, job, answers)
     if job.hints.for_steps:
         noted = _note_hints(node, job, limit.end)
         # Each image has its own outcome, which says the same.
@@ -75,6 +77,18 @@ def waiting(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> W
     wish = image.wished(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.patience(limits, wish)
     return Wait.of(node.clock, seconds, copy, small=hint != 0)
+
+
+def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
+    """Notes how long this Prolog took, for the line that the job's user reads in its first step."""
+    waited = sum(answer.outcome.wait for answer in answers)
+    with (
+        contextlib.suppress(ForestageError, OSError),  # only a figure
+        lock.held(node.cache.space_lock, image.GIVE_UP),
+    ):
+        lease = node.leases.read(job.id)
+        if lease is not None:
+            node.leases.put(msgspec.structs.replace(lease, waited=round(waited, 4)))
 
 
 def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:

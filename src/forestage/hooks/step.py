@@ -106,7 +106,7 @@ def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) 
     own: tuple[str, ...] = ("leave", "no-image")
     also = []
     for request, answer in zip(job.requests, answers, strict=True):
-        line = message(answer.outcome, node.config.user_messages)
+        line = message(answer.outcome, node.config.user_messages, job.waited)
         if line:
             say(line)
         words = fields(node, answer)
@@ -143,7 +143,8 @@ def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Decli
     if lease is None:
         return job, refusal
     said = {"off": lease.off, "wait": lease.wait, "tell": lease.tell, "problems": lease.say}
-    return msgspec.structs.replace(job, hints=msgspec.structs.replace(job.hints, **said)), refusal
+    hints = msgspec.structs.replace(job.hints, **said)
+    return msgspec.structs.replace(job, hints=hints, waited=lease.waited), refusal
 
 
 def telling(node: Node, job: Job) -> Node:
@@ -261,8 +262,11 @@ class Once:
             return True
 
 
-def message(outcome: Handled, wanted: UserMessages) -> str:
-    """Pure: the line that the user reads in the end; "" for none."""
+def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
+    """Pure: the line that the user reads in the end; "" for none.
+
+    `waited` are seconds that the job's Prolog took before this step.
+    """
     name = outcome.image or outcome.request
     if wanted == "none":
         return ""
@@ -281,9 +285,10 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     took = format_duration(outcome.wait)
     copy = {"started": "its original path", "through": "this node's copy as it comes in"}
     where = copy.get(outcome.result, "this node's copy")
-    known = outcome.result not in copy
-    worth = f", {saved.phrase(outcome)}" * known
-    return f"{name} is read from {where} ({outcome.result} in {took}){worth}"
+    before = f", after {format_duration(waited)} in the Prolog" * (waited >= 0.1)
+    whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)
+    worth = f", {saved.phrase(whole)}" * (outcome.result not in copy)
+    return f"{name} is read from {where} ({outcome.result} in {took}{before}){worth}"
 
 
 def fields(node: Node, answer: Answer) -> tuple[str, ...]:

@@ -173,6 +173,16 @@ def test_start_from_the_copy_says_what_it_saved(
     assert line[1].startswith(saved) if line and saved else not line
 
 
+def test_first_step_of_a_path_that_the_prolog_bound_is_no_further_start() -> None:
+    step = {"redirect": "kept", "baseline": 9.0}
+    text = printed(
+        event(hit(baseline=9.0, wait=0.5), total=0.5),
+        event(hit(**step), hook="step", step=0, time=NOW + 1),
+        event(hit(**step), hook="step", step=1, time=NOW + 2),
+    )
+    assert re.findall(r"saved +(\S+)", text) == ["8.5s", "8.99s"]
+
+
 def test_late_copy_of_own_job_is_shown_as_late() -> None:
     text = printed(gave_up(NOW - 25), copied(NOW, 39.9))
     assert re.search(
