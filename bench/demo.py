@@ -61,6 +61,14 @@ class Traffic:
         return Traffic(*(a - b for a, b in zip(astuple(self), astuple(before), strict=True)))
 
 
+@dataclass(frozen=True)
+class Ran:
+    """A job that is over, and the lines of forestage's that its user read."""
+
+    job: int
+    said: list[str]
+
+
 def main() -> int:
     exit_on_sigterm()
     signal.signal(signal.SIGHUP, signal.default_int_handler)  # the terminal was closed
@@ -144,7 +152,8 @@ def four_nodes(cluster: Cluster, title: str, *options: str) -> None:
     drop_page_cache(cluster)
     before = {node: traffic(cluster, node) for node in cluster.nodes}
     start = time.monotonic()
-    job = run_job(cluster, IMAGES[0], "-N4", *options)
+    ran = run_job(cluster, IMAGES[0], "-N4", *options)
+    job = ran.job
     took = time.monotonic() - start
     cluster.wait_idle()
     say(f"\n{title}: job {job}, srun took {took:.1f} s\n")
@@ -169,16 +178,16 @@ def four_nodes(cluster: Cluster, title: str, *options: str) -> None:
         )
         print(row.format(*cells))
     say(f"  {total // MIB} MiB were read from the shared file system by the four nodes.")
+    for line in ran.said:
+        say(f"  The user reads: {line}")
 
 
-def run_job(cluster: Cluster, image: str, *options: str) -> int:
-    """Runs a job in that image to its end; its ID."""
+def run_job(cluster: Cluster, image: str, *options: str) -> Ran:
+    """Runs a job in that image to its end."""
     argv = ["srun", container(image), *options, "sh", "-c", "echo $SLURM_JOB_ID"]
     done = cluster.run(argv, timeout=180)
-    for line in done.stderr.splitlines():
-        if line.startswith("forestage: "):
-            say(f"\n  The user reads: {line}")
-    return int(done.stdout.split()[0])
+    said = [line for line in done.stderr.splitlines() if line.startswith("forestage: ")]
+    return Ran(int(done.stdout.split()[0]), said)
 
 
 def container(image: str) -> str:
@@ -230,7 +239,7 @@ def eviction(cluster: Cluster) -> None:
     wait_until(lambda: cluster.pyxis_reports(job), 60, lambda: f"job {job} did not start")
     print_cache(cluster, row, f"{IMAGES[0]}, runs on", job)
     for name in IMAGES[1:]:
-        job = run_job(cluster, name, "-w", "n1")
+        job = run_job(cluster, name, "-w", "n1").job
         wait_until(partial(event_of, cluster, "n1", "epilog", job), 60, lambda: "no Epilog")
         print_cache(cluster, row, f"{name}, has ended", job)
     print("  * leased by a running job: never evicted")
