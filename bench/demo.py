@@ -30,8 +30,9 @@ SHARED, NVME = "/lustre", "/mnt/nvme"
 TREE = "/shared/images"  # what becomes SHARED
 IMAGES = ("pytorch", "jax", "nemo", "vllm")
 IMAGE_MIB = 220  # four of them do not fit into what the cache may take of 1 GiB, three do
-CONFIG = f"sources: [{SHARED}]\ncold: wait\n"
+CONFIG = f"sources: [{SHARED}]\ncold: wait\nredirect: bind\n"
 EVENTS = "/var/log/forestage/events.jsonl"
+TELL = "--comment=stage-tell=yes"  # what users write who want to read what happened
 SECTOR = 512  # bytes; the unit of /sys/dev/block/*/stat whatever the disk's own is
 
 ABOUT = f"""
@@ -43,6 +44,8 @@ How it is measured
                 image had been dropped from the page cache
   path shows    device and inode that the job's task found at the image's path
   bytes         sha256 of all that the task read there, against the source's
+  The user reads  what forestage's SPANK plugin prints on srun's stderr, once, for a
+                job with `stage-tell=yes` in its comment
 The stand-in for pyxis reads the whole image, as enroot does to unpack it."""
 
 
@@ -58,13 +61,23 @@ class Traffic:
         return Traffic(*(a - b for a, b in zip(astuple(self), astuple(before), strict=True)))
 
 
+@dataclass(frozen=True)
+class Ran:
+    """A job that is over, and the lines of forestage's that its user read."""
+
+    job: int
+    said: list[str]
+
+
 def main() -> int:
     exit_on_sigterm()
     signal.signal(signal.SIGHUP, signal.default_int_handler)  # the terminal was closed
     start = time.monotonic()
     try:
         with contextlib.ExitStack() as stack:
-            cluster = stack.enter_context(Cluster.up(ClusterSpec(nodes=4, nvme_mib=1024)))
+            cluster = stack.enter_context(
+                Cluster.up(ClusterSpec(nodes=4, nvme_mib=1024, companion=""))
+            )
             stack.callback(clean_up_undisturbed)
             prepare(cluster, start)
             demonstrate(cluster)
@@ -85,8 +98,8 @@ def clean_up_undisturbed() -> None:
 
 def demonstrate(cluster: Cluster) -> None:
     four_nodes(cluster, "1. Without forestage (--comment=stage=off)", "--comment=stage=off")
-    four_nodes(cluster, "2. Cold: no node has the image")
-    four_nodes(cluster, "3. Warm: the same job again")
+    four_nodes(cluster, "2. Cold: no node has the image", TELL)
+    four_nodes(cluster, "3. Warm: the same job again", TELL)
     eviction(cluster)
     print(ABOUT)
 
@@ -139,7 +152,8 @@ def four_nodes(cluster: Cluster, title: str, *options: str) -> None:
     drop_page_cache(cluster)
     before = {node: traffic(cluster, node) for node in cluster.nodes}
     start = time.monotonic()
-    job = run_job(cluster, IMAGES[0], "-N4", *options)
+    ran = run_job(cluster, IMAGES[0], "-N4", *options)
+    job = ran.job
     took = time.monotonic() - start
     cluster.wait_idle()
     say(f"\n{title}: job {job}, srun took {took:.1f} s\n")
@@ -164,12 +178,16 @@ def four_nodes(cluster: Cluster, title: str, *options: str) -> None:
         )
         print(row.format(*cells))
     say(f"  {total // MIB} MiB were read from the shared file system by the four nodes.")
+    for line in ran.said:
+        say(f"  The user reads: {line}")
 
 
-def run_job(cluster: Cluster, image: str, *options: str) -> int:
-    """Runs a job in that image to its end; its ID."""
+def run_job(cluster: Cluster, image: str, *options: str) -> Ran:
+    """Runs a job in that image to its end."""
     argv = ["srun", container(image), *options, "sh", "-c", "echo $SLURM_JOB_ID"]
-    return int(cluster.run(argv, timeout=180).stdout.split()[0])
+    done = cluster.run(argv, timeout=180)
+    said = [line for line in done.stderr.splitlines() if line.startswith("forestage: ")]
+    return Ran(int(done.stdout.split()[0]), said)
 
 
 def container(image: str) -> str:
@@ -221,7 +239,7 @@ def eviction(cluster: Cluster) -> None:
     wait_until(lambda: cluster.pyxis_reports(job), 60, lambda: f"job {job} did not start")
     print_cache(cluster, row, f"{IMAGES[0]}, runs on", job)
     for name in IMAGES[1:]:
-        job = run_job(cluster, name, "-w", "n1")
+        job = run_job(cluster, name, "-w", "n1").job
         wait_until(partial(event_of, cluster, "n1", "epilog", job), 60, lambda: "no Epilog")
         print_cache(cluster, row, f"{name}, has ended", job)
     print("  * leased by a running job: never evicted")

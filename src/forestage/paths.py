@@ -105,6 +105,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "collected"
 
     @property
+    def ask(self) -> Path:
+        """The socket at which users ask about their own jobs, see admin/answering.py."""
+        return self.run / "ask.sock"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

@@ -174,7 +174,7 @@ static void name_place(spank_t sp)
 	spank_get_item(sp, S_JOB_ID, &job);
 	spank_get_item(sp, S_JOB_STEPID, &number);
 	snprintf(place, sizeof(place), "/run/forestage/images/%u.%u.sqsh", job, number);
-	spank_setenv(sp, "FORESTAGE_IMAGE_PATH", place, 1);
+	spank_setenv(sp, IMAGE_PATH, place, 1);
 }
 
 /* Once per step and node; our effective user is the job's, our real one root. */
@@ -183,6 +183,9 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	(void)ac, (void)av;
 	if (refused)
 		return 0;
+	/* Those of the batch script's or of the submitting step's image say nothing of this one. */
+	spank_unsetenv(sp, RESULT);
+	spank_unsetenv(sp, IMAGE_PATH);
 	step.hinted = is_hinted(sp);
 	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image, PATH_MAX);
 	step.reference = is_reference(step.image);

@@ -37,6 +37,10 @@ struct step {
 	struct step *also;     /* MOST_HINTED of them */
 };
 
+/* What the step's environment says of its image: a word, and the path at which it shows. */
+#define RESULT "FORESTAGE_RESULT"
+#define IMAGE_PATH "FORESTAGE_IMAGE_PATH"
+
 #define MOST_HINTED 16 /* MAX_HINTED in slurm/job.py */
 #define LEASES "/run/forestage/leases"
 

@@ -399,6 +399,8 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	if (!contained && !step->save[0] && !step->mounts_home && !step->hinted &&
 	    !step->reference && who.count >= 0 && !ask(&errand, RECALL_SECONDS) && hold_keeper(step)) {
 		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
+		spank_setenv(sp, RESULT, step->through ? "through" : "hit", 1);
+		spank_setenv(sp, IMAGE_PATH, step->path, 1);
 		return;
 	}
 	if (contained && timeout > CONTAINED_SECONDS)

@@ -67,12 +67,14 @@ void await_answer(spank_t sp, struct step *step)
 	step->later = false;
 	spank_get_item(sp, S_TASK_ID, &task);
 	while (fd >= 0 && receive(fd, line)) {
-		if (strncmp(line, "say\t", 4) != 0) {
+		if (strncmp(line, "env\t" RESULT "\t", sizeof("env\t" RESULT)) == 0) {
+			spank_setenv(sp, RESULT, line + sizeof("env\t" RESULT), 1);
+		} else if (strncmp(line, "say\t", 4) != 0) {
 			wrong = understand(line, step);
 			break;
-		}
-		if (task == 0)
+		} else if (task == 0) {
 			slurm_spank_log("%s", line + 4);
+		}
 	}
 	be_killable(false);
 	if (fd >= 0)

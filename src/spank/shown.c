@@ -11,14 +11,13 @@
 
 #include "forestage.h"
 
-#define FIRST_LINE "forestage 1"
+#define FIRST_LINE "forestage 2"
 #define RECORD_BYTES 65536
 #define EVENT_BYTES (RECORD_BYTES + 200)
 
 struct note {
 	char *events; /* the event log */
 	char *event;  /* the rest of this one's JSON */
-	char *say;    /* to the user, or empty */
 	char *answer; /* as a helper would give it */
 	char *room;   /* bytes that stay free on the cache's disk, and the ratio of unpacking */
 };
@@ -93,7 +92,6 @@ static bool find(char *text, const char *asked, const char *uid, struct note *no
 			of = strsep(&line, "\t");
 			whose = strsep(&line, "\t");
 			note->event = strsep(&line, "\t");
-			note->say = strsep(&line, "\t");
 			note->answer = line;
 			if (line && strcmp(of, asked) == 0 && strcmp(whose, uid) == 0)
 				return note->events && note->room;
@@ -221,8 +219,7 @@ void recall(const struct asker *who, struct step *step)
 	bool same = leads_there(step);
 	if (!act_as(0, 0, 0, NULL) || !same)
 		return;
-	int length = snprintf(lines, sizeof(lines), "%s%s%s%s\n", note.say[0] ? "say\t" : "",
-			      note.say, note.say[0] ? "\n" : "", note.answer);
+	int length = snprintf(lines, sizeof(lines), "%s\n", note.answer);
 	if (write(1, lines, (size_t)length) != length)
 		return;
 	if (!step->through)

@@ -11,6 +11,8 @@ from forestage.admin.tally import Tally
 from forestage.clock import Clock
 from forestage.events import Handled, read
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.slurm.hints import MAX_PROBLEMS
+from forestage.system import lock
 from node import BOB, Node, content, until
 
 
@@ -33,11 +35,12 @@ def paths(spank: Node) -> list[Path]:
 
 
 def step(node: Node, job: int, capfd: pytest.CaptureFixture[str], image: Path | None = None) -> str:
-    """What the helper answers the companion."""
+    """What the helper answers the companion, but for the step's environment."""
     environ = node.environ(job, image) | {"SLURM_STEP_ID": "4294967291"}
     capfd.readouterr()
     assert Hook("step", environ, time.monotonic()).run(node.places, Clock()) == 0
-    return capfd.readouterr().out
+    lines = capfd.readouterr().out.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("data\tenv\t"))
 
 
 def used(node: Node, path: Path) -> str:
@@ -112,3 +115,115 @@ def test_hint_of_a_node_that_binds_is_no_matter_of_the_steps(node: Node) -> None
     assert not node.leases.hints(1).exists()
     assert isinstance(node.outcomes("prolog", 1)[0], Handled)
     assert IMAGE_OPTION not in node.environ(1)
+
+
+# Hints that come to nothing
+
+
+@pytest.fixture
+def loaded(spank: Node) -> Node:
+    """A node on which steps have the companion, which would say what the Prolog cannot."""
+    spank.places.loaded.parent.mkdir(parents=True, exist_ok=True)
+    spank.places.loaded.touch()
+    return spank
+
+
+def said(text: str) -> list[str]:
+    lines = [line.partition("\t") for line in text.splitlines()]
+    return [rest for kind, _, rest in lines if kind == "say"]
+
+
+@pytest.mark.parametrize(
+    ("comment", "line"),
+    [
+        ("stage-wait=10parsecs", "n1: ignored in --comment: stage-wait: expected"),
+        ("stage-tell=loud", "n1: ignored in --comment: stage-tell: expected yes or no"),
+        ("stagewait=1 stage-weit=1m", "n1: ignored in --comment: unknown hint stage-weit="),
+        ("stage=/typo.sqsh", "n1: stage=/typo.sqsh is not staged: /typo.sqsh does not exist; it"),
+        (
+            "stage=typo.sqsh",
+            "n1: stage=typo.sqsh is not staged: typo.sqsh is an image of",
+        ),
+        ("stage=./typo.sqsh", "n1: stage=./typo.sqsh is not staged: {shared}/./typo.sqsh does not"),
+        ("stage={shared}/alice/", "n1: stage={shared}/alice/ is not staged: "),
+        ("stage=/dev/null", "n1: stage=/dev/null is not staged: "),
+        ("stage=/etc/passwd", "n1: stage=/etc/passwd is not staged: "),
+    ],
+)
+def test_bad_hint_is_said_once_by_the_first_step(
+    loaded: Node, capfd: pytest.CaptureFixture[str], comment: str, line: str
+) -> None:
+    if comment.endswith("alice/"):
+        loaded.configure(redirect="spank", data={"max_files": 1})
+        for name in ("a", "b", "c"):
+            loaded.put(f"alice/{name}", b"x")
+    assert loaded.prolog(1, comment=comment.format(shared=loaded.shared)).code == 0
+    (first,) = said(step(loaded, 1, capfd)) or [""]
+    if not comment.endswith("alice/"):  # that is a step's own to find out
+        assert first.startswith(f"forestage: {line.format(shared=loaded.shared)}")
+    assert said(step(loaded, 1, capfd)) == []
+    assert not loaded.leases.hints(1).exists() or loaded.leases.data(1).exists()
+    loaded.epilog(1)
+    assert not [*loaded.places.leases.iterdir()]
+
+
+def test_image_that_is_too_large_is_said(
+    loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    loaded.configure(redirect="spank", max_image_size="1KiB")
+    assert loaded.prolog(1, comment=f"stage={paths[0]}").code == 0
+    (line,) = said(step(loaded, 1, capfd, paths[1]))
+    assert "max_image_size 1 KiB; make it smaller" in line
+
+
+@pytest.mark.parametrize("why", ["none", "no companion", "off", "disabled", "good", "stage=off"])
+def test_nobody_hears_of_hints_that_are_well_or_where_they_do_not_count(
+    loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str], why: str
+) -> None:
+    comment = f"stage={paths[0]}" if why == "good" else "stage-wait=10parsecs"
+    if why == "none":
+        loaded.configure(redirect="spank", user_messages="none")
+    if why == "no companion":
+        loaded.places.loaded.unlink()
+    if why == "disabled":
+        loaded.configure(redirect="spank", enabled=False)
+    if why == "off":
+        loaded.places.disabled.touch()
+    if why == "stage=off":
+        comment = "stage=off"
+    loaded.prolog(1, comment=comment)
+    assert said(step(loaded, 1, capfd)) == []
+
+
+def test_hint_of_a_terminals_escapes_is_said_without_them(
+    loaded: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loaded.prolog(1, comment="stage-\x1b]0;owned\x07=1 stage=/\x1b[2J\u202e.sqsh stage-wait=\x9b5m")
+    text = step(loaded, 1, capfd)
+    assert len(said(text)) == 2, text  # the second token is no path of its own
+    assert all(line.isprintable() for line in text.replace("\t", "").splitlines())
+
+
+def test_another_node_than_the_first_says_nothing_and_notes_it_no_longer(
+    loaded: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loaded.prolog(1, comment="stage-wait=x")
+    environ = loaded.environ(1, None) | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[0-1]"}
+    capfd.readouterr()
+    Hook("step", environ, time.monotonic()).run(loaded.places, Clock())
+    assert said(capfd.readouterr().out) == []
+    assert said(step(loaded, 1, capfd)) == []
+
+
+def test_many_bad_hints_are_few_lines(loaded: Node, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded.prolog(1, comment=" ".join(f"stage-{n}=x stage=/{n}" for n in range(40)))
+    assert len(said(step(loaded, 1, capfd))) == MAX_PROBLEMS
+
+
+def test_lock_that_stays_held_costs_the_job_no_more_than_the_line(
+    loaded: Node, capfd: pytest.CaptureFixture[str], short_locks: None
+) -> None:
+    loaded.cache.prepare(require_mount=False)
+    with lock.held(loaded.cache.space_lock, 5):
+        assert loaded.prolog(1, comment="stage-wait=x").said == ("declined", "bad-hint")
+    assert said(step(loaded, 1, capfd)) == []

@@ -91,7 +91,10 @@ class Helper:
         self.process.communicate()
 
     def lines(self) -> list[list[str]]:
-        """All that it said, in fields, after it has ended well."""
+        """All that it said but of the environment, in fields, after it has ended well."""
+        return [line for line in self.all() if line[:2] != ["data", "env"]]
+
+    def all(self) -> list[list[str]]:
         out, _ = self.process.communicate(timeout=HANGS)
         assert self.process.returncode == 0
         assert out.endswith(b"\n")
@@ -101,6 +104,10 @@ class Helper:
         """Its last line, and nothing before it for the user."""
         (only,) = self.lines()
         return only
+
+    def variables(self) -> dict[str, str]:
+        """What it said of the step's environment."""
+        return {line[2]: line[3] for line in self.all() if line[:2] == ["data", "env"]}
 
 
 def ask(node: Node, job: int, image: str | Path, **more: object) -> list[str]:
@@ -197,10 +204,10 @@ def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
     path = spank.put("images/a.sqsh")
     ask(spank, 7, path)
     ask(spank, 7, "./images/a.sqsh")
-    for asked, (name, uid, event, say, *answer) in zip(
+    for asked, (name, uid, event, *answer) in zip(
         (path, f"{spank.shared}/./images/a.sqsh"), noted(spank, 7), strict=True
     ):
-        assert (name, uid, say, answer) == (str(asked), str(ALICE.uid), "", used(spank, path))
+        assert (name, uid, answer) == (str(asked), str(ALICE.uid), used(spank, path))
         # As the companion completes it.
         text = '{"time":5,"step":3,"total":0.1,' + event
         assert text.count('"total"') == text.count('"time"') == text.count('"step"') - 1 == 1
@@ -212,17 +219,61 @@ def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
 
 def test_prolog_notes_it_for_the_first_step_and_the_epilog_ends_it(spank: Node) -> None:
     path = warm(spank, 7)
-    ((asked, uid, _, _, *answer),) = noted(spank, 7)
+    ((asked, uid, _, *answer),) = noted(spank, 7)
     assert (asked, uid, answer) == (str(path), str(ALICE.uid), used(spank, path))
     spank.epilog(7)
     assert not spank.leases.shown(7).exists()
 
 
-def test_user_who_wants_all_messages_gets_them_in_further_steps(spank: Node) -> None:
-    spank.configure(redirect="spank", user_messages="all")
+@pytest.mark.parametrize(
+    ("messages", "comment"),
+    [("all", "any"), ("problems", "stage-tell=yes"), ("none", "stage-tell=yes")],
+)
+def test_user_who_wants_to_hear_it_reads_one_line_at_the_first_step(
+    spank: Node, messages: str, comment: str
+) -> None:
+    """The Prolog leaves no note: the first step's helper has that line to write."""
+    warm(spank, 1)
+    spank.configure(redirect="spank", user_messages=messages, unpack_ratio=1)
+    path = spank.shared / "alice/image.sqsh"
+    assert spank.prolog(7, path, comment=comment).outcome.result == "hit"
+    assert noted(spank, 7) == []
+    first = Helper(spank, environ(spank, 7, path)).lines()
+    (said,) = [line[1] for line in first if line[0] == "say"]
+    assert said.startswith(f"forestage: n1: {path} is read from this node's copy (hit in ")
+    assert "saves about" in said or "costs about" in said
+    assert noted(spank, 7)
+    assert Helper(spank, environ(spank, 7, path, step=1)).answer() == used(spank, path, "1")
+
+
+def test_step_whose_user_wants_to_hear_nothing_hears_nothing(spank: Node) -> None:
     path = warm(spank, 7)
-    ((_, _, _, say, *_),) = noted(spank, 7)
-    assert say.startswith(f"forestage: {path} is read from this node's copy")
+    assert Helper(spank, environ(spank, 7, path)).answer() == used(spank, path)
+    assert spank.prolog(8, path, comment="stage-tell=no").outcome.result == "hit"
+    assert Helper(spank, environ(spank, 8, path)).answer() == used(spank, path)
+
+
+def test_environment_says_what_became_of_the_image(spank: Node) -> None:
+    path = warm(spank, 7)
+    assert Helper(spank, environ(spank, 7, path)).variables() == {
+        "FORESTAGE_RESULT": "hit", "FORESTAGE_IMAGE_PATH": str(path)
+    }  # fmt: skip
+    gone = Helper(spank, environ(spank, 7, "./none.sqsh")).variables()
+    assert gone == {
+        "FORESTAGE_RESULT": "missing",
+        "FORESTAGE_IMAGE_PATH": f"{spank.shared}/./none.sqsh",
+    }
+    spank.prolog(8, path, comment="stage=off")
+    off = Helper(spank, environ(spank, 8, path)).variables()
+    assert off["FORESTAGE_RESULT"] == "off"
+    spank.configure(redirect="none")
+    unseen = Helper(spank, environ(spank, 9, path)).variables()
+    assert unseen["FORESTAGE_RESULT"] == "none"
+
+
+def test_environment_gets_no_path_with_control_characters(spank: Node) -> None:
+    found = Helper(spank, environ(spank, 7, "/a\x1b[2J.sqsh")).variables()
+    assert found == {"FORESTAGE_RESULT": "bad-path"}
 
 
 @pytest.mark.parametrize("redirected", ["bind", "none"])
@@ -492,7 +543,7 @@ def test_unexpected_is_an_answer_as_well_and_takes_none_back(
     monkeypatch.setattr("forestage.paths.Places", lambda: spank.places)
     monkeypatch.setattr(module, name, broken)
     assert _main("step") == 0
-    assert capfd.readouterr().out == "\t".join(answer) + "\n"
+    assert capfd.readouterr().out.splitlines()[-1] == "\t".join(answer)
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_STEP_ID"])

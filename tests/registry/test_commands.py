@@ -58,6 +58,14 @@ def test_copy_that_shows_in_the_step_is_named_without_any_work(login: Login) -> 
     assert place.exists()
 
 
+def test_image_of_the_job_that_started_this_step_is_not_the_steps(login: Login) -> None:
+    """FORESTAGE_IMAGE_PATH of a batch script whose image is a file is inherited."""
+    inherited = {"FORESTAGE_IMAGE_PATH": str(login.site.image)}
+    assert login.site.image.read_bytes()[:4] == b"hsqs", "else this shows nothing"
+    found = login.importer("get", IMAGE, **inherited).stdout
+    assert found.startswith(str(login.site.store))
+
+
 @pytest.mark.parametrize("store", ["null", "/not/mounted"])
 def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, store: str) -> None:
     login.configure(f"registry: {{store: {store}}}")

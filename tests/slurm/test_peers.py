@@ -9,6 +9,7 @@ import pytest
 from cluster import Cluster
 from fleet import Fleet, networked
 from host import wait_until
+from jobs import CLI
 from mishaps import MISHAPS, meet
 from spec import Net
 
@@ -125,6 +126,25 @@ def test_taken_port_is_explained(fleet: Fleet) -> None:
     )
     assert done.returncode not in (0, 1)
     assert "port 7717 of n1 is taken by another program" in done.stderr
+
+
+def test_user_on_the_login_node_sees_their_own_job_on_its_nodes_and_nobody_elses(
+    fleet: Fleet,
+) -> None:
+    job = fleet.start(fleet.data("mine", 1), ["n1", "n2"])
+    fleet.wait_over(job)
+
+    def run(user: str) -> tuple[int, str, str]:
+        ran = fleet.cluster.run([CLI, "explain", str(job)], user=user, check=False)
+        return ran.returncode, ran.stdout, ran.stderr
+
+    own, others = run("alice"), run("bob")
+    assert own[0] == 0, own
+    assert [f"Job {job} of alice on {node}" in own[1] for node in ("n1", "n2", "n3")] == [
+        True, True, False
+    ]  # fmt: skip
+    assert others[:2] == (1, "")
+    assert f"n1: nothing is recorded about your job {job}" in others[2]
 
 
 def test_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:

@@ -98,8 +98,10 @@ def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
     for node in site.cluster.nodes:
         assert len(site.entries(node)) == 1
 
-    again = batch(site, step(image, f"-n{NODES}"))
+    command = f"sh -c '{SHOW}; echo result=$FORESTAGE_RESULT'"
+    again = batch(site, f"srun -n{NODES} --container-image={image} {command}")
     assert names(again) == ["first"] * NODES, again.stdout
+    assert again.stdout.count("result=hit\n") == NODES, again.stdout
     after = registry.count("GET"), registry.count("GET", "/v2/.*/blobs/.*"), registry.count("HEAD")
     assert after == (before[0], before[1], before[2] + 1)
     for node in site.cluster.nodes:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 from cluster import Cluster
-from jobs import Site
+from host import wait_until
+from jobs import CLI, Site
 from spec import ClusterSpec
 from steps import (
     SHOW,
@@ -128,6 +130,50 @@ def test_batch_script_and_its_steps_show_what_the_comment_names(spank: Site) -> 
     assert len(shown) == 1
     assert shown != {spank.source(image).stat().st_ino}
     assert [one.result for one in served(spank, job.job, "n1")] == ["hit", "hit"]
+
+
+def test_user_reads_once_what_became_of_hints_and_image_and_finds_it_in_the_environment(
+    spank: Site,
+) -> None:
+    image = spank.image("told", mib=2)
+    show = "sh -c 'echo $SLURMD_NODENAME $FORESTAGE_RESULT $FORESTAGE_IMAGE_PATH.'"
+    assert spank.srun(image, node="n1,n2").code == 0
+    comment = "--comment=stage-tell=yes stage-wait=10parsecs stage=/typo"
+    step = f"srun --container-image={image} {show}"
+    job = spank.sbatch(f"{show}\n{step}\n{step}\nsrun {show}", comment, node="n1,n2")
+    said = [line for line in job.stdout.splitlines() if "forestage: " in line]
+    assert [line.partition("forestage: n1: ")[2][:30] for line in said] == [
+        "ignored in --comment: stage-wait: expected"[:30],
+        "stage=/typo is not staged: /typo does not exist"[:30],
+        f"{image} is read from this node's copy"[:30],
+    ], job.stdout
+    assert "saves about" in said[-1] or "costs about" in said[-1] or "not known" in said[-1]
+    found = sorted(line for line in job.stdout.splitlines() if line[:3] in ("n1 ", "n2 "))
+    shown = [f"{node} hit {image}." for node in ("n1", "n1", "n2", "n2")]
+    assert found == sorted([*shown, "n1 .", "n1 .", "n2 ."]), "nothing where no image is"
+
+
+def test_user_sees_their_own_job_without_root_and_nobody_elses(spank: Site) -> None:
+    image = spank.image("mine")
+    job = spank.srun(image)
+    answering = spank.cluster.popen([CLI, "answer"], user="root", node="n1")
+    try:
+        socket = spank.cluster.host_path("/run/forestage/ask.sock", "n1")
+        wait_until(socket.exists, 60, lambda: "no service")
+
+        def run(user: str, *words: str) -> tuple[int, str, str]:
+            ran = spank.cluster.run([CLI, *words], user=user, node="n1", check=False)
+            return ran.returncode, ran.stdout, ran.stderr
+
+        alice, bob = run("alice", "explain", f"{job.job}.0"), run("bob", "explain", str(job.job))
+        assert alice[1] == spank.command("explain", str(job.job))
+        assert "saved" in alice[1]
+        assert bob[:2] == (1, "")
+        assert f"nothing is recorded about your job {job.job}" in bob[2]
+        assert run("bob", "status")[1].startswith("staging  on\ncache    ")
+    finally:
+        spank.cluster.signal(answering, signal.SIGTERM)
+        answering.communicate(timeout=60)
 
 
 def test_two_steps_on_all_nodes_make_one_copy_on_each(spank: Site) -> None:

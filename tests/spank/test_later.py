@@ -146,6 +146,18 @@ def test_task_reads_through_the_copy_that_comes_in(step: Step, place: Path, keep
     assert ran.out == SERVED
 
 
+def test_tasks_environment_says_what_became_of_the_image(step: Step, place: Path) -> None:
+    lines = ("env\tFORESTAGE_RESULT\thit", "env\tPATH\t/evil", step.use())
+    with answering(place, says(lines[0], lines[2])):
+        ran = run(step, place)
+    assert "setenv 1 FORESTAGE_RESULT=hit" in ran.lines("fact")
+    place.unlink()
+    with answering(place, says(*lines)):
+        ran = run(step, place)
+    assert not [line for line in ran.lines("fact") if "PATH=/evil" in line], "no other variable"
+    assert not any(KEY in table for table in ran.mounts), "and the line is no answer"
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -38,7 +38,6 @@ def noted(step: Step) -> Step:
 def note(
     step: Step,
     asked: str | None = None,
-    say: str = "",
     uid: int = UID,
     answer: Callable[[Step], str] = Step.use,
     result: Result = "hit",
@@ -49,7 +48,7 @@ def note(
     found = Handled(result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank")
     event = Event(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
     text = msgspec.json.encode(event).decode().removeprefix('{"time":0.0,')
-    image = Shown(asked or str(step.image), uid, text, say, tuple(answer(step).split("\t")))
+    image = Shown(asked or str(step.image), uid, text, tuple(answer(step).split("\t")))
     shown.note(leases, JOB, decided, [image])
 
 
@@ -119,9 +118,18 @@ def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:
     assert not (noted.folder / "elsewhere").exists()
 
 
-def test_user_is_told_what_a_helper_would_tell(noted: Step) -> None:
-    note(noted, say="forestage: it is read from this node")
-    assert noted.run().said == ["forestage: it is read from this node"]
+@pytest.mark.parametrize("result", ["hit", "through"])
+def test_environment_says_what_a_helper_would_say(
+    noted: Step, keeper: Keeper, result: Result
+) -> None:
+    if result == "through":
+        note(noted, answer=Step.through, result="through")
+        keeper("clones")
+    ran = noted.run("env=FORESTAGE_RESULT=theirs", "env=FORESTAGE_IMAGE_PATH=/theirs")
+    assert noted.asked() == 0
+    assert ran.facts("setenv") == {
+        f"setenv 1 FORESTAGE_RESULT={result}", f"setenv 1 FORESTAGE_IMAGE_PATH={noted.image}"
+    }  # fmt: skip
 
 
 def test_relative_path_is_that_of_its_folder(noted: Step) -> None:
@@ -142,7 +150,7 @@ UNUSUAL = {
     "record that is cut short": "truncate -s -1 {leases}/77.shown",
     "record that is empty": "truncate -s 0 {leases}/77.shown",
     "record that is too long": "yes 'image\t' | head -c 65536 >> {leases}/77.shown",
-    "record of another release": "sed -i '1s/1/2/' {leases}/77.shown",
+    "record of another release": "sed -i '1s/2/1/' {leases}/77.shown",
     "record of another boot": "sed -i 's/^boot\t.*/boot\tx/' {leases}/77.shown",
     "record without a word of room": "sed -i '/^room/d' {leases}/77.shown",
     "record with a damaged word of room": "sed -i 's/^room.*/room\t0/' {leases}/77.shown",

@@ -9,10 +9,11 @@ import pytest
 
 from forestage.cli.main import main
 from forestage.cli.world import Exit
+from forestage.paths import Places
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "packaging/systemd"
-SERVICES = ("forestage-peer", "forestage-sweep", "forestage-metrics", "forestage-room")
+SERVICES = tuple(path.stem for path in UNITS.glob("*.service"))
 # systemd.exec(5): what gives a service a mount namespace of its own.
 OWN_MOUNTS = re.compile(
     r"^(Private(Tmp|Devices|Mounts|Users|IPC)|Protect\w+|RootDirectory|RootImage|MountFlags|TemporaryFileSystem"
@@ -47,6 +48,15 @@ def test_services_that_see_redirects_have_no_mounts_of_their_own() -> None:
     assert OWN_MOUNTS.search(unit("forestage-peer.service"))
     for name in ("sweep", "metrics"):
         assert not OWN_MOUNTS.search(unit(f"forestage-{name}.service"))
+
+
+def test_service_that_users_speak_with_has_no_rights_but_roots_own_files() -> None:
+    assert values("CapabilityBoundingSet", "forestage-ask") == [""]
+    assert values("RestrictAddressFamilies", "forestage-ask") == ["AF_UNIX"]
+    assert values("ProtectSystem", "forestage-ask") == ["strict"]
+    listens = re.search(r"^ListenStream=(.*)$", unit("forestage-ask.socket"), re.MULTILINE)
+    assert listens
+    assert listens[1] == str(Places().ask)
 
 
 def test_room_is_made_wherever_the_sweep_runs() -> None:

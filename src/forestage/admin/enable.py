@@ -26,6 +26,7 @@ from forestage.system.tree import Files
 LINK = "50-forestage"
 GRES = "nvme"
 TIMER = "forestage-sweep.timer"
+SOCKET = "forestage-ask.socket"
 FLAGS = frozenset(("alloc", "deferbatch"))
 SYSTEMCTL = 60.0  # seconds
 RECONFIGURE = "scontrol reconfigure"
@@ -276,12 +277,13 @@ def apply(plan: Plan, files: Files) -> None:
         files.at(link.path).unlink(missing_ok=True)
 
 
-def start_timer(files: Files) -> str:
-    """Has systemd run the sweep, where there is one; returns what came of it, for people."""
+def start_units(files: Files) -> str:
+    """Has systemd run the sweep and answer users, where it runs; returns what came of it."""
     if files.mode("/run/systemd/system") is None:
         return ""
-    ran = run.run(["systemctl", "enable", "--now", TIMER], timeout=SYSTEMCTL)
-    return f"{TIMER} is on." if ran.code == 0 else f"{TIMER} is not on: {ran.explained()}"
+    ran = run.run(["systemctl", "enable", "--now", TIMER, SOCKET], timeout=SYSTEMCTL)
+    both = f"{TIMER} and {SOCKET} are"
+    return f"{both} on." if ran.code == 0 else f"{both} not both on: {ran.explained()}"
 
 
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:

@@ -11,7 +11,7 @@ import msgspec
 from forestage.admin.inventory import Holder, holder
 from forestage.cache.lease import Lease, Leases
 from forestage.errors import Failed, NotFound
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, read
+from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, read, saved
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
@@ -72,9 +72,16 @@ def gather(places: Places, job: int) -> History:
 
 
 def history(
-    job: int, events: Iterable[Event], lease: Lease | None, problems: tuple[str, ...] = ()
+    job: int,
+    events: Iterable[Event],
+    lease: Lease | None,
+    problems: tuple[str, ...] = (),
+    yours: bool = False,
 ) -> History:
-    """Pure: the job's events by hook run. Raises NotFound where nothing is recorded."""
+    """Pure: the job's events by hook run. Raises NotFound where nothing is recorded.
+
+    `yours`: there is nothing but one user's own in what is given.
+    """
     own: list[Event] = []
     copies: list[Event] = []
     images: dict[str, str] = {}
@@ -87,7 +94,7 @@ def history(
             copies.append(event)
     if not (own or lease or problems):
         raise NotFound(
-            f"nothing is recorded about job {job} on this node",
+            f"nothing is recorded about {'your job' if yours else 'job'} {job} on this node",
             "it asked for no image, ran elsewhere, never reached this node, or is too long ago",
         )
     missed = [event for event in own if event.outcome.reason == "deadline"]
@@ -255,6 +262,7 @@ def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
 def pieces(found: History, now: float) -> list[Piece]:
     """Pure: what `explain` prints."""
     lines: list[Piece] = [Line(_head(found), heading=True)]
+    counted: set[str] = set()  # with `redirect: bind` a job's first step is its Prolog's start
     for run in found.runs:
         took = f", {format_duration(run.total)}" if run.total else ""
         whose = f" of job {run.job}" if run.job != found.job else ""
@@ -264,7 +272,7 @@ def pieces(found: History, now: float) -> list[Piece]:
         if run.hook != "epilog":  # it has read the same comment again
             lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
-            lines += [Line("")] * (number > 0) + _request(one)
+            lines += [Line("")] * (number > 0) + _request(one, _starts(one.outcome, run, counted))
     lines += [Line(f"Problem: {problem}") for problem in found.problems]
     return lines + _now(found, now)
 
@@ -278,7 +286,7 @@ def _head(found: History) -> str:
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
 
-def _request(explained: Explained) -> list[Piece]:
+def _request(explained: Explained, starts: bool) -> list[Piece]:
     outcome = explained.outcome
     facts = []
     request = outcome.request if isinstance(outcome, Handled) else ""
@@ -298,7 +306,34 @@ def _request(explained: Explained) -> list[Piece]:
     ]
     if not isinstance(outcome, Released) and outcome.wait and outcome.result not in STAGED:
         facts.append(("took", format_duration(outcome.wait)))
+    if isinstance(outcome, Handled) and starts:
+        facts.append(("saved", _saved(outcome)))
     return [Facts(tuple(facts), indent=2)]
+
+
+def _starts(outcome: Outcome, run: Run, counted: set[str]) -> bool:
+    """Whether something began to read a copy; `counted` are keys of Prologs not yet repeated."""
+    if not isinstance(outcome, Handled) or outcome.result not in STAGED:
+        return False
+    key, local = outcome.key, outcome.redirect in saved.LOCAL
+    if run.hook == "prolog":
+        if not local or outcome.redirect == "spank":
+            return False
+        counted.add(key)
+        return True
+    if key in counted:
+        counted.remove(key)
+        return False
+    return local
+
+
+def _saved(outcome: Handled) -> str:
+    """What a start had of it, and against what."""
+    found = saved.seconds(outcome)
+    if found is None:
+        return "not known: this node has not measured how fast it reads this image from its source"
+    against = f"reading it from its source takes this node {format_duration(outcome.baseline)}"
+    return f"{'-' * (found < 0)}{format_duration(abs(found))} ({against})"
 
 
 def _now(found: History, now: float) -> list[Piece]:

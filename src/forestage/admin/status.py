@@ -20,7 +20,7 @@ from forestage.errors import Failed
 from forestage.events import field
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
-from forestage.registry import under_way
+from forestage.registry import under_way as imports
 from forestage.registry.under_way import UnderWay
 from forestage.system import mounts
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
@@ -116,7 +116,7 @@ def gather(node: Node) -> Status:
         calls=recent.calls(node.places),
         starts=recent.starts(node.places.events, node.clock.wall()),
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
-        imports=under_way.gather(node.places),
+        imports=imports.gather(node.places),
     )
     if not made:
         return found

@@ -12,8 +12,6 @@ import msgspec
 from forestage.events import Copied, Event, Handled
 from forestage.peers.stats import Uploaded
 
-Kind = Literal["hit", "joined", "cold", "original", "excluded"]
-
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
 
@@ -27,6 +25,11 @@ HAD = ("hit", "joined")  # results of an image that was here, or came by another
 
 REMEMBERED = 10_000
 """Jobs whose first step repeats what their Prolog was counted for; a node has some hundreds."""
+
+Kind = Literal["hit", "joined", "cold", "original", "excluded"]
+"""Of a start. `original`: it was to be staged and had to read the original path. `excluded`: it was
+not to be staged, by a rule or at the job's wish.
+"""
 
 
 class Histogram(msgspec.Struct):

@@ -40,7 +40,8 @@ class Entry(msgspec.Struct, frozen=True):
     """entry.json: what was copied, how, and when (seconds since the epoch).
 
     `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
-    `kind` is that of the job which was the first to want it.
+    `kind` is that of the job which was the first to want it; `rate` is what the source gave in
+    bytes per second, 0 where that is not known.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Entry(msgspec.Struct, frozen=True):
     chunk: int = 0
     digest: str = ""
     kind: Kind = "image"
+    rate: float = 0.0
 
 
 class StoredEntry(msgspec.Struct, frozen=True):

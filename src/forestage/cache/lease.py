@@ -7,7 +7,9 @@ under, so that no entry is evicted between being found and being leased.
     absent        boot, Epilog, sweep                 Prolog, step: taken
     taken         before the entry is copied or used  the path is noted, or an error drops it
     with a path   before the bind mount is made       Epilog drops it, then unmounts the path
-    off, wait     the job's comment says so           Epilog drops it
+    off, wait,    the job's comment says so           Epilog drops it
+      tell
+    say           the comment has bad hints           the first step says them, or Epilog drops it
     told          the user has read a line            Epilog drops it
     saves         the job saves its container there   Epilog drops it
     data          the job's comment names data        Epilog drops it
@@ -38,11 +40,12 @@ class Use(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
-    `off` and `wait` (seconds): the job said stage=off, stage-wait=, which its steps could not see
-    otherwise. `told`: its user has read a line. `saves` are resolved paths to which its containers
-    are saved: none of them is redirected for the node. `data`: more is noted beside it, in
-    `JOB.data`. `node` is this node as Slurm calls it, ""
-    where the hook had no name for it.
+    `off`, `wait` (seconds), `tell`: the job said stage=off, stage-wait=, stage-tell=yes, which its
+    steps could not see otherwise; `say` are lines for its user, `waited` are the seconds that its
+    Prolog took, for a user who wants to know. `told`: they have read a line. `saves`
+    are resolved paths to which its containers are saved: none of them is redirected for the node.
+    `data`: more is noted beside it, in `JOB.data`. `node` is this node as Slurm calls it, "" where
+    the hook had no name for it.
     """
 
     job: int
@@ -56,6 +59,9 @@ class Lease(msgspec.Struct, frozen=True):
     told: bool = False
     saves: tuple[str, ...] = ()
     data: bool = False
+    tell: bool = False
+    say: tuple[str, ...] = ()
+    waited: float = 0.0
 
     def with_use(self, use: Use) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""
@@ -114,6 +120,14 @@ class Leases:
         """
         records.write(self.hints(job), os.fsencode("\n".join(paths)))
 
+    def end_hinted(self, job: int) -> None:
+        """Has the job's steps ask no helper for the comment's sake, if it names nothing for them.
+
+        Under the space lock.
+        """
+        if not self.hinted(job) and not self.data(job).exists():
+            self.hints(job).unlink(missing_ok=True)
+
     def hinted(self, job: int) -> tuple[str, ...]:
         """The images that the job's comment named, and its Prolog found."""
         with contextlib.suppress(OSError):
@@ -166,7 +180,7 @@ class Leases:
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
         says = lease.uses or lease.off or lease.told or lease.saves or lease.data
-        if says or lease.wait is not None:
+        if says or lease.tell or lease.say or lease.wait is not None:
             self.write(lease)
         else:
             self.drop(lease.job)

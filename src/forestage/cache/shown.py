@@ -2,18 +2,18 @@
 
     /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
 
-    forestage 1
+    forestage 2
     boot    BOOT-ID
     events  PATH                                       where a step is noted
     file    PATH  INODE  SIZE  MTIME_NS  CTIME_NS      must still be so; zeros: must not be there
     room    MIN_FREE  RATIO                            bytes; times the entry's, for what unpacks it
-    image   ASKED  UID  EVENT  SAY  use  ENTRY  PATH  INODE  SIZE  MTIME_NS  CTIME_NS  TELL
+    image   ASKED  UID  EVENT  use  ENTRY  PATH  INODE  SIZE  MTIME_NS  CTIME_NS  TELL
 
 Where less than both is free on the entry's disk, the helper is asked, which evicts. The files are
 those of the configuration, the off switch, and, last, the lease: whatever a hook changes in it
 makes the record void. So a race with a hook costs a helper's run, never more. The end of an image's
-line is the helper's answer (hooks/step.py), EVENT the rest of its event's JSON, SAY a line for the
-user. `src/spank/shown.c` reads this.
+line is the helper's answer (hooks/step.py), EVENT the rest of its event's JSON.
+`src/spank/shown.c` reads this.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from forestage.paths import Places
 from forestage.system import records
 from forestage.units import printable
 
-FIRST_LINE = "forestage 1"  # what the companion of another release does not understand, it ignores
+FIRST_LINE = "forestage 2"  # what the companion of another release does not understand, it ignores
 MAX_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
@@ -43,12 +43,11 @@ class Shown(msgspec.Struct, frozen=True):
     asked: str
     uid: int
     event: str
-    say: str
     answer: tuple[str, ...]
 
     @property
     def line(self) -> str:
-        return _line("image", self.asked, self.uid, self.event, self.say, *self.answer)
+        return _line("image", self.asked, self.uid, self.event, *self.answer)
 
 
 def decided_by(places: Places) -> list[str]:
@@ -110,7 +109,7 @@ def _asked(line: str) -> tuple[str, ...]:
 
 
 def _key(line: str) -> str:
-    return Path(line.split("\t")[6]).parent.name
+    return Path(line.split("\t")[5]).parent.name
 
 
 def _file(path: Path) -> str:

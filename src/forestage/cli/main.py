@@ -6,6 +6,7 @@ it runs, so that `forestage --help` and completion stay quick.
 
 import contextlib
 import os
+import re
 from typing import TYPE_CHECKING
 
 import click
@@ -32,10 +33,16 @@ STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit
 
 
 def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
-    """Slurm's numeric id; `12_3` and `12.0` are other names, which only Slurm can translate."""
-    if not (value.isascii() and value.isdigit() and len(value) <= 10):
-        raise click.BadParameter(f"{value!r} is no job id: expected a number such as 4242")
-    return int(value)
+    """Slurm's numeric id, also in front of a step's; `12_3` is a name that only Slurm can tell."""
+    named = re.fullmatch(r"([0-9]{1,10})(\.[0-9a-z]+)?", value, re.ASCII)
+    if named:
+        return int(named[1])
+    if re.fullmatch(r"[0-9]{1,10}[_+][0-9]{1,10}", value, re.ASCII):
+        raise click.BadParameter(
+            f"{value} is part of an array or a het job, and has an id of its own:"
+            f" squeue -h -j {value} -o %A   (sacct -n -X -j {value} -o JobIDRaw, once it is over)"
+        )
+    raise click.BadParameter(f"{value!r} is no job id: expected a number such as 4242")
 
 
 @click.group(
@@ -69,7 +76,8 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
     """The cache, its room, copies under way, leases.
 
     Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
-    terminal, ^C ends it; else it ends when no copy is under way any more.
+    terminal, ^C ends it; else it ends when no copy is under way any more. Without root: whether
+    staging is on, how full the cache is, and how often it had the image.
     """
     from forestage.admin import copies
     from forestage.admin import status as view
@@ -81,13 +89,28 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
         with contextlib.suppress(KeyboardInterrupt):
             screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
-    found = view.gather(node)
+    try:
+        found = view.gather(node)
+    except PermissionError:
+        if not oneline:
+            with contextlib.suppress(OSError):  # else why root is needed
+                _show_public(ctx.obj, as_json)
+                return
+        raise
     if oneline:
         click.echo(view.oneline(found))
     else:
         show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
+
+
+def _show_public(world: World, as_json: bool) -> None:
+    """What everyone may know of this node. Raises OSError where its service does not run."""
+    from forestage.admin import asked, asking
+
+    found = asking.public(world.places)
+    show(found, asked.pieces(found), as_json)
 
 
 @main.command()
@@ -135,11 +158,12 @@ def explain(world: World, job: int, as_json: bool) -> None:
     """What a job asked for, what was done, why, and how long it took.
 
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
+    Users see their own jobs: on a node of the job, and elsewhere where the nodes serve peers.
     """
-    from forestage.admin import explain as view
+    from forestage.admin import asking
 
-    found = view.gather(world.places, job)
-    show(found, view.pieces(found, world.clock.wall()), as_json)
+    told = asking.about_job(world.places, job, os.environ)
+    show(asking.document(told), asking.pieces(told, world.clock.wall()), as_json)
 
 
 @main.command()
@@ -350,7 +374,23 @@ def peer(world: World, node: str | None) -> None:
     Started by forestage-peer.service where `peers.enabled` is true.
     """
     import socket
+    from functools import partial
 
+    from forestage.admin import asked
     from forestage.peers import server
 
-    server.run(world.node(), node or socket.gethostname().partition(".")[0])
+    name = node or socket.gethostname().partition(".")[0]
+    server.run(world.node(), name, partial(asked.about_job, world.places))
+
+
+@main.command()
+@click.pass_obj
+def answer(world: World) -> None:
+    """Answer users who ask about their own jobs.
+
+    Started by forestage-ask.socket, for `forestage explain` and `forestage status` without root.
+    Ends when nobody has asked for a minute.
+    """
+    from forestage.admin import answering
+
+    answering.run(world.node(), os.environ)

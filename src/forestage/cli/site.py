@@ -35,7 +35,7 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 
     Prints the lines to add to slurm.conf and plugstack.conf, and those by which jobs can ask for
     nodes with the cache's disk. Where Prolog= names a directory's files, --yes makes the link
-    there. With --yes, the sweep's timer is switched on as well.
+    there. With --yes, the sweep's timer and the socket for users are switched on as well.
     """
     from forestage.admin import enable as work
     from forestage.system.tree import Files
@@ -45,7 +45,7 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
         disk = work.disk_of(ctx.obj.node())
     _change(ctx, slurm_conf, lambda site: work.to_enable(site, disk), True, yes, as_json)
     if yes:
-        said = work.start_timer(Files(ctx.obj.places.root))
+        said = work.start_units(Files(ctx.obj.places.root))
         if said:
             click.echo(said, err=as_json)
 

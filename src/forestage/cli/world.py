@@ -91,7 +91,7 @@ class Commands(Listed):
         "Is it set up well": ("check", "config", "enable", "disable"),
         "The cache": ("evict", "pin", "unpin", "verify", "sweep", "unredirect"),
         "Images before a job": ("warm", "stage", "publish", "pack", "registry"),
-        "The whole cluster": ("report", "metrics", "peer"),
+        "The whole cluster": ("report", "metrics", "peer", "answer"),
     }
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -42,7 +42,8 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     through it. `evicted` are the keys that made room for the container that is unpacked from it.
     `digest` is what a registry's reference meant. `came` is how its image came: an entry was `kept`
     here, a file was `stored`, this node `imported` it or `waited` for another that did, or it was
-    left to `enroot`.
+    left to `enroot`. `baseline`: seconds that reading the image from its source takes here; 0 where
+    that is not known (cache/baseline.py).
     `data`: it is no container's image, but what the comment names besides (hooks/data.py).
     """
 
@@ -57,6 +58,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     digest: str = ""
     came: Came = ""
     data: bool = False
+    baseline: float = 0.0
 
     @property
     def bytes(self) -> int:

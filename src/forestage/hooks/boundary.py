@@ -193,7 +193,9 @@ class Hook:
 
         has_data = job.hints.has_data
         if not (job.requests or job.saves or job.hints.for_steps or has_data):
-            return prolog.bad_hint(job)
+            bad = job.hints.problems and places.loaded.exists()
+            if not bad:  # or nobody reads it
+                return prolog.bad_hint(job)
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
         decided = shown.decided_by(places)
         answers: Sequence[Answer] = ()
@@ -207,12 +209,14 @@ class Hook:
         if nodes[0].config.redirect == "spank":
             from forestage.hooks import step
 
-            step.note_shown(nodes[0], job, decided, answers)
+            step.note_shown(step.telling(nodes[0], job), job, decided, answers)
         outcomes: list[Outcome] = [answer.outcome for answer in answers]
         if has_data:
             from forestage.hooks import data
 
             outcomes += data.begin(nodes[0], job, limit, refusal)
+        if refusal is None and places.loaded.exists():
+            prolog.note_bad_hints(nodes[0], job, outcomes)
         return outcomes
 
     def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
@@ -227,15 +231,20 @@ class Hook:
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
         job, refusal = step.as_noted(nodes[0], job, refusal)
+        nodes = [step.telling(node, job) for node in nodes]
         later: tuple[str, ...] = ()
         if refusal is None:
             job, later = self._begin_import(nodes[0], job, places, clock)
         say = step.Once(nodes[0], job, _speak)
+        step.say_bad_hints(nodes[0], job, say)
         # Once, as in the Prolog.
         limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
         for node in nodes:
             done = step.step(node, job, limit, say, refusal)
         outcomes: list[Outcome] = [*done.outcomes]
+        if not later:
+            for name, value in step.variables(job, done.answers):
+                _write("data", "env", name, value)
         for words in done.also:
             _write("also", *words)
         if os.path.exists(nodes[0].leases.data(job.id)):

@@ -1,22 +1,38 @@
 """The Prolog: stages each image that a starting job names, one outcome for each."""
 
 import contextlib
+from collections.abc import Sequence
 
 import msgspec
 
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
-from forestage.events import Handled
+from forestage.events import Handled, Outcome
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm import timeouts
-from forestage.slurm.hints import Request
+from forestage.slurm.hints import MAX_PROBLEMS, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.stage import source
 from forestage.system import lock
 from forestage.units import printable
+
+TO_DO = {
+    "missing": "it has to be there when the job starts",
+    "bad-path": "write the path of a file",
+    "no-permission": "give yourself the right to read it",
+    "not-a-file": "a directory is written with a slash: DIR/",
+    "not-a-directory": "a file is written without a slash",
+    "empty": "there is nothing to copy",
+    "not-squashfs": "name an image, made by `forestage pack` or enroot",
+    "outside-sources": "copy it there, or ask your admin",
+    "too-large": "make it smaller, or ask your admin",
+    "too-many-files": "make one image of them with `forestage pack`",
+    "registry": "a path begins with / or ./, and an image of a registry is for --container-image",
+}
+"""What a user can do about a hint that was declined, by reason."""
 
 
 def bad_hint(job: Job) -> list[Handled]:
@@ -35,6 +51,8 @@ def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[
     answers = image.handle(node, job, job.requests, limit, refusal)
     if node.config.redirect == "spank":
         _note_hinted(node, job, answers)
+    elif job.hints.tell or node.config.user_messages == "all":
+        _note_wait(node, job, answers)
     if job.hints.for_steps:
         noted = _note_hints(node, job, limit.end)
         # Each image has its own outcome, which says the same.
@@ -61,6 +79,18 @@ def waiting(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> W
     return Wait.of(node.clock, seconds, copy, small=hint != 0)
 
 
+def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
+    """Notes how long this Prolog took, for the line that the job's user reads in its first step."""
+    waited = sum(answer.outcome.wait for answer in answers)
+    with (
+        contextlib.suppress(ForestageError, OSError),  # only a figure
+        lock.held(node.cache.space_lock, image.GIVE_UP),
+    ):
+        lease = node.leases.read(job.id)
+        if lease is not None:
+            node.leases.put(msgspec.structs.replace(lease, waited=round(waited, 4)))
+
+
 def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
     """Has the job's steps, which see no comment, show the images that it names."""
     found = [
@@ -78,6 +108,31 @@ def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
                 node.leases.note_hinted(job.id, found)
 
 
+def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
+    """Has the job's first step say which of its hints came to nothing: nobody else would.
+
+    A Prolog has nobody who reads it. Without the lock in time they are in `explain` alone.
+    """
+    lines = [
+        f"ignored in --comment: {problem} (man forestage-hooks)" for problem in job.hints.problems
+    ]
+    lines += [
+        f"stage={one.request} is not staged: {one.detail}; {TO_DO[one.reason]}"
+        for one in outcomes
+        if isinstance(one, Handled) and one.via == "hint" and one.reason in TO_DO
+    ]
+    if not lines or node.config.user_messages == "none":
+        return
+    with (
+        contextlib.suppress(ForestageError, OSError),
+        lock.held_if_writable(node.cache.space_lock, image.GIVE_UP),
+    ):
+        lease = image.lease_of(node, job)
+        say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
+        node.leases.write(msgspec.structs.replace(lease, say=say))
+        node.leases.note_hinted(job.id, node.leases.hinted(job.id))
+
+
 def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
     """Notes in the lease what the comment says to the job's steps, which do not see it.
 
@@ -87,7 +142,8 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
     try:
         with lock.held_if_writable(node.cache.space_lock, end.left()):
             lease = image.lease_of(node, job)
-            node.leases.put(msgspec.structs.replace(lease, off=hints.off, wait=hints.wait))
+            said = {"off": hints.off, "wait": hints.wait, "tell": hints.tell}
+            node.leases.put(msgspec.structs.replace(lease, **said))
     except (ForestageError, OSError) as error:
         return image.of_error(Request("", "hint"), error)
     if not hints.off:

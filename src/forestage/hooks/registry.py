@@ -136,6 +136,7 @@ def _serve(
         line = message(answer.outcome, node.config.user_messages)
         if line and tasks.connections:  # else the job may be over, and what is noted would stay
             step.Once(node, job, tasks.speak)(line)
+        tasks.say("env", "FORESTAGE_RESULT", step.result_word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
         while not tasks.have_gone:

@@ -22,7 +22,7 @@ from forestage.cache.shown import Shown
 from forestage.clock import Clock, Deadline
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Handled
+from forestage.events import Handled, saved
 from forestage.hooks import image
 from forestage.hooks.image import Answer, Wait
 from forestage.slurm import nodelist, timeouts
@@ -31,7 +31,7 @@ from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.stage.wait import Eta
 from forestage.system import lock
-from forestage.units import format_duration, printable
+from forestage.units import format_duration
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 HELD_UP = 5.0  # seconds that a step waits before its user reads why
@@ -106,7 +106,7 @@ def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) 
     own: tuple[str, ...] = ("leave", "no-image")
     also = []
     for request, answer in zip(job.requests, answers, strict=True):
-        line = message(answer.outcome, node.config.user_messages)
+        line = message(answer.outcome, node.config.user_messages, job.waited)
         if line:
             say(line)
         words = fields(node, answer)
@@ -142,8 +142,58 @@ def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Decli
         return job, refusal or Failed("io", str(error))
     if lease is None:
         return job, refusal
-    hints = msgspec.structs.replace(job.hints, off=lease.off, wait=lease.wait)
-    return msgspec.structs.replace(job, hints=hints), refusal
+    said = {"off": lease.off, "wait": lease.wait, "tell": lease.tell, "problems": lease.say}
+    hints = msgspec.structs.replace(job.hints, **said)
+    return msgspec.structs.replace(job, hints=hints, waited=lease.waited), refusal
+
+
+def telling(node: Node, job: Job) -> Node:
+    """Returns the node as it is for a job whose user wants to read what happens."""
+    if not job.hints.tell:
+        return node
+    config = msgspec.structs.replace(node.config, user_messages="all")
+    return msgspec.structs.replace(node, config=config)
+
+
+def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
+    """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
+    if not job.hints.problems:
+        return
+    with (
+        contextlib.suppress(ForestageError, OSError),  # rather twice than never
+        lock.held_if_writable(node.cache.space_lock, image.GIVE_UP),
+    ):
+        lease = node.leases.read(job.id)
+        if lease is None or not lease.say:  # another step of the job was faster
+            return
+        node.leases.end_hinted(job.id)
+        node.leases.put(msgspec.structs.replace(lease, say=()))
+    for line in job.hints.problems:
+        say.progress(line)
+
+
+def result_word(outcome: Handled) -> str:
+    """Pure: a request's outcome for the step's environment; `none` where no copy is shown."""
+    if outcome.result in ("declined", "failed"):
+        return outcome.reason
+    is_shown = outcome.redirect != "none" or outcome.result == "started"
+    return outcome.result if is_shown else "none"
+
+
+def variables(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
+    """Pure: what the step's environment says of its image, or of the first that the comment names.
+
+    One word, a result or why not (events/reasons.py), and the path at which the image shows.
+    """
+    pairs = [*zip(job.requests, answers, strict=True)]
+    own = [pair for pair in pairs if pair[0].via == "option"] or pairs
+    if not own:
+        return []
+    request, answer = own[0]
+    outcome, word = answer.outcome, result_word(answer.outcome)
+    path = outcome.image or os.path.join(job.work_dir, request.path)
+    found = [("FORESTAGE_RESULT", word), ("FORESTAGE_IMAGE_PATH", path)]
+    return [pair for pair in found if not any(map(image.has_control, pair))]
 
 
 def is_first_node(job: Job) -> bool:
@@ -212,8 +262,11 @@ class Once:
             return True
 
 
-def message(outcome: Handled, wanted: UserMessages) -> str:
-    """Pure: the line that the user reads in the end; "" for none."""
+def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
+    """Pure: the line that the user reads in the end; "" for none.
+
+    `waited` are seconds that the job's Prolog took before this step.
+    """
     name = outcome.image or outcome.request
     if wanted == "none":
         return ""
@@ -222,7 +275,8 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
             return f"this job has no directory of its own on this node: {outcome.detail}"
         if outcome.request.endswith("@job") or "@seed:" in outcome.request:
             return f"{name} is not in the job's directory: {outcome.detail}"
-        quiet = outcome.reason in PYXIS_TELLS | AS_DECIDED
+        decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
+        quiet = decided or outcome.reason in PYXIS_TELLS
         if outcome.reason == "no-mount":
             return f"{name} is not mounted: {outcome.detail}"
         return "" if quiet else f"{name} is read from its original path: {outcome.detail}"
@@ -231,7 +285,10 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     took = format_duration(outcome.wait)
     copy = {"started": "its original path", "through": "this node's copy as it comes in"}
     where = copy.get(outcome.result, "this node's copy")
-    return f"{name} is read from {where} ({outcome.result} in {took})"
+    before = f", after {format_duration(waited)} in the Prolog" * (waited >= 0.1)
+    whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)
+    worth = f", {saved.phrase(whole)}" * (outcome.result not in copy)
+    return f"{name} is read from {where} ({outcome.result} in {took}{before}){worth}"
 
 
 def fields(node: Node, answer: Answer) -> tuple[str, ...]:
@@ -262,6 +319,8 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
     The Prolog's answers or a step's, the first of them in the order of the job's requests.
     `decided` is what cache/shown.py found before the configuration was read.
     """
+    if job.step is None and node.config.user_messages == "all":
+        return  # the first step has a line to write, which takes a helper
     # The off switch and a lease that says stage=off leave no answer that counts.
     found = [_shown(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
     images = [image for image in found if image is not None]
@@ -283,18 +342,17 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
         return None
     if job.mounts_home is False:  # a further step need not say so
         return None
-    changes = {"result": answer.outcome.result, "via": "option", "wait": 0.0, "evicted": ()}
-    further = msgspec.structs.replace(outcome, **changes)
+    changes = {"result": answer.outcome.result, "baseline": answer.outcome.baseline}
+    same = {"via": "option", "wait": 0.0, "evicted": ()}
+    further = msgspec.structs.replace(outcome, **changes, **same)
     event = msgspec.to_builtins(events.of_job(job, "step", further))
     # The companion writes these before the rest.
     event = {name: value for name, value in event.items() if name not in MEASURED}
     event["outcome"].pop("wait", None)
-    line = message(further, node.config.user_messages)
     return Shown(
         asked=os.path.join(job.work_dir, request.path),
         uid=job.user.uid,
         event=msgspec.json.encode(event).decode().removeprefix("{"),
-        say=line and f"forestage: {printable(line)}",
         answer=fields(node, answer),
     )
 
@@ -307,5 +365,5 @@ def _further(node: Node, first: Answer) -> Answer | None:
     # Not one of an earlier boot, which nobody has proven yet.
     entry = node.cache.find(first.image) if first.image else None
     if entry is not None:
-        return Answer(Handled("hit"), Image(entry.identity, entry.access))
+        return image.measured(node, Answer(Handled("hit"), Image(entry.identity, entry.access)))
     return Answer(Handled("through"), first.image, first.socket) if first.socket else None

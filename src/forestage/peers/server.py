@@ -3,7 +3,8 @@
 protocol.py has the requests, sessions.py the limits of clients, auth.py what proves a client. A
 chunk of a copy under way is waited for, as long as the client likes, up to WAIT, and the copy is
 told that it is wanted. The bytes go from the page cache to the network by sendfile(2). Everything
-else is 404, and nothing is listed.
+else is 404, and nothing is listed. A user who proves by munge who they are may ask about a job of
+theirs (`POST /v1/explain/<job>`); what they get is for the caller to say (admin/asked.py).
 
 One event loop does it all, but for munge and for digests that nobody has taken, which have threads.
 """
@@ -18,7 +19,7 @@ import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import http_exceptions, web
@@ -30,10 +31,12 @@ from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
 from forestage.peers import auth, local_chunks, sessions
-from forestage.peers.auth import MAX_TEXT, Prover, Refused, SessionOpened
+from forestage.peers.auth import MAX_TEXT, Asker, Munge, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
 from forestage.peers.sessions import Session, Sessions, Unproven
 from forestage.peers.stats import Counters
+
+T = TypeVar("T")
 
 WAIT = 5.0  # seconds for a chunk on its way, at most
 DECODERS = 4  # unmunge at once: whoever reaches the port could start any number of them
@@ -45,11 +48,18 @@ SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
 BACKLOG = 1024  # connections that nodes of a large job open in the same moment
 # A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
 USER_TIMEOUT = 10_000
+ANSWERING = 10.0  # seconds for the answer about a job, and to send it
+REST = 1.0  # seconds between two answers for one user
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _LOOK = re.compile(r"/v1/look/([1-9][0-9]{0,18})/([0-9a-f]{32}(?:\.files)?)")
+_EXPLAIN = re.compile(r"/v1/explain/([1-9][0-9]{0,9})")
 _CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
 _COUNTER = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
+
+
+Explain = Callable[[int, int], bytes]
+"""The answer about a job, for a user's uid; raises OSError."""
 
 
 class _ChunkRequest(NamedTuple):
@@ -74,7 +84,14 @@ class _Refused(Exception):
 class Service:
     """The service's state, and its answer to each request."""
 
-    def __init__(self, node: Node, prover: Prover, counters: Counters) -> None:
+    def __init__(
+        self, node: Node, prover: Prover, counters: Counters, name: str, explain: Explain
+    ) -> None:
+        self.name = name
+        self.explain = explain
+        self.munge = Munge(node.places.munge)  # a key file says nothing of users
+        self.askers: set[int] = set()
+        self.explaining = asyncio.Semaphore(1)
         self.cache = node.cache
         self.places = node.places
         self.clock = node.clock
@@ -111,6 +128,9 @@ class Service:
         # raw_path as it was sent: no decoding of percent signs goes round the pattern.
         if (request.method, request.raw_path) == ("POST", "/v1/session"):
             return await self._open_session(request)
+        asked = _EXPLAIN.fullmatch(request.raw_path)
+        if request.method == "POST" and asked is not None:
+            return await self._answer_user(request, int(asked[1]))
         chunk, look = _CHUNK.fullmatch(request.raw_path), _LOOK.fullmatch(request.raw_path)
         if request.method != "GET":
             raise _Refused(404)
@@ -131,13 +151,26 @@ class Service:
 
     async def _open_session(self, request: web.BaseRequest) -> web.Response:
         """Decodes a credential and opens the session that it asks for."""
+        claim = await self._decoded(request, self.prover.read)
+        session = Session(claim, request.remote or "", self.now())
+        try:
+            self.sessions.add(session)
+        except Refused as refused:
+            raise _Refused(403, str(refused)) from None
+        self.counters.session_opened()
+        self.unproven.discard(request.protocol)
+        opened = SessionOpened(session.id, auth.of_session(session.secret, session.id))
+        return web.Response(body=msgspec.json.encode(opened))
+
+    async def _decoded(self, request: web.BaseRequest, read: Callable[[str], T]) -> T:
+        """What `read` finds in the credential that is the request's body. Raises _Refused."""
         length = request.content_length
         if length is None or not 0 < length <= MAX_TEXT:
             raise _Refused(413)
         try:
             # What a proven connection sends slowly, aiohttp would wait for without end.
-            read = request.content.readexactly(length)
-            text = (await asyncio.wait_for(read, sessions.UNPROVEN)).decode(errors="replace")
+            body = request.content.readexactly(length)
+            text = (await asyncio.wait_for(body, sessions.UNPROVEN)).decode(errors="replace")
         except (asyncio.IncompleteReadError, TimeoutError):
             raise _Refused(400) from None
         async with self.decoders:
@@ -145,17 +178,38 @@ class Service:
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError
             try:
-                claim = await asyncio.to_thread(self.prover.read, text)
-                session = Session(claim, request.remote or "", self.now())
-                self.sessions.add(session)
+                return await asyncio.to_thread(read, text)
             except Refused as refused:
                 raise _Refused(403, str(refused)) from None
-            except ForestageError as failed:  # munge is not installed any more
+            except ForestageError as failed:  # munge is not installed (any more)
                 raise _Refused(503, str(failed)) from None
-        self.counters.session_opened()
-        self.unproven.discard(request.protocol)
-        opened = SessionOpened(session.id, auth.of_session(session.secret, session.id))
-        return web.Response(body=msgspec.json.encode(opened))
+
+    async def _answer_user(self, request: web.BaseRequest, job: int) -> web.StreamResponse:
+        """Answers a user about a job: one question of each at a time, and one of all."""
+        asker = await self._decoded(request, lambda text: self.munge.read_question(text, self.name))
+        if asker.question.job != job:
+            raise _Refused(403, f"a credential of uid {asker.uid} for another job")
+        if asker.uid in self.askers:
+            raise _Refused(429)
+        if asker.uid:
+            self.askers.add(asker.uid)
+        try:
+            return await asyncio.wait_for(self._explained(request, asker), ANSWERING)
+        except asyncio.TimeoutError:
+            raise ConnectionResetError from None
+        finally:
+            # Each answer reads the event log, in the time of those who want chunks.
+            asyncio.get_running_loop().call_later(REST, self.askers.discard, asker.uid)
+
+    async def _explained(self, request: web.BaseRequest, asker: Asker) -> web.StreamResponse:
+        async with self.explaining:
+            body = await asyncio.to_thread(self.explain, asker.question.job, asker.uid)
+        mac = auth.of_answer(bytes.fromhex(asker.question.secret), body)
+        response = web.Response(body=body, headers={"Forestage-Mac": mac})
+        response.force_close()  # a credential is good for one question
+        await response.prepare(request)
+        await response.write_eof()
+        return response
 
     def _authenticated(self, request: web.BaseRequest, key: str, number: int) -> _ChunkRequest:
         """The request, if its MAC is right and it did not come before. Raises _Refused."""
@@ -357,7 +411,7 @@ class _Server(web.Server):
         self.service.unproven.discard(handler)
 
 
-def run(node: Node, name: str) -> None:
+def run(node: Node, name: str, explain: Explain) -> None:
     """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
 
     Raises ConfigError where peers are off, PeerError for want of munge or the port, OSError.
@@ -367,11 +421,12 @@ def run(node: Node, name: str) -> None:
         raise ConfigError((Problem("", "peers.enabled", "is false: set it on every node"),))
     prover = auth.prover(peers.key_file, node.places.munge)
     auth.check(prover)
-    asyncio.run(_serve(node, prover, listening_sockets(peers, name)))
+    counters = Counters(node.places.peer, node.clock.wall())
+    service = Service(node, prover, counters, name, explain)
+    asyncio.run(_serve(service, listening_sockets(peers, name)))
 
 
-async def _serve(node: Node, prover: Prover, sockets: list[socket.socket]) -> None:
-    service = Service(node, prover, Counters(node.places.peer, node.clock.wall()))
+async def _serve(service: Service, sockets: list[socket.socket]) -> None:
     runner = web.ServerRunner(_Server(service), shutdown_timeout=SHUTDOWN)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

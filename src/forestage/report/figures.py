@@ -57,6 +57,22 @@ class Image(msgspec.Struct, frozen=True):
     kind: str = "image"
 
 
+class Person(msgspec.Struct, frozen=True):
+    """Figures of one user.
+
+    `saved` is, in seconds, what their images' own reading from the source would have taken, less
+    all that they waited; None where no start was measured. Of `local` starts `measured` were.
+    """
+
+    user: str
+    starts: int
+    hits: int
+    local: int
+    measured: int
+    kept_off: int
+    saved: float | None
+
+
 class Period(Slot, kw_only=True):
     """The sums of the `Report.width` seconds from `start` on."""
 
@@ -86,6 +102,7 @@ class Report(msgspec.Struct, frozen=True):
     evicted: dict[str, int]
     reasons: dict[str, int]
     images: tuple[Image, ...]
+    users: tuple[Person, ...]
     width: int
     periods: tuple[Period, ...]
     events: int
@@ -115,6 +132,7 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
         evicted=dict(sorted(sums.evicted.items())),
         reasons=dict(sorted(sums.reasons.items(), key=lambda item: (-item[1], item[0]))),
         images=tuple(_images(sums)),
+        users=tuple(_users(sums)),
         width=width,
         periods=tuple(_periods(sums.slots, width, utc_offset)),
         events=sums.events,
@@ -144,6 +162,15 @@ def _images(sums: Sums) -> Iterator[Image]:
         kind = "data" if image.data else "image"
         numbers = (image.size, image.starts, image.hits, image.copies, image.kept_off)
         yield Image(path, *numbers, saved, kind)
+
+
+def _users(sums: Sums) -> Iterator[Person]:
+    """Those with most bytes kept off come first."""
+    for name, user in sorted(
+        sums.users.items(), key=lambda item: (-item[1].kept_off, -item[1].starts, item[0])
+    ):
+        numbers = (user.starts, user.hits, user.local, user.measured, user.kept_off)
+        yield Person(name, *numbers, user.baseline - user.waited if user.measured else None)
 
 
 def _period_width(first: float, last: float) -> int:

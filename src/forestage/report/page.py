@@ -18,7 +18,7 @@ from forestage.report.plots import HEIGHT, all_plots
 from forestage.units import format_size, printable
 
 FOLDER = Path(__file__).parent
-MAX_IMAGES = 15
+MAX_IMAGES = 15  # rows, of users too
 
 
 def render(report: Report) -> bytes:
@@ -48,6 +48,7 @@ def render(report: Report) -> bytes:
         report=report,
         total=report.total,
         images=report.images[:MAX_IMAGES],
+        users=report.users[:MAX_IMAGES],
         plots=all_plots(report),
         plot_height=HEIGHT,
         reason_texts=REASONS,

@@ -101,6 +101,22 @@ class ImageSums:
         self.data = False
 
 
+class UserSums:
+    """Sums of one user; `baseline` are the seconds that their starts from a copy would have taken.
+
+    Of these starts, `measured` have one.
+    """
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.hits = 0
+        self.local = 0
+        self.measured = 0
+        self.kept_off = 0
+        self.baseline = 0.0
+        self.waited = 0.0
+
+
 class Sums:
     """All that the report needs of the events added so far; `now` is in seconds since the epoch."""
 
@@ -115,6 +131,7 @@ class Sums:
         self.nodes: set[str] = set()
         self.slots: dict[int, Slot] = {}
         self.images: dict[str, ImageSums] = {}
+        self.users: dict[str, UserSums] = {}
         self.rates = Distribution()
         self.warm = Distribution()
         self.cold = Distribution()
@@ -147,9 +164,12 @@ class Sums:
         if isinstance(outcome, Copied):
             self._add_copy(outcome, slot)
         elif isinstance(outcome, Handled):
+            user = self.users.setdefault(event.user or str(event.uid), UserSums())
+            user.waited += outcome.wait
             self._add_wait(outcome, slot)
             if start:
                 self._add_start(outcome, start.spared, slot)
+                _add_user(user, outcome, start.spared)
         if evicted := len(outcome.evicted):
             slot.evicted += evicted
             self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
@@ -192,3 +212,14 @@ class Sums:
             image.kept_off += kept_off
             image.size = outcome.size or image.size
             image.data = outcome.data
+
+
+def _add_user(user: UserSums, outcome: Handled, kept_off: int) -> None:
+    kind = kind_of(outcome)
+    user.starts += kind != "excluded"
+    user.hits += kind == "hit"
+    user.kept_off += kept_off
+    user.local += kept_off > 0
+    if kept_off and outcome.baseline:
+        user.measured += 1
+        user.baseline += outcome.baseline

@@ -8,6 +8,7 @@
     stage-list=FILE             more of them, a line each, in a file that the user can read
     stage-dir=SIZE[,ram]        the job's own directory on the node's disk, or in memory
     stage-wait=DURATION
+    stage-tell=yes|no           one line at the first step: what happened, and what it saved
 
 A value is split at commas; the last `@` that is followed by one of these endings separates; other
 ones belong to the path. Then {node} (0 for the job's first node), {nodes} and {node:03} are
@@ -27,7 +28,7 @@ MAX_HINTED = 16
 MAX_PROBLEMS = 8
 """Problems reported for one comment."""
 
-KNOWN = ("stage", "stage-dir", "stage-list", "stage-wait")
+KNOWN = ("stage", "stage-dir", "stage-list", "stage-tell", "stage-wait")
 
 Via = Literal["option", "hint"]
 
@@ -62,7 +63,8 @@ class Hints(msgspec.Struct, frozen=True):
     """What the comment says to us. `wait` is in seconds; `problems` are sentences for the user.
 
     `wanted` has each request once. `room` is the size of the job's own directory in bytes, `ram`
-    whether that lies in memory; `listed` is the file of stage-list=.
+    whether that lies in memory; `listed` is the file of stage-list=. `tell`: they want to read what
+    happened.
     """
 
     wanted: tuple[Request, ...] = ()
@@ -72,6 +74,7 @@ class Hints(msgspec.Struct, frozen=True):
     room: int | None = None
     ram: bool = False
     listed: str = ""
+    tell: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -91,7 +94,7 @@ class Hints(msgspec.Struct, frozen=True):
     @property
     def for_steps(self) -> bool:
         """Whether the job's steps have to know of it: they see no comment."""
-        return self.off or self.wait is not None
+        return self.off or self.tell or self.wait is not None
 
 
 def read_hints(comment: str, rank: Rank = NOWHERE) -> Hints:
@@ -132,6 +135,10 @@ def _setting(name: str, value: str, rank: Rank) -> dict[str, object]:
         return {"off": True}
     if name == "stage-wait":
         return {"wait": parse_duration(value)}
+    if name == "stage-tell":
+        if value not in ("yes", "no"):
+            raise ValueError(f"expected yes or no, got {quote(value)}")
+        return {"tell": value == "yes"}
     if name == "stage-list":
         return {"listed": _path(value, rank)}
     size, comma, where = value.partition(",")

@@ -27,7 +27,7 @@ class Job(msgspec.Struct, frozen=True):
     `nodelist` is what Slurm wrote for the Prolog, n[1-4,7]; `step_nodelist` that of the step, a
     user's word. `mounts_home` is whether its container is to have the user's home directory, `home`
     what a step calls so; None and "" where nobody says it. `restart` counts how often it was
-    requeued; 0 in a step.
+    requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user.
     """
 
     id: int
@@ -44,6 +44,7 @@ class Job(msgspec.Struct, frozen=True):
     mounts_home: bool | None = None
     home: str = ""
     restart: int = 0
+    waited: float = 0.0
 
     @property
     def rank(self) -> Rank:

@@ -39,7 +39,7 @@ CALM_NS = 150_000_000  # without a job's read of the source, after which the cop
 BETWEEN_NS = 1_000_000_000  # of the same, after which the start of a job counts as over
 START_NS = 60_000_000_000  # the longest start: a job that reads on and on must not starve the copy
 EARLY = 2.0  # seconds after the copy's own start in which that of its job is expected
-GENTLE, MOST = 64 * 1024, 1 << 30  # bytes of one read while a job starts, and else
+GENTLE = 64 * 1024  # bytes of one read while a job starts
 TICK = 0.005  # seconds between two looks of a thread that waits
 
 Write = Callable[[int, memoryview], None]  # takes where in the image a piece begins, and the piece
@@ -75,8 +75,8 @@ def copy(
     tuning: Tuning,
     stop: threading.Event,
     readers: Readers | None = None,
-) -> None:
-    """Brings every chunk in that the part's map does not have yet.
+) -> reading.Pace:
+    """Brings every chunk in that the part's map does not have yet; returns how fast it was read.
 
     Raises Stopped, Truncated, Unreadable, OSError of the part; the map says how far it came.
     """
@@ -85,6 +85,7 @@ def copy(
         run.all()
     finally:
         run.close()
+    return run.pace
 
 
 def digests(
@@ -147,6 +148,7 @@ class Run:
         self.halt = threading.Event()  # a thread failed: the others end as well
         self.errors: list[OSError | Declined] = []
         self.throttle = reading.Throttle(tuning.bandwidth)
+        self.pace = reading.Pace()
         self.part = part
         self.image = os.open(part.image, os.O_RDWR | os.O_CLOEXEC)
         self.map = os.open(part.map, os.O_RDWR | os.O_CLOEXEC)
@@ -263,7 +265,7 @@ class Run:
         piece = chunk.memory[at : min(at + PIECE, chunk.size)]
         done = 0
         while done < len(piece):
-            with self._turn() as most:
+            with self._turn(len(piece) - done) as most:
                 want, rest = piece[done : done + most], chunk.memory[at + done :]
                 reading.read_piece(self.source, chunk.start + at + done, want, rest)
             done += len(want)
@@ -333,18 +335,22 @@ class Run:
         return False
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[int]:
-        """Waits until this thread may read the source; yields how many bytes. Raises Stopped."""
-        with contextlib.ExitStack() as alone:
-            most = MOST
-            if self._is_start():
-                alone.enter_context(self.gentle)
-                most = GENTLE
+    def _turn(self, size: int) -> Iterator[int]:
+        """Waits until this thread may read the source; yields how many of `size` bytes.
+
+        Raises Stopped.
+        """
+        with contextlib.ExitStack() as during:
+            gentle = self._is_start()
+            if gentle:
+                during.enter_context(self.gentle)
                 while self._is_start() and self._yields() and not self.ends():
                     self.stop.wait(TICK)
             if self.ends():  # a chunk of a slow source takes long, and somebody may want the place
                 raise Stopped
-            yield most
+            if not gentle:
+                during.enter_context(self.pace.reading(size))
+            yield min(size, GENTLE) if gentle else size
 
     def span(self, number: int) -> tuple[int, int]:
         """Where a chunk begins, and how long it is."""

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forestage.cache import space
 from forestage.cache.part import Part
@@ -16,6 +16,16 @@ from forestage.system import run
 
 if TYPE_CHECKING:
     from forestage.peers.client import Peers
+
+
+class Fetched(NamedTuple):
+    """What came of a copy: bytes from other nodes, and what the source gave in bytes per second.
+
+    `rate` is 0 where that is not known.
+    """
+
+    from_peers: int = 0
+    rate: float = 0.0
 
 
 class Engine(Protocol):
@@ -34,10 +44,10 @@ class Engine(Protocol):
         stop: threading.Event,
         peers: "Peers | None" = None,
         readers: Readers | None = None,
-    ) -> int:
+    ) -> Fetched:
         """Leaves exactly the source's bytes in the part, and its map complete.
 
-        Returns how many of them came from other nodes. `readers` learn which pieces are in, where
+        `readers` learn which pieces are in, where
         the engine knows. Raises Stopped, Truncated, Failed, OSError; what is in can be resumed.
         """
 
@@ -64,14 +74,16 @@ class Chunks:
         stop: threading.Event,
         peers: "Peers | None" = None,
         readers: Readers | None = None,
-    ) -> int:
+    ) -> Fetched:
         # A peer's bytes are proven by their digest; without, the source alone can be trusted.
         if peers is not None and self.tuning.digest:
             from forestage.stage import with_peers  # few copies have peers
 
-            return with_peers.copy(source, part, self.tuning, stop, peers, self.downloads, readers)
-        chunks.copy(source, part, self.tuning, stop, readers)
-        return 0
+            with_them = (peers, self.downloads, readers)
+            # What peers send takes the same links and processors: the source's pace is not known.
+            return Fetched(with_peers.copy(source, part, self.tuning, stop, *with_them))
+        pace = chunks.copy(source, part, self.tuning, stop, readers)
+        return Fetched(rate=pace.rate(source.size))
 
 
 class Rsync:
@@ -100,7 +112,7 @@ class Rsync:
         stop: threading.Event,
         peers: "Peers | None" = None,
         readers: Readers | None = None,
-    ) -> int:
+    ) -> Fetched:
         _must_open(source.buffered, source.path)
         begun = part.image.stat().st_size > 0
         argv = [
@@ -120,7 +132,7 @@ class Rsync:
         if ran.code != 0:
             raise Failed("copy", ran.explained())
         self._write_map(source, part)
-        return 0
+        return Fetched()
 
     def _write_map(self, source: Source, part: Part) -> None:
         """rsync keeps its own sums to itself, so the digests are taken from the copy."""

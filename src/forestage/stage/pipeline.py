@@ -38,8 +38,9 @@ class Figures:
     """What a copy took: keys evicted for it, seconds for the bytes, and how many of these were here
     before, came from peers, or were uploaded to peers meanwhile.
 
-    Jobs read `read_through` bytes before it was whole, of these `read_straight` from the source. It
-    grows on the way, so that a copy that fails has its figures too.
+    Jobs read `read_through` bytes before it was whole, of these `read_straight` from the source,
+    which gave `rate` bytes per second; 0: that is not known. It grows on the way, so that a copy
+    that fails has its figures too.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Figures:
         self.copying = 0.0
         self.resumed = 0
         self.from_peers = 0
+        self.rate = 0.0
         self.uploaded = 0
         self.read_through = 0
         self.read_straight = 0
@@ -71,7 +73,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     uploaded = _uploaded(task)
     with _readers(task) as shown:
         with queue.giving_way(task.node, task.key, stop), _progress_logged(task, owner):
-            figures.from_peers = _fetch(task, opened, stop, shown)
+            figures.from_peers, figures.rate = _fetch(task, opened, stop, shown)
         figures.uploaded = max(0, _uploaded(task) - uploaded)
         figures.copying = task.node.clock.monotonic() - owner.began
         if shown is not None:
@@ -81,7 +83,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         trace.point("checked")
         _mirror_access(task)
         doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
-        task.node.cache.publish(_entry(task), task.job.user.uid)
+        task.node.cache.publish(_entry(task, figures), task.job.user.uid)
     trace.point("published")
 
 
@@ -222,8 +224,10 @@ def _readers(task: Task) -> Iterator[Readers | None]:
             made.end()
 
 
-def _fetch(task: Task, opened: Source, stop: threading.Event, shown: Readers | None) -> int:
-    """Copies the bytes; returns how many of them came from other nodes."""
+def _fetch(
+    task: Task, opened: Source, stop: threading.Event, shown: Readers | None
+) -> engines.Fetched:
+    """Copies the bytes."""
     try:
         return engines.of(task.node.config).copy(opened, task.part, stop, _peers(task), shown)
     except Failed:
@@ -325,7 +329,7 @@ def _mirror_access(task: Task) -> None:
         os.close(fd)
 
 
-def _entry(task: Task) -> Entry:
+def _entry(task: Task, figures: Figures) -> Entry:
     config = task.node.config
     return Entry(
         key=task.key,
@@ -336,6 +340,7 @@ def _entry(task: Task) -> Entry:
         chunk=config.chunk_size,
         digest=digest.of_image(task.part.digests()),
         kind=task.image.kind,
+        rate=figures.rate,
     )
 
 

@@ -23,6 +23,7 @@ READ_TRIES = 3  # a network file system may fail a read once and serve it the ne
 PIECE = 4 * 1024 * 1024
 """Bytes. Small enough for reading and writing to overlap early, large enough for a disk's queue."""
 
+SAMPLE = 32 * 1024 * 1024  # bytes, or half of the image, that show how fast its source is
 HUGE_PAGE = 2 * 1024 * 1024  # bytes, on the machines that GPUs are put into
 
 
@@ -74,21 +75,57 @@ class Throttle:
         return True
 
 
+class Pace:
+    """How fast a source gave what was read of it at full speed, by however many threads at once.
+
+    `seconds` are those in which some thread was reading.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def reading(self, size: int) -> Iterator[None]:
+        """Around one read of `size` bytes; an error counts for nothing but its time."""
+        with self._lock:
+            if not self._threads:
+                self._since = time.monotonic()
+            self._threads += 1
+        try:
+            yield
+            with self._lock:
+                self.bytes += size
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if not self._threads:
+                    self.seconds += time.monotonic() - self._since
+
+    def rate(self, size: int) -> float:
+        """Bytes per second; 0 where too little of an image of `size` bytes was read so."""
+        counts = self.seconds > 0 and self.bytes >= min(SAMPLE, size / 2)
+        return round(self.bytes / self.seconds) if counts else 0.0
+
+
 def pieces(
     source: Source,
     start: int,
     size: int,
     buffer: memoryview,
-    turn: Callable[[], AbstractContextManager[int]] = lambda: contextlib.nullcontext(PIECE),
+    turn: Callable[[int], AbstractContextManager[int]] = contextlib.nullcontext,
 ) -> Iterator[tuple[int, memoryview]]:
     """Reads a chunk through the buffer: where each piece begins in the file, and the piece.
 
-    Each is read in a `turn`, which says how many bytes it may have at most.
+    Each is read in a `turn`, which gets the bytes that are wanted and says how many it may have.
     """
     at, end = start, start + size
     while at < end:
-        with turn() as most:
-            piece = buffer[: min(len(buffer), most, end - at)]
+        with turn(min(len(buffer), end - at)) as most:
+            piece = buffer[:most]
             read_piece(source, at, piece, buffer)
         yield at, piece
         at += len(piece)

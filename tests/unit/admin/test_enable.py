@@ -353,7 +353,7 @@ def test_link_is_made_with_yes_only(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [0, 1])
-def test_sweep_timer_is_started_with_yes_where_systemd_runs(
+def test_units_are_started_with_yes_where_systemd_runs(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int
 ) -> None:
     slurm.at("/run/systemd/system").mkdir(parents=True)
@@ -368,8 +368,8 @@ def test_sweep_timer_is_started_with_yes_where_systemd_runs(
     assert node.run("enable", SLURM_CONF).exit_code == Exit.OK
     assert asked == []
     printed = node.run("enable", "--yes", SLURM_CONF).stdout
-    assert asked == [["enable", "--now", "forestage-sweep.timer"]]
-    assert ("is not on" in printed) == bool(ends)
+    assert asked == [["enable", "--now", "forestage-sweep.timer", "forestage-ask.socket"]]
+    assert ("not both on" in printed) == bool(ends)
 
 
 def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:

@@ -151,6 +151,38 @@ def test_prolog_precedes_its_stager() -> None:
     assert "no Epilog is recorded" in text  # the stager is no hook of the job's life
 
 
+@pytest.mark.parametrize(
+    ("hook", "changes", "saved"),
+    [
+        ("step", {"baseline": 12.1, "redirect": "spank"}, "12s (reading it from its source takes"),
+        ("step", {"baseline": 1.0, "wait": 3.0}, "-2s (reading it"),
+        ("step", {"redirect": "spank"}, "not known"),
+        ("prolog", {"baseline": 12.1}, "12s (reading it"),
+        ("prolog", {"baseline": 12.1, "redirect": "spank"}, ""),  # its steps say so
+        ("step", {"baseline": 12.1, "redirect": "none"}, ""),
+        ("step", {"result": "started", "redirect": "none"}, ""),
+        ("step", {"result": "through", "redirect": "spank"}, ""),
+    ],
+)
+def test_start_from_the_copy_says_what_it_saved(
+    hook: Hook, changes: dict[str, Any], saved: str
+) -> None:
+    facts = {"wait": 0.1, **changes}
+    text = printed(event(hit(**facts), hook=hook, step=0))
+    line = re.search(r"^ +saved +(.*)$", text, re.MULTILINE)
+    assert line[1].startswith(saved) if line and saved else not line
+
+
+def test_first_step_of_a_path_that_the_prolog_bound_is_no_further_start() -> None:
+    step = {"redirect": "kept", "baseline": 9.0}
+    text = printed(
+        event(hit(baseline=9.0, wait=0.5), total=0.5),
+        event(hit(**step), hook="step", step=0, time=NOW + 1),
+        event(hit(**step), hook="step", step=1, time=NOW + 2),
+    )
+    assert re.findall(r"saved +(\S+)", text) == ["8.5s", "8.99s"]
+
+
 def test_late_copy_of_own_job_is_shown_as_late() -> None:
     text = printed(gave_up(NOW - 25), copied(NOW, 39.9))
     assert re.search(

@@ -37,7 +37,7 @@ def lease(*keys: str, off: bool = False) -> Lease:
 
 def image(key: str = KEYS[0], asked: str = "/a", event: str = "{}", entry: str = "") -> Shown:
     entry = entry or f"/c/entries/{key}/image"
-    return Shown(asked, 1, event, "", ("use", entry, "/a", *"12341"))
+    return Shown(asked, 1, event, ("use", entry, "/a", *"12341"))
 
 
 def note(leases: Leases, places: Places, *images: Shown) -> list[list[str]]:
@@ -62,7 +62,7 @@ def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places
     numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
     assert files[3][2:] == [str(number) for number in numbers]
     assert files[0][2:] == files[1][2:] == ["0"] * 4
-    assert found == ["image", "/a", "1", "{}", "", *image().answer]
+    assert found == ["image", "/a", "1", "{}", *image().answer]
     assert leases.shown(JOB).stat().st_mode & 0o777 == 0o600
 
 

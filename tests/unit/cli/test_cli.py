@@ -484,6 +484,24 @@ def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
     assert site.json("explain", "7")["runs"][0]["hook"] == "prolog"
 
 
+@pytest.mark.parametrize("word", ["7.0", "7.batch", "7.extern"])
+def test_explain_takes_a_step_for_its_job(site: Site, word: str) -> None:
+    site.lease(7)
+    assert site.run("explain", word).stdout.startswith("Job 7")
+
+
+@pytest.mark.parametrize("word", ["12_1", "12+1"])
+def test_explain_of_a_part_of_an_array_says_how_its_id_is_found(site: Site, word: str) -> None:
+    done = site.run("explain", word)
+    assert done.exit_code == Exit.USAGE
+    assert f"squeue -h -j {word} -o %A" in done.stderr
+
+
+@pytest.mark.parametrize("word", ["7.", "7.0;id", ".0", "12_", "_1", "12_1.0", "7.é", "1" * 11])
+def test_explain_of_what_is_no_job_is_refused(site: Site, word: str) -> None:
+    assert site.run("explain", word).exit_code == Exit.USAGE
+
+
 def test_explain_of_a_job_without_an_event_says_what_is_known(site: Site) -> None:
     done = site.run("explain", "7")
     assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.errors import Declined
@@ -148,6 +149,33 @@ def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
     job = msgspec.structs.replace(job, hints=Hints(off=True))
     outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
     assert [(one.result, one.reason) for one in outcomes[2:]] == [("failed", "busy")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tell", "redirect", "noted"),
+    [
+        ("problems", True, "bind", 3.0),
+        ("all", False, "bind", 3.0),
+        ("problems", False, "bind", 0.0),
+        ("all", True, "spank", 0.0),
+    ],
+)
+def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
+    staging_node: Node, asking: Job, limit: Wait, monkeypatch: Patch,
+    messages: str, tell: bool, redirect: str, noted: float,
+) -> None:  # fmt: skip
+    config = msgspec.structs.replace(staging_node.config, user_messages=messages, redirect=redirect)
+    node = msgspec.structs.replace(staging_node, config=config)
+    node.cache.prepare(require_mount=False)
+    node.leases.write(Lease(asking.id, asking.user, 1.0, str(node.cache.root), (Use("k"),)))
+    took = [Answer(Handled("copied", wait=seconds)) for seconds in (1.0, 2.0)]
+    monkeypatch.setattr(image, "handle", lambda *_: took)
+    job = msgspec.structs.replace(asking, hints=Hints(tell=tell), requests=())
+    monkeypatch.setattr(prolog, "_note_hinted", lambda *_: None)
+    prolog.prolog(node, job, limit, None)
+    found = node.leases.read(job.id)
+    assert found
+    assert found.waited == noted
 
 
 @pytest.mark.parametrize(("problems", "reasons"), [((), []), (("odd", "hint"), ["bad-hint"])])

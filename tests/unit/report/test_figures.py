@@ -55,6 +55,28 @@ def reported(*events: Event, window: reports.Window = ALWAYS, offset: int = 0) -
         return reports.from_logs([file.name], window, NOW, offset)
 
 
+def of(user: str, outcome: Outcome, **changes: object) -> Event:
+    made = event("step", msgspec.structs.replace(outcome, **changes), job=hash(user) % 1000)
+    return msgspec.structs.replace(made, user=user)
+
+
+def test_each_user_has_what_their_measured_starts_saved_less_all_waiting() -> None:
+    found = reported(
+        of("alice", hit(wait=1.0), baseline=10.0),
+        of("alice", hit(wait=1.0), baseline=10.0),
+        of("alice", hit(wait=1.0)),  # on a node that has not measured it
+        of("alice", Handled("declined", image=PATH, key="k", reason="deadline", wait=5.0)),
+        of("bob", hit()),
+        of("carol", hit(redirect="none"), baseline=10.0),  # nobody reads that copy
+    )
+    assert [(one.user, one.starts, one.hits) for one in found.users] == [
+        ("alice", 4, 3), ("bob", 1, 1), ("carol", 1, 1)
+    ]  # fmt: skip
+    assert [(one.local, one.measured, one.saved) for one in found.users] == [
+        (3, 2, 12.0), (1, 0, None), (0, 0, None)
+    ]  # fmt: skip
+
+
 # --- what counts
 
 

@@ -65,6 +65,19 @@ def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str)
     assert problem in found
 
 
+@pytest.mark.parametrize(("comment", "tell"), [("stage-tell=yes", True), ("stage-tell=no", False)])
+def test_user_may_want_to_hear_what_happened(comment: str, tell: bool) -> None:
+    found = read_hints(comment)
+    assert (found.tell, found.for_steps, found.problems) == (tell, tell, ())
+
+
+@pytest.mark.parametrize("value", ["", "maybe", "YES", "1"])
+def test_wish_to_hear_it_is_yes_or_no(value: str) -> None:
+    found = read_hints(f"stage-tell={value}")
+    assert not found.tell
+    assert found.problems[0].startswith("stage-tell: expected yes or no")
+
+
 def test_too_many_images_are_cut_and_reported() -> None:
     hints = read_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
     assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED))

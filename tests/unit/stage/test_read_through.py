@@ -81,7 +81,7 @@ class Scene:
     def copy(self, **tuning: object) -> None:
         source = Source(self.fd, None, SIZE)
         known = msgspec.structs.replace(TUNING, **tuning)
-        chunks.copy(source, self.part, known, self.stop, self.readers)
+        self.pace = chunks.copy(source, self.part, known, self.stop, self.readers)
 
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
@@ -214,6 +214,7 @@ def test_one_thread_copies_little_by_little_while_a_job_starts(
     scene.copy(threads=4)
     assert max(scene.sizes) == chunks.GENTLE
     assert scene.most == 1
+    assert scene.pace.rate(1) == 0.0, "that is not how fast the source is"
     scene.check()
 
 

@@ -263,3 +263,55 @@ def test_any_second_sees_at_most_the_rate_and_one_chunk(
         for last in range(first, len(flowed)):
             took = flowed[last][0] - flowed[first][0]
             assert sum(size for _, size in flowed[first:last]) <= rate * took + 1e-6 * rate + 1e-6
+
+
+class Ticking:
+    """A clock that a test moves, in the place of the module's."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
+    made = Ticking()
+    monkeypatch.setattr(reading, "time", made)
+    return made
+
+
+def test_pace_counts_the_seconds_in_which_any_thread_reads(ticking: Ticking) -> None:
+    pace = reading.Pace()
+    with pace.reading(600):
+        ticking.now += 2
+        with pace.reading(400):
+            ticking.now += 3
+    ticking.now += 100  # all threads write, or wait for their turn
+    with pace.reading(1000):
+        ticking.now += 5
+    assert (pace.bytes, pace.seconds, pace.rate(2000)) == (2000, 10.0, 200)
+
+
+def test_pace_of_a_few_bytes_is_not_known(ticking: Ticking) -> None:
+    pace = reading.Pace()
+    assert pace.rate(0) == 0
+    with pace.reading(499):
+        ticking.now += 1
+    assert (pace.rate(998), pace.rate(1000)) == (499, 0)
+    with pace.reading(reading.SAMPLE):
+        ticking.now += 1
+    assert pace.rate(1 << 40) == round((499 + reading.SAMPLE) / 2)
+
+
+def test_read_that_fails_brings_no_bytes(ticking: Ticking) -> None:
+    pace = reading.Pace()
+
+    def fail() -> None:
+        ticking.now += 1
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"), pace.reading(1000):
+        fail()
+    assert (pace.bytes, pace.seconds) == (0, 1.0)

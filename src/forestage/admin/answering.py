@@ -1,0 +1,141 @@
+"""The service at which users of a node ask about their own jobs: `forestage answer`.
+
+    /run/forestage/ask.sock    one line, `job 4242` or `status`; one JSON document (admin/asked.py)
+
+The kernel says who asks (SO_PEERCRED). systemd listens, and starts us for the first who asks; when
+nobody has asked for IDLE seconds we end. Every user of the node can connect, so all is bounded: the
+connections of one user and of all, the bytes and the seconds of a question, the answers at once,
+the bytes and the seconds of an answer.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import struct
+from collections import Counter
+from collections.abc import Mapping
+
+from forestage.admin import asked
+from forestage.admin.asked import Answer
+from forestage.cache.node import Node
+from forestage.errors import ForestageError
+
+PER_USER = 4  # connections
+MOST = 64  # connections of all users
+LINE = 64  # bytes of a question
+QUESTION_SECONDS = 2.0
+ANSWER_SECONDS = 10.0  # for a client to take the answer
+IDLE = 60.0  # seconds without a connection until the service ends, where systemd would start it
+FRESH = 10.0  # seconds for which one look at the node's state is good
+FIRST_FD = 3  # sd_listen_fds(3)
+
+_JOB = re.compile(rb"job ([1-9][0-9]{0,9})\n")
+
+
+class Desk:
+    """Answers one connection after the other. `now` is monotonic."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.now = node.clock.monotonic
+        self.connections: Counter[int] = Counter()
+        self.last = self.now()
+        self.turn = asyncio.Lock()
+        self._public = b""
+        self._public_until = 0.0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from its question to its end. Never raises."""
+        uid = peer(writer.get_extra_info("socket"))
+        self.connections[uid] += 1
+        try:
+            writer.write(await self._answer(reader, uid))
+            await asyncio.wait_for(writer.drain(), ANSWER_SECONDS)
+            writer.write_eof()
+        except (asyncio.TimeoutError, OSError):  # who does not read it does not get it
+            writer.transport.abort()
+        finally:
+            writer.close()
+            with contextlib.suppress(asyncio.TimeoutError, OSError):
+                await asyncio.wait_for(writer.wait_closed(), ANSWER_SECONDS)
+            writer.transport.abort()
+            self.connections[uid] -= 1
+            self.last = self.now()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody has asked for a while."""
+        return not self.connections.total() and self.now() - self.last > IDLE
+
+    async def _answer(self, reader: asyncio.StreamReader, uid: int) -> bytes:
+        # Root has not to wait for anybody's sake.
+        if uid and (self.connections[uid] > PER_USER or self.connections.total() > MOST):
+            return problem("too many questions at once: ask again in a moment")
+        try:
+            line = await asyncio.wait_for(reader.readuntil(b"\n"), QUESTION_SECONDS)
+        except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            return problem("a question is `job ID` or `status`, and a line end")
+        async with self.turn:
+            try:
+                return await asyncio.to_thread(self._told, line, uid)
+            except (ForestageError, OSError):  # its text may hold paths
+                return problem("the node could not answer: root sees why with the same command")
+
+    def _told(self, line: bytes, uid: int) -> bytes:
+        job = _JOB.fullmatch(line)
+        if job is not None:
+            return asked.about_job(self.node.places, int(job[1]), uid)
+        if line != b"status\n":
+            return problem("a question is `job ID` or `status`, and a line end")
+        if self.now() > self._public_until:
+            self._public = asked.encoded(Answer(public=asked.public(self.node)))
+            self._public_until = self.now() + FRESH
+        return self._public
+
+
+def problem(text: str) -> bytes:
+    return asked.encoded(Answer(problem=text))
+
+
+def peer(connected: socket.socket) -> int:
+    """The uid of who has connected, by the kernel's word."""
+    facts = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    _, uid, _ = struct.unpack("iII", facts)
+    return int(uid)
+
+
+def run(node: Node, environ: Mapping[str, str]) -> None:
+    """Answers until SIGTERM or, where systemd listens, until nobody asks any more.
+
+    Raises OSError.
+    """
+    passed = environ.get("LISTEN_PID") == str(os.getpid()) and environ.get("LISTEN_FDS") == "1"
+    listening = socket.socket(fileno=FIRST_FD) if passed else listen(node)
+    with listening:
+        asyncio.run(_serve(Desk(node), listening, passed))
+
+
+def listen(node: Node) -> socket.socket:
+    """The socket, where nobody else has made it."""
+    path = node.places.ask
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(os.fspath(path))
+    path.chmod(0o666)
+    made.listen(MOST)
+    return made
+
+
+async def _serve(desk: Desk, listening: socket.socket, ends: bool) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = await asyncio.start_unix_server(desk.serve, sock=listening, limit=LINE)
+    while not stop.is_set() and not (ends and desk.is_idle):
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1.0)
+    server.close()

@@ -1,0 +1,137 @@
+"""What a node says to users without root: all about their own jobs, of the rest what is no secret.
+
+Whoever asks is known by the kernel (admin/answering.py) or by munge (peers/server.py); root may see
+everything. Of other users no name, path or job gets into an answer, and whether somebody else's job
+was here does not either.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+
+from forestage.admin import explain, recent
+from forestage.admin.explain import History
+from forestage.cache import evict
+from forestage.cache.lease import Lease, Leases
+from forestage.cache.node import Node
+from forestage.config import switch
+from forestage.errors import Failed, ForestageError, NotFound
+from forestage.events import Event, read
+from forestage.paths import Places
+from forestage.system.terminal import Facts, Piece, count
+from forestage.units import format_size, printable
+
+MAX_ANSWER = 256 * 1024  # bytes; of a job with more to tell, its first runs are left out
+MAX_JOB = 2**32  # Slurm's ids are 32 bits
+
+
+class Public(msgspec.Struct, frozen=True):
+    """What every user of a node may know. Sizes are bytes; `cache` is None where none is in use.
+
+    `hit_ratio` is that of the latest `starts` (admin/recent.py); None where there are none.
+    """
+
+    enabled: bool
+    cache: "Space | None" = None
+    hit_ratio: float | None = None
+    starts: int = 0
+
+
+class Space(msgspec.Struct, frozen=True):
+    """What the cache takes of what it may take, in bytes."""
+
+    used: int
+    max_size: int
+
+    @property
+    def percent(self) -> int:
+        return round(100 * self.used / self.max_size) if self.max_size else 100
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One answer, as JSON. `problem` says why there is no other."""
+
+    history: History | None = None
+    public: Public | None = None
+    problem: str = ""
+
+
+def about_job(places: Places, job: int, uid: int) -> bytes:
+    """The answer about a job, for one user; at most MAX_ANSWER bytes. Raises OSError."""
+    try:
+        found = explain.gather(places, job) if uid == 0 else own(places, job, uid)
+    except NotFound as nothing:
+        return encoded(Answer(problem=str(nothing)))
+    return bounded(found)
+
+
+def own(places: Places, job: int, uid: int) -> History:
+    """The history of a user's own job, made of nothing but this user's events and lease.
+
+    Raises NotFound in the same words for another user's job and for none.
+    """
+    lease: Lease | None = None
+    with contextlib.suppress(Failed, OSError):  # whose a damaged lease is, nobody knows
+        lease = Leases(places.leases).read(job)
+    if lease is not None and lease.user.uid != uid:
+        lease = None
+    return explain.history(job, own_events(read(places.events), uid), lease, yours=True)
+
+
+def own_events(events: Iterator[Event], uid: int) -> Iterator[Event]:
+    """Pure: a user's own events. Job ids come again, so the job alone does not say whose it is."""
+    return (event for event in events if event.uid == uid)
+
+
+def bounded(found: History) -> bytes:
+    """Pure: the answer, without a job's first runs where it would be too long."""
+    left_out = 0
+    while len(text := encoded(Answer(history=found))) > MAX_ANSWER and found.runs:
+        first = (len(found.runs) + 1) // 2
+        left_out += first
+        said = f"{count(left_out, 'run')} before these are left out; root sees them on the node"
+        found = msgspec.structs.replace(found, runs=found.runs[first:], problems=(said,))
+    return text
+
+
+def encoded(answer: Answer) -> bytes:
+    return msgspec.json.encode(answer)
+
+
+def decoded(text: bytes) -> Answer:
+    """Raises NotFound for what is no answer, or says that there is none."""
+    try:
+        answer = msgspec.json.decode(text, type=Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ForestageError(f"the node's answer cannot be understood: {error}") from None
+    if answer.problem:
+        raise NotFound(printable(answer.problem))
+    return answer
+
+
+def public(node: Node) -> Public:
+    """What everyone may know. Never raises for what is wrong with the cache."""
+    lately = recent.starts(node.places.events, node.clock.wall())
+    enabled = node.config.enabled and not switch.by_file(node.places)
+    space = None
+    with contextlib.suppress(ForestageError, OSError):
+        if (node.cache.root / "format").exists():
+            room = evict.measure(node.cache, node.cache.stored_entries(), node.config)
+            space = Space(room.used, room.max_size)
+    return Public(enabled, space, lately.hit_ratio, lately.tried)
+
+
+def pieces(found: Public) -> list[Piece]:
+    """Pure: what `forestage status` prints for users."""
+    facts = [("staging", "on" if found.enabled else "switched off")]
+    if found.cache is None:
+        facts.append(("cache", "not in use"))
+    else:
+        used, most = format_size(found.cache.used), format_size(found.cache.max_size)
+        facts.append(("cache", f"{used} of {most} ({found.cache.percent}% full)"))
+    ratio = "no start is recorded"
+    if found.hit_ratio is not None:
+        ratio = f"{found.hit_ratio:.0%} of {count(found.starts, 'start')}"
+    facts.append(("hits", ratio))
+    return [Facts(tuple(facts))]

@@ -1,0 +1,29 @@
+"""What a start would take without its copy: its bytes, at the rate at which this node read them.
+
+The rate is that at which the copy read the source (stage/reading.Pace): the only time that this
+node reads an image as fast as it can. A job reads it with fewer threads and beside other nodes, so
+what is computed of it is rather too low. Where nothing was measured, nothing is known.
+"""
+
+import contextlib
+
+from forestage.cache.layout import Cache
+from forestage.cache.part import HOT_PIECE
+from forestage.config import Config
+from forestage.system import records
+
+
+def seconds(cache: Cache, config: Config, key: str) -> float:
+    """Seconds that a start needs to read its image from the source; 0 where that is not known.
+
+    What jobs read in the first minute, where that was seen to be a small part (cache/hot.py). Else
+    all of it, as they do who unpack it; with `unpack_ratio: 0` nobody does.
+    """
+    entry = cache.read(key)
+    if entry is None or not entry.rate:
+        return 0.0
+    read = entry.identity.size if config.unpack_ratio else 0
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, records.Damaged):
+        pieces = records.load(cache.entry_dir(key) / "hot", list[int])
+        read = min(entry.identity.size, len(pieces) * HOT_PIECE)
+    return round(read / entry.rate, 4)

@@ -1,0 +1,58 @@
+"""How fast a node reads an image's source: measured by a copy, or not known."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from commands import Site
+from forestage.cache import baseline, hot
+from forestage.cache.layout import Entry
+from forestage.cache.part import HOT_PIECE
+from forestage.system import records
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def key(site: Site) -> str:
+    """An entry of 8 MiB whose source gave 1 MiB a second."""
+    key = site.publish(site.image("a.sqsh", bytes(8 << 20)))
+    file = site.node.cache.entry_dir(key) / "entry.json"
+    entry = msgspec.structs.replace(records.load(file, Entry), rate=1048576)
+    records.write(file, msgspec.json.encode(entry))
+    return key
+
+
+def seconds(site: Site, key: str, **config: object) -> float:
+    node = site.node
+    return baseline.seconds(node.cache, msgspec.structs.replace(node.config, **config), key)
+
+
+def test_start_that_unpacks_reads_all_of_it(site: Site, key: str) -> None:
+    assert seconds(site, key) == 8.0
+
+
+def test_start_that_was_seen_to_read_a_part_reads_that(site: Site, key: str) -> None:
+    wanted = site.look(site.lustre / "a.sqsh")
+    hot.keep(site.node.cache, wanted, {0, 7})
+    assert seconds(site, key) == 2 * HOT_PIECE / 1048576
+    assert seconds(site, key, unpack_ratio=0) == 2.0
+
+
+def test_start_that_reads_nobody_knows_how_much_is_not_known(site: Site, key: str) -> None:
+    assert seconds(site, key, unpack_ratio=0) == 0.0
+
+
+def test_entry_without_a_rate_or_gone_is_not_known(site: Site) -> None:
+    assert seconds(site, site.publish(site.image("b.sqsh"))) == 0.0
+    assert seconds(site, "f" * 32) == 0.0
+
+
+@pytest.mark.parametrize("text", [b"", b"[", b'{"a":1}', b'["x"]'])
+def test_damaged_map_is_none(site: Site, key: str, text: bytes) -> None:
+    (site.node.cache.entry_dir(key) / "hot").write_bytes(text)
+    assert seconds(site, key) == 8.0
