@@ -42,7 +42,7 @@ ALLOWED = {
 
 STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
-    *("check.hooks", "check.plugins", "check.sources", "slurm.queue", "system.tree"),
+    *("check.hooks", "slurm.release", "check.sources", "slurm.queue", "system.tree"),
     *("cache.doubt", "data.job_disk", "data.tree", "peers.auth", "stage.engines"),
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""
