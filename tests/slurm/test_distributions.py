@@ -170,6 +170,17 @@ def test_another_python_of_the_distribution_gets_its_byte_code(node: Node) -> No
     assert node.type(f"readlink {HOME}/bin/python3") == "/usr/bin/python3\n"
 
 
+def test_line_of_the_companion_is_read_without_a_word(node: Node) -> None:
+    """By this Slurm, on a host without the companion, which `optional` alone would not be."""
+    stack = node.machine.path("/etc/slurm/plugstack.conf")
+    before = stack.read_text() if stack.exists() else ""
+    try:
+        stack.write_text(f"include {HOME}/spank/plugstack-22.05*.conf\n{before}")
+        assert node.type("srun true 2>&1") == ""
+    finally:
+        stack.write_text(before)
+
+
 def test_removed_under_a_running_job_no_job_fails_and_no_node_drains(node: Node) -> None:
     with node.holding():
         assert node.redirected()

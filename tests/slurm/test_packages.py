@@ -239,7 +239,7 @@ def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
 ) -> None:
     packages.install(RELEASES[0], "forestage", "forestage-spank")
     enable(site, packages)
-    assert site.cluster.read(STACK).startswith(f"optional {HOME}/spank/forestage.so\n")
+    assert site.cluster.read(STACK).startswith(f"include {HOME}/spank/plugstack-22.05*.conf\n")
     site.configure(redirect="spank")
     image = site.image("spank")
     step = f"srun --container-image={image} cat /etc/os-release"
@@ -248,6 +248,28 @@ def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
     packages.remove("forestage-spank", "forestage")
     job = site.sbatch(step)
     assert "ID=spank" in job.stdout, job
+
+
+def test_host_without_the_companion_reads_its_line_without_a_word(
+    site: Site, packages: Packages
+) -> None:
+    """A submit host without the package, or with that of another Slurm: no user sees an error."""
+    packages.install(RELEASES[0], "forestage", "forestage-spank")
+    enable(site, packages)
+    plugin = f"{HOME}/spank/forestage.so"
+    without = f"mount -t tmpfs tmpfs {HOME}/spank"
+    other = f"{without}; touch {plugin}; echo optional {plugin} >{HOME}/spank/plugstack-24.11.conf"
+    jobs = "srun true && sbatch --wait --output=/dev/null --wrap true"
+
+    def errors(host: str) -> str:
+        shell = ["unshare", "--mount", "sh", "-c", f"{host}; {jobs}"]
+        return site.cluster.run(shell, user="root").stderr
+
+    assert [errors(host) for host in ("true", without, other)] == ["", "", ""]
+    line = f"include {HOME}/spank/plugstack-22.05*.conf"
+    stack = site.cluster.read(STACK)
+    site.cluster.write(STACK, stack.replace(line, f"optional {plugin}"))
+    assert all(plugin in errors(host) for host in (without, other)), "what the line is for"
 
 
 ELS = {
