@@ -259,9 +259,10 @@ def test_host_without_the_companion_reads_its_line_without_a_word(
     plugin = f"{HOME}/spank/forestage.so"
     without = f"mount -t tmpfs tmpfs {HOME}/spank"
     other = f"{without}; touch {plugin}; echo optional {plugin} >{HOME}/spank/plugstack-24.11.conf"
-    jobs = "srun true && sbatch --wait --output=/dev/null --wrap true"
+    jobs = "srun true && sbatch --output=/dev/null --wrap true"
 
     def errors(host: str) -> str:
+        site.cluster.wait_idle(30)  # else srun says that it waits for the batch job's node
         shell = ["unshare", "--mount", "sh", "-c", f"{host}; {jobs}"]
         return site.cluster.run(shell, user="root").stderr
 
