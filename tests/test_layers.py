@@ -42,8 +42,8 @@ ALLOWED = {
 
 STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
-    *("check.hooks", "check.plugins", "check.registry", "check.sources"),
-    *("slurm.queue", "system.tree"),
+    *("check.hooks", "check.registry", "check.sources"),
+    *("slurm.queue", "slurm.release", "system.tree"),
     *("cache.doubt", "data.job_disk", "data.tree", "peers.auth", "stage.engines"),
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""

@@ -17,11 +17,13 @@ sys.path.insert(0, str(FOLDER))
 from cluster import Cluster  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
 from jobs import Site, hooked  # noqa: E402
+from packaged import build  # noqa: E402
 from spec import ClusterSpec  # noqa: E402
 from steps import Tables  # noqa: E402
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "srun")
 TOOLS = ("mksquashfs", "squashfuse", "gcc", "make", "ip", "unshare", "mkfs.ext4")
+MADE = "FORESTAGE_TEST_PACKAGES"  # a folder with packages to test, instead of those made here
 ALSO = "FORESTAGE_TEST_ALSO"  # set by ./test: names of suites among it
 
 
@@ -53,6 +55,16 @@ def machine() -> None:
     if missing := [program for program in DAEMONS + TOOLS if not shutil.which(program, path=path)]:
         pytest.fail(f"missing: {', '.join(missing)} (run tests/prepare)")
     exit_on_sigterm()
+
+
+@pytest.fixture(scope="session")
+def built(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages, made here; or those in a folder that the environment names."""
+    if MADE in os.environ:
+        return Path(os.environ[MADE])
+    folder = tmp_path_factory.mktemp("packages")
+    build(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """The Debian mirror that this machine's own apt uses, and the proxy that apt goes through.
 
 debootstrap needs one mirror and reads neither apt's sources nor its proxy. A mirror that is not
-Debian's own does no harm: debootstrap refuses what Debian's keys did not sign.
+Debian's own does no harm: debootstrap refuses what Debian's keys did not sign. Nor does one of
+Ubuntu, which the environment names, as apt of a Debian machine knows none.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from urllib.parse import urlsplit
 from host import ClusterError
 
 SUITES = {"stable", "oldstable", "testing", "unstable", "bookworm", "trixie", "sid"}
+UBUNTU = "FORESTAGE_TEST_UBUNTU"
 SCHEMES = {"http", "https", "file"}  # of those that apt knows, what debootstrap can read
 
 
@@ -24,6 +27,13 @@ def mirror() -> str:
         if urlsplit(uri).scheme in SCHEMES and suite in SUITES and component == "main":
             return uri.rstrip("/")
     raise ClusterError("no Debian mirror among apt's sources (apt-get indextargets)")
+
+
+def ubuntu_mirror() -> str:
+    """What FORESTAGE_TEST_UBUNTU names. Raises ClusterError without it."""
+    if UBUNTU not in os.environ:
+        raise ClusterError(f"no mirror of Ubuntu: {UBUNTU}=http://...")
+    return os.environ[UBUNTU].rstrip("/")
 
 
 def proxy(uri: str) -> dict[str, str]:

@@ -32,11 +32,18 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def build(folder: Path) -> None:
-    """Both releases, both kinds."""
+    """Both releases, both kinds: the companion of this machine's Slurm too."""
+    out = ["--out", str(folder), "--version"]
+    _packaging("prepare")
     for release in RELEASES:
-        build = [str(REPO / "packaging/build"), "--out", str(folder), "--version", release]
-        done = subprocess.run(build, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        _packaging("build", *out, release)
+        _packaging("companion", *out, release, "--kind", "rpm")
+
+
+def _packaging(*argv: str) -> None:
+    command = [str(REPO / "packaging" / argv[0]), *argv[1:]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def spec(kind: str) -> ClusterSpec:

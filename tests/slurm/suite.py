@@ -1,8 +1,9 @@
-"""Debian trees with other releases of Slurm and Python, for a cluster to run in.
+"""Trees of other distributions: for a cluster to run in, or to be booted.
 
-Each is made once by debootstrap, from the mirror of the machine's own apt, below a directory that
-is root's alone. In it forestage lies where a package would put it, in a virtual environment of the
-tree's own Python. Needs a network the first time. Standard library only, as `cluster` itself.
+Each is made once by debootstrap, from the mirror of the machine's own apt (Ubuntu's: one that the
+environment names), below a directory that is root's alone. In a cluster's tree forestage lies where
+a package would put it, in a virtual environment of the tree's own Python. Needs a network the first
+time. Standard library only, as `cluster` itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import tomllib
 from host import ClusterError
-from mirror import mirror, proxy
+from mirror import mirror, proxy, ubuntu_mirror
 from spec import REPO, ClusterSpec
 
 TREES = Path("/var/cache/forestage-test")
@@ -29,6 +30,13 @@ PACKAGES = (
 )
 VENV = "usr/lib/forestage"
 PRIVATE = ("unshare", "--mount", "--propagation", "private")
+
+INIT = "ca-certificates,systemd,systemd-sysv,dbus"
+# Debian 12 has neither Ubuntu's keys nor scripts for all of its releases: the keys come from Debian
+# 13's package, and all scripts since `gutsy` are that one.
+FRESH: Mapping[str, str] = {"trixie": "ubuntu-keyring,"}
+UBUNTU = ("jammy", "noble")
+KEYS = "usr/share/keyrings/ubuntu-archive-keyring.gpg"
 
 # Nodes share one kernel, and the release that Slurm 22.05 is of does not know this word.
 NO_CGROUPS = {"/etc/slurm/cgroup.conf": "CgroupPlugin=disabled\n"}
@@ -51,9 +59,12 @@ def prepared(suite: str) -> Path:
         return tree
 
 
-def fresh() -> Path:
-    """Debian 12 as its installer leaves it: without Slurm, without forestage. Not to be changed."""
-    with _tree("fresh", "bookworm", "ca-certificates") as tree:
+def fresh(suite: str) -> Path:
+    """As the distribution's installer leaves it: with systemd, without Slurm and forestage.
+
+    Not to be changed.
+    """
+    with _tree(f"fresh-{suite}", suite, FRESH.get(suite, "") + INIT) as tree:
         return tree
 
 
@@ -70,9 +81,13 @@ def _tree(name: str, suite: str, packages: str) -> Iterator[Path]:
         if _read(tree / "packages") != packages:
             for old in (tree, unfinished):
                 shutil.rmtree(old, ignore_errors=True)
-            uri = mirror()
-            options = ["--variant=minbase", f"--include={packages}", suite, str(unfinished), uri]
-            _run([*PRIVATE, "debootstrap", *options], env=os.environ | proxy(uri))
+            uri, options, script = mirror(), ["--variant=minbase", f"--include={packages}"], []
+            if suite in UBUNTU:
+                uri, script = ubuntu_mirror(), ["gutsy"]
+                # Slurm is in universe.
+                options += [f"--keyring={fresh('trixie') / KEYS}", "--components=main,universe"]
+            argv = [*PRIVATE, "debootstrap", *options, suite, str(unfinished), uri, *script]
+            _run(argv, env=os.environ | proxy(uri))
             shutil.rmtree(unfinished / "var/cache/apt/archives", ignore_errors=True)
             (unfinished / "packages").write_text(packages)
             unfinished.rename(tree)

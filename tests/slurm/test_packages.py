@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,26 +12,13 @@ import pytest
 from cluster import Cluster
 from host import wait_until
 from jobs import Site
-from newcomer import Machine, blocks
-from packaged import HOOKS, NODE, RELEASES, Packages, build, spec
+from packaged import HOOKS, NODE, RELEASES, Packages, spec
 from spec import REPO, ClusterSpec
-from suite import fresh
 
 pytestmark = pytest.mark.long
-MADE = "FORESTAGE_TEST_PACKAGES"
 CONF = "/etc/slurm/slurm.conf"
 STACK = "/etc/slurm/plugstack.conf"
 HOME = "/usr/lib/forestage"
-
-
-@pytest.fixture(scope="session")
-def built(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made here; or those in a folder that the environment names, to test what is given out."""
-    if MADE in os.environ:
-        return Path(os.environ[MADE])
-    folder = tmp_path_factory.mktemp("packages")
-    build(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=["deb", "rpm"])
@@ -252,7 +239,7 @@ def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
 ) -> None:
     packages.install(RELEASES[0], "forestage", "forestage-spank")
     enable(site, packages)
-    assert site.cluster.read(STACK).startswith(f"optional {HOME}/spank/forestage.so\n")
+    assert site.cluster.read(STACK).startswith(f"include {HOME}/spank/plugstack-22.05*.conf\n")
     site.configure(redirect="spank")
     image = site.image("spank")
     step = f"srun --container-image={image} cat /etc/os-release"
@@ -263,6 +250,101 @@ def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
     assert "ID=spank" in job.stdout, job
 
 
+def test_host_without_the_companion_reads_its_line_without_a_word(
+    site: Site, packages: Packages
+) -> None:
+    """A submit host without the package, or with that of another Slurm: no user sees an error."""
+    packages.install(RELEASES[0], "forestage", "forestage-spank")
+    enable(site, packages)
+    plugin = f"{HOME}/spank/forestage.so"
+    without = f"mount -t tmpfs tmpfs {HOME}/spank"
+    other = f"{without}; touch {plugin}; echo optional {plugin} >{HOME}/spank/plugstack-24.11.conf"
+    jobs = "srun true && sbatch --output=/dev/null --wrap true"
+
+    def errors(host: str) -> str:
+        site.cluster.wait_idle(30)  # else srun says that it waits for the batch job's node
+        shell = ["unshare", "--mount", "sh", "-c", f"{host}; {jobs}"]
+        return site.cluster.run(shell, user="root").stderr
+
+    assert [errors(host) for host in ("true", without, other)] == ["", "", ""]
+    line = f"include {HOME}/spank/plugstack-22.05*.conf"
+    stack = site.cluster.read(STACK)
+    site.cluster.write(STACK, stack.replace(line, f"optional {plugin}"))
+    assert all(plugin in errors(host) for host in (without, other)), "what the line is for"
+
+
+ELS = {
+    "el8": {"python3": "3.6.8", "python3.11": "3.11.9"},
+    "el9": {"python3": "3.9.18", "python3.12": "3.12.1"},
+    "el10": {"python3": "3.12.8"},
+}
+LACKING = {"el8": {"python3": "3.6.8"}, "later": {"python3": "3.15.1"}}
+BASE = {"glibc": "2.28", "libgcc": "8.5", "libstdc++": "8.5", "util-linux": "2.32"}
+
+
+@pytest.mark.parametrize(
+    ("pythons", "fits"),
+    [*((one, True) for one in ELS.values()), *((one, False) for one in LACKING.values())],
+)
+def test_rpm_fits_the_python_that_an_el_offers(
+    built: Path, tmp_path: Path, pythons: dict[str, str], fits: bool
+) -> None:
+    """No EL is reached from here: a database that has its packages by name."""
+    stubs = [_stub(tmp_path, name, version) for name, version in (BASE | pythons).items()]
+    rpm = ["rpm", "--force-debian", "--root", str(tmp_path / "root"), "--nosignature"]
+    subprocess.run(["rpmdb", *rpm[2:4], "--initdb"], check=True)
+    subprocess.run([*rpm, "--install", "--justdb", *stubs], check=True)
+    (package,) = built.glob(f"forestage-{RELEASES[0]}-1.*.rpm")
+    done = subprocess.run([*rpm, "--upgrade", "--test", package], capture_output=True, text=True)
+    assert (done.returncode == 0) == fits, done.stderr
+    assert fits or "python3.11" in done.stderr
+
+
+def _stub(folder: Path, name: str, version: str) -> str:
+    """An empty package of that name."""
+    config = folder / f"{name}.yaml"
+    config.write_text(f"name: {name}\narch: all\nversion: {version}\nversion_schema: none\n")
+    nfpm = REPO / "packaging/.venv/bin/nfpm"
+    target = folder / f"{name}.rpm"
+    pack = [nfpm, "package", "--config", config, "--packager", "rpm", "--target", target]
+    subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
+    return str(target)
+
+
+def test_each_module_is_there_for_each_python_and_needs_no_new_glibc(
+    built: Path, tmp_path: Path
+) -> None:
+    (package,) = built.glob(f"forestage_{RELEASES[0]}-1_*.deb")
+    subprocess.run(["dpkg-deb", "--extract", package, tmp_path], check=True)
+    found: dict[str, set[str]] = {}
+    for module in (tmp_path / HOME.lstrip("/")).rglob("*.so"):
+        name, python, *_ = module.name.split(".")
+        found.setdefault(str(module.with_name(name)), set()).add(python.split("-")[1])
+        shown = subprocess.run(
+            ["objdump", "-T", module], capture_output=True, text=True, check=True
+        )
+        needed = {
+            tuple(map(int, one.split("."))) for one in re.findall(r"GLIBC_([\d.]+)", shown.stdout)
+        }
+        assert max(needed) <= (2, 17), module
+    assert len(found) > 10
+    assert set(map(frozenset, found.values())) == {frozenset(("310", "311", "312", "313", "314"))}
+
+
+def test_companion_names_slurm_and_distribution_and_refuses_another_slurm(
+    built: Path, tmp_path: Path
+) -> None:
+    """apt takes it off before it upgrades Slurm past it, and no srun ever meets the two."""
+    (package,) = built.glob(f"forestage-spank_{RELEASES[0]}*.deb")
+    assert re.fullmatch(
+        rf"forestage-spank_{RELEASES[0]}\+slurm22\.05\.8-1~deb12_\w+\.deb", package.name
+    )
+    show = ["dpkg-deb", "--field", package, "Conflicts", "Depends"]
+    shown = subprocess.run(show, check=True, capture_output=True, text=True).stdout
+    assert "slurmd (<< 22.05), slurmd (>= 22.06), slurm-client (<< 22.05)" in shown
+    assert re.search(r"^Depends: forestage, libc6 \(>= 2\.\d+\)$", shown, re.MULTILINE)
+
+
 def test_two_builds_differ_in_their_version_only(built: Path, tmp_path: Path) -> None:
     sums = []
     for release in RELEASES:
@@ -271,16 +353,3 @@ def test_two_builds_differ_in_their_version_only(built: Path, tmp_path: Path) ->
         subprocess.run(["dpkg-deb", "--control", package, control], check=True)
         sums.append((control / "md5sums").read_text())
     assert sums[0] == sums[1]
-
-
-def test_newcomer_who_follows_the_page_gets_a_warm_hit(built: Path, tmp_path: Path) -> None:
-    """docs/install.md, word for word, on a machine that knows neither Slurm nor forestage."""
-    with Machine(fresh(), tmp_path) as machine:
-        (package,) = built.glob(f"forestage_{RELEASES[0]}*.deb")
-        machine.put(package)
-        page = blocks(REPO / "docs/install.md")
-        said = [machine.type(block) for block in page]
-        assert said[-1].count("hello, world") == 2
-        results = [json.loads(machine.type(f"forestage explain {job} --json")) for job in (1, 2)]
-        assert "copied" in str(results[0])
-        assert "hit" in str(results[1])

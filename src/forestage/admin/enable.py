@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import COMPANION, Hook, Pattern, Site
+from forestage.admin.site import Hook, Pattern, Site
 from forestage.cache.node import Node
 from forestage.errors import Failed, RefusedError
 from forestage.slurm.slurm_conf import Line as ConfLine
@@ -27,7 +27,6 @@ LINK = "50-forestage"
 GRES = "nvme"
 TIMER = "forestage-sweep.timer"
 SOCKET = "forestage-ask.socket"
-FLAGS = frozenset(("alloc", "deferbatch"))
 SYSTEMCTL = 60.0  # seconds
 RECONFIGURE = "scontrol reconfigure"
 RESTART = "systemctl restart slurmd"
@@ -37,8 +36,8 @@ SHARED = (
 )
 EVERYWHERE = "Every node that reads these files must have forestage: one without it will drain."
 LOGIN = (
-    "Login nodes read plugstack.conf as well: install forestage-spank there too, and upgrade it"
-    " together with Slurm, else srun and sbatch print errors."
+    "Login nodes read plugstack.conf as well: without forestage-spank for their Slurm they print"
+    " errors with each srun and sbatch."
 )
 
 
@@ -121,7 +120,7 @@ def to_enable(site: Site, disk: Disk | None = None) -> Plan:
         _enable_hook(plan, site, hook)
     _enable_companion(plan, site)
     _note_configless(plan, site)
-    if FLAGS - site.conf.prolog_flags:
+    if site.conf.lacks_flags:
         plan.notes.append(
             f"{site.conf.wanted_prolog_flags} lets jobs wait for their images for longer than 15 s."
         )
@@ -202,16 +201,16 @@ def _enable_by_link(plan: Plan, hook: Hook, pattern: Pattern) -> None:
 
 def _enable_companion(plan: Plan, site: Site) -> None:
     stack, ours, pyxis = site.stack, site.stack.companion, site.stack.pyxis
-    if not site.companion_built:
-        return
-    if ours is None:
+    text = site.companion_line
+    if text and ours is None:
         # A step's image must be redirected before pyxis opens it, and Slurm calls in this order.
         before = f", before pyxis ({pyxis.line.where})" if pyxis else ""
         place = f"as the first line{before}"
-        plan.lines.append(LineChange(stack.file, "add", f"optional {COMPANION}", place))
-        plan.notes.append(LOGIN)
-    elif pyxis is not None and stack.plugins.index(pyxis) < stack.plugins.index(ours):
-        plan.notes.append(f"{ours.line.where}: move this line before pyxis ({pyxis.line.where}).")
+        plan.lines.append(LineChange(stack.file, "add", text, place))
+        plan.notes += [] if text.startswith("include") else [LOGIN]
+    elif ours and pyxis and stack.plugins.index(pyxis) < stack.plugins.index(ours):
+        line = ours.line.by if ours.line.by in stack.includes else ours.line
+        plan.notes.append(f"{line.where}: move this line before pyxis ({pyxis.line.where}).")
 
 
 def to_disable(site: Site) -> Plan:
@@ -220,7 +219,9 @@ def to_disable(site: Site) -> Plan:
     for hook in site.hooks:
         for pattern in hook.patterns:
             _disable_script(plan, hook, pattern)
-    plan.lines += [_removed(one.line) for one in site.stack.plugins if one.ours]
+    includes = site.stack.includes
+    named = [one.line for one in site.stack.plugins if one.ours and one.line.by not in includes]
+    plan.lines += [_removed(one) for one in (*includes, *named)]
     _note_configless(plan, site)
     plan.notes += [SHARED] if plan.unlinks else []
     return plan

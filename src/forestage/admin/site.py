@@ -1,7 +1,7 @@
 """The site's Slurm files as one model: slurm.conf, the scripts that it names, and plugstack.conf.
 
 `enable`, `disable` and `check` all decide by this model. It is read below the root of a `Files`, as
-slurmd reads it; no command of Slurm is run and nothing is changed.
+slurmd reads it; of Slurm's commands only `slurmd -V` is run, and nothing is changed.
 """
 
 import contextlib
@@ -18,12 +18,16 @@ from forestage.cache.node import Node
 from forestage.config import decided
 from forestage.paths import Places
 from forestage.slurm import companion, plugstack, slurm_conf
+from forestage.slurm import release as releases
 from forestage.slurm.slurm_conf import USUAL_CONF, Setting
 from forestage.system.tree import Files
 
 # Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
 OURS = {"Prolog": str(Places().prolog), "Epilog": str(Places().epilog)}
 COMPANION = str(Places().companion)
+# What plugstack.conf includes: where no package has brought the file of this release, nothing.
+COMPANION_CONF = str(Places().companion.parent / "plugstack-{}.conf")
+RELEASE = ".release"  # behind the companion's path: the file that says for which Slurm it is
 # Where packages put Slurm's plugins, if slurm.conf has no PluginDir.
 USUAL_PLUGINS = (
     "/usr/lib64/slurm",
@@ -38,7 +42,6 @@ SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
 
 # PrologFlags that set Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 says so of two.
 _ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
-_WANTED = ("Alloc", "DeferBatch")
 _UNWANTED = ("serial", "runinjob")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
 
@@ -48,11 +51,15 @@ Relation = Literal["hook", "names-us", "other"]
 
 
 class Conf(msgspec.Struct, frozen=True):
-    """slurm.conf with its includes: where it lies, and its settings, names in lower case."""
+    """slurm.conf with its includes: where it lies, and its settings, names in lower case.
+
+    `release` is that of the Slurm which reads it, as 22.05; "" where that is not known.
+    """
 
     path: str
     lines: tuple[Setting, ...]
     partitions: frozenset[str] = frozenset()
+    release: str = ""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -76,8 +83,22 @@ class Conf(msgspec.Struct, frozen=True):
     def wanted_prolog_flags(self) -> str:
         """The line with the flags that forestage wants, the site's others kept."""
         flags = [one for one in self.flags("prologflags") if one.lower() not in _UNWANTED]
-        flags += [one for one in _WANTED if one.lower() not in _implied(flags)]
+        flags += [one for one in self._wanted if one.lower() not in _implied(flags)]
         return f"PrologFlags={','.join(flags)}"
+
+    @property
+    def lacks_flags(self) -> set[str]:
+        """Of the flags that forestage wants those that are not set, in lower case."""
+        return {one.lower() for one in self._wanted} - self.prolog_flags
+
+    @property
+    def is_old(self) -> bool:
+        """Whether this Slurm tells a Prolog no comment, and refuses to start with DeferBatch."""
+        return bool(self.release) and self.release < releases.COMMENT_IN_PROLOG
+
+    @property
+    def _wanted(self) -> tuple[str, ...]:
+        return ("Alloc",) if self.is_old else ("Alloc", "DeferBatch")
 
     def has(self, name: str, flag: str) -> bool:
         return flag.lower() in (one.lower() for one in self.flags(name))
@@ -147,11 +168,13 @@ class Plugin(msgspec.Struct, frozen=True):
 class Stack(msgspec.Struct, frozen=True):
     """plugstack.conf with its includes, and the plugins in the order in which Slurm loads them.
 
-    `broken` says why no more of it could be read.
+    `includes` are the lines for the companion's own file, whether or not it is there. `broken` says
+    why no more could be read.
     """
 
     file: str
     plugins: tuple[Plugin, ...]
+    includes: tuple[plugstack.Include, ...] = ()
     broken: str = ""
 
     @property
@@ -164,18 +187,22 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 class Site(msgspec.Struct, frozen=True):
-    """What Slurm reads on this node. `companion_built`: whether the companion is installed."""
+    """What Slurm reads on this node.
+
+    `companion_line` is the line by which plugstack.conf loads the companion that is installed; ""
+    where none is.
+    """
 
     conf: Conf
     hooks: tuple[Hook, ...]
     stack: Stack
-    companion_built: bool
+    companion_line: str
 
 
 def read(files: Files, path: str) -> Site:
     """The site whose slurm.conf is `path`. Raises OSError; ValueError where Slurm would refuse the
     file as well."""
-    return with_conf(files, read_conf(files, path))
+    return with_conf(files, with_release(files, read_conf(files, path)))
 
 
 def read_conf(files: Files, path: str) -> Conf:
@@ -186,6 +213,12 @@ def read_conf(files: Files, path: str) -> Conf:
 
     lines = tuple(slurm_conf.settings(path, text))
     return Conf(path, lines, frozenset(slurm_conf.partitions(path, text)))
+
+
+def with_release(files: Files, conf: Conf) -> Conf:
+    """The same, with the release of this node's slurmd, which is run for that."""
+    found = releases.installed(files, plugin_folders(conf))
+    return msgspec.structs.replace(conf, release=found)
 
 
 def find_conf(files: Files, named: str) -> Conf | None:
@@ -204,8 +237,27 @@ def find_conf(files: Files, named: str) -> Conf | None:
 def with_conf(files: Files, conf: Conf) -> Site:
     """The hooks and plugins that a slurm.conf leads to."""
     hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
-    built = files.mode(COMPANION) is not None
-    return Site(conf, hooks, _stack(files, conf), built)
+    return Site(conf, hooks, _stack(files, conf), _companion_line(files))
+
+
+def built_for(files: Files, companion: str = COMPANION) -> str:
+    """The release of Slurm for which that companion was built, as 22.05; "" if nothing says so."""
+    return releases.of(files.text(f"{companion}{RELEASE}") or "")
+
+
+def include_of(release: str) -> str:
+    """Pure: the line that loads the companion on hosts that have it for this release, and is read
+    without a word on all others."""
+    return f"include {COMPANION_CONF.format(f'{release}*')}"
+
+
+def _companion_line(files: Files) -> str:
+    if files.mode(COMPANION) is None:
+        return ""
+    release = built_for(files)
+    if release and files.mode(COMPANION_CONF.format(release)) is not None:
+        return include_of(release)
+    return f"optional {COMPANION}"
 
 
 def _hook(files: Files, conf: Conf, name: HookName) -> Hook:
@@ -259,13 +311,18 @@ def _stack(files: Files, conf: Conf) -> Stack:
     file = conf.settings.get("plugstackconfig", beside)
     folders = plugin_folders(conf)
     plugins: list[Plugin] = []
+    includes: list[plugstack.Include] = []
     broken = ""
-    lines = plugstack.read(file, lambda path: files.text(path) or "", files.root)
+    ours = COMPANION_CONF.partition("{")[0]
     try:
-        plugins.extend(_plugin(files, line, folders) for line in lines)
+        for line in plugstack.lines(file, lambda path: files.text(path) or "", files.root):
+            if isinstance(line, plugstack.Plugin):
+                plugins.append(_plugin(files, line, folders))
+            elif line.pattern.startswith(ours):
+                includes.append(line)
     except ValueError as error:  # includes that never end: what comes before them is kept
         broken = str(error)
-    return Stack(file, tuple(plugins), broken)
+    return Stack(file, tuple(plugins), tuple(includes), broken)
 
 
 def plugin_folders(conf: Conf) -> list[str]:

@@ -61,6 +61,8 @@ def _findings(target: Target) -> Iterator[Finding]:
             "sudo forestage check",
         )
     conf = sites.find_conf(files, target.conf)
+    if conf is not None:
+        conf = sites.with_release(files, conf)
     used = uses.gather(target.places)
     try:
         settings = load_settings(target.places.etc)

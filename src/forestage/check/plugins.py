@@ -6,27 +6,21 @@ The companion says which Slurm it was built for in a file beside it, which its M
 this node runs, `slurmd -V` says, which asks no daemon.
 """
 
-import re
 from collections.abc import Iterator
 
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import COMPANION, Conf, Plugin, Site, plugin_folders
+from forestage.admin.site import COMPANION, Conf, Plugin, Site
 from forestage.check.finding import Finding
 from forestage.config import DEFAULT, Config, Settings, dotted
 from forestage.config import decided as of_auto
-from forestage.errors import Failed
 from forestage.slurm import plugstack
-from forestage.system import run
 from forestage.system.tree import Files
 
 HELPER = "/usr/lib/forestage/bin/forestage"
-RELEASE = ".release"  # behind the companion's path: the file that says for which Slurm it is
-TIMEOUT = 5.0  # seconds for `slurmd -V`
 
 _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
-_RELEASE = re.compile(r"\b(\d+\.\d+)\.\d+")
 
 
 def decided(files: Files, conf: Conf | None, settings: Settings) -> Settings:
@@ -52,15 +46,17 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     everywhere = [(name, settings.for_partition(name)) for name in (None, *settings.partitions)]
     yield from _through(files, everywhere)
     if ours is None:
-        if settings.config.redirect == "bind" and settings.origins["redirect"] == DEFAULT:
+        line = f"{stack.file}: {_line(site)}, before pyxis"
+        if stack.includes:
+            yield _unmatched(files, site)
+        elif settings.config.redirect == "bind" and settings.origins["redirect"] == DEFAULT:
             yield Finding(
                 "companion-advised",
                 "warning",
                 f"{stack.file} does not name the companion, so `redirect: auto` is bind",
                 "The first job of an image gains nothing on a node, `srun --container-image` in a"
                 " batch script is not seen, and a redirect is the whole node's",
-                f"{stack.file}: optional {COMPANION}, before pyxis (package forestage-spank); or"
-                " `redirect: bind` in the configuration",
+                f"{line} (package forestage-spank); or `redirect: bind` in the configuration",
             )
         if any(config.redirect == "spank" for _, config in everywhere):
             yield Finding(
@@ -68,7 +64,7 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
                 "critical",
                 f"redirect: spank, but {stack.file} does not name the companion",
                 "Images are copied, and no job ever sees a copy",
-                f"{stack.file}: optional {COMPANION}, before pyxis",
+                line,
             )
     else:
         yield from _companion(files, site, ours)
@@ -92,7 +88,7 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
                 "With such a plugin in the stack, Slurm hides --container-image from the Prolog:"
                 + (" copies start with the first step" if ours else " no such image is staged"),
                 f"{one.line.file}: without line {one.line.first}"
-                + ("" if ours else f", or `optional {COMPANION}` before pyxis"),
+                + ("" if ours else f", or `{_line(site)}` before pyxis"),
             )
 
 
@@ -120,12 +116,40 @@ def _through(files: Files, everywhere: list[tuple[str | None, Config]]) -> Itera
             return
 
 
+def _line(site: Site) -> str:
+    """The line of plugstack.conf that loads the companion here, once its package is installed."""
+    if site.companion_line:
+        return site.companion_line
+    return sites.include_of(site.conf.release) if site.conf.release else f"optional {COMPANION}"
+
+
+def _unmatched(files: Files, site: Site) -> Finding:
+    """plugstack.conf includes a companion, and not the one of this host, if it has any."""
+    built_for, slurm = sites.built_for(files), site.conf.release
+    (first, *_) = site.stack.includes
+    if built_for and built_for == slurm:
+        change = f"{site.stack.file}: {_line(site)}"
+    else:
+        change = f"install the package forestage-spank that is built for Slurm {slurm}".rstrip()
+    return Finding(
+        "companion-missing",
+        "warning",
+        f"{first.where} includes {first.pattern}, and no such file is here",
+        "No step on this node gets an image staged",
+        change,
+    )
+
+
 def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
     where = ours.line.where
     required = ours.line.required
-    built_for = _release(files.text(f"{ours.path}{RELEASE}") or "")
-    slurm = _slurm(files, site.conf)
-    loads = "slurmd does not start" if required else "No step gets an image staged"
+    built_for = sites.built_for(files, ours.path)
+    slurm = site.conf.release
+    loads = (
+        "slurmd does not start"
+        if required
+        else "No step gets an image staged, and each srun on this host may print errors"
+    )
     if not ours.exists:
         yield Finding(
             "companion-missing",
@@ -163,28 +187,8 @@ def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
 
 def _fits(files: Files, conf: Conf, ours: Plugin) -> bool:
     """Whether the companion is for this node's Slurm, as far as that can be told."""
-    built_for, slurm = _release(files.text(f"{ours.path}{RELEASE}") or ""), _slurm(files, conf)
-    return not (built_for and slurm) or built_for == slurm
-
-
-def _slurm(files: Files, conf: Conf) -> str:
-    """The release of the slurmd on this node."""
-    beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders(conf)]
-    installed = [one for one in beside if (files.mode(one) or 0) & 0o111]
-    program = files.program("slurmd") or next(iter(installed), "")
-    if not program:
-        return ""
-    try:
-        ran = run.run([str(files.at(program)), "-V"], timeout=TIMEOUT)
-    except (Failed, OSError):
-        return ""
-    return _release(ran.out) if ran.code == 0 else ""
-
-
-def _release(text: str) -> str:
-    """Pure: 22.05 of `slurm-wlm 22.05.8`: a SPANK plugin has to match no more than that."""
-    found = _RELEASE.search(text)
-    return found[1] if found else ""
+    built_for = sites.built_for(files, ours.path)
+    return not (built_for and conf.release) or built_for == conf.release
 
 
 def _words(line: plugstack.Plugin) -> str:

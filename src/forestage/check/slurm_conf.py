@@ -10,6 +10,7 @@ from forestage.admin.site import Conf
 from forestage.check.finding import Finding
 from forestage.config import Settings, dotted
 from forestage.slurm import slurm_conf, timeouts
+from forestage.slurm.release import COMMENT_IN_PROLOG
 from forestage.system.tree import Files
 from forestage.units import format_duration
 
@@ -47,9 +48,9 @@ def launch_limit(conf: dict[str, str]) -> float:
 
 
 def _flags(conf: Conf) -> Iterator[Finding]:
-    flags = conf.prolog_flags
+    flags = conf.lacks_flags
     line = f"{conf.path}: {conf.wanted_prolog_flags}"
-    if "alloc" not in flags:
+    if "alloc" in flags:
         yield Finding(
             "prolog-alloc",
             "warning",
@@ -58,7 +59,7 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             " MessageTimeout + BatchStartTimeout, 20 s by default",
             line,
         )
-    elif "deferbatch" not in flags:
+    elif "deferbatch" in flags:
         yield Finding(
             "prolog-deferbatch",
             "warning",
@@ -68,7 +69,16 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             " default",
             line,
         )
-    if "serial" in flags:
+    if conf.is_old:
+        yield Finding(
+            "slurm-hints",
+            "warning",
+            f"Slurm {conf.release} tells a Prolog no comment",
+            "Hints in a job's comment (`stage=…`) have no effect: images are found by"
+            " --container-image alone",
+            f"Slurm {COMMENT_IN_PROLOG} or newer, if users want hints",
+        )
+    if "serial" in conf.prolog_flags:
         yield Finding(
             "prolog-serial",
             "warning",
@@ -76,7 +86,7 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             "While one job waits for a copy (`cold: wait`), no other starts or ends on the node",
             line,
         )
-    if "runinjob" in flags:
+    if "runinjob" in conf.prolog_flags:
         yield Finding(
             "prolog-run-in-job",
             "warning",

@@ -12,12 +12,25 @@ from pathlib import Path
 from forestage.slurm.slurm_conf import MAX_FILES, Line, Text
 
 
+class Include(Line, frozen=True, gc=False):
+    """A line that includes the files that a pattern matches on this host: none is no error.
+
+    `pattern` is absolute.
+    """
+
+    pattern: str
+
+
 class Plugin(Line, frozen=True, gc=False):
-    """A line that names a plugin; `path` may be a file's name alone."""
+    """A line that names a plugin; `path` may be a file's name alone.
+
+    `by` is the line that includes its file; None in plugstack.conf itself.
+    """
 
     path: str
     required: bool
     arguments: tuple[str, ...]
+    by: Include | None = None
 
     def argument(self, name: str) -> str:
         """What `name=` is set to; of several the last one, "" for none."""
@@ -31,24 +44,33 @@ def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:
     A file that is not there is an empty one, and so is a directory that an include matches. Raises
     what `text` does, and ValueError where includes never end.
     """
-    yield from _read(path, text, root, [MAX_FILES])
+    return (one for one in lines(path, text, root) if isinstance(one, Plugin))
 
 
-def _read(path: str, text: Text, root: Path, left: list[int]) -> Iterator[Plugin]:
+def lines(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin | Include]:
+    """The same with the lines that include, each before what it brings. Raises as `read` does."""
+    yield from _lines(path, None, text, root, [MAX_FILES])
+
+
+def _lines(
+    path: str, by: Include | None, text: Text, root: Path, left: list[int]
+) -> Iterator[Plugin | Include]:
     left[0] -= 1
     if left[0] < 0:
         raise ValueError(f"{path}: includes that never end")
     try:
-        lines = text(path).split("\n")
+        rows = text(path).split("\n")
     except (FileNotFoundError, IsADirectoryError):
         return
-    for number, raw in enumerate(lines, 1):
+    for number, raw in enumerate(rows, 1):
         bare = raw.partition("#")[0].strip()
         kind, *words = bare.split() or [""]
+        line = (path, number, number, bare)
         if words and kind == "include":
-            pattern = str(Path(path).parent / words[0]).lstrip("/")
+            include = Include(*line, str(Path(path).parent / words[0]))
+            yield include
+            pattern = include.pattern.lstrip("/")
             for found in sorted(glob.glob(pattern, root_dir=root)):  # noqa: PTH207
-                yield from _read(f"/{found}", text, root, left)
+                yield from _lines(f"/{found}", include, text, root, left)
         elif words and kind in ("required", "optional"):
-            line = (path, number, number, bare)
-            yield Plugin(*line, words[0], kind == "required", tuple(words[1:]))
+            yield Plugin(*line, words[0], kind == "required", tuple(words[1:]), by)

@@ -313,6 +313,46 @@ def test_pyxis_before_the_companion_is_to_be_moved(slurm: Slurm) -> None:
     assert slurm.to_disable().lines == [line]
 
 
+def test_companion_of_a_package_is_included_by_its_release(slurm: Slurm) -> None:
+    """So that hosts without it, or with that of another release, read the line without a word."""
+    slurm.write(COMPANION, "")
+    slurm.write(f"{COMPANION}.release", "24.11.5\n")
+    own = site.COMPANION_CONF.format("24.11")
+    slurm.write(own, f"optional {COMPANION}\n")
+    slurm.write(STACK, "required pyxis.so\n")
+    plan = slurm.to_enable()
+    line = f"include {site.COMPANION_CONF.format('24.11*')}"
+    assert plan.lines[-1] == added(STACK, line, f"as the first line, before pyxis ({STACK}:1)")
+    assert plan.notes == [], "login nodes need nothing"
+    slurm.write(STACK, f"{line}\nrequired pyxis.so\n")
+    assert {one.file for one in slurm.to_enable().lines} == {CONF}
+    slurm.write(STACK, f"required pyxis.so\n{line}\n")
+    assert any(f"{STACK}:2: move this line" in note for note in slurm.to_enable().notes)
+
+
+def test_line_of_another_release_is_kept_beside_the_new_one(slurm: Slurm) -> None:
+    """While nodes are upgraded one after the other, each reads its own."""
+    slurm.write(COMPANION, "")
+    slurm.write(f"{COMPANION}.release", "24.11.5\n")
+    slurm.write(site.COMPANION_CONF.format("24.11"), f"optional {COMPANION}\n")
+    old = f"include {site.COMPANION_CONF.format('22.05*')}"
+    slurm.write(STACK, f"{old}\n")
+    line = f"include {site.COMPANION_CONF.format('24.11*')}"
+    assert slurm.to_enable().lines[-1] == added(STACK, line, "as the first line")
+    slurm.write(STACK, f"{line}\n{old}\n")
+    assert slurm.to_disable().lines == [
+        removed(STACK, line, "line 1"),
+        removed(STACK, old, "line 2"),
+    ]
+
+
+def test_flag_that_keeps_an_old_slurm_from_starting_is_not_asked_for(slurm: Slurm) -> None:
+    slurm.write(CONF, "ClusterName=c\nPrologFlags=Alloc\n")
+    assert any("DeferBatch" in note for note in slurm.to_enable().notes)
+    slurm.script("/usr/sbin/slurmd", "#!/bin/sh\necho slurm-wlm 21.08.5\n")
+    assert slurm.to_enable().notes == []
+
+
 def test_relative_plugin_include_is_beside_its_file(slurm: Slurm) -> None:
     slurm.write(STACK, "include plug*.d\n")
     slurm.write("/etc/slurm/plug.d", f"optional {COMPANION}\n")

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from commands import NOW, Frozen
 from forestage import check, events
+from forestage.admin.site import COMPANION_CONF
 from forestage.check import Finding, Level
 from forestage.cli.main import main
 from forestage.cli.world import World
@@ -36,6 +37,7 @@ YAML = "/etc/forestage/forestage.yaml"
 PROLOG_D = "/etc/slurm/prolog.d"
 PROLOG, EPILOG = str(Places().prolog), str(Places().epilog)
 COMPANION_SO = str(Places().companion)
+INCLUDE = "include /usr/lib/forestage/spank/plugstack-22.05*.conf\n"
 PARTS = "/etc/slurm/plugstack.conf.d"
 OURS, PYXIS = f"{PARTS}/10-forestage.conf", f"{PARTS}/20-pyxis.conf"
 PYXIS_SO = "/usr/lib64/slurm/pyxis.so"
@@ -116,6 +118,14 @@ def peers(text: str = "") -> Callable[[GoodNode], object]:
 SLURM = [
     warning("prolog-alloc", flags("DeferBatch"), f"{CONF}: PrologFlags=DeferBatch,Alloc"),
     warning("prolog-deferbatch", flags("Alloc")),
+    warning(
+        "slurm-hints",
+        both(
+            flags("Alloc"),  # DeferBatch would keep slurmctld from starting
+            wrote("/usr/sbin/slurmd", "#!/bin/sh\necho slurm-wlm 21.08.5\n", 0o755),
+            lambda node: node.companion_for("21.08.5"),
+        ),
+    ),
     warning(
         "prolog-serial", flags("Alloc,Serial,DeferBatch"), f"{CONF}: PrologFlags=Alloc,DeferBatch"
     ),
@@ -252,6 +262,21 @@ PLUGINS = [
         " forestage-spank); or `redirect: bind` in the configuration",
     ),
     warning("companion-missing", removed(COMPANION_SO)),
+    warning(  # nothing is installed
+        "companion-missing",
+        both(wrote(OURS, INCLUDE), removed(COMPANION_SO), removed(f"{COMPANION_SO}.release")),
+        "install the package forestage-spank that is built for Slurm 22.05",
+    ),
+    warning(  # Slurm and the companion were upgraded, plugstack.conf was not
+        "companion-missing",
+        both(
+            wrote(OURS, INCLUDE),
+            wrote("/usr/sbin/slurmd", "#!/bin/sh\necho slurm 24.11.1\n", 0o755),
+            lambda node: node.companion_for("24.11.5"),
+            wrote(COMPANION_CONF.format("24.11"), COMPANION),
+        ),
+        f"/etc/slurm/plugstack.conf: include {COMPANION_CONF.format('24.11*')}",
+    ),
     warning("companion-helper", changed(OURS, "timeout=500", "helper=/opt/none")),
     critical(
         "companion-absent",
@@ -564,6 +589,9 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
         lambda node: node.plugin(PYXIS_SO), removed("/dev/fuse"), settings("redirect: bind\n")
     ),
     "redirect: auto, and the companion in a part of plugstack.conf": settings("redirect: auto\n"),
+    "the companion by the file of its package": both(
+        wrote(OURS, INCLUDE), wrote(COMPANION_CONF.format("22.05"), COMPANION)
+    ),
     "the admin has chosen to do without the companion": without_companion,
     "no pyxis": removed(PYXIS),
     "nobody reads through": both(

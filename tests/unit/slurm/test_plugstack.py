@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.slurm.plugstack import Plugin, read
+from forestage.slurm.plugstack import Include, Plugin, lines, read
 from forestage.system.tree import Files
 
 
@@ -42,6 +42,19 @@ def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> No
     assert (lines[0].argument("x"), lines[0].argument("y")) == ("2", "")
     assert lines[1].file == "/etc/conf.d/1.conf"
     assert lines[3].arguments == ("\\",)
+
+
+def test_plugin_of_an_included_file_names_the_line_that_includes_it(tmp_path: Path) -> None:
+    (tmp_path / "p.conf").write_text("include /x-1*.conf\ninclude x-2*.conf\nrequired own.so\n")
+    (tmp_path / "x-2.conf").write_text("optional x.so\n")
+    found = list(lines("/p.conf", lambda one: Files(tmp_path).at(one).read_text(), tmp_path))
+    first, second, plugin, own = found
+    assert isinstance(first, Include)
+    assert isinstance(second, Include)
+    assert isinstance(plugin, Plugin)
+    assert isinstance(own, Plugin)
+    assert [first.pattern, second.pattern] == ["/x-1*.conf", "/x-2*.conf"]
+    assert (plugin.by, own.by) == (second, None)
 
 
 def test_file_that_includes_itself_ends(tmp_path: Path) -> None:

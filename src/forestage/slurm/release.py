@@ -1,0 +1,35 @@
+"""The release of Slurm on this node, as 22.05: `slurmd -V` says it, which asks no daemon."""
+
+import re
+from collections.abc import Iterable
+
+from forestage.errors import Failed
+from forestage.system import run
+from forestage.system.tree import Files
+
+COMMENT_IN_PROLOG = "22.05"
+"""The first release that tells a Prolog the job's comment, and knows PrologFlags=DeferBatch."""
+
+TIMEOUT = 5.0  # seconds for `slurmd -V`
+
+_RELEASE = re.compile(r"\b(\d\d\.\d\d)\.\d+")
+
+
+def installed(files: Files, plugin_folders: Iterable[str]) -> str:
+    """The release of this node's slurmd, "" where that cannot be told. Runs it."""
+    beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders]
+    there = [one for one in beside if (files.mode(one) or 0) & 0o111]
+    program = files.program("slurmd") or next(iter(there), "")
+    if not program:
+        return ""
+    try:
+        ran = run.run([str(files.at(program)), "-V"], timeout=TIMEOUT)
+    except (Failed, OSError):
+        return ""
+    return of(ran.out) if ran.code == 0 else ""
+
+
+def of(text: str) -> str:
+    """Pure: 22.05 of `slurm-wlm 22.05.8`: a SPANK plugin has to match no more than that."""
+    found = _RELEASE.search(text)
+    return found[1] if found else ""
