@@ -258,6 +258,7 @@ import_msgspec()
 import forestage.hooks.prolog, forestage.hooks.step, forestage.hooks.epilog
 import forestage.stage.stager, forestage.through.keeper, forestage.cache.shown
 heavy = {"yaml", "filelock", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
+heavy.add("platform")
 print(sorted(heavy & set(sys.modules)), "msgspec" in sys.modules)
 import typing_extensions
 """

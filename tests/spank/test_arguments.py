@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -48,6 +49,9 @@ def test_prolog_can_see_that_slurm_loads_it(step: Step, context: list[str]) -> N
     step.run(*context)
     assert MARK.stat().st_mode & 0o777 == 0o644
     assert MARK.stat().st_uid == 0
+    os.utime(MARK, (0, 0))
+    step.run(*context)
+    assert MARK.stat().st_mtime > 0, "`forestage status` says when"
 
 
 @pytest.mark.parametrize("given", [["context=local"], ["arg=helpr", "context=slurmd"]])

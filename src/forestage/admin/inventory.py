@@ -196,6 +196,11 @@ def _size(hidden: mounts.Mount) -> int:
     return os.fstat(shown).st_blocks * 512
 
 
+def is_key(word: str) -> bool:
+    """Pure: whether this may be an entry's key, or its beginning."""
+    return bool(_PREFIX.fullmatch(word))
+
+
 def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tuple[Item, ...]:
     """The entries that KEY|PATH names, newest first: one for a key, any number for a path.
 
@@ -204,7 +209,7 @@ def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tup
     items = tuple(items)
     if exact := tuple(item for item in items if item.key == word):
         return exact
-    if _PREFIX.fullmatch(word):
+    if is_key(word):
         fitting = tuple(item for item in items if item.key.startswith(word.lower()))
         if len(fitting) > 1:
             keys = ", ".join(sorted(item.key for item in fitting))

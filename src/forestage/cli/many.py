@@ -88,12 +88,14 @@ def _words(ctx: click.Context, given: dict[str, Any]) -> list[str]:
             continue
         if isinstance(one, click.Argument):
             values = value if isinstance(value, tuple) else (value,)
-            arguments += [_absolute(str(word)) for word in values]
+            arguments += [_absolute(word) if one.name == "words" else str(word) for word in values]
         else:
             options.append(one.opts[-1])
     return [*options, "--", *arguments] if arguments else options
 
 
 def _absolute(word: str) -> str:
-    """A path as the nodes have it; they have no directory of ours."""
-    return os.path.abspath(word) if "/" in word else word
+    """KEY|PATH as the nodes have it: they have no directory of ours."""
+    from forestage.admin import inventory
+
+    return word if inventory.is_key(word) else os.path.abspath(word)

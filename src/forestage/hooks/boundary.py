@@ -85,19 +85,29 @@ def _main(name: Name) -> int:
 def import_msgspec() -> None:
     """Imports msgspec without typing_extensions, which would be a seventh of a hook's time.
 
-    It takes from there what typing has too, and does with that where there is nothing else.
+    It takes from there what typing has too, and does with that where there is nothing else. And
+    without platform, which uuid asks for one word: on Linux that is known.
     """
     import sys
 
-    if "typing_extensions" in sys.modules:
+    if "typing_extensions" in sys.modules or "platform" in sys.modules:
         return
     sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+    sys.modules["platform"] = _Linux  # type: ignore[assignment]
     try:
         import msgspec  # noqa: F401
-    except ImportError:  # who needs it next imports it with all that it wants
+    except (ImportError, AttributeError):  # who needs it next imports it with all that it wants
         pass
     finally:
-        del sys.modules["typing_extensions"]
+        del sys.modules["typing_extensions"], sys.modules["platform"]
+
+
+class _Linux:
+    """What uuid asks the module platform when it is imported."""
+
+    @staticmethod
+    def system() -> str:
+        return "Linux"
 
 
 def nothing_to_do(

@@ -161,6 +161,15 @@ def test_name_with_any_character_reaches_the_node_as_it_is(
     assert done.stdout.rstrip().endswith(str(path))
 
 
+def test_name_without_a_directory_is_one_of_this_directory(
+    nodes: dict[str, Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, key = shared(nodes, "n2")
+    monkeypatch.chdir(path.parent)
+    for word in (path.name, f"./{path.name}", key[:6]):
+        assert nodes["n1"].run("ls", "-w", "n2", word).exit_code == 0, word
+
+
 # --- the words, without a node
 
 

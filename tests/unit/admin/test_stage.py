@@ -60,7 +60,8 @@ def test_what_no_job_may_have_is_declined_and_the_others_are_copied(site: Site) 
 def test_image_is_opened_as_the_user_who_is_named(site: Site) -> None:
     path = site.image("a.sqsh")
     path.chmod(0o600)
-    assert results(site, "--user", "nobody", str(path), code=Exit.NOT_FOUND) == ["declined"]
+    done = site.json("stage", "--user", "nobody", str(path), code=Exit.NOT_FOUND)
+    assert [one["reason"] for one in done["images"]] == ["no-permission"]
     assert results(site, str(path)) == ["copied"]
     assert site.run("stage", "--user", "nosuch", str(path)).exit_code == Exit.USAGE
 
