@@ -166,7 +166,7 @@ def test_who_does_not_take_the_answer_is_cut_off(desk: Desk) -> None:
     steps = Handled("hit", request="/lustre/img.sqsh", detail="x" * 60000)
     append(
         desk.places.events,
-        [Event(2.0 + n, "step", 7, steps, uid=ALICE.uid, step=n) for n in range(5)],
+        [Event(2.0 + n, "step", 7, steps, uid=ALICE.uid, step=n) for n in range(4)],
     )
     desk.start("from forestage.admin import answering; answering.ANSWER_SECONDS = 0.2")
     with socket.socket(socket.AF_UNIX) as line:

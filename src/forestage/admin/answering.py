@@ -53,12 +53,9 @@ class Desk:
         self.connections[uid] += 1
         try:
             writer.write(await self._answer(reader, uid))
-            await asyncio.wait_for(writer.drain(), ANSWER_SECONDS)
-            writer.write_eof()
-        except (asyncio.TimeoutError, OSError):  # who does not read it does not get it
-            writer.transport.abort()
         finally:
             writer.close()
+            # Who does not take it by then does not get it.
             with contextlib.suppress(asyncio.TimeoutError, OSError):
                 await asyncio.wait_for(writer.wait_closed(), ANSWER_SECONDS)
             writer.transport.abort()
