@@ -212,7 +212,7 @@ def run(options: argparse.Namespace, top: Path) -> Iterator[str]:
     start = time.monotonic()
     files = top / "files"
     bytes_of = fill(files, options.files, options.large)
-    _link_few(files, options.files // 10)
+    _link_few(files, options.files // 4)
     # Twice what is there at most, and data may have 60 % of it.
     disk = 4 * sum(bytes_of.values()) + GIB
     with made(Place(top, files, options.latency, options.mbyte * 1e6, disk)) as place:
@@ -274,8 +274,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.5, help="ms")
     parser.add_argument("--mbyte", type=float, default=500.0, help="what the source gives, MB/s")
-    parser.add_argument("--jobs", type=int, default=100, help="in a row, on a tenth; 0: none")
-    parser.add_argument("--nodes", type=int, default=8, help="with peers, on a tenth")
+    parser.add_argument("--jobs", type=int, default=100, help="in a row, on a quarter; 0: none")
+    parser.add_argument("--nodes", type=int, default=8, help="with peers, on a quarter")
     return parser.parse_args()
 
 

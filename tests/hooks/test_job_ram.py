@@ -17,7 +17,7 @@ from forestage.data import clones, hold, job_dir, job_ram
 from forestage.errors import Declined
 from forestage.system import child, lock, mounts
 from jobdir import MIB, Dirs, as_alice
-from node import ALICE, BOB, Node, until
+from node import ALICE, BOB, Node, content, until
 
 _fork = get_context("fork")
 NONE = ("env", "FORESTAGE_DIR")
@@ -94,9 +94,11 @@ def test_steps_see_one_directory_and_the_node_meets_no_mount(dirs: Dirs) -> None
 
 def test_steps_that_begin_together_have_one_holder(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
+    at_once = _fork.Barrier(6)
 
     def life() -> None:
-        assert dirs.step(7).outcomes == []
+        at_once.wait()
+        job_dir.shown(dirs.on, dirs.job(7, ""))
 
     steps = [_fork.Process(target=life) for _ in range(6)]
     for step in steps:
@@ -150,6 +152,21 @@ def test_what_does_not_fit_is_told_and_takes_no_memory(dirs: Dirs) -> None:
     with dirs.seen(7) as at:
         assert list(at.iterdir()) == []
         assert os.statvfs(at).f_bfree == os.statvfs(at).f_blocks
+
+
+def test_directory_in_memory_takes_nothing_of_its_users_share_of_the_disk(dirs: Dirs) -> None:
+    keys = {"require_mount": False, "data": {"job_dir": "90%"}, "max_size": "100%"}
+    dirs.node.configure(redirect="bind", **keys)
+    path = dirs.node.put("bob/image.sqsh", content(size=MIB), BOB)
+    dirs.node.prolog(1, path, BOB)
+    dirs.node.epilog(1)
+    image = dirs.node.cache.image(dirs.node.identity(path).key)
+    # As large as none that a test's file system takes.
+    subprocess.run(["fallocate", "-l", "250M", image.with_name("map")], check=True)
+    dirs.node.configure(redirect="spank", max_user_share="60%", **keys)
+    assert dirs.prolog(7, "stage-dir=250M,ram") == []
+    assert dirs.prolog(8, "stage-dir=260M") == []  # for which another user's entry goes
+    assert not image.exists()
 
 
 # --- what it does not get

@@ -210,6 +210,16 @@ def test_job_that_finds_enough_room_to_unpack_evicts_nothing(node: Node) -> None
     assert node.entries() == keys
 
 
+def test_no_room_to_unpack_is_made_for_a_file_that_is_mounted(node: Node) -> None:
+    keys = staged(node, 1, BOB, 10)
+    node.configure(unpack_ratio=3, min_free="20%", redirect="spank")
+    total, free = disk(node)
+    fill(node, free - total // 5 - MIB)
+    node.prolog(20, user=BOB, comment=f"stage={node.shared}/bob/10@{node.shared}/bob/point")
+    assert node.outcomes("prolog", 20)[-1].result == "hit"
+    assert node.entries() == keys
+
+
 def test_nobody_elses_entries_go_for_a_container_above_the_share(node: Node) -> None:
     keys = staged(node, 1, BOB, 5)
     path = node.put("alice/image", content(30, MIB))

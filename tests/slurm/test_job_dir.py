@@ -97,6 +97,18 @@ def test_directory_in_memory_is_the_same_for_all_steps_and_tasks(dirs: Site) -> 
     assert sorted(seen) == ["1", "1", "1", "hello", "hello", "hello"]
 
 
+def test_cancelled_job_leaves_nothing_in_memory(dirs: Site) -> None:
+    on = dirs.source("/shared/alice/cancelled")
+    on.unlink(missing_ok=True)
+    script = f"#!/bin/sh\nhead -c 8M /dev/zero >{AT}/x; touch cancelled; exec sleep 600\n"
+    job = dirs.cluster.submit(script, "--nodelist=n1", "--comment=stage-dir=64M,ram")
+    wait_until(on.exists, 60, dirs.cluster.overview)
+    assert len(dirs.named("n1", PROCESS_NAME)) == 1
+    dirs.cluster.run(["scancel", str(job)], user="alice")
+    dirs.wait_over(job)
+    assert dirs.named("n1", PROCESS_NAME) == []
+
+
 def test_killed_holder_of_a_directory_in_memory_is_told(dirs: Site) -> None:
     comment = "--comment=stage-dir=64M,ram"
     on, go = dirs.source("/shared/alice/held"), dirs.source("/shared/alice/go")
