@@ -31,29 +31,36 @@ static bool receive(int fd, char line[PACKET_BYTES])
 }
 
 /*
- * A task that has not run its program yet blocks all signals, and has the step manager's name, by
- * which proctrack/linuxproc passes it over: scancel would leave the node COMPLETING for as long as
- * we wait. So a task that waits has a name of its own, and ends by what it is sent, as its program
- * would.
+ * A task that has not run its program yet blocks all signals (22.05) or has the step manager's
+ * handlers (24.11), and it has that one's name, by which proctrack/linuxproc passes it over: scancel
+ * would leave the node COMPLETING for as long as we wait, or KillWait. So a task that waits has a
+ * name of its own, and ends by what it is sent, as its program would.
  */
 static void be_killable(bool yes)
 {
+	static const int ends[] = {SIGTERM, SIGINT, SIGHUP};
+	enum { ENDS = sizeof ends / sizeof *ends };
+	static struct sigaction actions[ENDS];
 	static char name[16];
 	static sigset_t before;
-	sigset_t ends;
+	const struct sigaction plain = {.sa_handler = SIG_DFL};
+	sigset_t set;
 
 	if (!yes) {
 		sigprocmask(SIG_SETMASK, &before, NULL);
+		for (int i = 0; i < ENDS; i++)
+			sigaction(ends[i], &actions[i], NULL);
 		prctl(PR_SET_NAME, name);
 		return;
 	}
-	sigemptyset(&ends);
-	sigaddset(&ends, SIGTERM);
-	sigaddset(&ends, SIGINT);
-	sigaddset(&ends, SIGHUP);
+	sigemptyset(&set);
+	for (int i = 0; i < ENDS; i++) {
+		sigaddset(&set, ends[i]);
+		sigaction(ends[i], &plain, &actions[i]);
+	}
 	prctl(PR_GET_NAME, name);
 	prctl(PR_SET_NAME, NAME);
-	sigprocmask(SIG_UNBLOCK, &ends, &before);
+	sigprocmask(SIG_UNBLOCK, &set, &before);
 }
 
 void await_answer(spank_t sp, struct step *step)

@@ -372,15 +372,6 @@ def test_node_without_a_store_imports_once_for_itself(site: Site, registry: Regi
     assert list(left) == []
 
 
-def test_registry_that_answers_no_head_is_asked_by_get(site: Site, registry: Registry) -> None:
-    registry.push("team/tool:1", "first")
-    registry.says("HEAD", 403)
-    image = f"{registry.host}#team/tool:1"
-    ran = batch(site, step(image), nodes="n1")
-    assert names(ran) == ["first"], ran.stdout
-    assert len(handled(site, ran.job)) == 1
-
-
 def test_step_without_the_jobs_first_node_resolves_for_itself(
     site: Site, registry: Registry
 ) -> None:

@@ -225,7 +225,9 @@ def test_task_that_has_its_answer_has_its_name_and_blocks_as_before(
     step: Step, place: Path
 ) -> None:
     with answering(place, says("leave\tnone")):
-        ran = run(step, place, "task=cat /proc/$PPID/comm; grep SigBlk /proc/$PPID/status")
-    name, blocked = ran.out.splitlines()
+        look = "cat /proc/$PPID/comm; grep -E 'SigBlk|SigCgt' /proc/$PPID/status"
+        ran = run(step, place, f"task={look}")
+    name, blocked, caught = ran.out.splitlines()
     assert name != "forestage-wait"
+    assert int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)), "its handler is there again"
     assert int(blocked.split()[1], 16) & (1 << (signal.SIGTERM - 1)) == 0  # as fake.c has it

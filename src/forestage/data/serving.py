@@ -18,7 +18,6 @@ import signal
 import socket
 import struct
 import time
-from functools import partial
 from pathlib import Path
 
 from forestage import log
@@ -71,25 +70,16 @@ def start(folder: Path, job: Job, content: Bytes) -> Path:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     program = _must_be_possible(folder, job.user.uid)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    name = folder / f"{job.user.uid}-{job.id}-{job.step}-{pid or os.getpid()}"
-    if pid == 0:
-        tell = partial(_tell, theirs)
-        child.live(
-            partial(_live, name, job, program, content, theirs),
-            lambda error: tell(str(error)),
-        )
-    theirs.close()
+    name = f"{job.user.uid}-{job.id}-{job.step}-"
+    pid, ours = child.begin(
+        lambda hook: _live(folder / f"{name}{os.getpid()}", job, program, content, hook),
+        lambda hook, error: child.tell(hook, str(error)),
+    )
     with ours:
-        ours.settimeout(START + 1)
-        try:
-            said = ours.recv(2 * WORDS).decode(errors="replace")
-        except TimeoutError:
-            said = "its server does not answer"
+        said = child.heard(ours, START + 1, "its server does not answer")
     if said != "ready":
         raise Declined("no-mount", said or "its server died")
-    return name
+    return folder / f"{name}{pid}"
 
 
 def _must_be_possible(folder: Path, uid: int) -> str:
@@ -117,11 +107,6 @@ def _living(folder: Path) -> list[str]:
         else:
             (folder / name).unlink(missing_ok=True)
     return found
-
-
-def _tell(hook: socket.socket, text: str) -> None:
-    with contextlib.suppress(OSError):  # it has ended, or was told before
-        hook.send(text.encode(errors="backslashreplace")[:WORDS], socket.MSG_NOSIGNAL)
 
 
 def _live(name: Path, job: Job, program: str, content: Bytes, hook: socket.socket) -> None:
@@ -185,7 +170,7 @@ class _Served:
         """
         try:
             self._must_answer()
-            _tell(hook, "ready")
+            child.tell(hook, "ready")
             hook.close()
             self._keep()
         finally:

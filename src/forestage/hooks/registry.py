@@ -36,7 +36,6 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import child
 from forestage.system.as_user import User
-from forestage.through.keeper import tell
 from forestage.units import printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
@@ -100,16 +99,9 @@ def guess(node: Node, job: Job, request: Request, report: Report) -> None:
 
 def _start(job: Job, life: Callable[[socket.socket], None]) -> None:
     """Runs `life` in a process of its own, which says on the socket that it can be left alone."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        child.live(partial(_live, life, theirs), partial(_failed, job, theirs))
-    theirs.close()
+    _, ours = child.begin(partial(_live, life), partial(_failed, job))
     with ours:
-        ours.settimeout(START)
-        try:
-            said = ours.recv(1024).decode(errors="replace")
-        except TimeoutError:
-            said = "its process does not answer"
+        said = child.heard(ours, START, "its process does not answer")
     if said != "begun":
         raise Declined("helper", said or "its process died")
 
@@ -130,7 +122,7 @@ def _serve(
     child.adopt_orphans()
     with Tasks(path, first) as tasks:
         child.let_go({hook.fileno(), tasks.listener.fileno(), asked.environment})
-        tell(hook, "begun")
+        child.tell(hook, "begun")
         hook.close()
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)
@@ -149,7 +141,7 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socke
     child.leave_job()
     child.adopt_orphans()
     child.let_go({hook.fileno()})
-    tell(hook, "begun")
+    child.tell(hook, "begun")
     hook.close()
     environment = worker.keep_environment(_variables(job.user))
     asked = Asked(request, environment, 0, batch=True, container="", timeout="")
@@ -165,7 +157,7 @@ def _variables(user: User) -> Mapping[str, str]:
 
 
 def _failed(job: Job, hook: socket.socket, error: BaseException | None) -> None:
-    tell(hook, str(error))
+    child.tell(hook, str(error))
     log.say(f"step job={job.id} step={job.step} result=failed detail={error!r}", by_slurm=True)
 
 

@@ -20,7 +20,7 @@ from forestage.system.as_user import User
 MODULE = "forestage.registry.work"
 AT_ONCE = 64 * 1024  # bytes read by one call of `words`; a pipe holds as much
 MOST = 4 << 20  # bytes in all: a line each 30 s, for weeks
-GRACE = 0.5  # seconds in which a worker that is ended may let go of its lease
+GRACE = 3.0  # seconds in which a worker that is ended may let go of its lease and its part
 
 
 class Worker:

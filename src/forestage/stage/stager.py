@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import threading
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -89,10 +88,9 @@ class Channel:
 
 def start(task: Task) -> Channel:
     """Starts a stager; its messages arrive in the channel, which the caller closes."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        child.live(partial(_live, task, Channel(theirs)), partial(_failed, task))
-    theirs.close()
+    _, ours = child.begin(
+        lambda hook: _live(task, Channel(hook)), lambda hook, error: _failed(task, error)
+    )
     return Channel(ours)
 
 

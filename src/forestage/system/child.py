@@ -3,16 +3,50 @@
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 NO_LIMIT = 1 << 60  # bytes
+WORDS = 4096  # bytes of what a process tells who has started it
 ROUNDS, PAUSE = 200, 0.01  # seconds; of looks at what a process has left behind
+
+
+def begin(
+    life: Callable[[socket.socket], None],
+    failed: Callable[[socket.socket, BaseException | None], None],
+) -> tuple[int, socket.socket]:
+    """Forks a process that `life` is all of; returns its pid, and our end of the socket to it.
+
+    `life` and `failed`, which gets the error that ended it, are given the other end.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        live(partial(life, theirs), partial(failed, theirs))
+    theirs.close()
+    return pid, ours
+
+
+def tell(starter: socket.socket, text: str) -> None:
+    """Tells who has started this process, if that still listens."""
+    with contextlib.suppress(OSError):
+        starter.send(text.encode(errors="backslashreplace")[:WORDS], socket.MSG_NOSIGNAL)
+
+
+def heard(process: socket.socket, patience: float, silent: str) -> str:
+    """What a process tells next; "" if it ended, `silent` if it says nothing for so long."""
+    process.settimeout(patience)
+    try:
+        return process.recv(WORDS).decode(errors="replace")
+    except TimeoutError:
+        return silent
 
 
 def live(life: Callable[[], None], failed: Callable[[BaseException | None], None]) -> NoReturn:

@@ -31,6 +31,7 @@ A keeper and its server take 17 MiB, 33 once all threads have read: no more than
 """
 
 SAFEST = -1000  # oom_score_adj: a killed keeper and server are a job's I/O error
+SILENT = "its keeper does not answer"
 START = 10.0  # seconds until the first server answers
 PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
 ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
@@ -57,22 +58,12 @@ def start(task: Task, wait: bool = True) -> Path:
     if child.is_in_job():  # others may come to read, and it would take them with it
         raise Declined("no-through", "the step is in its job's own PID or user namespace")
     must_be_allowed(spot, task.opened.user.uid)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        child.live(
-            partial(_live, task, spot, theirs),
-            partial(_failed, task.image.path, theirs),
-        )
-    theirs.close()
+    _, ours = child.begin(partial(_live, task, spot), partial(_failed, task.image.path))
     with ours:
-        ours.settimeout(START)
-        try:
-            # First that it has left the hook's session, which Slurm will kill.
-            said = ours.recv(1024).decode()
-            if said == "begun" and wait:
-                said = ours.recv(1024).decode()
-        except TimeoutError:
-            said = "its keeper does not answer"
+        # First that it has left the hook's session, which Slurm will kill.
+        said = child.heard(ours, START, SILENT)
+        if said == "begun" and wait:
+            said = child.heard(ours, START, SILENT)
     if said == "busy" and _comes(spot / "sock"):
         said = "ready"
     if said not in ("begun", "ready"):
@@ -125,7 +116,7 @@ def _live(task: Task, spot: Path, hook: socket.socket) -> None:
     os.chdir("/")
     child.leave_job(SAFEST)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
-    tell(hook, "begun")
+    child.tell(hook, "begun")
     task = task.received()
     child.let_go({hook.fileno(), task.opened.fd})
     from forestage.through.keeping import Keeper
@@ -134,14 +125,9 @@ def _live(task: Task, spot: Path, hook: socket.socket) -> None:
         with lock.held(spot / "lock", PROBED):
             Keeper(task, spot).run(hook)
     except lock.Busy:
-        tell(hook, "busy")
+        child.tell(hook, "busy")
 
 
 def _failed(path: str, hook: socket.socket, error: BaseException | None) -> None:
-    tell(hook, str(error))
+    child.tell(hook, str(error))
     log.say(f"keeper image={events.field(path)} result=failed detail={error!r}", by_slurm=True)
-
-
-def tell(hook: socket.socket, text: str) -> None:
-    with contextlib.suppress(OSError):  # it has ended, or was told before
-        hook.send(text.encode()[:1000], socket.MSG_NOSIGNAL)

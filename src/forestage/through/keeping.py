@@ -33,7 +33,7 @@ from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, fuse, mounts
 from forestage.through import keeper, server
-from forestage.through.keeper import SERVER_NAME, State, must_be_allowed, tell
+from forestage.through.keeper import SERVER_NAME, State, must_be_allowed
 from forestage.through.local import Local
 from forestage.through.memory import Common, Generation
 from forestage.through.server import Served, Server
@@ -107,7 +107,7 @@ class Keeper:
             raise Declined("no-through", "this kernel cannot show the file's ACL")
         self._write_state()
         os.rename("sock.new", "sock", src_dir_fd=self.spot, dst_dir_fd=self.spot)
-        tell(hook, "ready")
+        child.tell(hook, "ready")
         hook.close()
         self._keep()
 

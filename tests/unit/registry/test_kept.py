@@ -223,6 +223,7 @@ def test_imports_are_bounded_by_size_and_by_age(cache: Cache, own: Path, file: P
     assert kept.bound(cache, NAME_BYTES, now) == []
     assert not file.exists()
     other.write_bytes(b"x")
+    os.utime(other, (now + 9 * UNUSED, now + 9 * UNUSED))
     assert kept.bound(cache, 1 << 20, now + UNUSED - 60) == []
     assert other.exists()
     assert kept.bound(cache, 1 << 20, now + UNUSED + 60) == []
@@ -272,8 +273,11 @@ def test_imports_are_bounded_as_their_user_and_what_that_cannot_delete_is_told(
     os.chown(own / "moved", alice.uid, alice.gid)
     for path in (victim, victim.parent):
         os.chown(path, bob.uid, bob.gid)
-    (own / "mine").touch()
-    os.chown(own / "mine", alice.uid, alice.gid)
+    (own / "mine/closed").mkdir(parents=True)
+    (own / "mine/closed/file").touch()
+    for path in (own / "mine/closed/file", own / "mine/closed", own / "mine"):
+        os.chown(path, alice.uid, alice.gid)
+        path.chmod(0)  # she cannot enter it herself as it is
     (problem,) = kept.bound(cache, 0, time.time())
     assert str(own) in problem
     assert victim.exists()
