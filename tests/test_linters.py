@@ -17,7 +17,7 @@ def scripts() -> Iterator[str]:
     """Python programs without a suffix: ruff looks at those only if they are named."""
     for folder in FOLDERS:
         for path in sorted((REPOSITORY / folder).rglob("*")):
-            if path.suffix or not path.is_file():
+            if path.suffix or not path.is_file() or ".venv" in path.parts:
                 continue
             with path.open("rb") as file:
                 first = file.readline(100)
