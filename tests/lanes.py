@@ -29,8 +29,9 @@ TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the lanes have in common
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
 FOLDERS = [".", "faults", "state", "hooks", "registry", "spank", "window"]
-LONGEST = ["peers", "job_waits", "load", "step_waits", "suites", "benches", "step_sees", "sweep"]
-LONGEST += ["inline", "processes", "linters", "source_hangs", "stager_killed"]
+LONGEST = ["registry", "data", "peers", "job_waits", "load", "step_sees", "through", "step_waits"]
+LONGEST += ["suites", "benches", "linters", "shares", "job_dir_filled", "through_server", "inline"]
+LONGEST += ["stager_killed", "window_processes"]
 # A test that hangs fails after its own time (pyproject.toml); this is for a lane that hangs.
 LIMIT, LONG_LIMIT = 40 * 60, 8 * 3600  # seconds
 PATIENCE = 60  # seconds for a lane to take its clusters down
