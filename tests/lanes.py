@@ -26,6 +26,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 LANES = "FORESTAGE_TEST_LANES"  # how many, if not what suits this machine
 TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the lanes have in common
+BUILT = "FORESTAGE_TEST_BUILT"  # another: the clusters' plugins (slurm/cluster.py)
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
 FOLDERS = [".", "faults", "state", "hooks", "registry", "spank", "window"]
@@ -171,6 +172,8 @@ def start_all(top: Path) -> int:
         os.environ.setdefault(flaky.FAILED, f"{folder}/failed")
         (Path(folder) / "taken").mkdir()
         os.environ[TAKEN] = f"{folder}/taken"
+        (Path(folder) / "built").mkdir()
+        os.environ[BUILT] = f"{folder}/built"
         lanes = [Lane(number, Path(folder)) for number in range(count)]
         # Handled here, they are at their default there, even if whoever began this ignores ^C.
         signal.signal(signal.SIGINT, _interrupted)
