@@ -30,6 +30,7 @@ BUILT = "FORESTAGE_TEST_BUILT"  # another: the clusters' plugins (slurm/cluster.
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
 FOLDERS = [".", "faults", "state", "hooks", "registry", "spank", "window"]
+FOLDERS += [f"unit/{name}" for name in ("system", "stage", "admin", "data", "check")]
 LONGEST = ["registry", "data", "peers", "job_waits", "load", "step_sees", "through", "step_waits"]
 LONGEST += ["suites", "benches", "linters", "shares", "job_dir_filled", "through_server", "inline"]
 LONGEST += ["stager_killed", "window_processes"]
