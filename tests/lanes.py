@@ -1,32 +1,39 @@
 """Several pytest processes, the lanes, that share the tests: `tests/lanes.py [FOLDER]`, as ./test.
 
-Each takes what no other has taken yet. What is shared out are groups: the tests of one file, or
-those of them that are on the same cluster. Clusters mostly wait, so there are more lanes than
-processors: some begin with clusters, the others with what computes, and then with what is left.
+A lane runs one folder of tests after another, each in a process of its own: a process that has
+collected all tests is three times as large, and each fork of a test costs as much more. First it
+takes a folder in which no other lane is, then it helps with those that are not over. What they
+share out there are groups: the tests of one file, or those of them that are on the same cluster.
+Clusters mostly wait, so there are more lanes than processors: some begin with clusters, the others
+with what computes, and then with what is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
+TESTS = Path(__file__).resolve().parent
 LANES = "FORESTAGE_TEST_LANES"  # how many, if not what suits this machine
 TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the lanes have in common
-CLUSTERS_FIRST = "FORESTAGE_TEST_CLUSTERS_FIRST"  # set: this lane begins with those
-# These take longest; what begins last should be over soon.
-LONGEST = ["peers", "job_waits", "load", "step_waits", "suites", "benches", "step_sees", "sweep"]
-LONGEST += ["inline", "processes", "linters", "source_hangs", "stager_killed"]
+BUILT = "FORESTAGE_TEST_BUILT"  # another: the clusters' plugins (slurm/cluster.py)
+CLUSTERS = TESTS / "slurm"
+# These take longest, of the folders and within them; what begins last should be over soon.
+FOLDERS = [".", "faults", "state", "hooks", "registry", "spank", "window"]
+FOLDERS += [f"unit/{name}" for name in ("system", "stage", "admin", "data", "check")]
+LONGEST = ["registry", "data", "peers", "job_waits", "load", "step_sees", "through", "step_waits"]
+LONGEST += ["suites", "benches", "linters", "shares", "job_dir_filled", "through_server", "inline"]
+LONGEST += ["stager_killed", "window_processes"]
 # A test that hangs fails after its own time (pyproject.toml); this is for a lane that hangs.
 LIMIT, LONG_LIMIT = 40 * 60, 8 * 3600  # seconds
 PATIENCE = 60  # seconds for a lane to take its clusters down
@@ -41,7 +48,7 @@ def taken_here() -> Path | None:
 
 def run(session: pytest.Session, taken: Path) -> None:
     """As pytest's own loop, with those tests only that fall to this process."""
-    items = _falling_here(in_order(session.items, CLUSTERS_FIRST in os.environ), taken)
+    items = _falling_here(in_order(session.items), taken)
     item = next(items, None)
     while item is not None:
         # An item is given what follows, so that what both need is kept.
@@ -59,20 +66,17 @@ def group_of(item: pytest.Item) -> str:
     call = getattr(item, "callspec", None)  # only what has parameters has one
     indices = call.indices if call else {}
     alone = indices.get("bench", 0)  # each of these has a cluster of its own
-    place = item.path.relative_to(Path(__file__).parent).with_suffix("")
+    place = item.path.relative_to(TESTS).with_suffix("")
     return f"{'-'.join(place.parts)}-{indices.get('cluster_spec', alone)}"
 
 
-def in_order(items: Sequence[pytest.Item], clusters_first: bool) -> list[pytest.Item]:
-    """The tests on clusters before all others, or after them; the longest first."""
+def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The longest first."""
+    return sorted(items, key=lambda item: _place_in(LONGEST, item.path.stem.removeprefix("test_")))
 
-    def rank(item: pytest.Item) -> tuple[bool, int]:
-        on_cluster = item.get_closest_marker("slurm") is not None
-        places = {name: place for place, name in enumerate(LONGEST)}
-        place = places.get(item.path.stem.removeprefix("test_"), len(LONGEST))
-        return on_cluster != clusters_first, place
 
-    return sorted(items, key=rank)
+def _place_in(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else len(names)
 
 
 def _falling_here(items: Sequence[pytest.Item], taken: Path) -> Iterator[pytest.Item]:
@@ -97,14 +101,68 @@ def _take(group: Path) -> bool:
 # Around them
 
 
-class Lane(NamedTuple):
-    """A pytest process, and the file in which stands what it says."""
+def folders(top: Path) -> list[Path]:
+    """Those that have tests of their own, the longest first."""
+    found = {file.parent for file in top.rglob("test_*.py")}
+    return sorted(found, key=lambda one: (_place_in(FOLDERS, os.path.relpath(one, TESTS)), one))
 
-    process: subprocess.Popen[bytes]
-    log: Path
+
+def next_folder(left: Sequence[Path], begun: Collection[Path], clusters_first: bool) -> Path | None:
+    """Which of the folders that are not over a lane goes to: one where nobody is, if there is one.
+
+    All lanes that begin with clusters share theirs; the others go there last.
+    """
+
+    def rank(folder: Path) -> tuple[bool, bool]:
+        return (folder == CLUSTERS) != clusters_first, folder in begun
+
+    return min(left, key=rank, default=None)
 
 
-def start_all(arguments: Sequence[str]) -> int:
+class Lane:
+    """Runs a pytest process at a time. What all of them say stands in one file."""
+
+    def __init__(self, number: int, logs: Path) -> None:
+        self.number = number
+        self.log = logs / f"{number}.log"
+        self.log.touch()
+        self.clusters_first = number % 5 < 3
+        self.folder: Path | None = None  # where it is
+        self.process: subprocess.Popen[bytes]
+
+    def start(self, folder: Path) -> None:
+        """The first lane is shown as it runs; what the others say is kept until all have ended.
+
+        A session of its own: what is sent to a whole process group reaches a lane once, from here.
+        Where this process is killed, the kernel ends the lanes.
+        """
+        self.folder = folder
+        tied = ["setpriv", "--pdeathsig", "INT"]
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [*tied, sys.executable, "-m", "pytest", *sorted(folder.glob("test_*.py"))],
+                cwd=TESTS.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=file if self.number else None,
+                stderr=subprocess.STDOUT if self.number else None,
+                start_new_session=True,
+            )
+
+    def end(self, until: float) -> int:
+        """Its exit code, as a shell has it. After `until` it is ended, which stderr shows."""
+        self.folder = None
+        for stop in (self.process.terminate, self.process.kill):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(max(0.0, until - time.monotonic()))
+                return code if code >= 0 else 128 - code
+            said = self.log.read_text()[-2000:]
+            print(f"a lane has not ended in time: {said}", file=sys.stderr)
+            stop()
+            until = time.monotonic() + PATIENCE
+        return 128 - self.process.wait()
+
+
+def start_all(top: Path) -> int:
     """Runs the lanes and shows what each has said; the exit code is 0, or that of the worst."""
     import flaky  # not above: in the lanes it is a plugin, which pytest wants to import itself
 
@@ -115,30 +173,62 @@ def start_all(arguments: Sequence[str]) -> int:
         os.environ.setdefault(flaky.FAILED, f"{folder}/failed")
         (Path(folder) / "taken").mkdir()
         os.environ[TAKEN] = f"{folder}/taken"
-        lanes: list[Lane] = []
+        (Path(folder) / "built").mkdir()
+        os.environ[BUILT] = f"{folder}/built"
+        lanes = [Lane(number, Path(folder)) for number in range(count)]
         # Handled here, they are at their default there, even if whoever began this ignores ^C.
         signal.signal(signal.SIGINT, _interrupted)
         signal.signal(signal.SIGTERM, _interrupted)
         try:
-            for number in range(count):
-                lanes.append(_start(arguments, Path(folder), number))
-            codes = [_end(lane, start + limit) for lane in lanes]
+            codes = _run(lanes, folders(top), start + limit)
         except KeyboardInterrupt:
-            for lane in lanes:
+            running = [lane for lane in lanes if lane.folder]
+            for lane in running:
                 lane.process.send_signal(signal.SIGINT)
-            for lane in lanes:
-                _end(lane, time.monotonic() + PATIENCE)
+            for lane in running:
+                lane.end(time.monotonic() + PATIENCE)
             return 130
-        for number, lane in enumerate(lanes):
-            print(f"--- lane {number + 1}\n{lane.log.read_text()}" if number else "", end="")
+        for lane in lanes[1:]:
+            print(f"--- lane {lane.number + 1}\n{lane.log.read_text()}", end="")
         busy, ticks = (now - then for now, then in zip(_ticks(), before, strict=True))
         seconds = time.monotonic() - start
         print(f"{count} lanes, {seconds:.0f} s, processors {busy / max(1, ticks):.0%} busy")
         for name in flaky.names(Path(os.environ[flaky.FAILED])):
             print(f"failed: {name}")
-    # A lane may be left without tests; where all are, there were none.
-    bad = [code for code in codes if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)]
-    return max(bad, default=min(codes))
+    # Another lane may have taken all of a folder; where there are no tests at all, that is bad.
+    nothing = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    return max((code for code in codes if code != nothing), default=nothing)
+
+
+def _run(lanes: Sequence[Lane], left: list[Path], until: float) -> list[int]:
+    """Has the lanes run all folders, until they are over; the exit codes of all that was run."""
+    begun: set[Path] = set()
+    codes = []
+    while True:
+        for lane in lanes:
+            folder = next_folder(left, begun, lane.clusters_first)
+            if lane.folder is None and folder and time.monotonic() < until:
+                begun.add(folder)
+                lane.start(folder)
+        running = [lane for lane in lanes if lane.folder]
+        if not running:
+            return codes
+        for lane in _first_to_end(running, until):
+            # Whoever ends has found nothing in its folder that nobody had taken.
+            left[:] = [folder for folder in left if folder != lane.folder]
+            codes.append(lane.end(until))
+
+
+def _first_to_end(running: Sequence[Lane], until: float) -> list[Lane]:
+    """Waits for it. All that still run, if none ends in time."""
+    with contextlib.ExitStack() as stack:
+        lanes = {}
+        for lane in running:
+            process = os.pidfd_open(lane.process.pid)
+            stack.callback(os.close, process)
+            lanes[process] = lane
+        ended, _, _ = select.select(lanes, [], [], max(0.0, until - time.monotonic()))
+        return [lanes[process] for process in ended] or list(running)
 
 
 def _interrupted(*_: object) -> None:
@@ -148,40 +238,6 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _start(arguments: Sequence[str], folder: Path, number: int) -> Lane:
-    """The first lane is shown as it runs; what the others say is kept until all have ended.
-
-    A session of its own: what is sent to a whole process group reaches a lane once, from here.
-    Where this process is killed, the kernel ends the lanes.
-    """
-    log = folder / f"{number}.log"
-    environment = os.environ | ({CLUSTERS_FIRST: "1"} if number % 5 < 3 else {})
-    tied = ["setpriv", "--pdeathsig", "INT"]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*tied, sys.executable, "-m", "pytest", *arguments],
-            env=environment,
-            cwd=REPOSITORY,
-            stdin=subprocess.DEVNULL,
-            stdout=file if number else None,
-            stderr=subprocess.STDOUT if number else None,
-            start_new_session=True,
-        )
-    return Lane(process, log)
-
-
-def _end(lane: Lane, until: float) -> int:
-    """Its exit code, as a shell has it. After `until` it is ended, which stderr shows."""
-    for stop in (lane.process.terminate, lane.process.kill):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = lane.process.wait(max(0.0, until - time.monotonic()))
-            return code if code >= 0 else 128 - code
-        print(f"a lane has not ended in time: {lane.log.read_text()[-2000:]}", file=sys.stderr)
-        stop()
-        until = time.monotonic() + PATIENCE
-    return 128 - lane.process.wait()
-
-
 def _ticks() -> tuple[int, int]:
     """Ticks that all processors together were busy, and that have gone by (proc(5))."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
@@ -189,4 +245,4 @@ def _ticks() -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(start_all(sys.argv[1:]))
+    sys.exit(start_all(Path(*(sys.argv[1:] or [TESTS])).resolve()))

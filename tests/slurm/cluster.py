@@ -30,6 +30,7 @@ from spec import INSIDE_STATE, PYXIS_REPORT, REPO, ClusterSpec
 __all__ = ["UMASK", "Cluster", "ClusterError", "ClusterSpec", "state_path"]
 
 INSIDE = Path(__file__).with_name("inside.py")
+BUILT = "FORESTAGE_TEST_BUILT"  # set by ./test: a directory of what its clusters have built
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 UP_SECONDS = 120.0
@@ -165,9 +166,23 @@ class Cluster:
         self._unshare.stdin.close()
 
     def _build(self, source: str, plugin: str) -> None:
-        """With the headers of the cluster's own Slurm, whichever release that is."""
+        """With the headers of the cluster's own Slurm, whichever release that is.
+
+        The clusters of one ./test that run in the same tree share what one of them has built.
+        """
+        own, shared = self.state / plugin, None
+        if BUILT in os.environ:
+            shared = Path(os.environ[BUILT], self.spec.lower.replace("/", "-") + plugin)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(shared, own)
+                return
         make = ["make", "-s", "-C", str(REPO / source), f"OUT={INSIDE_STATE}/{plugin}"]
         self.run(make, user="root", cwd="/")
+        if shared:
+            # Whole or not at all: other lanes start clusters at the same time.
+            finished = shared.with_name(f"{shared.name}.{os.getpid()}")
+            shutil.copy(own, finished)
+            finished.replace(shared)
 
     def _check_hooks(self) -> None:
         """Without this, a mistyped path shows only as nodes that drain at their first job."""

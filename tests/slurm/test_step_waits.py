@@ -11,13 +11,15 @@ from jobs import RELEASE, Site
 from spec import ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
 
-SLOW = 23  # seconds; Slurm loses a step at MessageTimeout + BatchStartTimeout, 20 by default
+BATCH_START = 1  # seconds; the default of 10 would only make the test longer
+LOST_AFTER = BATCH_START + 10  # Slurm loses a step at BatchStartTimeout + MessageTimeout
+SLOW = LOST_AFTER + 3
 KILL_WAIT = 30  # seconds, Slurm's default: then it kills what does not end by itself
 
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
-    return accompanied()
+    return accompanied(BatchStartTimeout=str(BATCH_START))
 
 
 def slow(site: Site) -> list[str]:
@@ -70,7 +72,7 @@ def test_step_waiting_longer_than_slurms_timeouts_starts_and_a_cancelled_one_end
     # That of the job level has begun in its Prolog, who knows how long before the step.
     (copied,) = served(site, alone.job, "n2")
     assert copied.result == "copied"
-    assert copied.wait > 20
+    assert copied.wait > LOST_AFTER
 
     for node in ("n3", "n4"):
         log = site.cluster.read(f"/var/log/slurm/{node}.log")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,12 +26,6 @@ from forestage.system.as_user import User
 from forestage.units import Amount
 
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
-
-
-def pytest_collection_finish() -> None:
-    """The tests fork often: what is there already need not be looked at, nor copied, each time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

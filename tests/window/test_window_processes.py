@@ -229,7 +229,7 @@ def test_what_is_left_when_all_were_killed_goes_with_the_next_window(
     loaders.append(Loader(data_set, 8 * SIZE))
     left = Path(loaders[0].path())
     for pid in (*processes(job), loaders[0].process.pid):
-        with contextlib.suppress(ProcessLookupError):  # a copy that has just ended
+        with contextlib.suppress(ProcessLookupError):  # what copies ends with its copier
             os.kill(pid, signal.SIGKILL)
     for pid in processes(job):
         wait_for_end(pid)
@@ -256,6 +256,8 @@ def test_directory_of_the_job_may_go_at_any_time(
 def test_stopped_copier_is_given_up(
     job: Path, data_set: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    first = window(data_set, room=4 * SIZE)
+    assert job in Path(next(iter(first))).parents  # the copier has begun, however long that took
     monkeypatch.setattr(forestage_window, "PATIENCE", 0.5)
     shards = window(data_set, room=4 * SIZE)
     paths = iter(shards)

@@ -38,13 +38,9 @@ def start(device: str, place: Path, patience: float = START) -> None:
 
     Waits up to `patience` seconds for it.
     """
-    ours, theirs = socket.socketpair()
-    if os.fork() == 0:
-        child.live(partial(_live, device, place, theirs), lambda error: None)
-    theirs.close()
-    with ours, contextlib.suppress(OSError):
-        ours.settimeout(patience)
-        ours.recv(1)
+    _, ours = child.begin(partial(_live, device, place), lambda prolog, error: None)
+    with ours:
+        child.heard(ours, patience, "")
 
 
 def _live(device: str, place: Path, prolog: socket.socket) -> None:
@@ -58,7 +54,7 @@ def _live(device: str, place: Path, prolog: socket.socket) -> None:
     root = mounts.open_hidden(device, job_disk.KIND, os.fspath(place))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child.let_go({held, root, prolog.fileno()})
-    prolog.send(b".")
+    child.tell(prolog, "ready")
     prolog.close()
     while not signal.sigtimedwait({signal.SIGTERM}, LOOK):
         if not os.fstat(held).st_nlink:

@@ -90,26 +90,14 @@ def _available() -> int:
 
 
 def _start(directory: Path, user: User, size: int) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        child.live(
-            partial(_live, directory, user, size, theirs),
-            lambda error: _tell(theirs, str(error)),
-        )
-    theirs.close()
+    _, ours = child.begin(
+        partial(_live, directory, user, size),
+        lambda hook, error: child.tell(hook, str(error)),
+    )
     with ours:
-        ours.settimeout(START)
-        try:
-            said = ours.recv(clones.WORDS).decode(errors="replace")
-        except TimeoutError:
-            said = "its holder does not answer"
+        said = child.heard(ours, START, "its holder does not answer")
     if said != "ready":
         raise Declined("job-dir", said or "its holder died")
-
-
-def _tell(hook: socket.socket, text: str) -> None:
-    with contextlib.suppress(OSError):  # it has ended
-        hook.send(text.encode(errors="backslashreplace")[: clones.WORDS], socket.MSG_NOSIGNAL)
 
 
 def _live(directory: Path, user: User, size: int, hook: socket.socket) -> None:
@@ -132,7 +120,7 @@ def _live(directory: Path, user: User, size: int, hook: socket.socket) -> None:
     fcntl.flock(held, fcntl.LOCK_EX)
     os.write(held, b"%d" % os.getpid())
     os.close(place)
-    _tell(hook, "ready")
+    child.tell(hook, "ready")
     hook.close()
     _keep(listener, held)
 

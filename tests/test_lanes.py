@@ -1,0 +1,80 @@
+"""The lanes leave no test out, and none of them waits while there is a folder to go to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lanes
+
+CLUSTERS, HOOKS, UNIT = lanes.CLUSTERS, lanes.TESTS / "hooks", lanes.TESTS / "unit/slurm"
+
+
+def test_every_test_file_is_in_one_of_the_folders() -> None:
+    given = [file for folder in lanes.folders(lanes.TESTS) for file in folder.glob("test_*.py")]
+    assert sorted(given) == sorted(lanes.TESTS.rglob("test_*.py"))
+
+
+def test_every_name_of_what_takes_longest_is_there() -> None:
+    files = {file.stem.removeprefix("test_") for file in lanes.TESTS.rglob("test_*.py")}
+    named = {lanes.CLUSTERS, *(lanes.TESTS / name for name in lanes.FOLDERS)}
+    assert set(lanes.LONGEST) <= files
+    assert named <= set(lanes.folders(lanes.TESTS))
+
+
+@pytest.mark.parametrize(
+    ("begun", "clusters_first", "wanted"),
+    [
+        ([], False, HOOKS),
+        ([HOOKS], False, UNIT),
+        ([HOOKS, UNIT], False, HOOKS),
+        ([], True, CLUSTERS),
+        ([CLUSTERS], True, CLUSTERS),
+    ],
+    ids=["first", "where nobody is", "helps", "clusters", "clusters together"],
+)
+def test_lane_goes_where_it_is_wanted(
+    begun: list[Path], clusters_first: bool, wanted: Path
+) -> None:
+    assert lanes.next_folder([HOOKS, UNIT, CLUSTERS], begun, clusters_first) == wanted
+
+
+def test_lane_goes_to_what_is_left_and_ends_when_there_is_nothing() -> None:
+    assert lanes.next_folder([CLUSTERS], [CLUSTERS], clusters_first=False) == CLUSTERS
+    assert lanes.next_folder([UNIT], [UNIT], clusters_first=True) == UNIT
+    assert lanes.next_folder([], [UNIT], clusters_first=True) is None
+
+
+@pytest.mark.parametrize(
+    ("bodies", "code"),
+    [
+        (["assert True", "assert True"], 0),
+        (["assert True", "assert False", "assert True"], 1),
+        (["assert False", "import nothing_of_that_name"], 1),
+        ([], 5),
+    ],
+    ids=["good", "one fails", "last fails", "no tests"],
+)
+def test_exit_code_is_that_of_the_worst_folder(
+    tmp_path: Path, bodies: list[str], code: int
+) -> None:
+    for number, body in enumerate(bodies):
+        folder = tmp_path / f"folder{number}"
+        folder.mkdir()
+        (folder / "test_it.py").write_text(f"def test_it():\n    {body}\n")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("FORESTAGE_")
+    }
+    ran = subprocess.run(
+        [sys.executable, lanes.__file__, tmp_path],
+        env=environment | {lanes.LANES: "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    assert "1 lanes, " in ran.stdout
