@@ -16,7 +16,6 @@ between two steps. Of the nodes of a job one looks for all where it can (data/lo
 import contextlib
 import hashlib
 import os
-import socket
 import stat
 import threading
 from functools import partial
@@ -66,18 +65,17 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
     wanted.note_tree(node, job, path, Tree("looking"))
     if node.config.peers.enabled:
         looks.prepare(node.cache, job.id)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        hook = Channel(theirs)
-        child.live(partial(_live, node, job, path, hook), partial(_died, node, job, path))
-    theirs.close()
+    _, ours = child.begin(
+        lambda hook: _live(node, job, path, Channel(hook)),
+        lambda hook, error: _died(node, job, path, error),
+    )
     with Channel(ours) as channel:
         try:
             channel.recv(HANDSHAKE)
         except EOFError:
             why = "the process that looks at the directory died"
             wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
-            raise Failed("helper", "the process that looks at the directory died") from None
+            raise Failed("helper", why) from None
     return Handled("started", request=printable(request.path), via="hint")
 
 
