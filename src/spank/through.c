@@ -158,7 +158,7 @@ const char *open_through(const struct step *step, struct copy *copy)
 	struct stat st;
 
 	if (keeper < 0)
-		return "nobody serves its copy";
+		return "no process serves its copy";
 	if (take_turn(keeper, F_WRLCK) && moves())
 		copy->image = exchange(keeper, "mount", -1, answer);
 	if (copy->image < 0 && refused(answer)) {

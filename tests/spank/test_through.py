@@ -38,7 +38,7 @@ def test_task_need_not_see_the_socket(step: Step, keeper: Keeper, contained: str
     hidden = f"between=mv {step.place}/sock {step.folder}/sock"
     ran = step.run(hidden, f"task=cat {step.image}", *filter(None, [contained]))
     if contained:  # what is beside the step manager cannot hand on a connection
-        assert "nobody serves its copy" in ran.logged
+        assert "no process serves its copy" in ran.logged
     else:
         assert ran.out == SERVED
 
@@ -78,7 +78,7 @@ def test_keeper_that_does_not_answer_is_waited_for_once(step: Step, keeper: Keep
 def test_path_stays_without_a_keeper(step: Step) -> None:
     step.answers(step.through())
     ran = step.run(f"task=cat {step.image}")
-    assert "nobody serves its copy" in ran.logged
+    assert "no process serves its copy" in ran.logged
     assert ran.out == "the image\n"
 
 

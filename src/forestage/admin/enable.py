@@ -196,7 +196,7 @@ def _enable_by_link(plan: Plan, hook: Hook, pattern: Pattern) -> None:
         if fits and path not in taken:
             plan.links.append(Link(path, hook.path))
             return
-    plan.refusals.append(f"{where}: no name fits {value}: link forestage's hook there by hand")
+    plan.refusals.append(f"{where}: no name fits {value}: link forestage's hook there manually")
 
 
 def _enable_companion(plan: Plan, site: Site) -> None:
@@ -230,7 +230,7 @@ def to_disable(site: Site) -> Plan:
 def _disable_script(plan: Plan, hook: Hook, pattern: Pattern) -> None:
     for one in pattern.scripts:
         if one.relation == "names-us":
-            plan.notes.append(f"{one.path} runs forestage: take that out by hand.")
+            plan.notes.append(f"{one.path} runs forestage: remove that manually.")
     if not pattern.is_glob:
         if any(one.relation == "hook" for one in pattern.scripts):
             plan.lines.append(_removed(pattern.setting.line))

@@ -161,7 +161,7 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
 def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
-    made_room = tuple(f"{text}, to make room" for text in _evicted(outcome.evicted, images))
+    made_room = tuple(f"{text}, to free space" for text in _evicted(outcome.evicted, images))
     if isinstance(outcome, Released):
         if outcome.result == "released":
             return _released(outcome, images)
@@ -171,7 +171,7 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     elif outcome.result == "started":
         return (*_started(outcome), _redirect(outcome), *made_room)
     elif outcome.result == "through":
-        read = "through: the step read what was here, and the rest from the source"
+        read = "through: the step read copied parts locally, and the rest from the source"
         return (read, *made_room)
     elif outcome.result in STAGED:
         return (_staged(outcome), _redirect(outcome), *made_room)
@@ -182,7 +182,7 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
 
 
 def _started(outcome: Handled) -> Iterator[str]:
-    yield "started: the copy went on while the job began"
+    yield "started: the job started while the copy was under way"
     if outcome.reason:
         yield f"{REASONS.get(outcome.reason, outcome.reason)} {outcome.detail}"
 
@@ -217,7 +217,7 @@ def _redirect(outcome: Handled) -> str:
         "mounted": "redirect mounted: the path showed the local copy",
         "kept": "redirect kept: the path showed the local copy already, for another job or step",
         "spank": "redirect by the SPANK plugin: each step gets the local copy when it starts",
-        "later": "redirect later: the path showed the original until the copy was here",
+        "later": "redirect later: the path showed the original until the copy was complete",
         "none": "no redirect: the job read the original path (`redirect: none`, it saves its"
         " container there, or no copy was here)",
     }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
@@ -231,11 +231,11 @@ def _consequence(event: Event) -> str:
     who = "step" if event.hook == "step" else "job"
     if event.outcome.reason == "deadline":
         return (
-            f"The {who} kept its original path. The copy goes on; `forestage status` shows it"
-            " while it does."
+            f"The {who} kept its original path. The copy continues; `forestage status` shows its"
+            " progress."
         )
     if event.outcome.reason == "bad-hint":
-        return "The job ran as if the hint were not there."
+        return "The hint was ignored."
     if event.outcome.reason == "no-mount":
         return f"The {who} went on without it."
     if event.outcome.result == "failed" and event.hook != "step":

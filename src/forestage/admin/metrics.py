@@ -101,7 +101,7 @@ def _read(file: Path) -> Record:
         return Record()
     except records.Damaged as damaged:
         # Prometheus takes counters that fall for new ones; no counters at all help nobody.
-        log.say(f"metrics begin anew: {damaged}", by_slurm=False)
+        log.say(f"metrics start again from zero: {damaged}", by_slurm=False)
         return Record()
 
 

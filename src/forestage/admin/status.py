@@ -185,7 +185,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         facts.append(("state", "does not exist yet: the first job with an image creates it"))
     if status.doubt:
         told = f"since {moment(status.doubt.since)}: {status.doubt.why}"
-        facts.append(("disk errors", f"no job is served, {told} (the sweep reads every entry)"))
+        facts.append(("disk errors", f"no image is served, {told} (until the sweep has read all)"))
     if status.disk and status.room:
         disk, room = status.disk, status.room
         of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"
@@ -201,7 +201,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             *_held(status.held),
             *_job_dirs(status.job_dirs),
             ("max_size", f"{format_size(room.max_size)}, the most it may take"),
-            ("low_watermark", f"{format_size(room.low)}, where evicting at rest stops"),
+            ("low_watermark", f"{format_size(room.low)}; the Epilog evicts down to this"),
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
             ("entries", entries),
         ]

@@ -241,7 +241,7 @@ def make_room(
             raise Declined(
                 "no-room",
                 f"needs {format_size(size)}; {format_size(room.free)} are free, of which"
-                f" {format_size(room.min_free)} stay so, and {format_size(made.freed)} can be"
+                f" {format_size(room.min_free)} stay free, and {format_size(made.freed)} can be"
                 f" evicted (the cache may take {format_size(room.max_size)}, data"
                 f" {format_size(room.data)}, one user {format_size(room.share)} where others'"
                 " entries would have to go)",

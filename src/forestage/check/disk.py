@@ -170,7 +170,7 @@ def _room(
         yield Finding(
             "cache-full",
             "critical",
-            f"the disk of {config.cache} has no room for any entry ({format_size(free)} of"
+            f"the disk of {config.cache} has no space for any entry ({format_size(free)} of"
             f" {format_size(total)} are free, the rest is not the cache's)",
             "Nothing is staged; every start reads the shared file system",
             f"make room on the disk, or {origin}: max_size and min_free",

@@ -38,7 +38,7 @@ def findings(files: Files, places: Places, config: Config) -> Iterator[Finding]:
         yield Finding(
             "mount-namespaces",
             "critical",
-            "the kernel is set to let nobody make a mount namespace",
+            "the kernel's settings forbid mount namespaces",
             "A step's redirect needs one, and so does a look at a source below a redirect",
             "/etc/sysctl.d/99-forestage.conf: user.max_mnt_namespaces=65536",
         )
@@ -107,7 +107,7 @@ def _peers(files: Files, places: Places, peers: Peering) -> Iterator[Finding]:
         yield Finding(
             "peer-service",
             "warning",
-            f"peers are on, and nobody listens on port {peers.port}",
+            f"peers are on, but no process listens on port {peers.port}",
             "Other nodes wait for this one's chunks in vain, then read the shared file system",
             "systemctl enable --now forestage-peer",
         )

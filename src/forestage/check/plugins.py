@@ -99,7 +99,7 @@ def _through(files: Files, everywhere: list[tuple[str | None, Config]]) -> Itera
         yield Finding(
             "through-no-fuse",
             "warning",
-            "steps are to read through their copies, and /dev/fuse is not there",
+            "steps should read through their copies, but /dev/fuse does not exist",
             "The first job of an image reads the shared file system, as with `cold: shared`",
             "/etc/modules-load.d/fuse.conf: fuse (now: modprobe fuse)",
         )

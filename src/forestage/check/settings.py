@@ -43,7 +43,7 @@ def _partitions(conf: Conf, settings: Settings) -> Iterator[Finding]:
                 "partition-unknown",
                 "warning",
                 f"partitions.{name} is none of {conf.path}",
-                "What is said there holds for no job",
+                "These settings apply to no job",
                 f"{settings.origins[key]}: partitions: one of"
                 f" {', '.join(sorted(conf.partitions - {'DEFAULT'}))}",
             )

@@ -73,7 +73,7 @@ for command in (*site.COMMANDS, *images.COMMANDS, *registry.COMMANDS, report.rep
 @click.option("--oneline", is_flag=True, help="One line for health checks; see forestage(1).")
 @click.pass_context
 def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> None:
-    """The cache, its room, copies under way, leases.
+    """Show the cache, its space, copies under way, leases.
 
     Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
     terminal, ^C ends it; else it ends when no copy is under way any more. Without root: whether
@@ -315,7 +315,7 @@ def _picked(
 @click.option("-p", "--partition", metavar="NAME", help="As it holds for this partition's jobs.")
 @click.pass_obj
 def config(world: World, partition: str | None, as_json: bool) -> None:
-    """Every setting, and which file says so."""
+    """Print every setting, and the file that it comes from."""
     from forestage.admin import show as view
     from forestage.config import load_settings
     from forestage.system.terminal import harmless
@@ -333,7 +333,7 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def check(ctx: click.Context, as_json: bool) -> None:
-    """Whether this node, Slurm and pyxis are set up well, and the line to change if not.
+    """Check the setup of this node, Slurm and pyxis, and print the lines to change.
 
     Changes nothing. The exit status is that of a Nagios plugin: 0 all is well, 1 warning, 2
     critical, 3 unknown.

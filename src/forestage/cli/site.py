@@ -56,7 +56,7 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 @slurm_conf
 @click.pass_context
 def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> None:
-    """Have Slurm call forestage no longer.
+    """Stop Slurm from calling forestage.
 
     Prints the lines to remove; --yes removes the links that `enable` has made. Refuses what would
     drain nodes, with exit status 9.

@@ -59,7 +59,7 @@ class Exit(IntEnum):
     FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, a port in use, I/O."
     BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
     SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
-    REFUSED = 9, "Slurm's configuration was not changed: it was said what to do by hand."
+    REFUSED = 9, "Slurm's configuration was not changed: the manual steps were printed."
     TRIED = 10, "enroot tried to import the image, and failed."
     UNREACHED = 11, "A node of -w was not reached, or did not answer in time."
     INTERRUPTED = 130, "It was interrupted from the keyboard."

@@ -136,7 +136,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
     keep: Annotated[
         float,
         Key(
-            "Imported images that nobody used for so long are deleted from the store.",
+            "Imported images that were not used for this long are deleted from the store.",
             values.DURATION,
         ),
     ] = 30 * 86400.0
@@ -168,7 +168,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         JobKey("Absolute directories; only regular files below them are staged.", values.PATHS),
     ] = ()
     cache: Annotated[
-        str, Key("Where the cache lies on the node; not below /tmp or /dev/shm.", values.CACHE)
+        str, Key("The cache's directory on the node; not below /tmp or /dev/shm.", values.CACHE)
     ] = "/mnt/nvme/forestage"
     require_mount: Annotated[
         bool, Key("Do not stage while the cache lies on the root file system.")
@@ -186,14 +186,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     low_watermark: Annotated[
         Amount,
         Key(
-            "At rest the cache takes this share of its room: max_size, or what others leave it.",
+            "The Epilog evicts down to this share of max_size, or of what other data leaves.",
             values.SHARE,
         ),
     ] = Amount(share=0.8)
     max_user_share: Annotated[
         Amount,
         Key(
-            "For more than this share of room and copies, a user takes nothing from others.",
+            "Above this share of space and copies, a user does not displace others.",
             values.SHARE,
         ),
     ] = Amount(share=0.5)
@@ -222,7 +222,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Key("The unit of copying and resuming; each thread takes 4 MiB of memory.", values.CHUNK),
     ] = 16 * 1024 * 1024
     direct: Annotated[
-        Direct, Key("Copy past the page cache: auto where both sides are local disks.")
+        Direct, Key("Bypass the page cache: auto does so where both sides are local disks.")
     ] = "auto"
     digest: Annotated[bool, Key("Keep a digest of each chunk, so that a copy can be verified.")] = (
         True

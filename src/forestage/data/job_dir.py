@@ -203,8 +203,8 @@ def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
         raise Declined(
             "no-room",
             f"stage-dir= asks for {format_size(size)}; the disk of {node.cache.root} has less,"
-            f" beside {format_size(stays)} that stay free, and what may be evicted for this user"
-            " does not make up for it",
+            f" in addition to {format_size(stays)} that must stay free, and evicting what this user"
+            " may have evicted would not free enough",
         )
 
 

@@ -118,7 +118,7 @@ def _open_root(path: str) -> tuple[int, str]:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except NotADirectoryError:
         raise Declined(
-            "not-a-directory", f"{path} is no directory", "name a file without the slash"
+            "not-a-directory", f"{path} is not a directory", "write a file without the slash"
         ) from None
     except OSError as error:
         raise image.declined_by(error, path) from None

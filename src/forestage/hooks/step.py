@@ -283,7 +283,7 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
     if wanted != "all":
         return ""
     took = format_duration(outcome.wait)
-    copy = {"started": "its original path", "through": "this node's copy as it comes in"}
+    copy = {"started": "its original path", "through": "this node's copy while it is made"}
     where = copy.get(outcome.result, "this node's copy")
     before = f", after {format_duration(waited)} in the Prolog" * (waited >= 0.1)
     whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)

@@ -57,7 +57,7 @@ class Worker:
                     break
         except Odd as error:
             self.kill()
-            found.append(Refused("registry-odd", f"the worker says nonsense: {error}"))
+            found.append(Refused("registry-odd", f"the worker gave an invalid answer: {error}"))
         return found
 
     def go(self) -> None:

@@ -175,7 +175,7 @@ def with_prolog(slurm: Slurm, text: str) -> None:
         (lambda slurm: slurm.at(EPILOG).chmod(0o644), f"{EPILOG} is missing or cannot be"),
         (lambda slurm: with_prolog(slurm, ""), "Prolog=/site/prolog is there already: run"),
         (lambda slurm: with_prolog(slurm, f"ls  # not {PROLOG}"), "is there already: run"),
-        (lambda slurm: slurm.with_glob("site?"), "no name fits .*by hand"),
+        (lambda slurm: slurm.with_glob("site?"), "no name fits .*manually"),
         (lambda slurm: slurm.with_glob("*/run"), "not there: make it first"),
         (
             lambda slurm: slurm.write(CONF, f"{TEXT}\nProlog={PROLOG_D}-gone/*\n"),

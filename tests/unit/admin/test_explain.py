@@ -68,26 +68,26 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
         (hit(redirect="spank"), "SPANK plugin: each step gets the local copy"),
         (
             hit(result="started", redirect="spank"),
-            "started: the copy went on while the job began.*each step gets the local copy",
+            "started: the job started while the copy was under way.*each step gets the local copy",
         ),
-        (hit(result="started", redirect="later"), "original until the copy was here"),
+        (hit(result="started", redirect="later"), "original until the copy was complete"),
         (
             hit(result="started", reason="no-through", detail="too many", redirect="none"),
-            "could not read through the copy as it came in. too many.*read the original path",
+            "could not read through the copy while it was made. too many.*read the original path",
         ),
-        (hit(result="through"), "read what was here, and the rest from the source"),
+        (hit(result="through"), "read copied parts locally, and the rest from the source"),
         (Handled("joined", wait=3.0), "another copy of it was under way; waited 3s"),
         (Handled("copied", size=300 << 20, wait=1.2), "copied: waited 1.2s until its 300 MiB"),
         (
             Handled("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
-            r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy goes on;",
+            r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy continues;",
         ),
         (
             Handled("declined", reason="no-permission", detail="/a is not readable"),
             r"declined \(no-permission\): The job's user.* /a is not readable .*original path",
         ),
         (Handled("failed", reason="cache-not-mounted"), "on_error: drain"),
-        (Handled("declined", reason="bad-hint", detail="unknown hint"), "as if the hint were not"),
+        (Handled("declined", reason="bad-hint", detail="unknown hint"), "The hint was ignored"),
         (Handled("declined", reason="no-mount", detail="no such place"), "went on without it"),
         (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
@@ -116,15 +116,15 @@ def test_copy_is_explained_with_its_evictions() -> None:
     one = copied(NOW, 10.0, outcome={"evicted": ("f" * 32, "e" * 32)})
     assert sentences(one, {"f" * 32: "/old.sqsh"}) == (
         "copied 23 GiB in 10s (2.3 GiB/s), and published",
-        "evicted ffffffffffff: /old.sqsh, to make room",
-        "evicted eeeeeeeeeeee, to make room",
+        "evicted ffffffffffff: /old.sqsh, to free space",
+        "evicted eeeeeeeeeeee, to free space",
     )
 
 
 def test_room_for_a_container_is_explained_with_its_evictions() -> None:
     for result in ("hit", "started", "through"):
         *_, last = sentences(event(Handled(result, image="/a", evicted=("f" * 32,))), {})
-        assert last == "evicted ffffffffffff, to make room"
+        assert last == "evicted ffffffffffff, to free space"
 
 
 def test_copy_from_and_to_peers_is_explained() -> None:
@@ -138,7 +138,7 @@ def test_copy_from_and_to_peers_is_explained() -> None:
 def test_failed_copy_is_explained_with_its_evictions() -> None:
     outcome = Copied("declined", image="/a", reason="changed", evicted=("f" * 32,))
     text = " ".join(sentences(event(outcome, hook="stager"), {}))
-    assert re.search("changed.*evicted ffffffffffff, to make room.*Nothing was published", text)
+    assert re.search("changed.*evicted ffffffffffff, to free space.*Nothing was published", text)
     assert "the job kept" not in text.lower().replace("a job that waited for it kept", "")
 
 
@@ -186,7 +186,7 @@ def test_first_step_of_a_path_that_the_prolog_bound_is_no_further_start() -> Non
 def test_late_copy_of_own_job_is_shown_as_late() -> None:
     text = printed(gave_up(NOW - 25), copied(NOW, 39.9))
     assert re.search(
-        r"Prolog, 15\.1s.*rest takes 23s more.*The job kept its original path\. The copy goes on"
+        r"Prolog, 15\.1s.*rest takes 23s more.*The job kept its original path\. The copy continues"
         r".*Stager, 39\.9s.*copied 23 GiB in 39\.9s.*and published"
         r".*The job had stopped waiting 25s before; the next one has it\.",
         text,
@@ -221,7 +221,7 @@ def test_each_step_has_its_number() -> None:
     )
     assert re.search(
         r"Prolog, 0.2s.*started.*Step 0, 0.1s.*hit: .*Step 1, 0.1s.*declined \(deadline\).*"
-        r"The step kept its original path\. The copy goes on.*Step batch, 0.1s.*failed \(io\).*"
+        r"The step kept its original path\. The copy continues.*Step batch, 0.1s.*failed \(io\).*"
         r"The step kept its original path\.\n",
         text,
         re.DOTALL,

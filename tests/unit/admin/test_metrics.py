@@ -195,7 +195,7 @@ def test_damaged_tally_restarts_from_the_logs(
     count(places)
     places.tally.write_bytes(damage)
     assert hits(count(places)) == 2
-    assert "metrics begin anew" in capfd.readouterr().err
+    assert "metrics start again from zero" in capfd.readouterr().err
 
 
 # --- what the text says

@@ -133,7 +133,7 @@ def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site
     assert "disk errors" not in site.run("status").output
     assert site.json("status")["doubt"] is None
     doubt.begin(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
-    line = f"no job is served, since {moment(NOW)}: I/O error, dev nvme0n1, sector 8"
+    line = f"no image is served, since {moment(NOW)}: I/O error, dev nvme0n1, sector 8"
     assert line in site.run("status").output
     assert site.json("status")["doubt"] == {"since": NOW, "why": "I/O error, dev nvme0n1, sector 8"}
 
