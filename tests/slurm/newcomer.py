@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -26,7 +28,7 @@ printf '127.0.0.1 localhost\\n{address} {host}\\n' >{stage}/root/etc/hosts
 printf '{host}\\n' >{stage}/root/etc/hostname
 exec systemd-nspawn --quiet --directory={stage}/root --machine={name} --hostname={host} \
     --register=no --keep-unit --private-network --resolv-conf=replace-host --console=pipe \
-    --notify-ready=yes --boot
+    --timezone=off --notify-ready=yes --boot
 """
 
 
@@ -44,7 +46,6 @@ class Machine:
         self.console = stage.parent / f"{stage.name}.console"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(f"{stage}.notify")
-            notified.settimeout(BOOT)
             with self.console.open("w") as console:
                 self._process = subprocess.Popen(
                     ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
@@ -72,7 +73,12 @@ class Machine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.kill()
+        # Not nspawn, which would leave the machine running: with its first process all of it ends.
+        process = os.pidfd_open(self._leader)
+        try:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
         self._process.wait()
 
     def path(self, inside: str) -> Path:
@@ -112,15 +118,15 @@ class Machine:
 
     def _booted(self, notified: socket.socket) -> int:
         """What nspawn says: who leads the machine, and then that it has booted."""
-        leader = 0
-        while True:
-            try:
-                said = notified.recv(4096).decode().split("\n")
-            except TimeoutError:
-                raise ClusterError(f"it did not boot\n{self.console.read_text()}") from None
-            for line in said:
-                name, _, value = line.partition("=")
-                if name == "X_NSPAWN_LEADER_PID":
-                    leader = int(value)
-                if line == "READY=1" and leader:
-                    return leader
+        leader, ended = 0, os.pidfd_open(self._process.pid)
+        try:
+            while select.select([notified, ended], [], [], BOOT)[0] == [notified]:
+                for line in notified.recv(4096).decode().split("\n"):
+                    name, _, value = line.partition("=")
+                    if name == "X_NSPAWN_LEADER_PID":
+                        leader = int(value)
+                    if line == "READY=1" and leader:
+                        return leader
+        finally:
+            os.close(ended)
+        raise ClusterError(f"it did not boot\n{self.console.read_text()}")
