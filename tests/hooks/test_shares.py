@@ -76,7 +76,7 @@ def test_image_larger_than_the_cache_is_declined_before_it_is_begun(node: Node) 
 def test_one_user_cannot_evict_everybody(node: Node) -> None:
     node.configure(max_size=ROOM)
     keys = staged(node, 1, BOB, 5)
-    for job in range(20, 30):
+    for job in range(20, 40):
         assert stage(node, job, ALICE, f"alice/{job}")
     assert keys <= node.entries()
     # Half is hers, and what was free beside it.
