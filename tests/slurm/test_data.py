@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import slow
+from cluster import Cluster
 from fleet import Fleet
 from host import wait_until
 from jobs import Ran, Site
@@ -29,15 +30,21 @@ def cluster_spec() -> ClusterSpec:
     return dataclasses.replace(spec, node_dirs=(*spec.node_dirs, ROOT))
 
 
+@pytest.fixture(scope="module")
+def servers_end(site_cluster: Cluster) -> Iterator[None]:
+    """Nothing of what was mounted outlives the jobs; the servers of all tests end together."""
+    yield
+    site = Site(site_cluster)
+    wait_until(lambda: not servers(site), 60, lambda: f"servers live on: {servers(site)}")
+    for node in site.cluster.nodes:
+        assert list(site.cluster.host_path("/run/forestage/served", node).glob("*")) == []
+
+
 @pytest.fixture
-def data(spank: Site) -> Iterator[Site]:
-    """Nodes on which nothing of what was mounted outlives the jobs."""
+def data(servers_end: None, spank: Site) -> Iterator[Site]:
     spank.cluster.run(["mkdir", "-p", POINT], user="alice")
     yield spank
     spank.cluster.wait_idle()
-    wait_until(lambda: not servers(spank), 60, lambda: f"servers live on: {servers(spank)}")
-    for node in spank.cluster.nodes:
-        assert list(spank.cluster.host_path("/run/forestage/served", node).glob("*")) == []
 
 
 def servers(site: Site, *names: str) -> list[str]:
