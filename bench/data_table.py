@@ -269,7 +269,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/data")
-    parser.add_argument("--files", type=int, default=8_000, help="small ones")
+    parser.add_argument("--files", type=int, default=20_000, help="small ones")
     parser.add_argument("--large", type=int, default=16, help="MiB of each large file; 0: none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.5, help="ms")
