@@ -1,7 +1,7 @@
 """The tmpfs that is a job's directory in memory, and the process that holds it.
 
     <cache>/jobs/<job>.<restart>/held    locked as long as the holder lives; its pid, as in hold.py
-                                 mount   where it listens, see data/clones.py
+                                 mount   where it listens, see through/clones.py
                                  lock.ram  held by the step that starts it
 
 The job's first step on the node has it made: a Prolog knows nothing of the job's memory. The kernel
@@ -22,10 +22,11 @@ from functools import partial
 from pathlib import Path
 
 from forestage.clock import Deadline
-from forestage.data import clones, hold
+from forestage.data import hold
 from forestage.errors import Declined
 from forestage.system import child, lock, mounts
 from forestage.system.as_user import User
+from forestage.through import clones
 from forestage.units import format_size
 
 MOUNT = "/run/mount"  # in the hidden namespace
@@ -107,7 +108,6 @@ def _live(directory: Path, user: User, size: int, hook: socket.socket) -> None:
     child.leave_job(SAFEST)
     Path("/proc/self/comm").write_text(hold.PROCESS_NAME)
     place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    (directory / "mount").unlink(missing_ok=True)
     listener = clones.listener(directory / "mount")
     child.let_go({hook.fileno(), place, listener.fileno()})
     mounts.empty_namespace()

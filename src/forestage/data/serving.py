@@ -4,7 +4,7 @@
 
 It mounts the file by a descriptor of /dev/fuse in a hidden mount namespace, so that nobody on the
 node meets the mount, and has squashfuse answer that descriptor as the user, with all three ids:
-what users wrote, no code of root's parses. Tasks get clones of the mount (data/clones.py).
+what users wrote, no code of root's parses. Tasks get clones of the mount (through/clones.py).
 
 It lets go of its own mount when the step manager has closed its connection; squashfuse ends with
 the last clone, and with it this process. Where squashfuse is killed the tasks get ENOTCONN, and the
@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 
 from forestage import log
-from forestage.data import clones
 from forestage.errors import Declined
 from forestage.slurm.job import Job
 from forestage.system import as_user, child, fuse, mounts
+from forestage.through import clones
 
 PROCESS_NAME = "forestage-mount"
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface

@@ -2,10 +2,9 @@
 
 It starts servers, each in place of one that died or hangs, and hands clones of the mount to tasks:
 
-    b"mount"           b"ok", with a detached clone of the mount, for move_mount(2)
     b"serve" + a       b"ok OPTIONS": from now on the servers answer that descriptor of /dev/fuse,
     descriptor         too; the task mounts it with these options (Linux before 5.2 has no clones)
-    anything else      b"no REASON"
+    anything else      see clones.py
 
 A copy whose stager was killed gets another one, MOST_STAGERS in all: a job that reads through has
 no hook that would start it.
@@ -32,7 +31,7 @@ from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, fuse, mounts
-from forestage.through import keeper, server
+from forestage.through import clones, keeper, server
 from forestage.through.keeper import SERVER_NAME, State, must_be_allowed
 from forestage.through.local import Local
 from forestage.through.memory import Common, Generation
@@ -77,7 +76,7 @@ class Keeper:
         self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
-        self.listener: socket.socket | None = _listener(spot / "sock.new")
+        self.listener: socket.socket | None = clones.listener(spot / "sock.new")
         self.connections: dict[int, socket.socket] = {}
         self.lines = [os.open(fuse.DEVICE, os.O_RDWR | os.O_CLOEXEC)]
         # A server that dies wakes the keeper.
@@ -265,24 +264,14 @@ class Keeper:
             self._do(asked, fds, connection)
 
     def _do(self, asked: bytes, fds: list[int], task: socket.socket) -> None:
-        if asked == b"mount":
-            try:
-                clone = mounts.clone(FILE)
-            except OSError as error:
-                task.send(f"no {error.strerror}".encode())
-                return
-            try:
-                socket.send_fds(task, [b"ok"], [clone])
-            finally:
-                os.close(clone)
-        elif asked == b"serve" and fds:
+        if asked == b"serve" and fds:
             os.set_inheritable(fds[0], False)
             self.lines.append(fds[0])
             # Its successor has the new line: what it had received is not lost.
             os.kill(self.generations[-1][0], signal.SIGKILL)
             task.send(f"ok {fuse.mount_options(self.mode)}".encode())
         else:
-            task.send(b"no such request")
+            clones.give(task, asked, FILE)
 
     def _let_go(self) -> None:
         """Takes the keeper's own mount off when no task will ask for it any more."""
@@ -297,15 +286,6 @@ class Keeper:
             self.listener.close()
             self.listener = None
             mounts.umount(FILE)
-
-
-def _listener(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.bind(os.fspath(path))
-    made.listen(128)
-    made.setblocking(False)
-    return made
 
 
 def _release() -> int:

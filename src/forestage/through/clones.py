@@ -1,6 +1,6 @@
 """Clones of a mount that one process holds in a hidden mount namespace, for the tasks of a job.
 
-Nobody on the node meets such a mount. What is asked and answered is as with through/keeping.py:
+Nobody on the node meets such a mount. What is asked and answered, one packet each:
 
     b"mount"           b"ok", with a detached clone of the mount, for move_mount(2)
     anything else      b"no REASON"
@@ -20,6 +20,7 @@ WORDS = 1000  # bytes of an answer
 
 def listener(name: Path) -> socket.socket:
     """Listens at this path for those who ask. Raises OSError, also for a path too long."""
+    name.unlink(missing_ok=True)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.bind(os.fspath(name))
     made.listen(128)
