@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def desk() -> Iterator[Desk]:
         hit = Handled("hit", request="/lustre/img.sqsh", redirect="mounted")
         append(
             made.places.events,
-            [Event(1.0, "prolog", 7, hit, user="alice", uid=ALICE.uid, node="n1")],
+            [Event(time.time(), "prolog", 7, hit, user="alice", uid=ALICE.uid, node="n1")],
         )
         made.places.events.parent.chmod(0o700)
         yield made

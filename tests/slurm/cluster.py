@@ -170,19 +170,22 @@ class Cluster:
 
         The clusters of one ./test that run in the same tree share what one of them has built.
         """
-        own, shared = self.state / plugin, None
+        shared = None
         if BUILT in os.environ:
             shared = Path(os.environ[BUILT], self.spec.lower.replace("/", "-") + plugin)
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copy(shared, own)
+            if shared.is_dir():
+                shutil.copytree(shared, self.state, dirs_exist_ok=True)
                 return
         make = ["make", "-s", "-C", str(REPO / source), f"OUT={INSIDE_STATE}/{plugin}"]
         self.run(make, user="root", cwd="/")
         if shared:
             # Whole or not at all: other lanes start clusters at the same time.
             finished = shared.with_name(f"{shared.name}.{os.getpid()}")
-            shutil.copy(own, finished)
-            finished.replace(shared)
+            finished.mkdir()
+            for made in (*self.state.glob(f"{plugin}*"), *self.state.glob("plugstack-*.conf")):
+                shutil.copy(made, finished)
+            with contextlib.suppress(OSError):  # another lane's is there
+                finished.rename(shared)
 
     def _check_hooks(self) -> None:
         """Without this, a mistyped path shows only as nodes that drain at their first job."""

@@ -58,7 +58,8 @@ class Traces:
 
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
-        layout = ["companion", "config.json", "disk.json", "disk.lock"]
+        layout = ["called.epilog", "called.prolog", "companion", "config.json"]
+        layout += ["disk.json", "disk.lock"]
         layout += ["leases", "redirects", "through"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
