@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def desk() -> Iterator[Desk]:
         hit = Handled("hit", request="/lustre/img.sqsh", redirect="mounted")
         append(
             made.places.events,
-            [Event(1.0, "prolog", 7, hit, user="alice", uid=ALICE.uid, node="n1")],
+            [Event(time.time(), "prolog", 7, hit, user="alice", uid=ALICE.uid, node="n1")],
         )
         made.places.events.parent.chmod(0o700)
         yield made
@@ -192,6 +193,19 @@ def test_failure_is_told_without_a_path(desk: Desk) -> None:
         "asked.about_job = fails"
     )
     assert desk.ask("job 7\n")["problem"].startswith("the node could not answer")
+
+
+def test_configuration_is_read_anew_and_one_that_is_wrong_ends_nothing(desk: Desk) -> None:
+    config = desk.places.etc / "forestage.yaml"
+    desk.start("from forestage.admin import answering; answering.FRESH = 0.0")
+    assert desk.ask("status\n")["public"]["enabled"]
+    config.write_text("require_mount: false\nenabled: false\n")
+    assert not desk.ask("status\n")["public"]["enabled"]
+    config.write_text("no_such_key: 1\n")
+    assert desk.ask("status\n")["problem"].startswith("the node could not answer")
+    desk.end()
+    desk.start()
+    assert desk.ask("job 7\n")["history"], "which needs no configuration"
 
 
 def test_service_that_systemd_started_ends_when_nobody_asks(desk: Desk) -> None:
