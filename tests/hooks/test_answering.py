@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from forestage.admin import answering, asked
+from forestage.admin import answering, asked, asking
 from forestage.admin.answering import PER_USER
 from forestage.events import Event, Handled, append
 from forestage.paths import Places
@@ -160,6 +160,22 @@ def test_user_with_many_silent_connections_keeps_nobody_else_from_an_answer(desk
     refused = [answer for answer in json.loads(out) if "too many" in answer]
     assert len(refused) == 100 - PER_USER
     desk.start()
+
+
+def test_user_with_too_many_questions_reads_so(desk: Desk) -> None:
+    """It is refused before it has asked: sending fails, or the connection is reset."""
+    desk.start("from forestage.admin import answering; answering.QUESTION_SECONDS = 600.0")
+    silent = desk.asker("job", ALICE.uid, number=PER_USER, waits=True)
+    assert silent.stdout
+    assert silent.stdout.readline() == "asked\n"
+    os.seteuid(ALICE.uid)
+    try:
+        for _ in range(50):
+            assert "too many questions" in asking.ask(desk.places, "job 7\n").decode()
+    finally:
+        os.seteuid(0)
+        silent.kill()
+        silent.wait()
 
 
 def test_who_does_not_take_the_answer_is_cut_off(desk: Desk) -> None:
