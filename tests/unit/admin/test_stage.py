@@ -71,6 +71,15 @@ def test_image_is_opened_as_the_user_who_is_named(site: Site) -> None:
     assert site.run("stage", "--user", "nosuch", str(path)).exit_code == Exit.USAGE
 
 
+def test_user_reads_that_it_takes_root(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = site.run("stage", str(site.lustre / "a.sqsh"))
+    assert (done.exit_code, done.stderr) == (
+        Exit.PERMISSION,
+        "forestage: the cache is root's (run as root)\n",
+    )
+
+
 @pytest.mark.parametrize("by", ["enabled", "file", "doubt"])
 def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
     path = site.image("a.sqsh")
