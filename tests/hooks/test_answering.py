@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from forestage.admin import answering, asked
+from forestage.admin import answering, asked, asking
 from forestage.admin.answering import PER_USER
 from forestage.events import Event, Handled, append
 from forestage.paths import Places
@@ -162,6 +162,22 @@ def test_user_with_many_silent_connections_keeps_nobody_else_from_an_answer(desk
     desk.start()
 
 
+def test_user_with_too_many_questions_reads_so(desk: Desk) -> None:
+    """It is refused before it has asked: sending fails, or the connection is reset."""
+    desk.start("from forestage.admin import answering; answering.QUESTION_SECONDS = 600.0")
+    silent = desk.asker("job", ALICE.uid, number=PER_USER, waits=True)
+    assert silent.stdout
+    assert silent.stdout.readline() == "asked\n"
+    os.seteuid(ALICE.uid)
+    try:
+        for _ in range(50):
+            assert "too many questions" in asking.ask(desk.places, "job 7\n").decode()
+    finally:
+        os.seteuid(0)
+        silent.kill()
+        silent.wait()
+
+
 def test_who_does_not_take_the_answer_is_cut_off(desk: Desk) -> None:
     """The service ends by itself although a client sits there."""
     steps = Handled("hit", request="/lustre/img.sqsh", detail="x" * 60000)
@@ -193,6 +209,19 @@ def test_failure_is_told_without_a_path(desk: Desk) -> None:
         "asked.about_job = fails"
     )
     assert desk.ask("job 7\n")["problem"].startswith("the node could not answer")
+
+
+def test_configuration_is_read_anew_and_one_that_is_wrong_ends_nothing(desk: Desk) -> None:
+    config = desk.places.etc / "forestage.yaml"
+    desk.start("from forestage.admin import answering; answering.FRESH = 0.0")
+    assert desk.ask("status\n")["public"]["enabled"]
+    config.write_text("require_mount: false\nenabled: false\n")
+    assert not desk.ask("status\n")["public"]["enabled"]
+    config.write_text("no_such_key: 1\n")
+    assert desk.ask("status\n")["problem"].startswith("the node could not answer")
+    desk.end()
+    desk.start()
+    assert desk.ask("job 7\n")["history"], "which needs no configuration"
 
 
 def test_service_that_systemd_started_ends_when_nobody_asks(desk: Desk) -> None:

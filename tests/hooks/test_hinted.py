@@ -215,6 +215,38 @@ def test_another_node_than_the_first_says_nothing_and_notes_it_no_longer(
     assert said(step(loaded, 1, capfd)) == []
 
 
+@pytest.mark.parametrize(("listed", "does"), [("n[1-2]", True), ("n[0-1]", False), ("n1", True)])
+def test_only_the_first_node_of_a_job_says_its_bad_hints(
+    loaded: Node, capfd: pytest.CaptureFixture[str], listed: str, does: bool
+) -> None:
+    """Else a script with a step for each node would say them as often."""
+    environ = loaded.environ(1, None, comment="stage-wait=x") | {"SLURM_JOB_NODELIST": listed}
+    Hook("prolog", environ, time.monotonic()).run(loaded.places, Clock())
+    capfd.readouterr()
+    assert bool(said(step(loaded, 1, capfd))) == does
+
+
+@pytest.mark.parametrize(
+    ("comment", "lines"),
+    [
+        ("stage-list=/typo", ["what stage-list= names is not staged: /typo does not exist"]),
+        ("stage-list={list}", ["what stage-list= names is not staged: stage-list: {list}: it na"]),
+        ("stage={list}.d/", ["{list}.d/ is read from its original path: {list}.d/ does not exist"]),
+        ("stage-dir=900TiB", ["this job has no directory of its own on this node: stage-dir= as"]),
+    ],
+)
+def test_bad_hint_of_data_is_said_once(
+    loaded: Node, capfd: pytest.CaptureFixture[str], comment: str, lines: list[str]
+) -> None:
+    listed = loaded.put("alice/list", b"an-image.sqsh\n")
+    loaded.prolog(1, comment=comment.format(list=listed))
+    found = [line.removeprefix("forestage: n1: ") for line in said(step(loaded, 1, capfd))]
+    assert len(found) == len(lines), found
+    for line, beginning in zip(found, lines, strict=True):
+        assert line.startswith(beginning.format(list=listed))
+    assert said(step(loaded, 1, capfd)) == []
+
+
 def test_many_bad_hints_are_few_lines(loaded: Node, capfd: pytest.CaptureFixture[str]) -> None:
     loaded.prolog(1, comment=" ".join(f"stage-{n}=x stage=/{n}" for n in range(40)))
     assert len(said(step(loaded, 1, capfd))) == MAX_PROBLEMS

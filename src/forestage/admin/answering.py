@@ -21,7 +21,10 @@ from collections.abc import Mapping
 from forestage.admin import asked
 from forestage.admin.asked import Answer
 from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import load_settings
 from forestage.errors import ForestageError
+from forestage.paths import Places
 
 PER_USER = 4  # connections
 MOST = 64  # connections of all users
@@ -38,9 +41,10 @@ _JOB = re.compile(rb"job ([1-9][0-9]{0,9})\n")
 class Desk:
     """Answers one connection after the other. `now` is monotonic."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.now = node.clock.monotonic
+    def __init__(self, places: Places, clock: Clock) -> None:
+        self.places = places
+        self.clock = clock
+        self.now = clock.monotonic
         self.connections: Counter[int] = Counter()
         self.last = self.now()
         self.turn = asyncio.Lock()
@@ -84,11 +88,15 @@ class Desk:
     def _told(self, line: bytes, uid: int) -> bytes:
         job = _JOB.fullmatch(line)
         if job is not None:
-            return asked.about_job(self.node.places, int(job[1]), uid)
+            return asked.about_job(self.places, int(job[1]), uid)
         if line != b"status\n":
             return problem("a question is `job ID` or `status`, and a line end")
         if self.now() > self._public_until:
-            self._public = asked.encoded(Answer(public=asked.public(self.node)))
+            # Read each time: while users ask we do not end, and one that is wrong must not end us,
+            # as systemd gives a socket up whose service fails a few times.
+            config = load_settings(self.places.etc).config
+            node = Node.of(config, self.places, self.clock)
+            self._public = asked.encoded(Answer(public=asked.public(node)))
             self._public_until = self.now() + FRESH
         return self._public
 
@@ -104,20 +112,20 @@ def peer(connected: socket.socket) -> int:
     return int(uid)
 
 
-def run(node: Node, environ: Mapping[str, str]) -> None:
+def run(places: Places, clock: Clock, environ: Mapping[str, str]) -> None:
     """Answers until SIGTERM or, where systemd listens, until nobody asks any more.
 
     Raises OSError.
     """
     passed = environ.get("LISTEN_PID") == str(os.getpid()) and environ.get("LISTEN_FDS") == "1"
-    listening = socket.socket(fileno=FIRST_FD) if passed else listen(node)
+    listening = socket.socket(fileno=FIRST_FD) if passed else listen(places)
     with listening:
-        asyncio.run(_serve(Desk(node), listening, passed))
+        asyncio.run(_serve(Desk(places, clock), listening, passed))
 
 
-def listen(node: Node) -> socket.socket:
+def listen(places: Places) -> socket.socket:
     """The socket, where nobody else has made it."""
-    path = node.places.ask
+    path = places.ask
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     made = socket.socket(socket.AF_UNIX)

@@ -23,6 +23,7 @@ from forestage.system.terminal import Facts, Piece, count
 from forestage.units import format_size, printable
 
 MAX_ANSWER = 256 * 1024  # bytes; of a job with more to tell, its first runs are left out
+MAX_LEASE = MAX_ANSWER // 2  # bytes; of one that holds more, its images are
 MAX_JOB = 2**32  # Slurm's ids are 32 bits
 
 
@@ -85,13 +86,22 @@ def own_events(events: Iterator[Event], uid: int) -> Iterator[Event]:
 
 
 def bounded(found: History) -> bytes:
-    """Pure: the answer, without a job's first runs where it would be too long."""
+    """Pure: the answer, without a job's first runs where it would be too long.
+
+    And without the images that it holds, if these alone are too many.
+    """
+    problems = found.problems
+    if found.lease and len(msgspec.json.encode(found.lease)) > MAX_LEASE:
+        held = f"{count(len(found.lease.images), 'image')} that it holds are left out"
+        problems = (*problems, f"{held}; root sees them on the node")
+        lease = msgspec.structs.replace(found.lease, images=())
+        found = msgspec.structs.replace(found, lease=lease, problems=problems)
     left_out = 0
     while len(text := encoded(Answer(history=found))) > MAX_ANSWER and found.runs:
         first = (len(found.runs) + 1) // 2
         left_out += first
         said = f"{count(left_out, 'run')} before these are left out; root sees them on the node"
-        found = msgspec.structs.replace(found, runs=found.runs[first:], problems=(said,))
+        found = msgspec.structs.replace(found, runs=found.runs[first:], problems=(*problems, said))
     return text
 
 

@@ -4,6 +4,7 @@ For users without root. On a node the kernel tells the service who asks; from el
 login node, munge does (peers/auth.py). Which nodes a job had is asked of Slurm, as its user.
 """
 
+import contextlib
 import http.client
 import os
 import socket
@@ -67,10 +68,13 @@ def ask(places: Places, question: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(TIMEOUT)
         line.connect(os.fspath(places.ask))
-        line.sendall(question.encode())
         answer = b""
-        while len(answer) <= MAX_ANSWER and (piece := line.recv(65536)):
-            answer += piece
+        # Who is refused gets the answer and the end of the connection before the question is sent.
+        with contextlib.suppress(BrokenPipeError):
+            line.sendall(question.encode())
+        with contextlib.suppress(ConnectionResetError):
+            while len(answer) <= MAX_ANSWER and (piece := line.recv(65536)):
+                answer += piece
     if len(answer) > MAX_ANSWER:
         raise ForestageError("the node's answer is too long")
     return answer

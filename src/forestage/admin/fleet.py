@@ -6,6 +6,7 @@ does not answer in time is named and makes the exit status 11; all others are sh
 """
 
 import contextlib
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -135,12 +136,12 @@ def answer(node: str, code: int | None, out: str, err: str, late: str) -> Answer
     """Pure: a node's answer: its document, the command's own message, or why there is neither."""
     if code is None:
         return Answer(node, None, problem=late)
-    start = min((at for at in (out.find("{"), out.find("[")) if at >= 0), default=-1)
-    document = out[start:] if start >= 0 else ""  # a login script may print as well
-    try:
-        msgspec.json.decode(document)
-    except msgspec.DecodeError:
-        document = ""
+    document = ""
+    for found in re.finditer(r"^[\[{]", out, re.MULTILINE):  # a login script may print as well
+        with contextlib.suppress(msgspec.DecodeError):
+            msgspec.json.decode(out[found.start() :])
+            document = out[found.start() :]
+            break
     if document:
         return Answer(node, code, document)
     lines = [line.removeprefix("srun: ") for line in err.splitlines() if line.strip()]

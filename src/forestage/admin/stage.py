@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forestage.stage.stager import Channel
 
 OPEN = 30.0  # seconds for the shared file system to open one image
+AT_ONCE = 16  # images, as of a job: each has a process, also while its copy waits for its turn
 
 Progress = Callable[[str], None]
 
@@ -53,12 +54,20 @@ def stage(
 ) -> StageReport:
     """Has all of them copied, opened as the job's user, and waits for `within` seconds at most.
 
-    What is not here by then is `copying`: the copies go on, also when this process ends.
+    What is not here by then is `copying`: the copies go on, also when this process ends. What was
+    not even begun is `declined`.
     """
     end = Deadline.after(within, node.clock)
-    with contextlib.ExitStack() as begun:
-        works = [_begin(node, job, image, begun) for image in images]
-        return StageReport(tuple(_result(node, job, one, end, progress) for one in works))
+    done: list[ImageResult] = []
+    while some := images[len(done) : len(done) + AT_ONCE]:
+        if done and end.left() == 0.0:
+            late = "the time was over before its turn"
+            done += [ImageResult(one, "declined", "deadline", late) for one in images[len(done) :]]
+            break
+        with contextlib.ExitStack() as begun:
+            works = [_begin(node, job, image, begun) for image in some]
+            done += [_result(node, job, one, end, progress) for one in works]
+    return StageReport(tuple(done))
 
 
 class _Begun(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """Commands for images before any job wants them: `forestage warm`, `stage`, `publish`, `pack`."""
 
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -158,6 +159,8 @@ def stage(
     from forestage.system import terminal as screen
     from forestage.units import parse_duration
 
+    if os.geteuid() != 0:  # else the cache is said to be nobody's, and to be removed
+        raise PermissionError(errno.EPERM, "the cache is root's")
     try:
         who = sources.user_named(user) if user else sources.invoking_user()
     except KeyError:

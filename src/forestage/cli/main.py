@@ -393,4 +393,4 @@ def answer(world: World) -> None:
     """
     from forestage.admin import answering
 
-    answering.run(world.node(), os.environ)
+    answering.run(world.places, world.clock, os.environ)

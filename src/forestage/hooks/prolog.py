@@ -31,6 +31,7 @@ TO_DO = {
     "too-large": "make it smaller, or ask your admin",
     "too-many-files": "make one image of them with `forestage pack`",
     "registry": "a path begins with / or ./, and an image of a registry is for --container-image",
+    "bad-hint": "man forestage-hooks says what it may hold",
 }
 """What a user can do about a hint that was declined, by reason."""
 
@@ -111,17 +112,21 @@ def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
 def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     """Has the job's first step say which of its hints came to nothing: nobody else would.
 
-    A Prolog has nobody who reads it. Without the lock in time they are in `explain` alone.
+    A Prolog has nobody who reads it. Of a job on several nodes only the first says it: a script may
+    run a step on each. Without the lock in time they are in `explain` alone.
     """
     lines = [
         f"ignored in --comment: {problem} (man forestage-hooks)" for problem in job.hints.problems
     ]
     lines += [
-        f"stage={one.request} is not staged: {one.detail}; {TO_DO[one.reason]}"
+        f"{_hint(one)} is not staged: {one.detail}; {TO_DO[one.reason]}"
         for one in outcomes
-        if isinstance(one, Handled) and one.via == "hint" and one.reason in TO_DO
+        if isinstance(one, Handled)
+        and one.via == "hint"
+        and one.reason in TO_DO
+        and one.request != "stage-dir"  # which the step has a line for
     ]
-    if not lines or node.config.user_messages == "none":
+    if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
         return
     with (
         contextlib.suppress(ForestageError, OSError),
@@ -131,6 +136,11 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
         node.leases.write(msgspec.structs.replace(lease, say=say))
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
+
+
+def _hint(outcome: Handled) -> str:
+    """Pure: what was declined, as in the comment; a list is none of the paths in it."""
+    return f"stage={outcome.request}" if outcome.request else "what stage-list= names"
 
 
 def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:

@@ -276,7 +276,10 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
         if outcome.request.endswith("@job") or "@seed:" in outcome.request:
             return f"{name} is not in the job's directory: {outcome.detail}"
         decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
-        quiet = decided or outcome.reason in PYXIS_TELLS
+        is_directory = outcome.data and outcome.request.endswith(
+            "/"
+        )  # of which pyxis tells nothing
+        quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
         if outcome.reason == "no-mount":
             return f"{name} is not mounted: {outcome.detail}"
         return "" if quiet else f"{name} is read from its original path: {outcome.detail}"

@@ -111,6 +111,18 @@ def test_answer_about_a_job_of_many_steps_is_bounded_and_has_the_last(site: Site
     assert problem.startswith(f"{1000 - len(found.runs)} runs before these are left out")
 
 
+def test_answer_about_a_job_that_holds_many_images_is_bounded_and_has_its_runs() -> None:
+    uses = tuple(Use(f"{number:032x}", f"/lustre/{'x' * 400}") for number in range(1000))
+    lease = Lease(7, User("alice", ALICE, ALICE), NOW, "/cache", uses)
+    text = asked.bounded(explain.history(7, [event(ALICE, 7, hit(ALICE))], lease))
+    found = asked.decoded(text).history
+    assert len(text) <= MAX_ANSWER
+    assert found is not None
+    assert found.lease is not None
+    assert len(found.runs) == 1
+    assert found.problems == ("1000 images that it holds are left out; root sees them on the node",)
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b'{"history":7}', b"[" * 100000])
 def test_answer_that_is_none_is_an_error(text: bytes) -> None:
     with pytest.raises(ForestageError):

@@ -194,6 +194,7 @@ def test_srun_that_is_killed_leaves_no_job(site: Site, programs: Callable[..., P
     ("code", "out", "err", "expected"),
     [
         (0, 'Hello\n[{"a": 1}]\n', "", ("[", 0, "")),
+        (0, '[motd] to {all}\n[\n  {"a": 1}\n]\n', "", ("[", 0, "")),
         (7, '{"a": 1}', "forestage: x\n", ("{", 7, "")),
         (4, "", "forestage: no (run as root)\n", ("", 4, "no (run as root)")),
         (1, "", "srun: error: Unable to allocate\nsrun: more\n", ("", None, "Unable to allocate")),

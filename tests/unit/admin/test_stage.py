@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from commands import NOW, Site
+from forestage.admin import stage
 from forestage.cache import doubt
 from forestage.cli.world import Exit
 from forestage.events import Copied, read
+from forestage.stage import wait
 from forestage.system import lock
 from node import until
 
@@ -66,6 +71,15 @@ def test_image_is_opened_as_the_user_who_is_named(site: Site) -> None:
     assert site.run("stage", "--user", "nosuch", str(path)).exit_code == Exit.USAGE
 
 
+def test_user_reads_that_it_takes_root(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = site.run("stage", str(site.lustre / "a.sqsh"))
+    assert (done.exit_code, done.stderr) == (
+        Exit.PERMISSION,
+        "forestage: the cache is root's (run as root)\n",
+    )
+
+
 @pytest.mark.parametrize("by", ["enabled", "file", "doubt"])
 def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
     path = site.image("a.sqsh")
@@ -99,3 +113,29 @@ def test_copy_that_takes_longer_goes_on(site: Site) -> None:
     key = image["key"]
     until(lambda: site.node.cache.image(key).exists(), "the copy")
     until(lambda: lock.is_free(site.node.cache.key_lock(key)), "its end")
+
+
+def test_many_images_are_begun_a_few_at_a_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "AT_ONCE", 2)
+    here, peak = 0, 0
+
+    @contextlib.contextmanager
+    def counted(*facts: Any) -> Iterator[Any]:
+        nonlocal here, peak
+        with begun(*facts) as channel:
+            here += 1
+            peak = max(peak, here)
+            yield channel
+            here -= 1
+
+    begun = wait.begun
+    monkeypatch.setattr(wait, "begun", counted)
+    paths = [str(site.image(f"{number}.sqsh", b"%d" % number)) for number in range(5)]
+    assert results(site, *paths) == ["copied"] * 5
+    assert peak == 2
+    more = [str(site.image(f"{number}.sqsh", b"%d" % number)) for number in range(5, 9)]
+    late = site.json("stage", "--within", "0", *more, code=Exit.NOT_FOUND)["images"]
+    assert [one["reason"] for one in late] == ["deadline"] * 4
+    assert [one["result"] for one in late] == ["copying"] * 2 + ["declined"] * 2
+    for one in late[:2]:
+        until(lambda key=one["key"]: lock.is_free(site.node.cache.key_lock(key)), "its end")
