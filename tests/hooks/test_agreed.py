@@ -12,8 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_tree_nodes import Cluster
 
+from forestage.data import looks
 from forestage.data.looks import Look
-from forestage.registry import agreed
+from forestage.hooks.boundary import nothing_to_do
+from forestage.registry import agreed, place
 from forestage.registry.agreed import Nodes
 from node import Node
 
@@ -117,8 +119,28 @@ def test_what_was_told_goes_with_the_job(cluster: Cluster) -> None:
     with agreed.telling(first) as tell:
         tell(DIGEST)
     node = cluster.nodes["n1"]
-    node.places.images.mkdir(parents=True, exist_ok=True)
+    node.leases.drop(1)  # as of a job whose image is not staged
+
+    def is_over() -> bool:
+        paths = (str(node.places.leases), "/nowhere", str(node.places.images))
+        return nothing_to_do("epilog", {"SLURM_JOB_ID": "1"}, *paths)
+
+    assert not is_over()
     node.epilog(1)
+    assert is_over()
     assert not (node.cache.looks / "1").exists()
     assert first.whole
     assert first.whole.told() is None
+
+
+def test_what_was_told_outlives_a_sweep_though_an_import_holds_no_lease(cluster: Cluster) -> None:
+    first = nodes(cluster, "n1")
+    with agreed.telling(first) as tell:
+        tell(DIGEST)
+    node = cluster.nodes["n1"]
+    node.leases.drop(1)
+    looks.sweep(node.cache, node.leases, place.agreed(node.places))
+    assert asked(cluster, "n1", nodes(cluster, "n1", step=1)) == DIGEST
+    place.forget(node.places, 1)
+    looks.sweep(node.cache, node.leases, place.agreed(node.places))
+    assert asked(cluster, "n1", nodes(cluster, "n1", step=2)) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from forestage.config import load_settings
 from forestage.paths import Places
 from forestage.registry import collect
 from forestage.registry.store import Store
-from forestage.system import as_user
+from forestage.system import as_user, mounts
 from forestage.system.as_user import User
 
 NOW = 1_800_000_000.0
@@ -104,6 +105,21 @@ def test_of_all_nodes_one_collects_and_none_again_for_hours(
     collected(login, open_path, NOW + collect.AGAIN)
     assert not later.exists()
     assert len(list(later.parent.glob("collected-*"))) == 1
+
+
+def test_store_that_has_no_room_for_a_name_is_collected_in(login: Login, open_path: Path) -> None:
+    store = open_path / "small"
+    store.mkdir()
+    mounts.mount("small", str(store), 0, "tmpfs", "nr_inodes=64,mode=1777")
+    login.site.store = store
+    login.configure(f"registry: {{store: {store}}}")
+    old = imported(login)
+    for number in range(64):
+        with contextlib.suppress(OSError):  # no inode is left
+            (store / f"{number}.of-others").touch()
+    (done,) = collected(login, open_path)
+    assert (len(done.images), done.problem) == (1, "")
+    assert not old.exists()
 
 
 def test_node_looks_at_the_store_once_in_an_hour(login: Login, far: Far, open_path: Path) -> None:

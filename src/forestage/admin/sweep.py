@@ -326,7 +326,7 @@ class _Run:
         node = self.node
         if not self.dry_run:
             tree.let_go(node.cache, node.leases, lock.SPACE_TIMEOUT)
-            looks.sweep(node.cache, node.leases)
+            looks.sweep(node.cache, node.leases, place.agreed(node.places))
             return job_dir.sweep(node.cache, node.leases)
         staying = frozenset(node.leases.jobs()) - {one.job for one in stale}
         return tuple(one.directory.name for one in job_dir.leftover(node.cache, staying))

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -141,11 +141,11 @@ def end(cache: Cache, job: int) -> None:
     shutil.rmtree(cache.looks / str(job), ignore_errors=True)
 
 
-def sweep(cache: Cache, leases: Leases) -> None:
-    """Deletes what was found for jobs that have no lease. Raises Failed, OSError."""
+def sweep(cache: Cache, leases: Leases, others: Iterable[int] = ()) -> None:
+    """Deletes what was found for jobs that have no lease, but `others`. Raises Failed, OSError."""
     # A Prolog notes its lease first.
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        jobs = {str(job) for job in leases.jobs()}
+        jobs = {str(job) for job in (*leases.jobs(), *others)}
         with contextlib.suppress(FileNotFoundError):
             for directory in cache.looks.iterdir():
                 if directory.name not in jobs:

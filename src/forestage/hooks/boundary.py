@@ -115,6 +115,7 @@ def nothing_to_do(
     environ: Mapping[str, str],
     leases: str,
     shm: str = "/dev/shm",  # noqa: S108 - to look what is there
+    images: str = "/run/forestage/images",
 ) -> bool:
     """Whether this job is none of ours; costs no import, and never errs."""
     if name == "prolog":
@@ -125,8 +126,9 @@ def nothing_to_do(
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
         return not (asked or os.path.exists(hinted))
     number = environ.get("SLURM_JOB_ID", "")
-    window = f"{shm}/{WINDOW}{number}"
-    return not (os.path.exists(f"{leases}/{number}.json") or os.path.lexists(window))
+    if os.path.exists(f"{leases}/{number}.json") or os.path.lexists(f"{shm}/{WINDOW}{number}"):
+        return False
+    return not os.path.exists(f"{images}/{number}.agreed")  # registry/place.py
 
 
 def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:

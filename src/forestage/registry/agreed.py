@@ -17,6 +17,7 @@ from forestage.clock import Deadline
 from forestage.data import looks
 from forestage.data.looks import Look, Round
 from forestage.errors import PeerError
+from forestage.registry import place
 from forestage.registry.reference import is_digest
 from forestage.slurm.job import Job
 
@@ -40,6 +41,7 @@ def nodes_of(node: Node, job: Job, reference: str, batch: bool) -> Nodes:
     whole = looks.round_of(node, job, 0, path, None) if batch else None
     if step or whole:
         looks.prepare(node.cache, job.id)
+        place.note_agreed(node.places, job.id)
     return Nodes(step, whole)
 
 

@@ -10,21 +10,21 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
-from forestage.registry.store import FILE, Record, create, load
+from forestage.registry.store import FILE, FULL, Record, create, load
 
-LIVE = (
-    3600.0  # seconds without a sign of life after which an import is dead whatever the clocks say
-)
+LIVE = 3600.0  # seconds without a sign of life after which an import is dead, by whatever clock
 RECENT = 3600.0  # seconds since its last use in which an image stays, whatever there is of others
 OF_JOB = 2 * 86400.0  # seconds for an image of one job, which nobody can find later
 RECORDS = 30 * 86400.0  # seconds for what tags meant
 LEFT = 86400.0  # seconds for all that is left of nothing
 AGAIN = 6 * 3600.0  # seconds in which one node of all collects
 STAMP = "collected-"
+MOST = 200_000  # names looked at in one directory
 
 
 class File(msgspec.Struct, frozen=True):
@@ -87,12 +87,15 @@ def plan(files: Sequence[File], keep: float, most: int | None, now: float) -> Pl
         if age > limit or (above and age > RECENT):
             going.append(image)
             taken -= image.size
-    return Plan(tuple(going), tuple(file.path for file in files if _is_left(file, files, now)))
+    by_name: dict[str, list[File]] = {}
+    for file in files:
+        by_name.setdefault(file.name, []).append(file)
+    left = [file.path for file in files if _is_left(file, by_name[file.name], now)]
+    return Plan(tuple(going), tuple(left))
 
 
-def _is_left(file: File, files: Sequence[File], now: float) -> bool:
+def _is_left(file: File, of_image: Sequence[File], now: float) -> bool:
     age = now - file.mtime
-    of_image = [other for other in files if other.name == file.name]
     lives = any(one.kind.startswith("lease.") and now - one.mtime < LIVE for one in of_image)
     if file.kind in ("job", "tag"):
         return age > RECORDS
@@ -124,7 +127,7 @@ def _files(folder: Path, below: str) -> Iterator[File]:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with os.scandir(handle) as entries:
-            for entry in entries:
+            for entry in islice(entries, MOST):
                 with contextlib.suppress(FileNotFoundError):  # it went meanwhile
                     facts = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
@@ -147,8 +150,13 @@ def claim(folder: Path, now: float) -> bool:
     As the directory's owner. Raises OSError.
     """
     stamp = f"{STAMP}{int(now // AGAIN)}"
-    if os.path.lexists(folder / stamp) or not create(folder / stamp, b""):
-        return False
+    try:
+        if os.path.lexists(folder / stamp) or not create(folder / stamp, b""):
+            return False
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return True  # it is time, though nobody else can be told
     for file in look(folder):
         if file.path.startswith(STAMP) and file.path != stamp:
             (folder / file.path).unlink(missing_ok=True)

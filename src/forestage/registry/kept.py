@@ -7,8 +7,9 @@ The file is staged as any other, and read through meanwhile. Once its entry is t
 the record says which entry stands for the name, for this user alone.
 
 The user may put anything else there. The sweep bounds it (`bound`): nothing stays for more than a
-day, all of it together takes no more than one user's share of the cache, and directories that no
-worker makes go at once. It acts as the user, so that it deletes nothing which they could not.
+day, all of it together takes no more than one user's share of the cache, but for one import that
+goes on, and directories that no worker makes go at once. It acts as the user, so that it deletes
+nothing which they could not.
 """
 
 import contextlib
@@ -30,8 +31,11 @@ from forestage.system.as_user import User
 MOST = 1000  # names looked at in one directory
 LOOKED = 200_000  # … as its user, once in ten minutes
 UNUSED = 86400.0  # seconds after which a file that became no entry goes
+RECENT = 3600.0  # seconds since its last change in which an import stays, however large it is
 RECORDS = 30 * 86400.0  # seconds for what tags meant, and for the digests of jobs
 OURS = ("jobs", "tags")  # the directories that a worker makes (registry/store.py)
+IMPORTS = (".sqsh", ".part")
+NOBODY = 65534
 NAME_BYTES = 4096  # bytes that a name counts at least: an inode is room as well
 LOOK, ALL, AT_ONCE = 60.0, 300.0, 4  # seconds for one user's directory, for all of them
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -124,21 +128,34 @@ def bound(cache: Cache, most: int, now: float) -> list[str]:
 
 
 def _owner(own: Path) -> User | None:
-    """Whose directory that is, by its name; None where it is nobody's."""
+    """Whose directory that is, by the name that root gave it; None where it is nobody's.
+
+    Its user may have given it to an id of their own user namespaces (subuid(5)): it is theirs anew.
+    """
     facts = os.lstat(own)
-    mine = stat.S_ISDIR(facts.st_mode) and own.name == str(facts.st_uid)
-    return User("", facts.st_uid, facts.st_gid) if mine else None
+    if not (stat.S_ISDIR(facts.st_mode) and own.name.isascii() and own.name.isdigit()):
+        return None
+    uid = int(own.name)
+    if uid != facts.st_uid:
+        os.chown(own, uid, NOBODY, follow_symlinks=False)
+        return User("", uid, NOBODY)
+    return User("", uid, facts.st_gid)
 
 
 def going(found: Sequence[Found], most: int, now: float) -> list[Found]:
     """Pure: what goes, whoever made it: folders, what is old, and of too much what changed first.
 
-    An import that is being written changes all the time: it is the last to go.
+    The import that changed last stays for RECENT: it is being written, or a step starts from it.
+    Of names that were not all looked at nobody knows the size: that is too much.
     """
     gone, taken = [], sum(one.size for one in found)
+    imports = [one for one in found if not one.is_folder and one.path.endswith(IMPORTS)]
+    last = max(imports, key=lambda one: one.changed, default=None)
     for one in sorted(found, key=lambda one: one.changed):
         limit = RECORDS if one.path.partition("/")[0] in OURS else UNUSED
-        if one.is_folder or taken > most or now - one.changed > limit:
+        above = taken > most or len(found) >= LOOKED
+        stays = one is last and now - one.changed < RECENT
+        if one.is_folder or (above and not stays) or now - one.changed > limit:
             gone.append(one)
             taken -= one.size
     return gone
@@ -148,7 +165,9 @@ def _bounded(own: Path, user: User, most: int, now: float) -> str:
     """Why not all that had to go went; "" where it did. In a child, as the user. Raises OSError."""
     handle = os.open(own, _FOLDER)
     as_user.become(user)
-    os.fchmod(handle, 0o700)  # they may have closed it even to themselves
+    # They may have closed it even to themselves. Else its ctime stays: see `bound`.
+    if stat.S_IMODE(os.fstat(handle).st_mode) != 0o700:
+        os.fchmod(handle, 0o700)
     why = ""
     for one in going(_look(handle), most, now):
         try:
@@ -158,29 +177,39 @@ def _bounded(own: Path, user: User, most: int, now: float) -> str:
         except OSError as error:
             # No name of the user's: nobody else reads those.
             why = f"its user can delete not all of it: {error.strerror}"
+    for name in OURS:
+        with contextlib.suppress(OSError):  # most are not empty
+            os.rmdir(name, dir_fd=handle)
     return why
 
 
 def _look(own: int) -> list[Found]:
-    """All that lies there, but for what lies in folders that no worker makes. Raises OSError."""
+    """All that lies there, but for what lies in folders that no worker makes. Raises OSError.
+
+    One of OURS that is another user's (an id of the user's own, see `_owner`) is such a folder.
+    """
+    found = _looked(own, "")
+    for one in [one for one in found if one.is_folder and one.path in OURS]:
+        # It may become a link, or another user's, at any time: no reason to look at nothing.
+        with contextlib.suppress(OSError):
+            os.chmod(one.path, 0o700, dir_fd=own)
+            handle = os.open(one.path, _FOLDER, dir_fd=own)
+            try:
+                found += _looked(handle, one.path)
+            finally:
+                os.close(handle)
+            found.remove(one)
+    return found
+
+
+def _looked(handle: int, folder: str) -> list[Found]:
     found = []
-    left = [""]
-    while left:
-        folder = left.pop()
-        handle = os.open(folder or ".", _FOLDER, dir_fd=own)
-        try:
-            for entry in _next(handle, LOOKED):
-                with contextlib.suppress(FileNotFoundError):  # it went meanwhile
-                    facts = entry.stat(follow_symlinks=False)
-                    if not folder and entry.name in OURS and stat.S_ISDIR(facts.st_mode):
-                        os.chmod(entry.name, 0o700, dir_fd=own)
-                        left.append(entry.name)
-                        continue
-                    path, size = os.path.join(folder, entry.name), facts.st_blocks * 512
-                    is_folder = stat.S_ISDIR(facts.st_mode)
-                    found.append(Found(path, max(NAME_BYTES, size), facts.st_ctime, is_folder))
-        finally:
-            os.close(handle)
+    for entry in _next(handle, LOOKED):
+        with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+            facts = entry.stat(follow_symlinks=False)
+            path, size = os.path.join(folder, entry.name), facts.st_blocks * 512
+            is_folder = stat.S_ISDIR(facts.st_mode)
+            found.append(Found(path, max(NAME_BYTES, size), facts.st_ctime, is_folder))
     return found
 
 

@@ -47,9 +47,10 @@ def gather(places: Places) -> tuple[UnderWay, ...]:
     """Those whose process lives, the longest wait first. Raises OSError."""
     found = []
     for path in places.images.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError, records.Damaged):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, records.Damaged):
             one = records.load(path, UnderWay)
-            if Path(f"/proc/{one.pid}/comm").read_text().strip() == PROCESS_NAME:
+            # Its pid may be a user's by now, whose process has a name of any bytes.
+            if Path(f"/proc/{one.pid}/comm").read_bytes().strip() == PROCESS_NAME.encode():
                 found.append(one)
     return tuple(sorted(found, key=lambda one: one.since))
 

@@ -87,6 +87,25 @@ def test_part_of_an_import_that_lives_stays() -> None:
     assert collect.plan([part, file("lease.3", 20, "b")], DAY, None, NOW).files == (part.path,)
 
 
+def test_plan_of_many_files_looks_at_each_a_few_times() -> None:
+    """A user of many jobs has a record of each, and who plans has a minute."""
+    looks = 0
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    files = [file("job", RECORDS + 1, Counted(number)) for number in range(500)]
+    assert len(collect.plan(files, DAY, None, NOW).files) == 500
+    assert looks < 5 * 500
+
+
 def test_what_is_unknown_stays() -> None:
     assert collect.plan([File("notes.txt", "notes.txt", "", 1, 0)], DAY, None, NOW).files == ()
 
@@ -136,3 +155,10 @@ def test_links_and_odd_files_are_neither_followed_nor_deleted(folder: Path) -> N
     assert (other / "1-y.json").exists()
     assert (folder / "c.sqsh").is_symlink()
     assert (folder / "d.sqsh").exists()
+
+
+def test_directory_without_end_is_looked_at_in_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "MOST", 3)
+    assert len(collect.look(folder)) <= 3 + 1  # and one in jobs

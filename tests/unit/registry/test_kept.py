@@ -14,7 +14,7 @@ from forestage.cache.image import Image
 from forestage.cache.layout import Cache
 from forestage.errors import Failed
 from forestage.registry import kept
-from forestage.registry.kept import NAME_BYTES, RECORDS, UNUSED, Found
+from forestage.registry.kept import NAME_BYTES, RECENT, RECORDS, UNUSED, Found
 from forestage.system.as_user import User
 
 NAME = f"{'a' * 64}-amd64-0123456789abcdef"
@@ -200,7 +200,27 @@ def test_of_too_many_imports_what_changed_longest_ago_goes_and_records_count() -
     assert [one.path for one in kept.going(files, 400, NOW)] == []
     assert [one.path for one in kept.going(files, 399, NOW)] == ["d"]
     assert [one.path for one in kept.going(files, 100, NOW)] == ["d", "a.sqsh", "jobs/c"]
-    assert len(kept.going(files, 0, NOW)) == 4
+    assert [one.path for one in kept.going(files, 0, NOW)] == ["d", "a.sqsh", "jobs/c"]
+    assert len(kept.going(files, 0, NOW + RECENT)) == 4
+
+
+@pytest.mark.parametrize("name", ["a.0123456789abcdef.part", "a.sqsh"])
+def test_import_that_goes_on_stays_though_it_is_larger_than_a_users_share(name: str) -> None:
+    """Its step would fail, which pyxis alone would have started."""
+    files = [found("old.part", 20), found(name, 1, size=9000), found("c", 0)]
+    assert [one.path for one in kept.going(files, 1000, NOW)] == ["old.part", "c"]
+
+
+def test_where_not_all_names_were_looked_at_all_are_too_much(
+    cache: Cache, own: Path, user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "LOOKED", 20)
+    for number in range(50):
+        (own / f"{number}").touch()
+        os.chown(own / f"{number}", user.uid, user.gid)
+    for _ in range(3):
+        assert kept.bound(cache, 1 << 40, time.time() + RECENT) == []
+    assert len(list(own.iterdir())) < 20
 
 
 def test_folder_that_no_worker_makes_goes_at_once() -> None:
@@ -220,7 +240,7 @@ def test_imports_are_bounded_by_size_and_by_age(cache: Cache, own: Path, file: P
     os.utime(other, (now + 9 * UNUSED, now + 9 * UNUSED))  # its user says what they like
     assert kept.bound(cache, 1 << 20, now) == []
     assert other.exists()
-    assert kept.bound(cache, NAME_BYTES, now) == []
+    assert kept.bound(cache, NAME_BYTES, now + RECENT) == []
     assert not file.exists()
     other.write_bytes(b"x")
     os.utime(other, (now + 9 * UNUSED, now + 9 * UNUSED))
@@ -255,7 +275,7 @@ def test_folder_of_any_depth_closed_to_its_user_goes_and_no_link_is_followed(
     for path in (own, *own.iterdir()):
         os.chown(path, user.uid, user.gid, follow_symlinks=False)
     own.chmod(0)
-    assert kept.bound(cache, 0, time.time()) == []
+    assert kept.bound(cache, 0, time.time() + RECENT) == []
     assert list(own.iterdir()) == []
     assert (outside / "victim").exists()
 
@@ -288,3 +308,32 @@ def test_directory_that_is_empty_for_a_day_goes(cache: Cache, own: Path, file: P
     later = time.time() + UNUSED + 60
     assert kept.bound(cache, 1 << 20, later) == []
     assert not own.exists()
+
+
+def test_look_at_a_directory_keeps_nothing_in_it_young(cache: Cache, own: Path) -> None:
+    (own / "jobs").mkdir()
+    kept.bound(cache, 1 << 20, time.time())  # the records that were in there have gone
+    assert not (own / "jobs").exists()
+    before = own.stat().st_ctime_ns
+    assert kept.bound(cache, 1 << 20, time.time()) == []
+    assert own.stat().st_ctime_ns == before, "else it is never empty for a day"
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize("whose", ["jobs", "."])
+def test_ids_of_a_users_own_namespace_keep_nothing_from_being_bounded(
+    cache: Cache, whose: str
+) -> None:
+    """Who has subuids gives files to them, without any right."""
+    alice, subuid = User("", 61001, 61001), 161001
+    own = kept.prepare(cache, alice) / str(alice.uid)
+    (own / "jobs").mkdir()
+    (own / "jobs/file").touch()
+    (own / "large").write_bytes(b"x" * 20_000)
+    for path in (own / "jobs", own / "large"):
+        os.chown(path, alice.uid, alice.gid)
+    os.chown(own / whose, subuid, subuid)
+    problems = kept.bound(cache, NAME_BYTES, time.time())
+    assert not (own / "large").exists()
+    assert len(problems) == (whose == "jobs")
+    assert own.stat().st_uid == alice.uid

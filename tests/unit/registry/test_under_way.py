@@ -48,6 +48,19 @@ def test_what_a_killed_process_left_is_none(places: Places, one: UnderWay) -> No
     assert under_way.gather(places) == ()
 
 
+def test_pid_that_is_a_users_process_of_any_name_by_now_is_none(
+    places: Places, one: UnderWay
+) -> None:
+    under_way.note(places, one)
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    try:
+        comm.write_bytes(b"\xff\xfe")
+        assert under_way.gather(places) == ()
+    finally:
+        comm.write_bytes(before.strip())
+
+
 def test_record_is_roots_alone(places: Places, one: UnderWay) -> None:
     under_way.note(places, one)
     assert (places.images / "7.2.json").stat().st_mode & 0o777 == 0o600
