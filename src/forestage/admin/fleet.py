@@ -105,11 +105,11 @@ def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Ans
         stderr=True,
     )
     try:
-        task.schedule(worker)
-        task.resume()
-    except BaseException:
-        task.abort()  # which forgets all answers
-        raise
+        with contextlib.ExitStack() as interrupted:
+            interrupted.callback(task.abort)  # which forgets all answers
+            task.schedule(worker)
+            task.resume()
+            interrupted.pop_all()
     finally:
         if order.by == "srun" and left:  # an srun that was killed leaves its job
             with contextlib.suppress(SlurmError):  # it has a time limit as well

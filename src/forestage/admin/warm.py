@@ -9,6 +9,7 @@ An interrupted command leaves no job behind. An srun that is killed leaves its j
 cancelled by a name that no other job has, and each srun ends with its job.
 """
 
+import contextlib
 import shutil
 import threading
 from collections import Counter
@@ -131,25 +132,21 @@ def warm(
 
     answers: dict[str, NodeAnswer] = {}
     futures: dict[Future[NodeAnswer], str] = {}
-    with ThreadPoolExecutor(min(order.at_once, len(order.nodes))) as pool:
-        try:
-            for node in order.nodes:
-                futures[pool.submit(ask, node)] = node
-            left = set(futures)
-            while left:
-                progress(progress_line(order, answers))
-                # In short turns: CPython may sleep through a signal that comes just before a wait,
-                # and wakes only for the next one.
-                over, left = wait(left, SIGNAL_POLL, FIRST_COMPLETED)
-                answers |= {futures[one]: one.result() for one in over}
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            try:
-                _cancel(slurm, clock, name, futures)
-            finally:
-                kill.set()
-            raise
+    pool = ThreadPoolExecutor(min(order.at_once, len(order.nodes)))
+    with pool, contextlib.ExitStack() as interrupted:  # its last callback comes first
+        interrupted.callback(kill.set)
+        interrupted.callback(_cancel, slurm, clock, name, futures)
+        interrupted.callback(lambda: [future.cancel() for future in futures])
+        for node in order.nodes:
+            futures[pool.submit(ask, node)] = node
+        left = set(futures)
+        while left:
+            progress(progress_line(order, answers))
+            # In short turns: CPython may sleep through a signal that comes just before a wait,
+            # and wakes only for the next one.
+            over, left = wait(left, SIGNAL_POLL, FIRST_COMPLETED)
+            answers |= {futures[one]: one.result() for one in over}
+        interrupted.pop_all()
     nodes = tuple(answers[node] for node in order.nodes)
     return WarmReport(sum(not one.is_warm for one in nodes), nodes)
 
