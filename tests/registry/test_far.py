@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from far import Far
-from imports import ALICE, BOB, IMAGE, OLD, Login
+from imports import ALICE, BOB, IMAGE, OLD, ROOT, Login
 
 from forestage.admin import registry
 from forestage.clock import Clock
@@ -105,6 +105,25 @@ def test_of_all_nodes_one_collects_and_none_again_for_hours(
     collected(login, open_path, NOW + collect.AGAIN)
     assert not later.exists()
     assert len(list(later.parent.glob("collected-*"))) == 1
+
+
+def test_names_that_are_nobodys_take_no_turn_from_users(
+    login: Login, open_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may make them."""
+    login.configure(f"registry: {{store: {login.site.store}}}")
+    old = imported(login)
+    for name in (f"00{ALICE.uid}", *map(str, range(71000, 71050))):
+        (login.site.store / name).mkdir()
+        os.chown(login.site.store / name, BOB.uid, BOB.gid)
+    monkeypatch.setattr(registry, "VISITED", 1)
+    (done,) = collected(login, open_path)
+    assert (done.user, len(done.images)) == (str(ALICE.uid), 1)
+    assert not old.exists()
+    listed = login.forestage("ls", user=ROOT)
+    assert "no images" in listed.stdout
+    imported(login)
+    assert login.forestage("ls", user=ROOT).stdout.count("here#image") == 1
 
 
 def test_store_that_has_no_room_for_a_name_is_collected_in(login: Login, open_path: Path) -> None:

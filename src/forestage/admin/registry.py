@@ -174,16 +174,19 @@ def owners(base: Path) -> list[User]:
 def _uids(base: Path) -> list[int]:
     """Raises OSError."""
     names = os.listdir(base)  # noqa: PTH208 - names are wanted
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+    numbers = (name for name in names if name.isascii() and name.isdigit())
+    return sorted(int(name) for name in numbers if name == str(int(name)))  # 007 is not 7's
 
 
-def _owned(base: Path, uids: Sequence[int]) -> list[int]:
-    """Of these the owners of their directories.
+def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int]:
+    """Of these the owners of their directories, `most` of them at the most.
 
     Anybody may make a directory of any name there: root acts as its owner, and as no root.
     """
-    found = []
+    found: list[int] = []
     for uid in uids:
+        if len(found) == most:
+            break
         with contextlib.suppress(OSError):
             if uid != 0 and os.lstat(base / str(uid)).st_uid == uid:
                 found.append(uid)
@@ -270,7 +273,8 @@ def clean_some(config: Config, places: Places, now: float) -> list[Collected]:
 
     def look() -> as_user.Found[list[int]]:
         uids = _uids(base)
-        return _owned(base, random.sample(uids, min(VISITED, len(uids)))), []
+        random.shuffle(uids)  # then, as anybody may make names that are nobody's
+        return _owned(base, uids, VISITED), []
 
     users = _accounts(as_user.call(look, list[int], LISTED)[0])
     works = [partial(_collected_once, config, user, now) for user in users]

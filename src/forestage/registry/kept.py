@@ -35,6 +35,7 @@ RECENT = 3600.0  # seconds since its last change in which an import stays, howev
 RECORDS = 30 * 86400.0  # seconds for what tags meant, and for the digests of jobs
 OURS = ("jobs", "tags")  # the directories that a worker makes (registry/store.py)
 IMPORTS = (".sqsh", ".part")
+SMALL = 64 * 1024  # bytes of what is noted of an import
 NOBODY = 65534
 NAME_BYTES = 4096  # bytes that a name counts at least: an inode is room as well
 LOOK, ALL, AT_ONCE = 60.0, 300.0, 4  # seconds for one user's directory, for all of them
@@ -154,11 +155,17 @@ def going(found: Sequence[Found], most: int, now: float) -> list[Found]:
     for one in sorted(found, key=lambda one: one.changed):
         limit = RECORDS if one.path.partition("/")[0] in OURS else UNUSED
         above = taken > most or len(found) >= LOOKED
-        stays = one is last and now - one.changed < RECENT
+        # With it what is noted of it: without its lease it would begin anew.
+        noted = last and one.size <= SMALL and _name(one) == _name(last)
+        stays = (one is last or noted) and now - one.changed < RECENT
         if one.is_folder or (above and not stays) or now - one.changed > limit:
             gone.append(one)
             taken -= one.size
     return gone
+
+
+def _name(one: Found) -> str:
+    return one.path.partition(".")[0]
 
 
 def _bounded(own: Path, user: User, most: int, now: float) -> str:

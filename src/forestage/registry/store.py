@@ -316,6 +316,9 @@ def _squashfs_size(path: Path) -> int | None:
 def _must_be_image(part: Path, max_size: int | None) -> int:
     """The size of what was imported. Raises Declined."""
     size = _squashfs_size(part)
+    if size is None and not os.path.lexists(part):
+        # By the sweep (kept.bound), or by its user: an import elsewhere may fare better.
+        raise Declined("store-gone", f"{part.name} was deleted while it was written")
     if size is None:
         raise Declined(
             "import-failed", "enroot made no squashfs image (version 4.0), or half of one"

@@ -207,8 +207,9 @@ def test_of_too_many_imports_what_changed_longest_ago_goes_and_records_count() -
 @pytest.mark.parametrize("name", ["a.0123456789abcdef.part", "a.sqsh"])
 def test_import_that_goes_on_stays_though_it_is_larger_than_a_users_share(name: str) -> None:
     """Its step would fail, which pyxis alone would have started."""
-    files = [found("old.part", 20), found(name, 1, size=9000), found("c", 0)]
-    assert [one.path for one in kept.going(files, 1000, NOW)] == ["old.part", "c"]
+    of_it = [found("a.lease.1", 5), found("a.large", 5, size=1 << 20)]
+    files = [found("old.part", 20), *of_it, found(name, 1, size=9000), found("c", 0)]
+    assert [one.path for one in kept.going(files, 1000, NOW)] == ["old.part", "a.large", "c"]
 
 
 def test_where_not_all_names_were_looked_at_all_are_too_much(

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from forestage.admin.registry import ELSEWHERE
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.registry import store as module
+from forestage.registry.obtain import FOR_ALL
 from forestage.registry.store import Record, Store, create, load
 from forestage.system import records
 
@@ -63,6 +65,14 @@ def test_what_is_no_whole_image_is_not_published(
         store.publish(NAME, part, RECORD, most)
     assert declined.value.reason == reason
     assert list(store.folder.iterdir()) == []
+
+
+def test_image_that_was_deleted_while_it_was_written_is_imported_elsewhere(store: Store) -> None:
+    """The sweep does so where a user has too much on a node: their step begins all the same."""
+    with pytest.raises(Declined, match="deleted while it was written") as declined:
+        store.publish(NAME, store.part(NAME), RECORD, None)
+    assert declined.value.reason in ELSEWHERE
+    assert declined.value.reason not in FOR_ALL
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
