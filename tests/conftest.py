@@ -72,6 +72,12 @@ def pytest_runtestloop(session: pytest.Session) -> object:
     return True
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    taken = lanes.taken_here()
+    if taken is not None:
+        lanes.note(terminalreporter.stats, taken)
+
+
 @pytest.fixture(scope="session")
 def machine() -> None:
     """Skips for an ordinary user; root has no excuse, ./test installs all that is needed."""

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ TESTS = Path(__file__).resolve().parent
 LANES = "FORESTAGE_TEST_LANES"  # how many, if not what suits this machine
 TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the lanes have in common
 BUILT = "FORESTAGE_TEST_BUILT"  # another: the clusters' plugins (slurm/cluster.py)
+OUTCOMES = "outcomes"  # a file: how many tests passed, failed, were skipped in each process
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
 FOLDERS = [".", "faults", "state", "hooks", "registry", "spank", "window"]
@@ -98,7 +99,27 @@ def _take(group: Path) -> bool:
     return True
 
 
+def note(stats: Mapping[str, Sequence[object]], taken: Path) -> None:
+    """Adds what became of this process' tests to what the lanes have in common."""
+    passed, failed, errors, skipped = (
+        len(stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")
+    )
+    # One write of a line: several processes append to the same file.
+    with (taken.parent / OUTCOMES).open("ab", buffering=0) as file:
+        file.write(b"%d %d %d\n" % (passed, failed + errors, skipped))
+
+
 # Around them
+
+
+def total(outcomes: Path) -> str:
+    """What became of the tests of all processes."""
+    lines = outcomes.read_text().splitlines() if outcomes.exists() else []
+    sums = (
+        sum(column)
+        for column in zip((0, 0, 0), *(map(int, line.split()) for line in lines), strict=True)
+    )
+    return "{} passed, {} failed, {} skipped".format(*sums)
 
 
 def folders(top: Path) -> list[Path]:
@@ -195,6 +216,7 @@ def start_all(top: Path) -> int:
         print(f"{count} lanes, {seconds:.0f} s, processors {busy / max(1, ticks):.0%} busy")
         for name in flaky.names(Path(os.environ[flaky.FAILED])):
             print(f"failed: {name}")
+        print(total(Path(folder) / OUTCOMES))
     # Another lane may have taken all of a folder; where there are no tests at all, that is bad.
     nothing = int(pytest.ExitCode.NO_TESTS_COLLECTED)
     return max((code for code in codes if code != nothing), default=nothing)

@@ -12,6 +12,13 @@ import pytest
 import lanes
 
 CLUSTERS, HOOKS, UNIT = lanes.CLUSTERS, lanes.TESTS / "hooks", lanes.TESTS / "unit/slurm"
+SUMMARY = f"""
+import sys
+sys.path.insert(0, {os.fspath(lanes.TESTS)!r})
+import lanes
+def pytest_terminal_summary(terminalreporter):
+    lanes.note(terminalreporter.stats, lanes.taken_here())
+"""  # as the tests' own conftest.py
 
 
 def test_every_test_file_is_in_one_of_the_folders() -> None:
@@ -50,18 +57,19 @@ def test_lane_goes_to_what_is_left_and_ends_when_there_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bodies", "code"),
+    ("bodies", "code", "total"),
     [
-        (["assert True", "assert True"], 0),
-        (["assert True", "assert False", "assert True"], 1),
-        (["assert False", "import nothing_of_that_name"], 1),
-        ([], 5),
+        (["assert True", "assert True"], 0, "2 passed, 0 failed, 0 skipped"),
+        (["assert True", "assert False", "assert True"], 1, "2 passed, 1 failed, 0 skipped"),
+        (["assert False", "import nothing_of_that_name"], 1, "0 passed, 2 failed, 0 skipped"),
+        ([], 5, "0 passed, 0 failed, 0 skipped"),
     ],
     ids=["good", "one fails", "last fails", "no tests"],
 )
-def test_exit_code_is_that_of_the_worst_folder(
-    tmp_path: Path, bodies: list[str], code: int
+def test_exit_code_is_that_of_the_worst_folder_and_the_last_line_counts_all(
+    tmp_path: Path, bodies: list[str], code: int, total: str
 ) -> None:
+    (tmp_path / "conftest.py").write_text(SUMMARY)
     for number, body in enumerate(bodies):
         folder = tmp_path / f"folder{number}"
         folder.mkdir()
@@ -78,3 +86,4 @@ def test_exit_code_is_that_of_the_worst_folder(
     )
     assert ran.returncode == code, ran.stdout + ran.stderr
     assert "1 lanes, " in ran.stdout
+    assert ran.stdout.splitlines()[-1] == total
