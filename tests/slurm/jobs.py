@@ -332,7 +332,8 @@ class Site:
         """Kills them: their copies end unfinished."""
         for node in self.cluster.nodes:
             for pid in self.named(node, STAGER):
-                self.root(["kill", "-KILL", pid], node)
+                # What one has forked bears its name, and ends with it: it may be gone by now.
+                self.cluster.run(["kill", "-KILL", pid], user="root", node=node, check=False)
         self.await_stagers()
 
     def await_keepers(self) -> None:
