@@ -12,12 +12,14 @@ import pytest
 from fault import Gate, Points, image, kill_stager
 
 from forestage.cache.lease import Lease, Use
+from forestage.cache.readers import NOW
 from forestage.errors import Declined
 from forestage.stage import stager
 from forestage.stage.stager import Channel, Message
 from forestage.through import keeping
+from forestage.through.reads import RUN
 from node import ALICE, Node, until
-from through import MIB, SIZE, Shown, Through, read_fresh, reading, task
+from through import MIB, SIZE, Copy, Shown, Through, read_fresh, reading, task
 
 DATA = image(7, SIZE)
 
@@ -59,6 +61,19 @@ def test_job_reads_what_the_copy_has_and_the_rest_of_the_source(
         assert read_fresh(path) == DATA
         gate.open()
         assert end(channel) == "published"
+
+
+def test_reader_that_waited_in_vain_still_has_the_copy_bring_what_it_reads(
+    node: Node, shown: Shown
+) -> None:
+    """Else the copy would make way for it, and not come for as long as it reads."""
+    path = node.put("alice/image.sqsh", DATA)
+    through = shown(path)
+    readers = Copy(through, DATA).readers
+    until(lambda: read_fresh(path, 0, 1) and readers.wanted(), "the server to see the copy")
+    assert read_fresh(path) == DATA
+    after = range(RUN // MIB + 2, len(DATA) // MIB + 1)
+    assert set(after) <= set(readers.wanted((NOW,)))
 
 
 def test_stager_killed_and_begun_anew_shows_no_wrong_byte(

@@ -4,7 +4,8 @@ in the copy                     the copy
 elsewhere, here and there       the source, at once; its chunk is copied soon
 elsewhere, straight through     the copy, when it arrives: that is read ahead by several threads,
                                 and reading the same bytes twice would slow both down
-the same, but nothing arrives   the source
+the same, but nothing arrives   the source; the copy does not make way for such reads, else they
+                                would keep it from arriving for as long as they go on
 """
 
 import threading
@@ -19,6 +20,26 @@ PATIENCE, LONGEST = 1.0, 10.0  # seconds without a new piece, after which no rea
 def patience(last: float) -> float:
     """Pure: seconds to wait for a new piece, where the last one took so many."""
     return min(LONGEST, max(PATIENCE, 4 * last))
+
+
+class Arrivals:
+    """Tells whether the copy comes. Only the time in which a reader waits for it counts."""
+
+    def __init__(self, now: float) -> None:
+        self.come = True
+        self._pieces = 0
+        self._since = now  # when the last piece came, or a reader began to wait
+        self._patience = PATIENCE
+
+    def look(self, pieces: int, waits: bool, now: float) -> None:
+        """Takes how many pieces are here, and whether a reader waits for another one."""
+        if pieces != self._pieces:
+            self._patience = patience(now - self._since)
+            self._pieces, self._since, self.come = pieces, now, True
+        elif not waits:
+            self._since = now
+        elif now - self._since >= self._patience:
+            self.come = False
 
 
 class Streams:

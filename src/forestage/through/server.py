@@ -39,10 +39,9 @@ from forestage.cache.readers import NOW, SOON, Level
 from forestage.errors import Failed
 from forestage.system import fuse
 from forestage.system.fuse import Attributes, Op, Request
-from forestage.through import reads
 from forestage.through.local import Local
 from forestage.through.memory import Common, Generation, Read
-from forestage.through.reads import PATIENCE, Streams
+from forestage.through.reads import Arrivals, Streams
 
 RECEIVERS = 2  # threads for the connection that the keeper mounted; others have one
 AT_COPY, AT_SOURCE = 3, 16  # threads
@@ -105,15 +104,13 @@ class Server:
         self.looked = False
         self.began = time.monotonic()
         self.at_copy: SimpleQueue[Read] = SimpleQueue()
-        self.at_source: SimpleQueue[Read] = SimpleQueue()
+        self.at_source: SimpleQueue[tuple[Read, Level]] = SimpleQueue()
         self.on_disk: dict[tuple[int, int], tuple[Read, float]] = {}
         self.on_source: dict[tuple[int, int], tuple[Read, float]] = {}
         self.disk_hangs = False
         self.gone: set[int] = set()
         self.hot: set[int] = set()
-        self.last_came = time.monotonic()
-        self.patience = PATIENCE
-        self.pieces = 0
+        self.arrivals = Arrivals(self.began)
 
     def run(self, probe: int | None) -> NoReturn:
         """Serves until no mount is left. Never returns."""
@@ -198,7 +195,7 @@ class Server:
             self.waiting.append(read)
             self.stir.set()
         else:
-            self._from_source(read)
+            self._from_source(read, NOW if straight else SOON)
 
     def _interrupt(self, line: int, request: Request) -> None:
         """Answers for a reader that is being killed, whatever its read waits for."""
@@ -279,11 +276,11 @@ class Server:
     def _read_source(self) -> None:
         buffer = memoryview(mmap.mmap(-1, fuse.MAX_READ))
         while True:
-            read = self.at_source.get()
+            read, level = self.at_source.get()
             if read.adopted > TRIES:
                 self._reply(read, error=errno.EIO)
             elif (read.line, read.unique) in self.pending:
-                self._want(read, SOON)
+                self._want(read, level)
                 try:
                     count = _pread(self.served.source, buffer[: read.size], read.offset)
                 except OSError as error:
@@ -315,7 +312,7 @@ class Server:
 
     def _arrives(self) -> bool:
         """Whether the copy is under way."""
-        return self.local.readers is not None and time.monotonic() - self.last_came < self.patience
+        return self.local.readers is not None and self.arrivals.come
 
     # The main thread
 
@@ -368,11 +365,8 @@ class Server:
 
     def _note_progress(self) -> None:
         readers = self.local.readers
-        came = readers.count() if readers is not None else 0
-        if came != self.pieces:
-            now = time.monotonic()
-            self.patience = reads.patience(now - self.last_came)
-            self.pieces, self.last_came = came, now
+        pieces = readers.count() if readers is not None else 0
+        self.arrivals.look(pieces, bool(self.waiting), time.monotonic())
 
     def _hand_on_early(self) -> None:
         """Hands on what came before the looker's first look.
@@ -395,15 +389,16 @@ class Server:
             elif arrives:
                 self.waiting.append(read)
             else:
-                self._from_source(read)
+                self._from_source(read, NOW)
 
     def _from_copy(self, read: Read) -> None:
         self.on_disk[read.line, read.unique] = read, time.monotonic()
         self.at_copy.put(read)
 
-    def _from_source(self, read: Read) -> None:
+    def _from_source(self, read: Read, level: Level = SOON) -> None:
+        """Has the source answer; `level` is how much its chunk is wanted."""
         self.on_source[read.line, read.unique] = read, time.monotonic()
-        self.at_source.put(read)
+        self.at_source.put((read, level))
 
     def _give_up_source(self) -> None:
         """Has the copy answer what the source does not, as soon as it has come."""

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from forestage.through.reads import LONGEST, PATIENCE, RUN, STREAMS, Streams, patience
+from forestage.through.reads import (
+    LONGEST,
+    PATIENCE,
+    RUN,
+    STREAMS,
+    Arrivals,
+    Streams,
+    patience,
+)
 
 MIB = 1024 * 1024
 
@@ -51,3 +59,23 @@ def test_more_streams_than_can_be_told_apart_forget_the_oldest() -> None:
 )
 def test_patience_grows_with_the_time_that_a_piece_takes(last: float, wanted: float) -> None:
     assert patience(last) == wanted
+
+
+def test_copy_counts_as_coming_until_a_reader_has_waited_in_vain() -> None:
+    arrivals = Arrivals(100.0)
+    arrivals.look(0, waits=True, now=100.0 + PATIENCE / 2)
+    assert arrivals.come
+    arrivals.look(0, waits=True, now=100.0 + PATIENCE)
+    assert not arrivals.come
+    arrivals.look(1, waits=False, now=200.0)
+    assert arrivals.come
+
+
+def test_time_in_which_nobody_waits_does_not_count() -> None:
+    arrivals = Arrivals(100.0)
+    arrivals.look(0, waits=False, now=200.0)  # a stager that has nothing to hurry for
+    arrivals.look(0, waits=True, now=200.0 + PATIENCE / 2)
+    assert arrivals.come
+    arrivals.look(1, waits=True, now=200.0 + PATIENCE / 2)
+    arrivals.look(1, waits=True, now=200.0 + 1.5 * PATIENCE)
+    assert arrivals.come  # one that takes half a second is waited for two
