@@ -97,7 +97,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, Key("Stage what comments ask for besides images.")] = True
     share: Annotated[
-        Amount, Key("The most of the cache's room that data may take.", values.SHARE)
+        Amount, Key("The most of the cache's space that data may take.", values.SHARE)
     ] = Amount(share=0.6)
     max_files: Annotated[
         int, Key("Directories with more files are not staged.", values.whole(1, 10_000_000))
@@ -165,13 +165,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     enabled: Annotated[bool, JobKey("If false, the hooks do nothing.")] = True
     sources: Annotated[
         tuple[str, ...],
-        JobKey("Absolute directories; only regular files below them are staged.", values.PATHS),
+        JobKey("Absolute directories; only what is below them is staged.", values.PATHS),
     ] = ()
     cache: Annotated[
         str, Key("The cache's directory on the node; not below /tmp or /dev/shm.", values.CACHE)
     ] = "/mnt/nvme/forestage"
     require_mount: Annotated[
-        bool, Key("Do not stage while the cache lies on the root file system.")
+        bool, Key("Do not stage while the cache is on the root file system.")
     ] = True
     max_image_size: Annotated[
         Limit,
