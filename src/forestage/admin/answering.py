@@ -94,7 +94,7 @@ class Desk:
         if self.now() > self._public_until:
             # Read each time: while users ask we do not end, and one that is wrong must not end us,
             # as systemd gives a socket up whose service fails a few times.
-            config = load_settings(self.places.etc).config
+            config = load_settings(self.places.etc).of_node
             node = Node.of(config, self.places, self.clock)
             self._public = asked.encoded(Answer(public=asked.public(node)))
             self._public_until = self.now() + FRESH

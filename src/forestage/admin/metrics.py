@@ -114,7 +114,7 @@ def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
     """
     config, wrong = None, None
     try:
-        config = load_settings(places.etc).config
+        config = load_settings(places.etc).of_node
         config = decided(config, sites.has_companion(places, conf))
     except ConfigError as error:
         wrong = error

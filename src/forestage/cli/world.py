@@ -36,7 +36,7 @@ class World(NamedTuple):
         from forestage.cache import node
         from forestage.config import load_settings
 
-        return node.Node.of(load_settings(self.places.etc).config, self.places, self.clock)
+        return node.Node.of(load_settings(self.places.etc).of_node, self.places, self.clock)
 
 
 class Exit(IntEnum):

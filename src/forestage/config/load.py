@@ -48,6 +48,12 @@ class Settings(msgspec.Struct, frozen=True):
     partitions: Mapping[str, Overrides]
     origins: Mapping[str, str]  # "deadline", "partitions.gpu.deadline" -> DEFAULT or path
 
+    @property
+    def of_node(self) -> Config:
+        """What holds where no job is concerned: staging is on if it is for any partition."""
+        on = self.config.enabled or any(one.get("enabled") for one in self.partitions.values())
+        return msgspec.structs.replace(self.config, enabled=on)
+
     def for_partition(self, name: str | None) -> Config:
         """Returns the settings for a job in this partition; None or an unknown one: the common."""
         return with_values(self.config, self.partitions.get(name or "", {}))

@@ -144,7 +144,8 @@ def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
     done = site.run("status")
     assert done.output.splitlines()[0].startswith("staging")
     assert "switched off: `enabled: false` (set it to true to switch it on)" in done.output
-    site.configure("")
+    site.configure("enabled: false\npartitions: {debug: {enabled: true}}\n")
+    assert "switched off" not in site.run("status").output
     site.places.disabled.parent.mkdir(parents=True, exist_ok=True)
     site.places.disabled.write_text("INC-42\n")
     printed = f"{site.places.disabled}: INC-42 (remove the file to switch it on)"

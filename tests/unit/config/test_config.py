@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage.config import (
@@ -145,6 +146,23 @@ def test_partition_changes_its_own_keys_only(tmp_path: Path) -> None:
     assert found.for_partition("gpu") == Config(deadline=5.0, sources=("/gpu",))
     for name in ("cpu", "unknown", "", None):
         assert found.for_partition(name) == Config(deadline=5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("", True),
+        ("enabled: false", False),
+        ("enabled: false\npartitions: {gpu: {deadline: 5}}", False),
+        ("enabled: false\npartitions: {gpu: {enabled: true}}", True),
+        ("partitions: {gpu: {enabled: false}}", True),
+    ],
+)
+def test_node_is_on_where_any_of_its_jobs_may_be_staged(
+    tmp_path: Path, text: str, on: bool
+) -> None:
+    found = read(tmp_path, text)
+    assert found.of_node == msgspec.structs.replace(found.config, enabled=on)
 
 
 def test_row_has_value_and_origin(tmp_path: Path) -> None:
