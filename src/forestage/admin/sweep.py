@@ -447,9 +447,7 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
             # Opened first: the note must lie beside the bytes that are read, whatever has that
             # name by then. And what cannot be noted would be read again by every sweep.
             try:
-                here = os.open(
-                    node.cache.entry_dir(item.key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                )
+                here = os.open(node.cache.entry_dir(item.key), os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:  # evicted since the sweep began
                 return None
             undo.callback(os.close, here)
@@ -478,7 +476,7 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
 
 def _open_note(here: int) -> int:
     """Opens an entry's `boot` for writing, as it is. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open("boot", flags, 0o600, dir_fd=here)
 
 

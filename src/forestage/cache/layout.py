@@ -82,7 +82,7 @@ def open_copy(path: Path) -> io.FileIO:
     An open that waits would wait for as long as they like, up to the kernel's lease-break-time,
     45 s. So this raises BlockingIOError then. Nobody gets such a lease on a file that is open.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     return io.FileIO(os.open(path, flags))
 
 

@@ -48,7 +48,7 @@ def _live(device: str, place: Path, prolog: socket.socket) -> None:
     os.chdir("/")
     child.leave_job()
     Path("/proc/self/comm").write_text(PROCESS_NAME)
-    held = os.open(place / "held", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held = os.open(place / "held", os.O_WRONLY | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     os.write(held, b"%d" % os.getpid())
     root = mounts.open_hidden(device, job_disk.KIND, os.fspath(place))

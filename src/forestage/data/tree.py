@@ -298,7 +298,7 @@ class OpenTree:
         if self.own.fd >= 0:
             os.close(self.own.fd)
             self.own.fd, self.own.number = -1, -1
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         self.own.fd = os.open(file.path, flags, dir_fd=self.root)
         # What lies behind the piece may be another node's to read: no readahead.
         os.posix_fadvise(self.own.fd, 0, 0, os.POSIX_FADV_RANDOM)

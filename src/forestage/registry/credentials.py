@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from forestage.system.files import opened
+
 LONGEST = 1 << 20  # bytes of the file
 
 _WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
@@ -41,15 +43,10 @@ class Login(msgspec.Struct, frozen=True):
 def text(path: str) -> str:
     """Returns what the file says; "" where it cannot be read, is a FIFO, or is too long."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with opened(path, os.O_RDONLY | os.O_NONBLOCK) as handle:
+            found = b"".join(_pieces(handle))
     except (OSError, ValueError):
         return ""
-    try:
-        found = b"".join(_pieces(handle))
-    except OSError:
-        return ""
-    finally:
-        os.close(handle)
     return "" if len(found) > LONGEST else found.decode(errors="surrogateescape")
 
 

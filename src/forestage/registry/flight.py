@@ -25,6 +25,7 @@ from forestage.cache.part import boot_id
 from forestage.clock import Clock
 from forestage.registry.store import FILE, Store, create, load, own, told
 from forestage.system import records
+from forestage.system.files import opened
 
 BEAT = 10.0  # seconds between heartbeats
 DEAD = 60.0  # seconds without one
@@ -178,10 +179,6 @@ class Flight:
             return
         self._beaten = self.clock.monotonic()
         path = self.store.folder / f"{self.name}.wanted"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with contextlib.suppress(OSError):
-            fd = os.open(path, flags, 0o600)
-            try:
-                os.utime(fd)
-            finally:
-                os.close(fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError), opened(path, flags, 0o600) as fd:
+            os.utime(fd)

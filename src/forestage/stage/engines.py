@@ -144,7 +144,7 @@ class Rsync:
 def _must_open(fd: int, path: str) -> None:
     """Raises Unreadable where root may not open the source: that is no fault of rsync's."""
     try:
-        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
     except OSError as error:
         raise Unreadable(path, error) from None
 

@@ -18,6 +18,7 @@ import msgspec
 
 from forestage.errors import Declined, Failed
 from forestage.system import child
+from forestage.system.files import opened
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ def reach(path: str, user: User) -> int:
 
     Call it in a child of `call`. Raises OSError.
     """
-    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_PATH | os.O_NOFOLLOW
     try:
         return os.open(path, flags)
     except PermissionError:
@@ -103,13 +104,10 @@ def real(path: str) -> str:
     that hangs does not matter.
     """
     try:
-        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        with opened(path, os.O_PATH) as handle:
+            return os.readlink(f"/proc/self/fd/{handle}")
     except OSError:
         return path
-    try:
-        return os.readlink(f"/proc/self/fd/{handle}")
-    finally:
-        os.close(handle)
 
 
 def ask(

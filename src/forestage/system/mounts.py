@@ -78,9 +78,9 @@ def open_hidden(source: str, kind: str, point: str) -> int:
     the directory `point` in a mount namespace of this process' own. Raises OSError; EINVAL in a
     process with threads.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+    root = os.open("/", os.O_PATH | os.O_DIRECTORY)
     try:
         private_namespace()
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.system import mounts, run
+from forestage.system.files import opened
 
 LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
 
@@ -54,18 +55,13 @@ class Files(msgspec.Struct, frozen=True):
     def data(self, path: str, most: int = LONGEST) -> bytes | None:
         """What a regular file begins with; None where it cannot be read."""
         try:
-            fd = os.open(self.at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with opened(self.at(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    return None
+                with open(fd, "rb", closefd=False) as file:
+                    return file.read(most)
         except OSError:
             return None
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return None
-            with open(fd, "rb", closefd=False) as file:
-                return file.read(most)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
 
     def text(self, path: str, most: int = LONGEST) -> str | None:
         """Returns up to `most` bytes of a file as text; None where it cannot be read."""

@@ -70,15 +70,15 @@ class Keeper:
         self.next_stager = 0.0
         self.release = _release()
         # Before the namespace: all of this would be out of reach in there.
-        self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        self.root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.spot = os.open(spot, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+        self.root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+        self.spot = os.open(spot, os.O_RDONLY | os.O_DIRECTORY)
+        self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
         self.listener: socket.socket | None = clones.listener(spot / "sock.new")
         self.connections: dict[int, socket.socket] = {}
-        self.lines = [os.open(fuse.DEVICE, os.O_RDWR | os.O_CLOEXEC)]
+        self.lines = [os.open(fuse.DEVICE, os.O_RDWR)]
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
         self.wake.setblocking(False)
@@ -132,7 +132,7 @@ class Keeper:
     def _start_server(self) -> None:
         memory = Generation(len(server.receivers_of(self.lines)))
         settled = self.common.settled
-        probe = None if settled else os.open(FILE, os.O_PATH | os.O_CLOEXEC)
+        probe = None if settled else os.open(FILE, os.O_PATH)
         pid = os.fork()
         if pid == 0:
             path = self.served.image.path
