@@ -16,7 +16,7 @@ import msgspec
 
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
-from forestage.system import records, run, tree
+from forestage.system import records, run
 from forestage.system.files import opened
 from forestage.system.terminal import Facts, Line, Piece
 from forestage.system.tree import Files
@@ -71,7 +71,7 @@ def publish(
         raise ImageError(f"{source} is no regular file")
     if not folder.is_dir():
         raise ImageError(f"{folder} is no directory")
-    under = tree.under(files.filesystems(), os.path.realpath(folder))
+    under = files.under(os.path.realpath(folder))
     kind = under.kind if under else "unknown"
     target = folder / source.name
     with replacing(target, force) as part, _made(part, layout if kind == "lustre" else None) as fd:

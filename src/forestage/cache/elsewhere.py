@@ -188,8 +188,7 @@ def _source(one: Foreign, cache: Cache) -> int | None:
         same = (facts.st_ino, facts.st_uid) == (entry.identity.inode, entry.access.uid)
         if not same or os.readlink(f"/proc/self/fd/{file}") != one.source:
             return None
-        table = {mount.id: mount for mount in mounts.current()}
-        under = table.get(mounts.mount_id(file))
+        under = mounts.of(file)
         if under is None or under.point == one.source:
             return None
         return mounts.clone(f"/proc/self/fd/{file}")

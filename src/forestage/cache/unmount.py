@@ -244,15 +244,15 @@ def _lift(cover: mounts.Mount, user: User, back: contextlib.ExitStack) -> None:
     # Opening the root of a mount asks its server nothing.
     top = as_user.reach(cover.point, user)
     # Another one may lie on it: that goes first.
-    found = [one for one in mounts.current() if one.id == mounts.mount_id(top)]
-    if not found or not found[0].fuse_user or found[0].point != cover.point:
+    found = mounts.of(top)
+    if found is None or not found.fuse_user or found.point != cover.point:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     tree = None
     with contextlib.suppress(OSError):
         tree = mounts.clone(f"/proc/self/fd/{top}")
     mounts.umount(f"/proc/self/fd/{top}")
     if tree is not None:
-        back.callback(_put_back, tree, found[0], user)
+        back.callback(_put_back, tree, found, user)
 
 
 def _put_back(tree: int, was: mounts.Mount, user: User) -> None:

@@ -8,34 +8,9 @@ import msgspec
 
 from forestage.system import mounts, run
 from forestage.system.files import opened
+from forestage.system.mounts import Mount
 
 LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
-
-NETWORK = {
-    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
-    *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
-}
-
-_QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 and xfs in mountinfo
-
-
-class Filesystem(msgspec.Struct, frozen=True):
-    """A mount: where, of which kind, from what, on which device (major:minor).
-
-    `quotas`: its users or groups have such (mount(8)), whether or not there is a limit for one.
-    """
-
-    point: str
-    kind: str
-    source: str
-    device: str
-    read_only: bool = False
-    quotas: bool = False
-
-    @property
-    def network(self) -> bool:
-        # Whatever a user space file system is, it is no disk of this node.
-        return self.kind in NETWORK or self.kind.startswith("fuse.")
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -105,25 +80,7 @@ class Files(msgspec.Struct, frozen=True):
                 return f"{folder}/{name}"
         return ""
 
-    def filesystems(self) -> tuple[Filesystem, ...]:
-        return listed(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
-
-
-def listed(mountinfo: str) -> tuple[Filesystem, ...]:
-    """Pure: all mounts, oldest first (proc(5): the fields behind the dash)."""
-    lines = [line for line in mountinfo.split("\n") if line]
-    found = []
-    for mount, line in zip(mounts.listed(mountinfo), lines, strict=True):
-        kind, source, of_disk, *_ = [*line.partition(" - ")[2].split(" "), "", "", ""]
-        # A disk with errors goes read-only in the last field alone (errors=remount-ro).
-        options = {*line.split(" ")[5].split(","), *of_disk.split(",")}
-        read_only = not options.isdisjoint(("ro", "emergency_ro"))
-        quotas = any(one.partition("=")[0] in _QUOTAS for one in options)
-        found.append(Filesystem(mount.point, kind, source, mount.device, read_only, quotas))
-    return tuple(found)
-
-
-def under(filesystems: tuple[Filesystem, ...], path: str) -> Filesystem | None:
-    """Pure: the one that a resolved path lies on; the newest of those at the same place."""
-    above = [one for one in filesystems if f"{path}/".startswith(f"{one.point.rstrip('/')}/")]
-    return sorted(above, key=lambda one: len(one.point))[-1] if above else None
+    def under(self, path: str) -> Mount | None:
+        """The mount that a resolved path lies on; None where none is known."""
+        listed = mounts.listed(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
+        return mounts.holder(listed, path)

@@ -33,7 +33,8 @@ def has_writer(fd: int, path: str) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
-        if error.errno == errno.EAGAIN and mounts.kind(fd) not in _BY_LEAVE:
+        under = mounts.of(fd)
+        if error.errno == errno.EAGAIN and (under is None or under.kind not in _BY_LEAVE):
             return True
         return _is_written(path, time.monotonic() + LOOK)
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
