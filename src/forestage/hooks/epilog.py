@@ -152,21 +152,16 @@ def _release(over: _Over) -> Released:
             unmount.unmount(going, lambda bind: over.job.user)
             # Else nothing can have been inherited. Of a step's redirect the node sees nothing.
             if going or (lease is not None and lease.uses):
-                _clear_elsewhere(cache, leases, over.clock.wall())
+                # What stays in other mount namespaces the sweep tells, and tries again.
+                with contextlib.suppress(Failed, OSError):
+                    elsewhere.clear(cache, leases, over.clock.wall())
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
             done = Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
-    doubt.look(
-        over.places, cache, over.clock
-    )  # this job may have failed for it, the next one need not
+    # This job may have failed for it, the next one need not.
+    doubt.look(over.places, cache, over.clock)
     return done
-
-
-def _clear_elsewhere(cache: Cache, leases: Leases, now: float) -> None:
-    """In other mount namespaces. What stays there is told by the sweep, which tries again."""
-    with contextlib.suppress(Failed, OSError):
-        elsewhere.clear(cache, leases, now)
 
 
 def _stuck(stuck: list[str], lease: Lease | None) -> str:

@@ -21,6 +21,7 @@ from forestage.system.files import opened
 LONGEST = 1 << 20  # bytes of the file
 
 _WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _SHELL_FIELD = 5  # counted from 0: machine HOST login USER password $…
 
 Evaluate = Callable[[str], str]
@@ -125,8 +126,4 @@ def _words(text: str) -> Iterator[str]:
             if match[0] == "macdef":
                 in_macro = True
                 break
-            yield match[2] or re.sub(r"\\(.)", _unescaped, match[1])
-
-
-def _unescaped(match: "re.Match[str]") -> str:
-    return {"n": "\n", "r": "\r", "t": "\t"}.get(match[1], match[1])
+            yield match[2] or re.sub(r"\\(.)", lambda one: _ESCAPED.get(one[1], one[1]), match[1])

@@ -59,11 +59,8 @@ class _Newest(msgspec.Struct, frozen=True):
 def of_this_process(host: str) -> Lease:
     """A lease for this process."""
     pid = os.getpid()
-    return Lease(os.urandom(8).hex(), host, boot_id(), _pid_namespace(), pid, _start(pid))
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    pids = os.readlink("/proc/self/ns/pid")
+    return Lease(os.urandom(8).hex(), host, boot_id(), pids, pid, _start(pid))
 
 
 def _start(pid: int) -> str:
@@ -154,13 +151,10 @@ class Flight:
         if not numbers:
             return None
         path = self._path(max(numbers))
-        try:
-            with own(path) as fd:
-                beat = os.fstat(fd).st_mtime_ns
-        except FileNotFoundError:  # it went meanwhile, or is nothing of ours: then DEAD counts
-            beat = 0
-        except OSError:
-            beat = 0
+        beat = 0
+        # It went meanwhile, or is nothing of ours: then DEAD counts.
+        with contextlib.suppress(OSError), own(path) as fd:
+            beat = os.fstat(fd).st_mtime_ns
         return _Newest(max(numbers), load(path, Lease), beat)
 
     def _is_dead(self, newest: _Newest) -> bool:

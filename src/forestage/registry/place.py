@@ -70,15 +70,11 @@ def leftover(places: Places, jobs: frozenset[int], now: float) -> list[Path]:
 
     A step whose image is still being imported holds no lease.
     """
+    staying = set(map(str, jobs))
     with contextlib.suppress(FileNotFoundError):
         return [
             path
             for path in sorted(places.images.iterdir())
-            if not _is_of(path.name, jobs) and now - os.lstat(path).st_mtime > OLD
+            if path.name.partition(".")[0] not in staying and now - os.lstat(path).st_mtime > OLD
         ]
     return []
-
-
-def _is_of(name: str, jobs: frozenset[int]) -> bool:
-    job = name.partition(".")[0]
-    return job.isdigit() and int(job) in jobs

@@ -53,8 +53,15 @@ class Mount(msgspec.Struct, frozen=True):
     @property
     def fuse_user(self) -> int:
         """The uid of the user who mounted a FUSE file system; 0: root did, or it is none."""
-        names = [option.partition("=") for option in self.options if self.kind.startswith("fuse")]
-        return next((int(uid) for name, _, uid in names if name == "user_id" and uid.isdigit()), 0)
+        return _fuse_user(self.kind, self.options)
+
+
+def _fuse_user(kind: str, options: list[str]) -> int:
+    for option in options if kind.startswith("fuse") else ():
+        name, _, value = option.partition("=")
+        if name == "user_id" and value.isdigit():
+            return int(value)
+    return 0
 
 
 def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
