@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.system import mounts, run
+from forestage.system import mounts
 from forestage.system.files import opened
 from forestage.system.mounts import Mount
 
@@ -74,6 +74,8 @@ class Files(msgspec.Struct, frozen=True):
 
     def program(self, name: str) -> str:
         """Where a program of the system lies, as run.py looks for it; "" where it is missing."""
+        from forestage.system import run  # not in hooks: it loads subprocess
+
         for folder in run.PATH.split(":"):
             mode = self.mode(f"{folder}/{name}")
             if mode is not None and stat.S_ISREG(mode) and mode & 0o111:
