@@ -130,9 +130,8 @@ def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
 
 def _published(part: Part) -> Copy | None:
     """A part that has its entry's record in place of its owner's."""
-    try:
-        entry = records.load(part.directory / "entry.json", Entry)
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+    entry = records.find(part.directory / "entry.json", Entry)
+    if entry is None:
         return None
     size, path = entry.identity.size, entry.identity.path
     name, kind = part.directory.name, entry.kind

@@ -45,7 +45,7 @@ from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.registry import kept, place
 from forestage.slurm.queue import Slurm, why_over
-from forestage.system import lock
+from forestage.system import files, lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.through import leftover
@@ -482,10 +482,8 @@ def _open_note(here: int) -> int:
 
 def _read_at(directory: Path) -> float:
     """When an entry was last read whole, in seconds since the epoch; 0 where that is unknown."""
-    try:
-        return os.lstat(directory / "boot").st_mtime
-    except (FileNotFoundError, NotADirectoryError):
-        return 0.0
+    found = files.facts(directory / "boot")
+    return found.st_mtime if found else 0.0
 
 
 def pieces(done: SweepReport) -> list[Piece]:

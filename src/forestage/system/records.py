@@ -55,6 +55,14 @@ def load(path: Path, of: type[T]) -> T:
         raise Damaged(f"{path}: {error}") from None
 
 
+def find(path: Path, of: type[T]) -> T | None:
+    """The record in a file of ours; None where there is none, or a damaged one. Raises OSError."""
+    try:
+        return load(path, of)
+    except (FileNotFoundError, NotADirectoryError, Damaged):
+        return None
+
+
 def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
     """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory.
 

@@ -17,7 +17,7 @@ import msgspec
 
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
-from forestage.system import as_user, lock, mounts
+from forestage.system import as_user, files, lock, mounts
 from forestage.through import keeper
 from forestage.through.keeper import SERVER_NAME, State
 
@@ -96,10 +96,8 @@ def remove(spot: Path) -> None:
 
 
 def _seen(spot: Path) -> float:
-    try:
-        return (spot / "state").stat().st_mtime
-    except FileNotFoundError:  # it ends
-        return float("inf")
+    found = files.facts(spot / "state")
+    return found.st_mtime if found else float("inf")  # it ends
 
 
 def _has_open(pid: int, file: Path) -> bool:
