@@ -103,10 +103,8 @@ def _start(directory: Path, user: User, size: int) -> None:
 
 def _live(directory: Path, user: User, size: int, hook: socket.socket) -> None:
     """The whole life of the holder. SIGTERM ends it, see hold.end; so does its own look."""
-    os.setsid()
-    os.chdir("/")
+    child.stand_alone(hold.PROCESS_NAME)
     child.leave_job(SAFEST)
-    Path("/proc/self/comm").write_text(hold.PROCESS_NAME)
     place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     listener = clones.listener(directory / "mount")
     child.let_go({hook.fileno(), place, listener.fileno()})

@@ -111,9 +111,7 @@ def _living(folder: Path) -> list[str]:
 
 def _live(name: Path, job: Job, program: str, content: Bytes, hook: socket.socket) -> None:
     """The whole life of the process."""
-    os.setsid()
-    os.chdir("/")
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    child.stand_alone(PROCESS_NAME)
     keep = {hook.fileno()}
     if content.line is not None:
         keep.add(content.line.fileno())

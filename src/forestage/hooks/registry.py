@@ -106,9 +106,7 @@ def _start(job: Job, life: Callable[[socket.socket], None]) -> None:
 
 
 def _live(life: Callable[[socket.socket], None], hook: socket.socket) -> None:
-    os.setsid()
-    os.chdir("/")
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    child.stand_alone(PROCESS_NAME)
     life(hook)
 
 

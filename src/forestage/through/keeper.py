@@ -112,10 +112,8 @@ def _comes(path: Path) -> bool:
 
 def _live(task: Task, spot: Path, hook: socket.socket) -> None:
     """The keeper's whole life."""
-    os.setsid()
-    os.chdir("/")
+    child.stand_alone(PROCESS_NAME)
     child.leave_job(SAFEST)
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
     child.tell(hook, "begun")
     task = task.received()
     child.let_go({hook.fileno(), task.opened.fd})
