@@ -260,11 +260,13 @@ def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
     `seen` says how far each log was read, and is updated: bytes, by a hash of the log's first line.
     An inode does not identify a log, as the next one may get it; nor does its name, as it changes.
     """
+    from hashlib import blake2b  # no hook needs it
+
     for handle in _logs(file):
         first = handle.readline(MAX_LINE)
         if not _is_whole(first):
             continue
-        name = _first_line_hash(first)
+        name = blake2b(first, digest_size=12).hexdigest()
         # The tail may be lost in a crash: what comes in its place is new.
         at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
         handle.seek(at)
@@ -281,12 +283,6 @@ def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
 def _is_whole(line: bytes) -> bool:
     """Whether nobody is still writing the line: it ends, or is longer than any of ours."""
     return line.endswith(b"\n") or len(line) == MAX_LINE
-
-
-def _first_line_hash(line: bytes) -> str:
-    from hashlib import blake2b  # no hook needs it
-
-    return blake2b(line, digest_size=12).hexdigest()
 
 
 def _decoded(line: bytes) -> Event | None:

@@ -177,7 +177,9 @@ class Keeper:
             os.kill(pid, signal.SIGKILL)
             self._await_end(memory)
         if self._may_start():
-            self.generations = [one for one in self.generations if not _is_done(one[1])]
+            self.generations = [
+                one for one in self.generations if not (one[1].ended and one[1].is_empty())
+            ]
             self._start_server()
 
     def _may_start(self) -> bool:
@@ -291,7 +293,3 @@ class Keeper:
 def _release() -> int:
     """Another number after an upgrade: packages put new files in place of the old ones."""
     return Path(forestage.__file__).stat().st_ctime_ns
-
-
-def _is_done(memory: Generation) -> bool:
-    return memory.ended and memory.is_empty()
