@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,8 @@ from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, fuse, mounts
-from forestage.through import clones, keeper, server
-from forestage.through.keeper import SERVER_NAME, State, must_be_allowed
+from forestage.through import clones, living, server
+from forestage.through.living import SERVER_NAME, State
 from forestage.through.local import Local
 from forestage.through.memory import Common, Generation
 from forestage.through.server import Served, Server
@@ -52,7 +53,10 @@ FILE = "/run/image"  # in the keeper's namespace
 class Keeper:
     """Its mount, its servers, its connections. Making one leaves the host's mount namespace."""
 
-    def __init__(self, task: Task, spot: Path) -> None:
+    def __init__(
+        self, task: Task, spot: Path, must_be_allowed: Callable[[Path, int], None]
+    ) -> None:
+        """`must_be_allowed` raises Declined where too many are there already."""
         node, opened, found = task.node, task.opened, task.image
         self.task = task
         self.uid = opened.user.uid
@@ -96,7 +100,7 @@ class Keeper:
         Raises Declined, OSError.
         """
         self._start_server()
-        end = time.monotonic() + keeper.START
+        end = time.monotonic() + living.START
         while not self.common.settled:
             self._reap()
             if time.monotonic() > end or self.generations[-1][1].ended:
