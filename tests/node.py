@@ -30,7 +30,7 @@ from forestage.paths import Places
 from forestage.slurm.job import SAVE_OPTION
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
-from forestage.through.keeper import PROCESS_NAME, SERVER_NAME
+from forestage.through.living import PROCESS_NAME, SERVER_NAME
 
 T = TypeVar("T")
 Arrange = Callable[[object, str, Callable[[], object]], None]

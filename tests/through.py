@@ -27,8 +27,8 @@ from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
 from forestage.system import mounts
 from forestage.system.as_user import User
-from forestage.through import keeper
-from forestage.through.keeper import PROCESS_NAME, SERVER_NAME
+from forestage.through import keeper, living
+from forestage.through.living import PROCESS_NAME, SERVER_NAME
 from forestage.units import Amount
 from node import ALICE, Node, children_left, comm, end_keepers, until
 
@@ -80,8 +80,8 @@ class Through:
         self.sock = keeper.start(task(self.node, self.opened))
         self.pid = next(state.pid for spot, state in self.living() if spot == self.spot)
 
-    def living(self) -> list[tuple[Path, keeper.State]]:
-        return keeper.states(self.node.places.through)
+    def living(self) -> list[tuple[Path, living.State]]:
+        return living.states(self.node.places.through)
 
     def connect(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

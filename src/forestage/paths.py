@@ -78,10 +78,9 @@ class Places(msgspec.Struct, frozen=True):
         """A socket for each file that is mounted in a step, see data/serving.py."""
         return self.run / "served"
 
-    @property
-    def shm(self) -> Path:
-        """Where a job's window has its copies in memory (src/window)."""
-        return self.root / "dev/shm"
+    def window(self, job: int) -> Path:
+        """What a job's window has in memory (src/window); hooks/boundary.py knows it as well."""
+        return self.root / f"dev/shm/forestage-window-job-{job}"
 
     @property
     def images(self) -> Path:

@@ -160,11 +160,10 @@ def format_rate(size: float, seconds: float) -> str:
 def printable(text: str) -> str:
     """Returns a user's text as one short line: control characters and undecodable bytes escaped."""
     short = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
-    return "".join(char if char.isprintable() else _escaped(char) for char in short)
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in short
+    )
 
 
 def quote(value: object) -> str:

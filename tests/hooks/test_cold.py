@@ -14,7 +14,7 @@ from forestage.clock import Clock
 from forestage.events import Event, Handled
 from forestage.hooks import image
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
-from forestage.through import keeper
+from forestage.through import keeper, living
 from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, until
 from through import Through
 
@@ -171,13 +171,13 @@ def step(node: Node, job: int, path: Path, saves: str | None = None) -> tuple[st
 
 @pytest.fixture
 def through(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
+    monkeypatch.setattr(living, "START", 600.0)  # a machine may stand still
     node.configure(redirect="spank", cold=None, on_error="drain", user_messages="all")
     return node
 
 
 def keepers(node: Node) -> set[int]:
-    return {state.pid for _, state in keeper.states(node.places.through)}
+    return {state.pid for _, state in living.states(node.places.through)}
 
 
 def socket_of(node: Node, path: Path) -> Path:

@@ -20,7 +20,7 @@ from forestage_window import directory_of  # noqa: E402
 
 @pytest.fixture
 def shm(node: Node) -> Path:
-    made = node.places.shm
+    made = node.places.window(0).parent
     made.mkdir(parents=True)
     made.chmod(0o1777)
     return made

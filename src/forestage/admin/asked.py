@@ -24,7 +24,6 @@ from forestage.units import format_size, printable
 
 MAX_ANSWER = 256 * 1024  # bytes; of a job with more to tell, its first runs are left out
 MAX_LEASE = MAX_ANSWER // 2  # bytes; of one that holds more, its images are
-MAX_JOB = 2**32  # Slurm's ids are 32 bits
 
 
 class Public(msgspec.Struct, frozen=True):

@@ -75,9 +75,7 @@ class _Copy:
     def __init__(self, fd: int) -> None:
         self.buffered = fd
         try:
-            self.direct: int | None = os.open(
-                f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-            )
+            self.direct: int | None = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

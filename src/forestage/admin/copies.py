@@ -15,7 +15,7 @@ from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.peers import stats
-from forestage.system import lock, records
+from forestage.system import lock, records, terminal
 from forestage.system.terminal import Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
 
@@ -130,9 +130,8 @@ def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
 
 def _published(part: Part) -> Copy | None:
     """A part that has its entry's record in place of its owner's."""
-    try:
-        entry = records.load(part.directory / "entry.json", Entry)
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+    entry = records.find(part.directory / "entry.json", Entry)
+    if entry is None:
         return None
     size, path = entry.identity.size, entry.identity.path
     name, kind = part.directory.name, entry.kind
@@ -178,13 +177,8 @@ def state(one: Copy) -> str:
 
 
 def jobs(one: Copy) -> str:
-    """Pure: "job 24", "jobs 24, 26": which jobs want it; of many only the first. "" for none."""
-    if not one.waiting:
-        return ""
-    word = "job" if len(one.waiting) == 1 else "jobs"
-    named = f"{word} {', '.join(map(str, one.waiting[:MAX_NAMED]))}"
-    more = len(one.waiting) - MAX_NAMED
-    return f"{named} and {more} more" if more > 0 else named
+    """Pure: which jobs want it; "" for none."""
+    return terminal.jobs(one.waiting, MAX_NAMED) if one.waiting else ""
 
 
 def _line(one: Copy) -> str:

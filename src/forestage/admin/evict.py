@@ -15,8 +15,10 @@ from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.errors import NotFound
 from forestage.system import lock, records
-from forestage.system.terminal import Line, Piece, Table, count, short
+from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
+
+COLUMNS = ("key", "size", "result", "path")
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -76,10 +78,7 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
 
 
 def _why_not(item: Item) -> str:
-    if item.jobs:
-        word = "job" if len(item.jobs) == 1 else "jobs"
-        return f"leased by {word} {', '.join(map(str, item.jobs))}"
-    return "pinned" if item.pinned else ""
+    return f"leased by {jobs(item.jobs)}" if item.jobs else "pinned" if item.pinned else ""
 
 
 def to_watermark(node: Node, dry_run: bool) -> Evictions:
@@ -130,11 +129,10 @@ def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:
     return Pinned(item.key, item.path, pinned)
 
 
-def pieces(done: Evictions) -> list[Piece]:
-    """Pure: what `evict` prints."""
-    would = "would be evicted" if done.dry_run else "evicted"
-    columns = ("key", "size", "result", "path")
-    rows = tuple(
+def rows(done: Evictions) -> list[tuple[str, ...]]:
+    """Pure: a row of COLUMNS for each entry."""
+    would = _would(done)
+    return [
         (
             short(one.key),
             format_size(one.bytes),
@@ -142,11 +140,19 @@ def pieces(done: Evictions) -> list[Piece]:
             one.path or "-",
         )
         for one in done.verdicts
-    )
-    number = count(len(rows) - done.left_out, "entry", "entries")
+    ]
+
+
+def pieces(done: Evictions) -> list[Piece]:
+    """Pure: what `evict` prints."""
+    number = count(len(done.verdicts) - done.left_out, "entry", "entries")
     freed = format_size(sum(one.bytes for one in done.verdicts if one.evicted))
-    table: list[Piece] = [Table(columns, rows)] if rows else []
-    return [*table, Line(f"{number} {would}, {freed}.")]
+    table: list[Piece] = [Table(COLUMNS, rows(done))] if done.verdicts else []
+    return [*table, Line(f"{number} {_would(done)}, {freed}.")]
+
+
+def _would(done: Evictions) -> str:
+    return "would be evicted" if done.dry_run else "evicted"
 
 
 def pin_pieces(done: Iterable[Pinned]) -> list[Piece]:

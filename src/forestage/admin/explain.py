@@ -100,26 +100,19 @@ def history(
     missed = [event for event in own if event.outcome.reason == "deadline"]
     runs: list[list[Event]] = []
     for event in own:
-        if runs and _same_run(runs[-1][0], event):
+        # A hook writes its lines at once, each with the same duration to a tenth of a millisecond.
+        one = runs[-1][0] if runs else None
+        alike = one and (one.hook, one.step, one.total) == (event.hook, event.step, event.total)
+        if one and alike and event.time - one.time < 1:
             runs[-1].append(event)
         else:
             runs.append([event])
-    runs += [[event] for event in _awaited(missed, copies)]
+    # The other jobs' copies that this job waited for until its deadline.
+    runs += [[copy] for copy in copies if any(_missed(copy, event) for event in missed)]
     # By their beginning: the stager is done, and on record, before the hook that started it.
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
     return History(job, tuple(_run(run, images, missed) for run in runs), held, problems)
-
-
-def _same_run(one: Event, other: Event) -> bool:
-    # A hook writes its lines at once, each with the same duration to a tenth of a millisecond.
-    alike = (one.hook, one.step, one.total) == (other.hook, other.step, other.total)
-    return alike and other.time - one.time < 1
-
-
-def _awaited(missed: list[Event], copies: list[Event]) -> list[Event]:
-    """Pure: the other jobs' copies that this job waited for until its deadline."""
-    return [copy for copy in copies if any(_missed(copy, event) for event in missed)]
 
 
 def _missed(copy: Event, deadline: Event) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from forestage.admin import evict, explain, nodes, show, status, verify
+from forestage.admin.evict import Evictions
 from forestage.admin.inventory import Item
 from forestage.admin.status import Status
 from forestage.errors import SlurmError
@@ -217,22 +218,18 @@ def _status(document: str) -> Iterator[Cells]:
     yield *status.facts(found).values(), status.state(found)[1] or "-"
 
 
-def _oneline(document: str) -> Iterator[Cells]:
-    yield (status.oneline(_decoded(document, Status)),)
-
-
 def _entries(document: str) -> Iterator[Cells]:
     for item in sorted(_decoded(document, list[Item]), key=lambda one: one.path):
         size, state = format_size(item.bytes), show.state(item) or "-"
         yield short(item.key), item.kind or "-", size, state, item.path or "-"
 
 
-def _evicted(document: str) -> Iterator[Cells]:
-    done = _decoded(document, evict.Evictions)
-    would = "would be evicted" if done.dry_run else "evicted"
-    for one in done.verdicts:
-        result = would if one.evicted else f"stays: {one.why_not}"
-        yield short(one.key), format_size(one.bytes), result, one.path or "-"
+def _oneline(document: str) -> list[Cells]:
+    return [(status.oneline(_decoded(document, Status)),)]
+
+
+def _evicted(document: str) -> list[Cells]:
+    return evict.rows(_decoded(document, Evictions))
 
 
 def _verified(document: str) -> Iterator[Cells]:
@@ -275,7 +272,7 @@ VIEWS = {
     "status": View((*status.COLUMNS, "why"), _status),
     "status --oneline": View(("status",), _oneline),
     "ls": View(("key", "kind", "size", "state", "path"), _entries, "no entry"),
-    "evict": View(("key", "size", "result", "path"), _evicted, "nothing to evict"),
+    "evict": View(evict.COLUMNS, _evicted, "nothing to evict"),
     "verify": View(("key", "size", "result", "path"), _verified, "no entry"),
     "explain": View(("hook", "result", "took", "path"), _explained, gathered=_by_time),
 }

@@ -190,7 +190,7 @@ def _size(hidden: mounts.Mount) -> int:
         if cover is None:
             break
         mounts.umount(cover.point)
-    shown = os.open(hidden.point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    shown = os.open(hidden.point, os.O_PATH | os.O_NOFOLLOW)
     if mounts.mount_id(shown) != here.id:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), hidden.point)
     return os.fstat(shown).st_blocks * 512

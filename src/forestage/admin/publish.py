@@ -16,7 +16,8 @@ import msgspec
 
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
-from forestage.system import records, run, tree
+from forestage.system import records, run
+from forestage.system.files import opened
 from forestage.system.terminal import Facts, Line, Piece
 from forestage.system.tree import Files
 from forestage.units import format_duration, format_rate, format_size
@@ -70,7 +71,7 @@ def publish(
         raise ImageError(f"{source} is no regular file")
     if not folder.is_dir():
         raise ImageError(f"{folder} is no directory")
-    under = tree.under(files.filesystems(), os.path.realpath(folder))
+    under = files.under(os.path.realpath(folder))
     kind = under.kind if under else "unknown"
     target = folder / source.name
     with replacing(target, force) as part, _made(part, layout if kind == "lustre" else None) as fd:
@@ -123,19 +124,16 @@ def _refuse_replacing(target: Path, force: bool) -> None:
 @contextlib.contextmanager
 def _made(part: Path, layout: Layout | None) -> Iterator[int]:
     """Makes the empty file, with the layout if any, for its owner only; yields it open."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_NOFOLLOW
     if layout is None:
         flags |= os.O_CREAT | os.O_EXCL
     else:
         ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
         if ran.code != 0:
             raise Failed("program", ran.explained(), "nothing was published")
-    fd = os.open(part, flags, 0o600)
-    try:
+    with opened(part, flags, 0o600) as fd:
         os.fchmod(fd, 0o600)  # others may read it once it has the source's mode
         yield fd
-    finally:
-        os.close(fd)
 
 
 def pieces(done: Published) -> list[Piece]:

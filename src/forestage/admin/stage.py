@@ -105,9 +105,7 @@ def _result(node: Node, job: Job, one: _Begun, end: Deadline, progress: Progress
     try:
         if one.error or one.opened is None:
             raise one.error or Declined("missing", one.image)
-        came = wait.obtain(
-            node, job, one.opened, one.copying, end, lambda eta: progress(eta.progress())
-        )
+        came = wait.obtain(node, job, one.opened, one.copying, end, lambda line: progress(line()))
         with contextlib.suppress(FileNotFoundError):
             node.cache.touch(one.opened.image.key, node.clock.wall())
         took = round(node.clock.monotonic() - one.since, 3)

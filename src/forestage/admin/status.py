@@ -24,7 +24,7 @@ from forestage.registry import under_way as imports
 from forestage.registry.under_way import UnderWay
 from forestage.system import mounts
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
-from forestage.through import keeper
+from forestage.through import living
 from forestage.units import format_size
 
 
@@ -115,7 +115,7 @@ def gather(node: Node) -> Status:
         doubt=Doubt(disk.since, disk.why) if disk.since else None,
         calls=recent.calls(node.places),
         starts=recent.starts(node.places.events, node.clock.wall()),
-        through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
+        through=tuple(spot.name for spot, _ in living.states(node.places.through)),
         imports=imports.gather(node.places),
     )
     if not made:

@@ -45,7 +45,7 @@ from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.registry import kept, place
 from forestage.slurm.queue import Slurm, why_over
-from forestage.system import lock
+from forestage.system import files, lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.through import leftover
@@ -447,9 +447,7 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
             # Opened first: the note must lie beside the bytes that are read, whatever has that
             # name by then. And what cannot be noted would be read again by every sweep.
             try:
-                here = os.open(
-                    node.cache.entry_dir(item.key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                )
+                here = os.open(node.cache.entry_dir(item.key), os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:  # evicted since the sweep began
                 return None
             undo.callback(os.close, here)
@@ -478,16 +476,14 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
 
 def _open_note(here: int) -> int:
     """Opens an entry's `boot` for writing, as it is. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open("boot", flags, 0o600, dir_fd=here)
 
 
 def _read_at(directory: Path) -> float:
     """When an entry was last read whole, in seconds since the epoch; 0 where that is unknown."""
-    try:
-        return os.lstat(directory / "boot").st_mtime
-    except (FileNotFoundError, NotADirectoryError):
-        return 0.0
+    found = files.facts(directory / "boot")
+    return found.st_mtime if found else 0.0
 
 
 def pieces(done: SweepReport) -> list[Piece]:

@@ -28,7 +28,7 @@ from forestage.cache.part import chunk_count
 from forestage.errors import ForestageError
 from forestage.stage import engines
 from forestage.system import lock, records
-from forestage.system.terminal import Line, Piece, Table, count, short
+from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
 
 PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
@@ -332,8 +332,7 @@ def _sentences(one: Verdict, dry_run: bool) -> list[str]:
     if one.result != "bad":
         return found
     if one.jobs:
-        jobs = f"{'job' if len(one.jobs) == 1 else 'jobs'} {', '.join(map(str, one.jobs))}"
-        found.append(f"in use by {jobs}: what they have open, they keep")
+        found.append(f"in use by {jobs(one.jobs)}: what they have open, they keep")
     if dry_run:
         return [*found, "would be evicted"]
     if one.stays:

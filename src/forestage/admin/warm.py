@@ -23,8 +23,7 @@ from forestage.admin.warm_node import ImageResult, NodeReport
 from forestage.clock import Clock
 from forestage.errors import SlurmError
 from forestage.slurm.hints import MAX_HINTED
-from forestage.slurm.queue import TIMEOUT, Slurm
-from forestage.system import run
+from forestage.slurm.queue import Slurm
 from forestage.system.run import Ran
 from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import format_duration
@@ -127,7 +126,7 @@ def warm(
 
     def ask(node: str) -> NodeAnswer:
         began = clock.monotonic()
-        ran = _run(slurm, argv(order, node, name), kill)
+        ran = slurm.command(argv(order, node, name), kill)
         return answer(node, ran, clock.monotonic() - began)
 
     answers: dict[str, NodeAnswer] = {}
@@ -151,17 +150,12 @@ def warm(
     return WarmReport(sum(not one.is_warm for one in nodes), nodes)
 
 
-def _run(slurm: Slurm, words: list[str], kill: threading.Event, limit: float | None = None) -> Ran:
-    program = shutil.which(words[0], path=slurm.path) or words[0]
-    variables = {"SLURM_CONF": slurm.conf} if slurm.conf else {}
-    return run.run([program, *words[1:]], stop=kill, timeout=limit, variables=variables)
-
-
 def _cancel(slurm: Slurm, clock: Clock, name: str, futures: "Iterable[Future[NodeAnswer]]") -> None:
     """Cancels the jobs until no srun is left, for CANCEL_TIMEOUT at most."""
     end = clock.monotonic() + CANCEL_TIMEOUT
     while True:  # more than once: an srun may be about to submit its job
-        _run(slurm, ["scancel", f"--name={name}"], threading.Event(), TIMEOUT)
+        with contextlib.suppress(SlurmError):
+            slurm.cancel(name)
         if not wait(futures, CANCEL_EVERY).not_done or clock.monotonic() >= end:
             return
 

@@ -5,8 +5,6 @@ node reads an image as fast as it can. A job reads it with fewer threads and bes
 what is computed of it is rather too low. Where nothing was measured, nothing is known.
 """
 
-import contextlib
-
 from forestage.cache.layout import Cache
 from forestage.cache.part import HOT_PIECE
 from forestage.config import Config
@@ -23,7 +21,7 @@ def seconds(cache: Cache, config: Config, key: str) -> float:
     if entry is None or not entry.rate:
         return 0.0
     read = entry.identity.size if config.unpack_ratio else 0
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, records.Damaged):
-        pieces = records.load(cache.entry_dir(key) / "hot", list[int])
+    pieces = records.find(cache.entry_dir(key) / "hot", list[int])
+    if pieces is not None:
         read = min(entry.identity.size, len(pieces) * HOT_PIECE)
     return round(read / entry.rate, 4)

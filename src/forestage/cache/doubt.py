@@ -23,6 +23,7 @@ from forestage.clock import Clock
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
 from forestage.system import lock, records
+from forestage.system.files import opened
 
 KERNEL_LOG = Path("/dev/kmsg")
 LONGEST = 8192  # bytes of one record of the kernel's log; a shorter buffer gets EINVAL
@@ -160,8 +161,7 @@ def devices(root: Path, sys: Path = Path("/sys")) -> frozenset[str]:
 def _records() -> list[tuple[int, str]]:
     """All that the kernel's log has, each record with its number. Raises OSError."""
     found: list[tuple[int, str]] = []
-    fd = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with opened(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as fd:
         while True:
             try:
                 # priority,number,microseconds,flags;text (Documentation/ABI/testing/dev-kmsg)
@@ -173,8 +173,6 @@ def _records() -> list[tuple[int, str]]:
             if not head:
                 return found
             found.append((int(head.split(",")[1]), text.partition("\n")[0]))
-    finally:
-        os.close(fd)
 
 
 def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:

@@ -152,11 +152,11 @@ def _in_namespace(ones: list[Foreign], cache: Cache) -> list[int]:
     child.leave_job()
     numbers = []
     # By descriptor, as all paths of that namespace are its user's.
-    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     sources = [_source(one, cache) for one in ones]
     try:
-        namespace = os.open(f"/proc/{ones[0].pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        root = os.open(f"/proc/{ones[0].pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        namespace = os.open(f"/proc/{ones[0].pid}/ns/mnt", os.O_RDONLY)
+        root = os.open(f"/proc/{ones[0].pid}/root", os.O_PATH | os.O_DIRECTORY)
         if os.fstat(namespace).st_ino != ones[0].namespace:
             raise ProcessLookupError
     except (FileNotFoundError, ProcessLookupError):  # it has ended, and its namespace perhaps
@@ -181,15 +181,14 @@ def _source(one: Foreign, cache: Cache) -> int | None:
     if not one.source or entry is None:
         return None
     try:
-        file = os.open(one.source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = os.open(one.source, os.O_PATH | os.O_NOFOLLOW)
         # A link on the way could lead root where that user may not go; and another redirect may
         # lie there now.
         facts = os.fstat(file)
         same = (facts.st_ino, facts.st_uid) == (entry.identity.inode, entry.access.uid)
         if not same or os.readlink(f"/proc/self/fd/{file}") != one.source:
             return None
-        table = {mount.id: mount for mount in mounts.current()}
-        under = table.get(mounts.mount_id(file))
+        under = mounts.of(file)
         if under is None or under.point == one.source:
             return None
         return mounts.clone(f"/proc/self/fd/{file}")
@@ -198,7 +197,7 @@ def _source(one: Foreign, cache: Cache) -> int | None:
 
 
 def _off_or_covered(bind: Mount, source: int | None) -> None:
-    spot = os.open(bind.point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    spot = os.open(bind.point, os.O_PATH | os.O_NOFOLLOW)
     try:
         if not mounts.unmount_same(bind, spot, "."):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))

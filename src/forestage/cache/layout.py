@@ -24,7 +24,7 @@ import msgspec
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Failed
-from forestage.system import lock, mounts, records
+from forestage.system import files, lock, mounts, records
 
 FORMAT = "1\n"
 PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
@@ -82,7 +82,7 @@ def open_copy(path: Path) -> io.FileIO:
     An open that waits would wait for as long as they like, up to the kernel's lease-break-time,
     45 s. So this raises BlockingIOError then. Nobody gets such a lease on a file that is open.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     return io.FileIO(os.open(path, flags))
 
 
@@ -131,12 +131,11 @@ class Cache:
         namespace. A record from before the lock was taken is that of a stager that was killed.
         """
         owner, taken = self.part(key).owner(), self.key_lock(key)
-        try:
-            is_its = os.lstat(self.part(key).record).st_mtime_ns >= taken.stat().st_mtime_ns
-        except (FileNotFoundError, NotADirectoryError):
+        noted, held = files.facts(self.part(key).record), files.facts(taken)
+        if owner is None or noted is None or held is None or noted.st_mtime_ns < held.st_mtime_ns:
             return None
-        lives = owner is not None and owner.boot == boot_id() and not lock.is_free(taken)
-        return owner if is_its and lives else None
+        lives = owner.boot == boot_id() and not lock.is_free(taken)
+        return owner if lives else None
 
     def prepare(self, require_mount: bool) -> None:
         """Makes the layout, or finds it made. Raises Failed where it must not be used."""
@@ -212,10 +211,9 @@ class Cache:
 
     def read(self, key: str) -> Entry | None:
         """The record of a published entry; None where there is none, or it is damaged."""
-        try:
-            entry = records.load(self.entry_dir(key) / "entry.json", Entry)
-            facts = os.lstat(self.image(key))
-        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        entry = records.find(self.entry_dir(key) / "entry.json", Entry)
+        facts = files.facts(self.image(key)) if entry else None
+        if entry is None or facts is None:
             return None
         # A directory has a size too, and a link may lead to a file of another user's.
         whole = stat.S_ISREG(facts.st_mode) and facts.st_size == entry.identity.size
@@ -238,7 +236,7 @@ class Cache:
         return StoredEntry(
             key=directory.name,
             bytes=tree_bytes(directory),
-            used=_mtime(directory / "used", directory),
+            used=(files.facts(directory / "used") or facts).st_mtime,
             pinned=(directory / "pinned").exists(),
             entry=self.read(directory.name),
             user=_only_user(directory / "used"),
@@ -363,13 +361,6 @@ def delete(evicted: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             evicted.unlink()
-
-
-def _mtime(path: Path, otherwise: Path) -> float:
-    try:
-        return os.lstat(path).st_mtime
-    except (FileNotFoundError, NotADirectoryError):
-        return os.lstat(otherwise).st_mtime
 
 
 def _only_user(used: Path) -> int | None:

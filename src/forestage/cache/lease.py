@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.errors import Failed
-from forestage.system import records
+from forestage.system import files, records
 from forestage.system.as_user import User
 
 
@@ -191,11 +191,8 @@ class Leases:
 
     def mark(self, job: int) -> Mark | None:
         """What changes whenever a hook has to do with the lease; None where there is none."""
-        try:
-            facts = os.lstat(self.file(job))
-        except FileNotFoundError:
-            return None
-        return Mark(facts.st_ino, facts.st_ctime_ns)
+        found = files.facts(self.file(job))
+        return Mark(found.st_ino, found.st_ctime_ns) if found else None
 
     def jobs(self) -> tuple[int, ...]:
         """The jobs that have a lease, damaged ones too, in order."""

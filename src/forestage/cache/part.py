@@ -25,7 +25,7 @@ import msgspec
 
 from forestage.cache.image import Image
 from forestage.errors import Declined
-from forestage.system import records
+from forestage.system import files, records
 from forestage.units import format_size
 
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
@@ -80,10 +80,7 @@ class Part:
 
     def owner(self) -> Owner | None:
         """Who copies, or copied; None where nothing can be read."""
-        try:
-            return records.load(self.record, Owner)
-        except (FileNotFoundError, NotADirectoryError, records.Damaged):
-            return None
+        return records.find(self.record, Owner)
 
     def write_owner(self, owner: Owner) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
@@ -108,10 +105,7 @@ class Part:
 
     def hot_chunks(self, chunk: int) -> list[int]:
         """The chunks that a start of the image reads, if that is known."""
-        try:
-            numbers = records.load(self.hot, list[int])
-        except (FileNotFoundError, NotADirectoryError, records.Damaged):
-            return []
+        numbers = records.find(self.hot, list[int]) or []
         return list(dict.fromkeys(number * HOT_PIECE // chunk for number in numbers))
 
     def copied(self, owner: Owner) -> int:
@@ -130,10 +124,8 @@ class Part:
 
     def waited_for(self, now: float) -> float:
         """Seconds since a hook last said that it waits."""
-        try:
-            return now - os.lstat(self.waited).st_mtime
-        except (FileNotFoundError, NotADirectoryError):
-            return now
+        found = files.facts(self.waited)
+        return now - (found.st_mtime if found else 0.0)
 
     def note_peers(self, count: int) -> None:
         """Says how many bytes came from peers; nobody but people reads it."""
@@ -158,19 +150,13 @@ class Part:
 
     def stood_still(self, now: float) -> float:
         """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch."""
-        times = [0.0]
-        for file in (self.map, self.image, self.record):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                times.append(os.lstat(file).st_mtime)
-        return now - max(times)
+        there = filter(None, map(files.facts, (self.map, self.image, self.record)))
+        return now - max((found.st_mtime for found in there), default=0.0)
 
     def allocated(self) -> int:
         """Bytes of disk that image and map have."""
-        blocks = 0
-        for file in (self.image, self.map):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                blocks += os.lstat(file).st_blocks
-        return blocks * 512
+        there = filter(None, map(files.facts, (self.image, self.map)))
+        return sum(found.st_blocks for found in there) * 512
 
     def resumable_in(self, boot: str) -> bool:
         """Whether somebody could go on with it in this boot."""
@@ -240,7 +226,5 @@ def boot_id() -> str:
 
 
 def _size(path: Path) -> int:
-    try:
-        return os.lstat(path).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
+    found = files.facts(path)
+    return found.st_size if found else 0

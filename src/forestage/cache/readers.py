@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from forestage.cache.part import chunk_count
+from forestage.system.files import opened
 
 PIECE = 1024 * 1024  # bytes; chunks are multiples of it
 
@@ -195,14 +196,11 @@ def is_served(directory: Path) -> bool:
 
 def ask(directory: Path, number: int) -> None:
     """Asks for a chunk SOON, if a copy is under way; for who knows neither size nor chunk size."""
-    with contextlib.suppress(OSError):
-        fd = os.open(directory / "wanted", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            at = _STATE.size + number
-            if os.pread(fd, 1, at) == b"\0":
-                os.pwrite(fd, bytes((SOON,)), at)
-        finally:
-            os.close(fd)
+    file = directory / "wanted"
+    with contextlib.suppress(OSError), opened(file, os.O_RDWR | os.O_NOFOLLOW) as fd:
+        at = _STATE.size + number
+        if os.pread(fd, 1, at) == b"\0":
+            os.pwrite(fd, bytes((SOON,)), at)
 
 
 def _drop_of_other_size(file: Path, size: int) -> None:
@@ -214,14 +212,12 @@ def _drop_of_other_size(file: Path, size: int) -> None:
 
 
 def _mapped(directory: Path, name: str, size: int, fresh: bool) -> mmap.mmap:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if fresh else 0)
-    fd = os.open(directory / name, flags, 0o600)
-    try:
+    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if fresh else 0)
+    with opened(directory / name, flags, 0o600) as fd:
         if fresh:
             # Written, so that a full tmpfs is an error now and no SIGBUS later.
             os.pwrite(fd, bytes(size), 0)
-        return mmap.mmap(fd, size)
-    except ValueError as error:  # shorter: made for another chunk size, or not yet whole
-        raise FileNotFoundError(errno.ENOENT, str(error), str(directory / name)) from None
-    finally:
-        os.close(fd)
+        try:
+            return mmap.mmap(fd, size)
+        except ValueError as error:  # shorter: made for another chunk size, or not yet whole
+            raise FileNotFoundError(errno.ENOENT, str(error), str(directory / name)) from None

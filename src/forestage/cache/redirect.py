@@ -28,6 +28,7 @@ from forestage.errors import Declined, Failed
 from forestage.paths import Places
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
+from forestage.system.files import opened
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
 
@@ -221,17 +222,17 @@ def _left_by(lease: Lease) -> list[Bind]:
 
 def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:
     try:
-        copy = os.open(cache.image(wanted.key), os.O_PATH | os.O_CLOEXEC)
+        copy = os.open(cache.image(wanted.key), os.O_PATH)
     except FileNotFoundError:
         # `verify` evicts what is bad, leased or not; the next look stages it anew.
         raise Declined("changed", f"the copy of {wanted.path} has just gone") from None
 
     def work() -> as_user.Found[_Target]:
         as_user.become(user)
-        fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW)
         identity = image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))
         try:
-            os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_NONBLOCK)
         except BlockingIOError:  # a lease of its owner's; the rights were checked before that
             pass
         except PermissionError:
@@ -271,15 +272,13 @@ def _bind(source: Path, spot: Path, target: int) -> None:
         mounts.mount("none", str(spot), mounts.MS_REMOUNT | mounts.MS_BIND | flags)
         # Opened and compared: by its name it could be the bare file by now. The kernel makes no
         # bind from a mount that was unmounted.
-        made = os.open(spot, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with opened(spot, os.O_PATH | os.O_NOFOLLOW) as made:
             if not os.path.samestat(os.fstat(made), os.lstat(source)):
                 raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
-            mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
-        except FileNotFoundError:  # what the kernel says of a file that was deleted
-            raise Declined("changed", "the image or its copy was replaced just now") from None
-        finally:
-            os.close(made)
+            try:
+                mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+            except FileNotFoundError:  # what the kernel says of a file that was deleted
+                raise Declined("changed", "the image or its copy was replaced just now") from None
     finally:
         _free(spot)
 

@@ -12,6 +12,7 @@ from forestage.cache.layout import Cache
 from forestage.config import Config
 from forestage.slurm import enroot
 from forestage.system import as_user
+from forestage.system.tree import Files
 
 
 def unpacked(cache: Cache, config: Config, image: Image) -> int:
@@ -35,7 +36,7 @@ def is_beside(cache: Cache, root: Path, timeout: float) -> bool:
     True where its configuration does not tell. In a child, as that place may hang, for `timeout`
     seconds. Raises as_user.TooSlow, OSError.
     """
-    above = enroot.data_above(enroot.settings(*enroot.reader(root)))
+    above = enroot.data_above(enroot.settings(Files(root)))
 
     def work() -> as_user.Found[bool]:
         place = root / above.lstrip("/")

@@ -4,11 +4,11 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
+from forestage.system import files
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
 SPARE = 256 * 1024  # bytes: entry.json, and what directories and inodes may take on the way
@@ -65,14 +65,9 @@ def reserve_small(part: Part, size: int, chunk: int) -> None:
         allocate(fd, 0, SPARE)
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
+def opened(path: Path) -> contextlib.AbstractContextManager[int]:
     """One of a part's files, made if need be; what it has stays."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    return files.opened(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def punch(fd: int, start: int, length: int) -> None:

@@ -178,7 +178,10 @@ def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.
         paths.setdefault(one.bind.path, []).append(one)
     table = mounts.current() if going else []
     # A user's FUSE may hang whenever they like: what lies below it comes last.
-    ordered = sorted(paths.values(), key=lambda at: _below_a_users(table, at[0].bind.path))
+    users = [mount.point for mount in table if mount.fuse_user]
+    ordered = sorted(
+        paths.values(), key=lambda at: any(mounts.is_below(at[0].bind.path, one) for one in users)
+    )
     works = [
         functools.partial(_take_off, [one.bind.mount for one in at], whose(at[0].bind))
         for at in ordered
@@ -203,10 +206,6 @@ def _ended(at: list[Going], numbers: list[int] | None) -> Iterator[str]:
             yield f"{one.bind.path} (hangs)"
         elif numbers and numbers[n]:
             yield f"{one.bind.path} ({os.strerror(numbers[n])})"
-
-
-def _below_a_users(table: list[mounts.Mount], path: str) -> bool:
-    return any(mount.fuse_user and mounts.is_below(path, mount.point) for mount in table)
 
 
 def _take_off(binds: list[mounts.Mount], user: User) -> list[int]:
@@ -244,15 +243,15 @@ def _lift(cover: mounts.Mount, user: User, back: contextlib.ExitStack) -> None:
     # Opening the root of a mount asks its server nothing.
     top = as_user.reach(cover.point, user)
     # Another one may lie on it: that goes first.
-    found = [one for one in mounts.current() if one.id == mounts.mount_id(top)]
-    if not found or not found[0].fuse_user or found[0].point != cover.point:
+    found = mounts.of(top)
+    if found is None or not found.fuse_user or found.point != cover.point:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     tree = None
     with contextlib.suppress(OSError):
         tree = mounts.clone(f"/proc/self/fd/{top}")
     mounts.umount(f"/proc/self/fd/{top}")
     if tree is not None:
-        back.callback(_put_back, tree, found[0], user)
+        back.callback(_put_back, tree, found, user)
 
 
 def _put_back(tree: int, was: mounts.Mount, user: User) -> None:

@@ -14,9 +14,17 @@ from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import Places
 from forestage.slurm import enroot
-from forestage.system import tree as tree
+from forestage.system.mounts import Mount
 from forestage.system.tree import Files
 from forestage.units import format_size
+
+NETWORK = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
+    *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
+}
+# A disk with errors goes read-only in its file system's options alone (errors=remount-ro).
+_READ_ONLY = {"ro", "emergency_ro"}
+_QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 and xfs in mountinfo
 
 
 def findings(
@@ -28,21 +36,26 @@ def findings(
     sets `cache:`.
     """
     real = files.real(config.cache)
-    under = tree.under(files.filesystems(), real)
+    under = files.under(real)
     if under is None:
         return
     yield from _place(config, under, hidden, real, origin)
-    if not _is_missing(under, config) and not under.network:
+    if not _is_missing(under, config) and not _is_far(under):
         yield from _holdings(files, config, real, images, origin)
 
 
-def _is_missing(under: tree.Filesystem, config: Config) -> bool:
+def _is_far(under: Mount) -> bool:
+    # Whatever a user space file system is, it is no disk of this node.
+    return under.kind in NETWORK or under.kind.startswith("fuse.")
+
+
+def _is_missing(under: Mount, config: Config) -> bool:
     """Whether the cache would lie on the root disk for want of its own."""
     return under.point == "/" and config.require_mount
 
 
 def _place(
-    config: Config, under: tree.Filesystem, hidden: tuple[str, ...], real: str, origin: str
+    config: Config, under: Mount, hidden: tuple[str, ...], real: str, origin: str
 ) -> Iterator[Finding]:
     """The file system `under` the cache, which lies at `real`."""
     line = f"{origin}: cache: /mnt/nvme/forestage"
@@ -66,7 +79,7 @@ def _place(
                 line,
             )
             break
-    if under.read_only:
+    if not _READ_ONLY.isdisjoint(under.options):
         yield Finding(
             "cache-read-only",
             "critical",
@@ -74,7 +87,7 @@ def _place(
             "Nothing is staged; ext4 goes read-only when its disk fails: see `dmesg`",
             f"mount -o remount,rw {under.point} (after fsck, if it failed)",
         )
-    if under.network:
+    if _is_far(under):
         yield Finding(
             "cache-on-network",
             "critical",
@@ -83,7 +96,8 @@ def _place(
             line,
         )
         return
-    if under.quotas:
+    # Whether or not there is a limit for anybody.
+    if any(one.partition("=")[0] in _QUOTAS for one in under.options):
         yield Finding(
             "cache-quota",
             "warning",
@@ -133,11 +147,9 @@ def _is_ours(root: Path) -> bool:
 
 def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -> Iterator[Finding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
-    settings = enroot.settings(files.text, files.names)
+    settings = enroot.settings(files)
     told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.data_above(settings)
-    mounted = files.filesystems()
-    disk = tree.under(mounted, files.real(config.cache))
-    if not fixed or disk != tree.under(mounted, files.real(fixed)):
+    if not fixed or files.under(files.real(config.cache)) != files.under(files.real(fixed)):
         return
     if config.unpack_ratio and min_free:
         return

@@ -18,8 +18,8 @@ _OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c:
 
 def findings(files: Files, sources: tuple[str, ...]) -> Iterator[Finding]:
     """Nothing where enroot has no configuration."""
-    settings = enroot.settings(files.text, files.names)
-    binds = enroot.plain_binds(files.text, files.names, {})
+    settings = enroot.settings(files)
+    binds = enroot.plain_binds(files, {})
     for bind in islice((one for one in binds if _holds(files, one.source, sources)), MOST):
         yield _breaks(
             f"{bind.file}:{bind.line} binds {bind.source}, where images lie, without what is"

@@ -15,7 +15,6 @@ from forestage.admin.site import COMPANION, Conf, Plugin, Site
 from forestage.check.finding import Finding
 from forestage.config import DEFAULT, Config, Settings, dotted
 from forestage.config import decided as of_auto
-from forestage.slurm import plugstack
 from forestage.system.tree import Files
 
 HELPER = "/usr/lib/forestage/bin/forestage"
@@ -43,7 +42,7 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack = site.stack
     ours, pyxis = stack.companion, stack.pyxis
-    everywhere = [(name, settings.for_partition(name)) for name in (None, *settings.partitions)]
+    everywhere = settings.everywhere()
     yield from _through(files, everywhere)
     if ours is None:
         line = f"{stack.file}: {_line(site)}, before pyxis"
@@ -74,7 +73,7 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
                 "warning",
                 f"{pyxis.line.path} comes before {ours.line.path}",
                 "A step's image may be read from the shared file system before it is redirected",
-                f"{ours.line.file}: `{_words(ours.line)}` before the line of"
+                f"{ours.line.file}: `{ours.line.words()}` before the line of"
                 f" {pyxis.line.path} ({pyxis.line.where})",
             )
     for one in stack.plugins:
@@ -172,7 +171,7 @@ def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
             "warning",
             f"{where} says `required`",
             "If the plugin cannot be loaded, as after an upgrade of Slurm, slurmd does not start",
-            f"{ours.line.file}: {_words(msgspec.structs.replace(ours.line, required=False))}",
+            f"{ours.line.file}: {msgspec.structs.replace(ours.line, required=False).words()}",
         )
     program = ours.line.argument("helper") or HELPER
     if not (files.mode(program) or 0) & 0o111:
@@ -189,8 +188,3 @@ def _fits(files: Files, conf: Conf, ours: Plugin) -> bool:
     """Whether the companion is for this node's Slurm, as far as that can be told."""
     built_for = sites.built_for(files, ours.path)
     return not (built_for and conf.release) or built_for == conf.release
-
-
-def _words(line: plugstack.Plugin) -> str:
-    kind = "required" if line.required else "optional"
-    return " ".join((kind, line.path, *line.arguments))

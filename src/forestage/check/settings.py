@@ -51,8 +51,7 @@ def _partitions(conf: Conf, settings: Settings) -> Iterator[Finding]:
 
 def _waits(conf: Conf, settings: Settings) -> Iterator[Finding]:
     longest = CONTAINED if conf.has("slurmdparameters", "contain_spank") else LAUNCH
-    for name in (None, *settings.partitions):
-        config = settings.for_partition(name)
+    for name, config in settings.everywhere():
         if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
             continue
         steps_wait = config.redirect == "spank" and config.start == "wait"
@@ -95,11 +94,10 @@ def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
 def _locked_binds(files: Files, settings: Settings, where: str) -> Iterator[Finding]:
     """Where nobody can cover a redirect that lies in a user's own mount namespace."""
     found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
-    everywhere = [settings.for_partition(name) for name in (None, *settings.partitions)]
     if (
         found
         and (int(found[1]), int(found[2])) < COVERS
-        and any(config.redirect == "bind" for config in everywhere)
+        and any(config.redirect == "bind" for _, config in settings.everywhere())
         and files.number("/proc/sys/user/max_user_namespaces") != 0
     ):
         yield Finding(

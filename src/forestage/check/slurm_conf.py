@@ -114,8 +114,7 @@ def _timeouts(conf: Conf) -> Iterator[Finding]:
 
 def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
     allowed = timeouts.limits(conf.settings).hurts
-    for name in (None, *settings.partitions):
-        config = settings.for_partition(name)
+    for name, config in settings.everywhere():
         wanted, key = config.deadline, dotted(name, "deadline")
         if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
             continue

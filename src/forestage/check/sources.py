@@ -9,7 +9,6 @@ from forestage.check.finding import Finding
 from forestage.check.uses import Used
 from forestage.errors import Failed
 from forestage.system import as_user, run
-from forestage.system import tree as tree
 from forestage.system.terminal import count
 from forestage.system.tree import Files
 from forestage.units import format_size
@@ -63,7 +62,7 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
             f"look at its server and network; `dmesg`; umount -l {path} and mount it again",
         )
     # Only now, when an automounter has had its chance.
-    under = tree.under(files.filesystems(), files.real(path))
+    under = files.under(files.real(path))
     if under is None or under.point != "/":
         return None
     return Finding(
@@ -88,9 +87,8 @@ def _enter(place: str) -> None:
 
 def _striping(files: Files, images: tuple[Used, ...]) -> Iterator[Finding]:
     """Asks `lfs` about the large images that are used most; nothing where there is no lfs."""
-    mounted = files.filesystems()
     for used in [used for used in images if used.size >= LARGE][:MOST]:
-        under = tree.under(mounted, used.path)
+        under = files.under(used.path)
         if under is None or under.kind != "lustre":
             continue
         stripes = _stripes(str(files.at(used.path)))

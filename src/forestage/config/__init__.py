@@ -4,34 +4,17 @@
 file that turns staging off at once. Other folders import from here.
 """
 
-from forestage.config.keys import (
-    KEYS,
-    Config,
-    Engine,
-    Metering,
-    Peering,
-    UserMessages,
-    decided,
-    value_of,
-)
-from forestage.config.load import DEFAULT, Overrides, Row, Settings, dotted, load_settings
-from forestage.config.values import Address, parse_address
-
-__all__ = [
-    "DEFAULT",
-    "KEYS",
-    "Address",
-    "Config",
-    "Engine",
-    "Metering",
-    "Overrides",
-    "Peering",
-    "Row",
-    "Settings",
-    "UserMessages",
-    "decided",
-    "dotted",
-    "load_settings",
-    "parse_address",
-    "value_of",
-]
+from forestage.config.keys import KEYS as KEYS
+from forestage.config.keys import Config as Config
+from forestage.config.keys import Engine as Engine
+from forestage.config.keys import Peering as Peering
+from forestage.config.keys import UserMessages as UserMessages
+from forestage.config.keys import decided as decided
+from forestage.config.keys import value_of as value_of
+from forestage.config.load import DEFAULT as DEFAULT
+from forestage.config.load import Row as Row
+from forestage.config.load import Settings as Settings
+from forestage.config.load import dotted as dotted
+from forestage.config.load import load_settings as load_settings
+from forestage.config.values import Address as Address
+from forestage.config.values import parse_address as parse_address

@@ -58,6 +58,10 @@ class Settings(msgspec.Struct, frozen=True):
         """Returns the settings for a job in this partition; None or an unknown one: the common."""
         return with_values(self.config, self.partitions.get(name or "", {}))
 
+    def everywhere(self) -> list[tuple[str | None, Config]]:
+        """The common settings, of None, and those of each partition that has some of its own."""
+        return [(name, self.for_partition(name)) for name in (None, *self.partitions)]
+
     def rows(self, partition: str | None = None) -> list[Row]:
         """Returns every key as it holds for `partition`; without one, every override follows."""
         config = self.for_partition(partition)

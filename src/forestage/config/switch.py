@@ -7,6 +7,7 @@ way go on, the Epilog and the sweep clean up as before.
 import os
 
 from forestage.paths import Places
+from forestage.system.files import opened
 from forestage.units import printable
 
 MAX_REASON = 200  # bytes
@@ -16,16 +17,11 @@ def by_file(places: Places) -> str:
     """Returns why the file switches staging off; "" without one. Costs a job one system call."""
     try:
         # NONBLOCK: a FIFO by that name switches off as well, and must not hold anybody up.
-        fd = os.open(places.disabled, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with opened(places.disabled, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            text = os.read(fd, MAX_REASON)
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError:  # whatever is there, and however it is broken, somebody meant it
         return f"{places.disabled} is there"
-    try:
-        text = os.read(fd, MAX_REASON)
-    except OSError:
-        text = b""
-    finally:
-        os.close(fd)
     reason = printable(text.decode(errors="replace").partition("\n")[0].strip())
     return f"{places.disabled}: {reason}" if reason else f"{places.disabled} is there"

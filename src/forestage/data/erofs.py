@@ -145,31 +145,11 @@ def _dirents(batch: Sequence[tuple[bytes, _Node]]) -> bytes:
 def _head(nodes: Sequence[_Node], size: int, blocks: int, digest: bytes) -> bytes:
     head = bytearray(size)
     _SUPER.pack_into(
-        head,
-        1024,
-        MAGIC,
-        0,
-        0,
-        BLOCK.bit_length() - 1,
-        0,
-        ROOT,
-        len(nodes),
-        0,
-        0,
-        blocks,
-        1,
-        0,
-        digest[:16],
-        b"forestage",
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
+        *(head, 1024),
+        *(MAGIC, 0, 0, BLOCK.bit_length() - 1, 0, ROOT, len(nodes)),
+        *(0, 0, blocks, 1, 0),  # its times are 0, the inodes begin in block 1
+        *(digest[:16], b"forestage"),  # UUID and name
+        *((0,) * 9),  # no feature that an old kernel would refuse
         b"",
     )
     for node in nodes:

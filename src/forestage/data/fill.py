@@ -245,12 +245,12 @@ def _put(order: _Order) -> Put:
             if _is_there(order.name, root):  # the hook that waited for it was killed then
                 return Put()
             try:
-                source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
                 raise declined_by(error, printable(order.path)) from None
             way = _way(order, source)
             _make_draft(order, root)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             draft = os.open(order.draft, flags, dir_fd=root)
         put.confine(draft, order.user)
         return _copied(order, way, root)

@@ -44,11 +44,9 @@ def start(device: str, place: Path, patience: float = START) -> None:
 
 
 def _live(device: str, place: Path, prolog: socket.socket) -> None:
-    os.setsid()
-    os.chdir("/")
+    child.stand_alone(PROCESS_NAME)
     child.leave_job()
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
-    held = os.open(place / "held", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held = os.open(place / "held", os.O_WRONLY | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     os.write(held, b"%d" % os.getpid())
     root = mounts.open_hidden(device, job_disk.KIND, os.fspath(place))

@@ -38,7 +38,7 @@ from forestage.data import hold, job_disk, job_ram
 from forestage.data.wanted import Fields
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
-from forestage.system import as_user, lock, loop, mounts, records
+from forestage.system import as_user, files, lock, loop, mounts, records
 from forestage.units import format_size
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
@@ -275,7 +275,7 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
         going = [_aside(cache, place) for place in leftover(cache, leases.jobs())]
     # Also of Prologs, which only rename, and of Epilogs that were killed.
     for directory in cache.evicted.iterdir():
-        _let_go(_Gone(directory.name, directory, _facts(directory / "disk")))
+        _let_go(_Gone(directory.name, directory, files.facts(directory / "disk")))
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
@@ -288,11 +288,8 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
 
 def taken(cache: Cache) -> Taken:
     """What the directories of jobs take of the disk. Raises OSError."""
-    sizes = []
-    for place in _all(cache):
-        with contextlib.suppress(FileNotFoundError):
-            sizes.append(os.lstat(place.disk).st_blocks * 512)
-    return Taken(len(sizes), sum(sizes))
+    disks = [found for place in _all(cache) if (found := files.facts(place.disk))]
+    return Taken(len(disks), sum(disk.st_blocks * 512 for disk in disks))
 
 
 def _of_users(cache: Cache) -> Counter[int]:
@@ -330,7 +327,7 @@ def _remove(cache: Cache, place: Place, patience: float = hold.END) -> None:
 
 
 def _aside(cache: Cache, place: Place) -> _Gone:
-    facts = _facts(place.disk)
+    facts = files.facts(place.disk)
     return _Gone(place.directory.name, cache.move_aside(place.directory), facts)
 
 
@@ -349,12 +346,6 @@ def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
         # one that a task still has mounted: that run may not have ended for all of its processes.
         while gone.disk and job_disk.devices(gone.disk) and until.left():
             end.clock.sleep(min(lock.POLL, until.left()))
-
-
-def _facts(disk: Path) -> os.stat_result | None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.lstat(disk)
-    return None
 
 
 def _let_go(gone: _Gone, patience: float = hold.END) -> None:

@@ -14,6 +14,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.system import as_user, loop, mounts, run
 from forestage.system.as_user import Found, User
+from forestage.system.files import opened
 from forestage.units import format_size
 
 KIND = "ext4"
@@ -36,18 +37,16 @@ def within(seconds: float, end: Deadline) -> float:
 
 def reserve(file: Path, size: int) -> None:
     """Makes the file and takes all of its space at once. Raises Declined, OSError."""
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        space.allocate(fd, 0, size)
-        os.ftruncate(fd, size)
+    with opened(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) as fd:
+        try:
+            space.allocate(fd, 0, size)
+            os.ftruncate(fd, size)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise Declined("no-room", f"{format_size(size)} are not free any more") from None
         if os.fstat(fd).st_blocks * 512 < size:
             raise Declined("job-dir", f"the file system of {file.parent} reserves no room")
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise Declined("no-room", f"{format_size(size)} are not free any more") from None
-    finally:
-        os.close(fd)
 
 
 def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:

@@ -61,7 +61,7 @@ def root_of(name: Path) -> int:
     """A descriptor of the root directory of what is held there. Raises Declined, OSError."""
     clone = clones.fetch(name, "job-dir")
     try:
-        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=clone)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=clone)
     finally:
         os.close(clone)
 
@@ -103,11 +103,9 @@ def _start(directory: Path, user: User, size: int) -> None:
 
 def _live(directory: Path, user: User, size: int, hook: socket.socket) -> None:
     """The whole life of the holder. SIGTERM ends it, see hold.end; so does its own look."""
-    os.setsid()
-    os.chdir("/")
+    child.stand_alone(hold.PROCESS_NAME)
     child.leave_job(SAFEST)
-    Path("/proc/self/comm").write_text(hold.PROCESS_NAME)
-    place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     listener = clones.listener(directory / "mount")
     child.let_go({hook.fileno(), place, listener.fileno()})
     mounts.empty_namespace()
@@ -116,7 +114,7 @@ def _live(directory: Path, user: User, size: int, hook: socket.socket) -> None:
     options = f"size={size},nr_inodes={size // BYTES_PER_FILE},{owner}"
     mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
     # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
-    held = os.open("held", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=place)
+    held = os.open("held", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=place)
     fcntl.flock(held, fcntl.LOCK_EX)
     os.write(held, b"%d" % os.getpid())
     os.close(place)

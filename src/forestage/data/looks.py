@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -312,7 +312,7 @@ def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: f
             found = manifest.take(root, resolved, job.user, node.config.data.max_files)
             return looked(root, found, job.user, began), []
 
-        tell.append(_as_child(work, Look, timeout))
+        tell.append(as_user.call(work, Look, timeout)[0])
         return tell[-1].digest
 
 
@@ -347,29 +347,6 @@ def _lent(
         return agrees(look, found, root, resolved, job.user), []
 
     try:
-        return look.digest if _as_child(work, bool, timeout / 2) else ""
+        return look.digest if as_user.call(work, bool, timeout / 2)[0] else ""
     except (Declined, OSError):  # an own look says what it is
         return ""
-
-
-def _as_child(work: Callable[[], as_user.Found[T]], answer: type[T], timeout: float) -> T:
-    """What `work` returns in a child; also its Declined is raised here."""
-
-    def tried() -> as_user.Found[_Tried]:
-        try:
-            return _Tried(msgspec.Raw(msgspec.json.encode(work()[0]))), []
-        except Declined as declined:
-            return _Tried(reason=declined.reason, detail=str(declined)), []
-
-    found = as_user.call(tried, _Tried, timeout)[0]
-    if found.reason:
-        raise Declined(found.reason, found.detail)
-    return msgspec.json.decode(found.value, type=answer)
-
-
-class _Tried(msgspec.Struct, frozen=True):
-    """What a child has found, or why it was declined."""
-
-    value: msgspec.Raw = msgspec.Raw(b"null")
-    reason: str = ""
-    detail: str = ""

@@ -22,6 +22,7 @@ import msgspec
 from forestage.cache import image
 from forestage.errors import Declined, Failed
 from forestage.system.as_user import User
+from forestage.system.files import opened
 from forestage.units import printable
 
 THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
@@ -115,7 +116,7 @@ def open_root(path: str, user: User) -> tuple[int, str]:
 
 def _open_root(path: str) -> tuple[int, str]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except NotADirectoryError:
         raise Declined(
             "not-a-directory", f"{path} is not a directory", "write a file without the slash"
@@ -295,17 +296,14 @@ def _look_into(
     One after the other, the files of one large directory would take as many round trips. Raises
     OSError, Declined.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     directory = todo.directory
-    fd = os.open(directory or b".", flags, dir_fd=root)
-    try:
+    with opened(directory or b".", flags, dir_fd=root) as fd:
         some = [todo.names] if todo.names else list(_names(fd, len(directory) + 1, bound))
         if len(some) > 1:
             return [], [_Todo(directory, names) for names in some]
         names = some[0] if some else ()
         files = [_look(fd, os.path.join(directory, name), name, disk, user) for name in names]
-    finally:
-        os.close(fd)
     bound.add(0, sum(len(one.link) for one in files))
     return files, []
 
@@ -346,7 +344,7 @@ def _may(fd: int, name: bytes, wanted: int) -> bool:
     if done == 0 or ctypes.get_errno() != errno.ENOSYS:
         return bool(done == 0)
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         os.close(os.open(name, flags, dir_fd=fd))
     except OSError:
         return False

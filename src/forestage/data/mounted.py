@@ -136,7 +136,7 @@ def place(node: Node, job: Job, at: str, end: Deadline) -> Place:
             tuple(map(os.fsencode, above)),
         )
         try:
-            fd = os.open(resolved, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(resolved, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return msgspec.structs.replace(seen, room=_is_room(_root_of(resolved, above))), []
         facts = os.fstat(fd)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from forestage.errors import Declined
 from forestage.system import as_user, child
 from forestage.system.as_user import User
+from forestage.system.files import opened
 from forestage.units import printable
 
 if TYPE_CHECKING:
@@ -80,9 +81,8 @@ def tree(source: int, still: Still) -> int:
         while left:
             still()
             path = left.pop()
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(path, flags, dir_fd=source)
-            try:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            with opened(path, flags, dir_fd=source) as fd:
                 if path != ".":
                     Path("/", path).mkdir()
                 directories.append((path, os.fstat(fd)))
@@ -97,8 +97,6 @@ def tree(source: int, still: Still) -> int:
                             copiers.copy(name)
                         else:
                             raise Bad(f"{printable(name)} is neither a file, directory nor link")
-            finally:
-                os.close(fd)
     for path, facts in reversed(directories):
         Path("/", path).chmod(mode_of(facts.st_mode))
         os.utime(f"/{path}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
@@ -152,12 +150,9 @@ class _Copiers:
                     self.bytes += size
 
     def _copied(self, name: str) -> int:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(name, flags, dir_fd=self.source)
-        try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with opened(name, flags, dir_fd=self.source) as fd:
             return file(fd, name, self.still)
-        finally:
-            os.close(fd)
 
 
 def file(source: int, target: str, still: Still) -> int:
@@ -172,9 +167,8 @@ def file(source: int, target: str, still: Still) -> int:
 
 
 def _write(target: str, mode: int, blocks: Iterator[bytes], still: Still) -> int:
-    fd = os.open(f"/{target}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     size = 0
-    try:
+    with opened(f"/{target}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         for block in blocks:
             still()
             size += len(block)
@@ -182,8 +176,6 @@ def _write(target: str, mode: int, blocks: Iterator[bytes], still: Still) -> int
             while view:
                 view = view[os.write(fd, view) :]
         os.fchmod(fd, mode)
-    finally:
-        os.close(fd)
     return size
 
 
@@ -356,4 +348,4 @@ def remove(directory: int, name: str, still: Still) -> None:
 def _opened(name: str, above: int) -> int:
     """Opens one of the user's own directories, which may be forbidden to them so far."""
     os.chmod(name, 0o700, dir_fd=above)
-    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)

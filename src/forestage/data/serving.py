@@ -111,9 +111,7 @@ def _living(folder: Path) -> list[str]:
 
 def _live(name: Path, job: Job, program: str, content: Bytes, hook: socket.socket) -> None:
     """The whole life of the process."""
-    os.setsid()
-    os.chdir("/")
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    child.stand_alone(PROCESS_NAME)
     keep = {hook.fileno()}
     if content.line is not None:
         keep.add(content.line.fileno())
@@ -144,9 +142,9 @@ class _Served:
         """Makes the mount where nobody looks, and starts the program where all others run."""
         from forestage.system import run
 
-        proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
         self.host = _namespace(proc)
-        line = os.open(fuse.DEVICE, os.O_RDWR | os.O_CLOEXEC)
+        line = os.open(fuse.DEVICE, os.O_RDWR)
         clone = _clone(content)
         mounts.empty_namespace()
         try:
@@ -299,8 +297,8 @@ class _Served:
 def _namespace(proc: int) -> tuple[int, int]:
     """This process' mount namespace and root; `proc` is its directory in /proc."""
     return (
-        os.open("ns/mnt", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc),
-        os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
+        os.open("ns/mnt", os.O_RDONLY, dir_fd=proc),
+        os.open("/", os.O_PATH | os.O_DIRECTORY),
     )
 
 
@@ -318,15 +316,15 @@ def _image(clone: int | None, content: Bytes) -> int:
     if clone is None:
         assert content.line is not None
         return as_user.receive_fds(content.line)[0]
-    os.close(os.open(IMAGE, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-    target = os.open(IMAGE, os.O_PATH | os.O_CLOEXEC)
+    os.close(os.open(IMAGE, os.O_CREAT | os.O_WRONLY, 0o600))
+    target = os.open(IMAGE, os.O_PATH)
     mounts.attach(clone, target)
     # An entry has the owner and the mode of its source: its owner could open it for writing.
     flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
     mounts.mount("", IMAGE, mounts.MS_REMOUNT | mounts.MS_BIND | flags)
     os.close(target)
     os.close(clone)
-    image = os.open(IMAGE, os.O_PATH | os.O_CLOEXEC)
+    image = os.open(IMAGE, os.O_PATH)
     mounts.umount(IMAGE)
     return image
 

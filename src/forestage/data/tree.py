@@ -110,7 +110,8 @@ def show(
             raise Declined(found.reason, found.detail)
         return [], outcome
     digest = entry.identity.tree
-    if looks.now(node, job, noted.restart, path, digest, _time_to_look(end)) != digest:
+    patience = min(LOOK, max(end.left(), source.HOOK_TIMEOUT))  # enough also after a long wait
+    if looks.now(node, job, noted.restart, path, digest, patience) != digest:
         raise Declined("changed", f"{path} has changed since the job began")
     copy = node.cache.image(found.key)
     device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
@@ -148,11 +149,6 @@ def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
     eta = Eta(node, owner.image, until)
     eta.hopeless()  # measures it
     return eta.progress()
-
-
-def _time_to_look(end: Deadline) -> float:
-    """Seconds; enough also after a long wait."""
-    return min(LOOK, max(end.left(), source.HOOK_TIMEOUT))
 
 
 def let_go(cache: Cache, leases: Leases, patience: float) -> None:
@@ -298,7 +294,7 @@ class OpenTree:
         if self.own.fd >= 0:
             os.close(self.own.fd)
             self.own.fd, self.own.number = -1, -1
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         self.own.fd = os.open(file.path, flags, dir_fd=self.root)
         # What lies behind the piece may be another node's to read: no readahead.
         os.posix_fadvise(self.own.fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -41,17 +41,13 @@ def disentangled(lines: Sequence[Fields]) -> list[Fields]:
     kept: list[Fields] = []
     trees: list[str] = []
     for line in lines:
-        if _is_tree(line):
+        if line[0] == "device" and line[3] == "erofs":
             at = f"{line[-2]}/"
             if any(one.startswith(at) for one in mounted) or any(map(at.startswith, trees)):
                 continue
             trees.append(at)
         kept.append(line)
     return kept
-
-
-def _is_tree(line: Fields) -> bool:
-    return line[0] == "device" and line[3] == "erofs"
 
 
 def in_order(lines: Sequence[Fields]) -> list[Fields]:

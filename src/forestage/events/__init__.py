@@ -5,42 +5,20 @@ reason of an outcome. The counters made of events are those of `tally`. `reasons
 here, since no hook needs it.
 """
 
-from forestage.events.log import (
-    Came,
-    Copied,
-    Event,
-    Handled,
-    Hook,
-    Outcome,
-    Released,
-    Result,
-    append,
-    decoded_lines,
-    field,
-    latest,
-    of_job,
-    read,
-    record,
-    summary,
-    unread,
-)
-
-__all__ = [
-    "Came",
-    "Copied",
-    "Event",
-    "Handled",
-    "Hook",
-    "Outcome",
-    "Released",
-    "Result",
-    "append",
-    "decoded_lines",
-    "field",
-    "latest",
-    "of_job",
-    "read",
-    "record",
-    "summary",
-    "unread",
-]
+from forestage.events.log import Came as Came
+from forestage.events.log import Copied as Copied
+from forestage.events.log import Event as Event
+from forestage.events.log import Handled as Handled
+from forestage.events.log import Hook as Hook
+from forestage.events.log import Outcome as Outcome
+from forestage.events.log import Released as Released
+from forestage.events.log import Result as Result
+from forestage.events.log import append as append
+from forestage.events.log import decoded_lines as decoded_lines
+from forestage.events.log import field as field
+from forestage.events.log import latest as latest
+from forestage.events.log import of_job as of_job
+from forestage.events.log import read as read
+from forestage.events.log import record as record
+from forestage.events.log import summary as summary
+from forestage.events.log import unread as unread

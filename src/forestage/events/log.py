@@ -15,6 +15,7 @@ import msgspec
 
 from forestage.slurm.hints import Via
 from forestage.slurm.job import Job
+from forestage.system.files import opened
 from forestage.units import printable
 
 Result = Literal["hit", "joined", "copied", "started", "through", "declined", "failed", "released"]
@@ -207,16 +208,13 @@ def append(file: Path, events: Iterable[Event]) -> None:
     file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     _rotate(file)
     # No link is followed, and a FIFO without a reader is an error and no wait.
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(file, flags, 0o640)
-    try:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with opened(file, flags, 0o640) as fd:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             lines[0] = b"\n" + lines[0]  # a crash cut the last line short; ours must not follow it
         for line in lines:
             os.write(fd, line)
-    finally:
-        os.close(fd)
 
 
 def read(file: Path) -> Iterator[Event]:
@@ -262,11 +260,13 @@ def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
     `seen` says how far each log was read, and is updated: bytes, by a hash of the log's first line.
     An inode does not identify a log, as the next one may get it; nor does its name, as it changes.
     """
+    from hashlib import blake2b  # no hook needs it
+
     for handle in _logs(file):
         first = handle.readline(MAX_LINE)
         if not _is_whole(first):
             continue
-        name = _first_line_hash(first)
+        name = blake2b(first, digest_size=12).hexdigest()
         # The tail may be lost in a crash: what comes in its place is new.
         at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
         handle.seek(at)
@@ -283,12 +283,6 @@ def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
 def _is_whole(line: bytes) -> bool:
     """Whether nobody is still writing the line: it ends, or is longer than any of ours."""
     return line.endswith(b"\n") or len(line) == MAX_LINE
-
-
-def _first_line_hash(line: bytes) -> str:
-    from hashlib import blake2b  # no hook needs it
-
-    return blake2b(line, digest_size=12).hexdigest()
 
 
 def _decoded(line: bytes) -> Event | None:
@@ -310,17 +304,11 @@ def _rotate(file: Path) -> None:
     try:
         if file.stat().st_size < ROTATE_AT:
             return
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        # Not there yet, or another hook has just moved it.
-        return
-    try:
-        # Two hooks may see the full log. The second would move the new one, of a line or two, over
-        # the full one, which is gone then.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), file.stat()):
-            file.replace(_older(file))
+        with opened(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            # Two hooks may see the full log. The second would move the new one, of a line or two,
+            # over the full one, which is gone then.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), file.stat()):
+                file.replace(_older(file))
     except (FileNotFoundError, BlockingIOError):
-        return
-    finally:
-        os.close(fd)
+        return  # not there yet, or another hook moves it

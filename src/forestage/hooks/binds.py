@@ -15,6 +15,7 @@ from forestage.errors import Declined
 from forestage.slurm import enroot
 from forestage.slurm.job import Job
 from forestage.system import as_user
+from forestage.system.tree import Files
 
 HOME = "/\0"  # stands for it until it is known; no directory has such a name
 LOOK = 5.0  # seconds for the user's home, or for where a job saves to
@@ -26,11 +27,11 @@ def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
     `path` is resolved, and what the site binds is taken as it is written. Raises as_user.TooSlow,
     OSError.
     """
-    text, names = enroot.reader(root)
-    bound = [one.source for one in enroot.plain_binds(text, names, {"HOME": HOME})]
+    files = Files(root)
+    bound = [one.source for one in enroot.plain_binds(files, {"HOME": HOME})]
     wanted = job.mounts_home
     if wanted is None:
-        wanted = enroot.says_yes(enroot.settings(text, names).get("ENROOT_MOUNT_HOME", ""))
+        wanted = enroot.says_yes(enroot.settings(files).get("ENROOT_MOUNT_HOME", ""))
     if wanted or any(HOME in one for one in bound):
         written, resolved = _home(job, min(LOOK, end.left()))
         bound = [one.replace(HOME, written) for one in bound]

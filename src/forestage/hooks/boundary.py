@@ -41,9 +41,6 @@ USAGE = 2
 IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
 SAVE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_save"
 
-WINDOW = "forestage-window-job-"
-"""Begins the name of a job's directory in src/window/forestage_window.py."""
-
 BY_HAND = b"""\
 forestage: `step` is what forestage's SPANK plugin runs when a step starts, with an environment of
  its own (to see what it did for a job: forestage explain JOBID)
@@ -114,7 +111,7 @@ def nothing_to_do(
     name: Name,
     environ: Mapping[str, str],
     leases: str,
-    shm: str = "/dev/shm",  # noqa: S108 - to look what is there
+    window: str = "/dev/shm/forestage-window-job-",  # noqa: S108 - to look what is there
     images: str = "/run/forestage/images",
 ) -> bool:
     """Whether this job is none of ours; costs no import, and never errs."""
@@ -126,7 +123,7 @@ def nothing_to_do(
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
         return not (asked or os.path.exists(hinted))
     number = environ.get("SLURM_JOB_ID", "")
-    if os.path.exists(f"{leases}/{number}.json") or os.path.lexists(f"{shm}/{WINDOW}{number}"):
+    if os.path.exists(f"{leases}/{number}.json") or os.path.lexists(window + number):
         return False
     return not os.path.exists(f"{images}/{number}.agreed")  # registry/place.py
 

@@ -101,7 +101,7 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
 
     def work() -> as_user.Found[bytes]:
         as_user.become(job.user)
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with io.FileIO(fd) as file:
             return file.read(LONGEST_LIST + 1), []
 

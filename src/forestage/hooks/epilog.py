@@ -18,7 +18,6 @@ from forestage.clock import Clock, Deadline
 from forestage.config import Config
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Released
-from forestage.hooks.boundary import WINDOW
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
@@ -91,8 +90,8 @@ def _delete_window(places: Places, clock: Clock, job: Job) -> None:
 
     Its copier does so, unless it was killed with all others: then nobody would, until a reboot.
     """
-    name = f"{WINDOW}{job.id}"
-    if not os.path.lexists(places.shm / name):
+    window = places.window(job.id)
+    if not os.path.lexists(window):
         return
     from forestage.data import put
     from forestage.system import as_user
@@ -101,11 +100,11 @@ def _delete_window(places: Places, clock: Clock, job: Job) -> None:
 
     def still() -> None:
         if not until.left():
-            raise Declined("deadline", f"{name} is not deleted in time")
+            raise Declined("deadline", f"{window.name} is not deleted in time")
 
     def work() -> as_user.Found[None]:
         as_user.become(job.user)  # anybody may have made something of that name
-        put.remove(os.open(places.shm, os.O_RDONLY | os.O_DIRECTORY), name, still)
+        put.remove(os.open(window.parent, os.O_RDONLY | os.O_DIRECTORY), window.name, still)
         return None, []
 
     with contextlib.suppress(ForestageError, OSError):
@@ -152,21 +151,16 @@ def _release(over: _Over) -> Released:
             unmount.unmount(going, lambda bind: over.job.user)
             # Else nothing can have been inherited. Of a step's redirect the node sees nothing.
             if going or (lease is not None and lease.uses):
-                _clear_elsewhere(cache, leases, over.clock.wall())
+                # What stays in other mount namespaces the sweep tells, and tries again.
+                with contextlib.suppress(Failed, OSError):
+                    elsewhere.clear(cache, leases, over.clock.wall())
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
             done = Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
-    doubt.look(
-        over.places, cache, over.clock
-    )  # this job may have failed for it, the next one need not
+    # This job may have failed for it, the next one need not.
+    doubt.look(over.places, cache, over.clock)
     return done
-
-
-def _clear_elsewhere(cache: Cache, leases: Leases, now: float) -> None:
-    """In other mount namespaces. What stays there is told by the sweep, which tries again."""
-    with contextlib.suppress(Failed, OSError):
-        elsewhere.clear(cache, leases, now)
 
 
 def _stuck(stuck: list[str], lease: Lease | None) -> str:

@@ -12,7 +12,7 @@ evicts it in between.
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source, wait
 from forestage.stage.source import OpenImage
-from forestage.stage.wait import Eta, Progress, quiet
+from forestage.stage.wait import Progress, quiet
 from forestage.system import lock
 from forestage.units import printable
 
@@ -58,7 +58,7 @@ class Wait(msgspec.Struct, frozen=True):
     end: Deadline
     copy: Deadline | None
     small: Deadline
-    watch: Callable[[Eta], None] | None = None
+    watch: Progress = quiet
     fill: Deadline | None = None
     progress: Progress = quiet
 

@@ -119,7 +119,9 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         f"ignored in --comment: {problem} (man forestage-hooks)" for problem in job.hints.problems
     ]
     lines += [
-        f"{_hint(one)} is not staged: {one.detail}; {TO_DO[one.reason]}"
+        # A list is none of the paths in it.
+        f"{f'stage={one.request}' if one.request else 'what stage-list= names'} is not staged:"
+        f" {one.detail}; {TO_DO[one.reason]}"
         for one in outcomes
         if isinstance(one, Handled)
         and one.via == "hint"
@@ -136,11 +138,6 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
         node.leases.write(msgspec.structs.replace(lease, say=say))
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
-
-
-def _hint(outcome: Handled) -> str:
-    """Pure: what was declined, as in the comment; a list is none of the paths in it."""
-    return f"stage={outcome.request}" if outcome.request else "what stage-list= names"
 
 
 def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:

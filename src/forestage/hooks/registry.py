@@ -35,7 +35,6 @@ from forestage.registry.worker import Worker
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import child
-from forestage.system.as_user import User
 from forestage.units import printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
@@ -107,9 +106,7 @@ def _start(job: Job, life: Callable[[socket.socket], None]) -> None:
 
 
 def _live(life: Callable[[socket.socket], None], hook: socket.socket) -> None:
-    os.setsid()
-    os.chdir("/")
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    child.stand_alone(PROCESS_NAME)
     life(hook)
 
 
@@ -143,17 +140,14 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socke
     child.let_go({hook.fileno()})
     child.tell(hook, "begun")
     hook.close()
-    environment = worker.keep_environment(_variables(job.user))
+    # What a user's login would have, as far as enroot's configuration goes by it.
+    user = pwd.getpwuid(job.user.uid)
+    variables = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
+    environment = worker.keep_environment(variables)
     asked = Asked(request, environment, 0, batch=True, container="", timeout="")
     answer = _answer(node, job, asked, Nobody(GUESS))
     if answer.image:
         report([answer.outcome])
-
-
-def _variables(user: User) -> Mapping[str, str]:
-    """What a user's login would have, as far as enroot's configuration goes by it."""
-    found = pwd.getpwuid(user.uid)
-    return {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name}
 
 
 def _failed(job: Job, hook: socket.socket, error: BaseException | None) -> None:
@@ -179,7 +173,7 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     """Pure: the line that the user reads in the end; "" for none."""
     if outcome.result not in ("declined", "failed"):
         return step.message(outcome, wanted) and (
-            f"{outcome.request} is {_short(outcome.digest)}: {outcome.result},"
+            f"{outcome.request} is {outcome.digest[:19]}: {outcome.result},"
             f" read from this node's copy of {outcome.image}"
         )
     if wanted == "none" or outcome.reason in step.AS_DECIDED:
@@ -187,14 +181,6 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     if outcome.image:
         return f"{outcome.request} is read from {outcome.image}: {outcome.detail}"
     return f"{outcome.request} is left to enroot, for this step alone: {outcome.detail}"
-
-
-def _short(digest: str) -> str:
-    return digest[:19]  # as docker shows one, behind its sha256:
-
-
-def _nobody(digest: str) -> None:
-    """Nobody is told: the digest is in the store."""
 
 
 class Worked(msgspec.Struct, frozen=True):
@@ -209,7 +195,7 @@ class Worked(msgspec.Struct, frozen=True):
 def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     order = order_of(node, job, asked)
-    tell: Tell = _nobody
+    tell: Tell | None = None
     try:
         with contextlib.ExitStack() as undo:
             if order.ask:  # there is no store, in which the nodes would agree on a digest
@@ -230,8 +216,10 @@ def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     return msgspec.structs.replace(answer, outcome=outcome)
 
 
-def _worked(node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting, tell: Tell) -> Worked:
-    """Has a worker obtain the image; `tell` hears its digest. Raises Declined, Failed."""
+def _worked(
+    node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting, tell: Tell | None
+) -> Worked:
+    """Has a worker obtain the image; `tell`, if any, hears its digest. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and step.is_first_node(job)
     meant = Resolved("", "")
     came: Came = "stored"
@@ -246,7 +234,8 @@ def _worked(node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting, te
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 meant = word
-                tell(word.digest)
+                if tell is not None:
+                    tell(word.digest)
                 has = kept.find(node.cache, job.user, word.name) if order.ask else None
                 answer = has and image.kept(node, job, asked.request, has, _limit(node, job, asked))
                 if answer:

@@ -29,7 +29,6 @@ from forestage.slurm import nodelist, timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source
-from forestage.stage.wait import Eta
 from forestage.system import lock
 from forestage.units import format_duration
 
@@ -91,10 +90,10 @@ def waiting(
     if config.user_messages == "none":
         return limit
     if progress is not None:
-        limit = msgspec.structs.replace(limit, progress=Patience(node.clock, progress))
-    if copy is None:
-        return limit
-    return msgspec.structs.replace(limit, watch=Watch(node.clock, say))
+        limit = msgspec.structs.replace(limit, progress=Patience(node.clock, progress, AGAIN))
+    if copy is not None:
+        limit = msgspec.structs.replace(limit, watch=Patience(node.clock, say, math.inf))
+    return limit
 
 
 def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) -> Done:
@@ -203,31 +202,18 @@ def is_first_node(job: Job) -> bool:
     return not nodes or nodes[0] == job.node
 
 
-class Watch:
-    """While a step waits: one line, so that nobody thinks it hangs."""
-
-    def __init__(self, clock: Clock, say: Say) -> None:
-        self.clock = clock
-        self.say = say
-        self.due = clock.monotonic() + HELD_UP
-
-    def __call__(self, eta: Eta) -> None:
-        if self.clock.monotonic() >= self.due:
-            self.due = math.inf
-            self.say(eta.progress())
-
-
 class Patience:
-    """While a step waits for data: a line, and one more each half a minute."""
+    """While a step waits: a line, so that nobody thinks it hangs, then one each `again` seconds."""
 
-    def __init__(self, clock: Clock, say: Say) -> None:
+    def __init__(self, clock: Clock, say: Say, again: float) -> None:
         self.clock = clock
         self.say = say
+        self.again = again
         self.due = clock.monotonic() + HELD_UP
 
     def __call__(self, line: Callable[[], str]) -> None:
         if self.clock.monotonic() >= self.due:
-            self.due = self.clock.monotonic() + AGAIN
+            self.due = self.clock.monotonic() + self.again
             self.say(line())
 
 

@@ -25,6 +25,7 @@ import msgspec
 
 from forestage.errors import PeerError
 from forestage.system import run
+from forestage.system.files import opened
 
 PROTOCOL = "forestage-1"
 QUESTION = "forestage-question-1"  # no credential of one kind is good for the other
@@ -187,14 +188,11 @@ class KeyFile(msgspec.Struct, frozen=True):
     @classmethod
     def load(cls, path: Path) -> "KeyFile":
         """Raises PeerError unless it is root's own, of some length, and nobody else can read it."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
+        with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
             facts = os.fstat(fd)
             if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
                 raise PeerError(f"{path} is not root's with mode 0600", "chmod it")
             shared = os.read(fd, MAX_KEY_FILE)
-        finally:
-            os.close(fd)
         if len(shared) < SECRET_BYTES:
             raise PeerError(
                 f"{path} holds {len(shared)} bytes, expected {SECRET_BYTES} or more",

@@ -19,7 +19,7 @@ import msgspec
 from forestage.cache import digest
 from forestage.cache.layout import Cache, Entry, open_copy
 from forestage.cache.part import ENTRY_BYTES, boot_id, chunk_count
-from forestage.system import lock
+from forestage.system import lock, records
 
 POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait for its chunks
 STEP = 1 << 20  # bytes read at a time for a digest that no map has
@@ -129,12 +129,9 @@ def _is_copied(cache: Cache, key: str) -> bool:
 def _publishing(cache: Cache, key: str, number: int) -> Found | None:
     """A chunk of a part that is complete and being published; making it durable takes a while."""
     directory = cache.part_dir(key)
-    try:
-        entry = msgspec.json.decode((directory / "entry.json").read_bytes(), type=Entry)
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
-        return None
+    entry = records.find(directory / "entry.json", Entry)
     # Without a stager it is what a crash left, perhaps in another boot.
-    if not entry.chunk or lock.is_free(cache.key_lock(key)):
+    if entry is None or not entry.chunk or lock.is_free(cache.key_lock(key)):
         return None
     return _chunk(directory, number, entry.identity.size, entry.chunk)
 

@@ -36,10 +36,7 @@ class Uploaded(msgspec.Struct):
 
 def read(file: Path) -> Uploaded | None:
     """The counts of this node's service; None where none has run since boot."""
-    try:
-        return records.load(file, Uploaded)
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
-        return None
+    return records.find(file, Uploaded)
 
 
 class Counters:

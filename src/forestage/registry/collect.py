@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.registry.store import FILE, FULL, Record, create, load
+from forestage.system.files import opened
 
 LIVE = 3600.0  # seconds without a sign of life after which an import is dead, by whatever clock
 RECENT = 3600.0  # seconds since its last use in which an image stays, whatever there is of others
@@ -124,16 +125,13 @@ def look(folder: Path) -> list[File]:
 
 
 def _files(folder: Path, below: str) -> Iterator[File]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with os.scandir(handle) as entries:
-            for entry in islice(entries, MOST):
-                with contextlib.suppress(FileNotFoundError):  # it went meanwhile
-                    facts = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
-                        yield _file(entry.name, below, facts)
-    finally:
-        os.close(handle)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with opened(folder, flags) as handle, os.scandir(handle) as entries:
+        for entry in islice(entries, MOST):
+            with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+                facts = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+                    yield _file(entry.name, below, facts)
 
 
 def _file(name: str, below: str, facts: os.stat_result) -> File:

@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from forestage.system.files import opened
+
 LONGEST = 1 << 20  # bytes of the file
 
 _WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _SHELL_FIELD = 5  # counted from 0: machine HOST login USER password $…
 
 Evaluate = Callable[[str], str]
@@ -41,15 +44,10 @@ class Login(msgspec.Struct, frozen=True):
 def text(path: str) -> str:
     """Returns what the file says; "" where it cannot be read, is a FIFO, or is too long."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with opened(path, os.O_RDONLY | os.O_NONBLOCK) as handle:
+            found = b"".join(_pieces(handle))
     except (OSError, ValueError):
         return ""
-    try:
-        found = b"".join(_pieces(handle))
-    except OSError:
-        return ""
-    finally:
-        os.close(handle)
     return "" if len(found) > LONGEST else found.decode(errors="surrogateescape")
 
 
@@ -128,8 +126,4 @@ def _words(text: str) -> Iterator[str]:
             if match[0] == "macdef":
                 in_macro = True
                 break
-            yield match[2] or re.sub(r"\\(.)", _unescaped, match[1])
-
-
-def _unescaped(match: "re.Match[str]") -> str:
-    return {"n": "\n", "r": "\r", "t": "\t"}.get(match[1], match[1])
+            yield match[2] or re.sub(r"\\(.)", lambda one: _ESCAPED.get(one[1], one[1]), match[1])

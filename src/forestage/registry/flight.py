@@ -25,6 +25,7 @@ from forestage.cache.part import boot_id
 from forestage.clock import Clock
 from forestage.registry.store import FILE, Store, create, load, own, told
 from forestage.system import records
+from forestage.system.files import opened
 
 BEAT = 10.0  # seconds between heartbeats
 DEAD = 60.0  # seconds without one
@@ -58,11 +59,8 @@ class _Newest(msgspec.Struct, frozen=True):
 def of_this_process(host: str) -> Lease:
     """A lease for this process."""
     pid = os.getpid()
-    return Lease(os.urandom(8).hex(), host, boot_id(), _pid_namespace(), pid, _start(pid))
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    pids = os.readlink("/proc/self/ns/pid")
+    return Lease(os.urandom(8).hex(), host, boot_id(), pids, pid, _start(pid))
 
 
 def _start(pid: int) -> str:
@@ -153,13 +151,10 @@ class Flight:
         if not numbers:
             return None
         path = self._path(max(numbers))
-        try:
-            with own(path) as fd:
-                beat = os.fstat(fd).st_mtime_ns
-        except FileNotFoundError:  # it went meanwhile, or is nothing of ours: then DEAD counts
-            beat = 0
-        except OSError:
-            beat = 0
+        beat = 0
+        # It went meanwhile, or is nothing of ours: then DEAD counts.
+        with contextlib.suppress(OSError), own(path) as fd:
+            beat = os.fstat(fd).st_mtime_ns
         return _Newest(max(numbers), load(path, Lease), beat)
 
     def _is_dead(self, newest: _Newest) -> bool:
@@ -178,10 +173,6 @@ class Flight:
             return
         self._beaten = self.clock.monotonic()
         path = self.store.folder / f"{self.name}.wanted"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with contextlib.suppress(OSError):
-            fd = os.open(path, flags, 0o600)
-            try:
-                os.utime(fd)
-            finally:
-                os.close(fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError), opened(path, flags, 0o600) as fd:
+            os.utime(fd)

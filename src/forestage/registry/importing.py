@@ -11,7 +11,7 @@ import os
 import re
 import resource
 import select
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from forestage.clock import Clock
@@ -19,7 +19,7 @@ from forestage.errors import Declined
 from forestage.registry.environment import Settings
 from forestage.registry.store import full
 from forestage.registry.words import short
-from forestage.system import run
+from forestage.system import child, run
 from forestage.units import format_duration, format_size
 
 NICE = 10
@@ -51,7 +51,7 @@ class Import:
         self._since, self._wall = clock.monotonic(), clock.wall()
         self._layers = _cache(settings.variables)
         argv = ("enroot", "import", "--output", os.fspath(part), "--", uri)
-        memory = memory_limit() if takes_memory(_version(settings)) else None
+        memory = child.own_memory_limit() if takes_memory(_version(settings)) else None
         self._program = run.start_here(argv, variables(settings, memory))
 
     def runs(self, timeout: float) -> bool:
@@ -161,40 +161,6 @@ def failure(code: int, said: bytes) -> Declined:
         return Declined("too-large", f"enroot makes a file that is larger than allowed: {last}")
     end = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return Declined("import-failed", f"enroot import {end}: {last}")
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """The memory that this process' cgroup may take, in bytes; None where there is no limit."""
-    found = list(_limits(root))
-    return min(found) if found else None
-
-
-def _limits(root: Path) -> Iterator[int]:
-    top = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            place, name = top / "memory", "memory.limit_in_bytes"
-        elif not controllers:
-            place, name = top, "memory.max"
-        else:
-            continue
-        group = place / path.lstrip("/")
-        # A limit of any group above counts as well.
-        for one in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((one / name).read_text())
-                if limit < _PHYSICAL:
-                    yield limit
-            if one == place:
-                break
-
-
-_PHYSICAL = 1 << 60  # v1 has a number near 2**63 for no limit
 
 
 def _cache(found: Mapping[str, str]) -> str:

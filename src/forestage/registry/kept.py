@@ -27,6 +27,7 @@ from forestage.cache.layout import Cache
 from forestage.errors import Failed
 from forestage.system import as_user, records
 from forestage.system.as_user import User
+from forestage.system.files import opened
 
 MOST = 1000  # names looked at in one directory
 LOOKED = 200_000  # … as its user, once in ten minutes
@@ -39,7 +40,7 @@ SMALL = 64 * 1024  # bytes of what is noted of an import
 NOBODY = 65534
 NAME_BYTES = 4096  # bytes that a name counts at least: an inode is room as well
 LOOK, ALL, AT_ONCE = 60.0, 300.0, 4  # seconds for one user's directory, for all of them
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -200,11 +201,8 @@ def _look(own: int) -> list[Found]:
         # It may become a link, or another user's, at any time: no reason to look at nothing.
         with contextlib.suppress(OSError):
             os.chmod(one.path, 0o700, dir_fd=own)
-            handle = os.open(one.path, _FOLDER, dir_fd=own)
-            try:
+            with opened(one.path, _FOLDER, dir_fd=own) as handle:
                 found += _looked(handle, one.path)
-            finally:
-                os.close(handle)
             found.remove(one)
     return found
 
@@ -233,8 +231,7 @@ def _remove(own: int, one: Found) -> None:
     while left:
         path = left.pop()
         os.chmod(path, 0o700, dir_fd=own)
-        handle = os.open(path, _FOLDER, dir_fd=own)
-        try:
+        with opened(path, _FOLDER, dir_fd=own) as handle:
             while entries := _next(handle, MOST):
                 for entry in entries:
                     if not entry.is_dir(follow_symlinks=False):
@@ -243,8 +240,6 @@ def _remove(own: int, one: Found) -> None:
                     os.chmod(entry.name, 0o700, dir_fd=handle)
                     left.append(f".{os.urandom(8).hex()}")
                     os.rename(entry.name, left[-1], src_dir_fd=handle, dst_dir_fd=own)
-        finally:
-            os.close(handle)
         os.rmdir(path, dir_fd=own)
 
 

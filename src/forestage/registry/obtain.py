@@ -138,8 +138,12 @@ class Image:
 
     def _run(self, part: Path) -> None:
         """Runs enroot to its end. Raises Declined, Gone, Superseded."""
-        importing.bound(self.task.order.max_size)
-        at_work = Import(self._uri(), part, self.task.settings, self.clock)
+        task = self.task
+        importing.bound(task.order.max_size)
+        # Without a digest by the tag, as an enroot of old does.
+        enroot = task.settings.enroot_version if self.digest else (0, 0, 0)
+        uri = task.reference.uri(self.digest, enroot)
+        at_work = Import(uri, part, task.settings, self.clock)
         try:
             while at_work.runs(POLL):
                 self._go_on()
@@ -147,11 +151,6 @@ class Image:
             at_work.must_have_succeeded()
         finally:
             at_work.kill()
-
-    def _uri(self) -> str:
-        if self.digest:
-            return self.task.reference.uri(self.digest, self.task.settings.enroot_version)
-        return self.task.reference.uri("", (0, 0, 0))  # by its tag
 
     def _write(self, part: Path) -> None:
         """Has the file's bytes reach the store, which may take minutes. Raises as `_run` does."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.paths import Places
+from forestage.system.files import opened
 
 OLD = 86400.0  # seconds; no import takes so long
 MODE = 0o444  # a user finds their step's, and reads what is bound over it as its own mode lets them
@@ -35,13 +36,10 @@ def make(places: Places, job: int, step: int | None, size: int) -> Place:
     places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
     path = places.images / f"{job}.{step}.sqsh"
     path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE) as fd:
         os.ftruncate(fd, size)
         os.fchmod(fd, MODE)
         found = os.fstat(fd)
-    finally:
-        os.close(fd)
     facts = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     return Place(os.fspath(path), facts)
 
@@ -72,15 +70,11 @@ def leftover(places: Places, jobs: frozenset[int], now: float) -> list[Path]:
 
     A step whose image is still being imported holds no lease.
     """
+    staying = set(map(str, jobs))
     with contextlib.suppress(FileNotFoundError):
         return [
             path
             for path in sorted(places.images.iterdir())
-            if not _is_of(path.name, jobs) and now - os.lstat(path).st_mtime > OLD
+            if path.name.partition(".")[0] not in staying and now - os.lstat(path).st_mtime > OLD
         ]
     return []
-
-
-def _is_of(name: str, jobs: frozenset[int]) -> bool:
-    job = name.partition(".")[0]
-    return job.isdigit() and int(job) in jobs

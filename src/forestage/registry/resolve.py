@@ -93,7 +93,7 @@ class _Asking:
             answer, asked = self._send(method, url, proof, MANIFEST)
             if answer.status == 401 and proof is None:
                 proof = self._prove(answer, asked)
-            elif method == "HEAD" and (_is_for_get(answer.status) or _says_nothing(answer)):
+            elif method == "HEAD" and _is_for_get(answer):
                 method = "GET"
             elif answer.status == 200:
                 return answer.digest if method == "HEAD" else self._hashed(answer)
@@ -243,13 +243,10 @@ class _Asking:
         return answers.parse(ran.out)
 
 
-def _is_for_get(status: int) -> bool:
+def _is_for_get(answer: Answer) -> bool:
     """Pure: whether a HEAD that was answered so says nothing of what a GET would get."""
-    return status in NO_HEAD or status >= 500
-
-
-def _says_nothing(answer: Answer) -> bool:
-    return answer.status == 200 and not answer.digest
+    silent = answer.status == 200 and not answer.digest
+    return silent or answer.status in NO_HEAD or answer.status >= 500
 
 
 def _said(ran: run.Output) -> str:

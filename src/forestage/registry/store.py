@@ -28,6 +28,7 @@ from forestage.cache.image import SUPERBLOCK, is_squashfs
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.system import records
+from forestage.system.files import opened
 from forestage.units import format_size
 
 T = TypeVar("T")
@@ -246,14 +247,11 @@ def own(path: Path) -> Iterator[int]:
     It is opened even where lstat(2) would do: on NFS attributes are up to a minute old, but those
     of a file that has just been opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise FileNotFoundError(errno.ENOENT, "no file of this user's", os.fspath(path))
         yield fd
-    finally:
-        os.close(fd)
 
 
 def create(path: Path, data: bytes) -> bool:
@@ -289,7 +287,7 @@ def _create_without_links(new: Path, path: Path, data: bytes) -> bool:
         except OSError as error:
             if error.errno not in _CANNOT:
                 raise
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
     except FileExistsError:

@@ -7,6 +7,10 @@ admin takes the line out of plugstack.conf, so that file is read as well: half a
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forestage.slurm import plugstack
 
 PLUGIN = "forestage.so"
 IMPORTER = "forestage-importer"  # the program's name, wherever it is installed
@@ -20,7 +24,7 @@ def is_loaded(mark: Path, conf: str) -> bool:
     """
     if not mark.exists():
         return False
-    return any(Path(path).name == PLUGIN for path, _ in _plugins(conf))
+    return any(Path(one.path).name == PLUGIN for one in _plugins(conf))
 
 
 def importer(conf: str) -> str:
@@ -31,8 +35,8 @@ def importer(conf: str) -> str:
     from forestage.slurm.slurm_conf import USUAL_CONF
 
     conf = conf or next(filter(os.path.exists, USUAL_CONF), "")
-    found = [_argument(arguments) for path, arguments in _plugins(conf) if "pyxis" in path]
-    return found[0] if found else ""
+    found = (one.argument("importer") for one in _plugins(conf) if "pyxis" in one.path)
+    return next(found, "")
 
 
 def is_importer(program: str) -> bool:
@@ -40,13 +44,8 @@ def is_importer(program: str) -> bool:
     return Path(program).name == IMPORTER
 
 
-def _argument(arguments: tuple[str, ...]) -> str:
-    values = [one.partition("=")[2] for one in arguments if one.startswith("importer=")]
-    return values[-1] if values else ""
-
-
-def _plugins(conf: str) -> list[tuple[str, tuple[str, ...]]]:
-    """The plugins of plugstack.conf with their arguments; none where it cannot be read."""
+def _plugins(conf: str) -> "list[plugstack.Plugin]":
+    """The plugins of plugstack.conf; none where it cannot be read."""
     # Here: few nodes that have no companion need it.
     from forestage.slurm import plugstack
     from forestage.slurm.slurm_conf import settings
@@ -57,6 +56,6 @@ def _plugins(conf: str) -> list[tuple[str, tuple[str, ...]]]:
     try:
         named = {one.name: one.value for one in settings(conf, text)}
         stack = named.get("plugstackconfig") or str(Path(conf).with_name("plugstack.conf"))
-        return [(line.path, line.arguments) for line in plugstack.read(stack, text)]
+        return list(plugstack.read(stack, text))
     except (OSError, ValueError):
         return []

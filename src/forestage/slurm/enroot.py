@@ -5,21 +5,15 @@ directory that a container binds without rbind makes that bind fail with EINVAL 
 user namespace, and the container does not start.
 """
 
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+from forestage.system.tree import Files
 
 ETC = "/etc/enroot"
 CONF = f"{ETC}/enroot.conf"
 MOUNTS = f"{ETC}/mounts.d"
-
-Text = Callable[[str], str | None]
-"""What a file of the node holds; None where it cannot be read."""
-
-Names = Callable[[str], list[str]]
-"""What a directory of the node holds, sorted; nothing where it cannot be read."""
 
 # config::fini(): what says no. All else that is not empty says yes, a 0 too.
 _NO = re.compile(r"no?|N[oO]?|[fF](alse)?|FALSE")
@@ -33,30 +27,12 @@ class Bind(NamedTuple):
     source: str
 
 
-def reader(root: Path) -> tuple[Text, Names]:
-    """How a hook reads these files, below the node's `root`."""
-
-    def text(name: str) -> str | None:
-        try:
-            return (root / name.lstrip("/")).read_text(errors="replace")
-        except OSError:
-            return None
-
-    def names(name: str) -> list[str]:
-        try:
-            return sorted(os.listdir(root / name.lstrip("/")))  # noqa: PTH208 - names are wanted
-        except OSError:
-            return []
-
-    return text, names
-
-
-def settings(text: Text, names: Names) -> dict[str, str]:
+def settings(files: Files) -> dict[str, str]:
     """enroot.conf and what lies beside it: a name, white space, a value that a shell expands."""
     found = {}
-    parts = [f"{CONF}.d/{name}" for name in names(f"{CONF}.d") if name.endswith(".conf")]
+    parts = [f"{CONF}.d/{name}" for name in files.names(f"{CONF}.d") if name.endswith(".conf")]
     for path in (CONF, *parts):
-        for line in (text(path) or "").splitlines():
+        for line in (files.text(path) or "").splitlines():
             name, *value = line.partition("#")[0].split(None, 1)[:2] or [""]
             if value:
                 found[name] = value[0].strip().strip("\"'")
@@ -77,11 +53,11 @@ def says_yes(value: str) -> bool:
     return bool(value) and not _NO.fullmatch(value)
 
 
-def plain_binds(text: Text, names: Names, variables: Mapping[str, str]) -> Iterator[Bind]:
+def plain_binds(files: Files, variables: Mapping[str, str]) -> Iterator[Bind]:
     """The site's binds of directories; those with a variable that is unknown are left out."""
-    for name in names(MOUNTS):
+    for name in files.names(MOUNTS):
         file = f"{MOUNTS}/{name}"
-        for number, line in enumerate((text(file) or "").splitlines(), 1):
+        for number, line in enumerate((files.text(file) or "").splitlines(), 1):
             fields = line.partition("#")[0].split()
             if not name.endswith(".fstab") or len(fields) < 4 or "bind" not in fields[3].split(","):
                 continue

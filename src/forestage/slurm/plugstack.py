@@ -32,6 +32,11 @@ class Plugin(Line, frozen=True, gc=False):
     arguments: tuple[str, ...]
     by: Include | None = None
 
+    def words(self, *more: str) -> str:
+        """The line, with more arguments at its end."""
+        kind = "required" if self.required else "optional"
+        return " ".join((kind, self.path, *self.arguments, *more))
+
     def argument(self, name: str) -> str:
         """What `name=` is set to; of several the last one, "" for none."""
         values = [a.partition("=")[2] for a in self.arguments if a.startswith(f"{name}=")]

@@ -3,7 +3,8 @@
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,10 +100,7 @@ class Slurm(NamedTuple):
         if state is not None:
             return state.nodes
         words = ("-X", "--noheader", "--parsable2", "--format=NodeList", f"--jobs={job}")
-        ran = self._ask("sacct", *words)
-        if ran.code != 0:
-            raise SlurmError(ran.explained())
-        listed = ran.out.strip()
+        listed = self._answer("sacct", *words).strip()
         return "" if "\n" in listed or listed == "None assigned" else listed
 
     def knows_node(self, node: str) -> bool:
@@ -126,16 +124,11 @@ class Slurm(NamedTuple):
         Raises SlurmError.
         """
         words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
-        ran = self._ask("sinfo", *words)
-        if ran.code != 0:
-            raise SlurmError(ran.explained())
-        return tuple(dict.fromkeys(ran.out.split()))
+        return tuple(dict.fromkeys(self._answer("sinfo", *words).split()))
 
     def cancel(self, name: str) -> None:
         """Cancels all jobs of that name. Raises SlurmError."""
-        ran = self._ask("scancel", f"--name={name}")
-        if ran.code != 0:
-            raise SlurmError(ran.explained())
+        self._answer("scancel", f"--name={name}")
 
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
@@ -151,16 +144,29 @@ class Slurm(NamedTuple):
                 found.add(int(manager[1]))
         return frozenset(found)
 
-    def _ask(self, program: str, *words: str) -> run.Ran:
-        """Runs one of Slurm's commands. Raises SlurmError."""
-        there = shutil.which(program, path=self.path)
+    def command(
+        self, words: Sequence[str], stop: threading.Event | None = None, limit: float | None = None
+    ) -> run.Ran:
+        """Runs one of Slurm's commands, until `stop` or for `limit` seconds. Raises SlurmError."""
+        there = shutil.which(words[0], path=self.path)
         if there is None:
-            raise SlurmError(f"{program} is not installed", "its directory belongs into PATH")
+            raise SlurmError(f"{words[0]} is not installed", "its directory belongs into PATH")
         variables = {"SLURM_CONF": self.conf} if self.conf else {}
-        ran = run.run([there, *words], timeout=TIMEOUT, variables=variables)
+        return run.run([there, *words[1:]], stop=stop, timeout=limit, variables=variables)
+
+    def _ask(self, *words: str) -> run.Ran:
+        """How one of Slurm's commands ended, in time. Raises SlurmError."""
+        ran = self.command(words, limit=TIMEOUT)
         if ran.code < 0:
-            raise SlurmError(f"{program} did not end within {TIMEOUT:.0f} s")
+            raise SlurmError(f"{words[0]} did not end within {TIMEOUT:.0f} s")
         return ran
+
+    def _answer(self, *words: str) -> str:
+        """What one of Slurm's commands prints. Raises SlurmError where it fails."""
+        ran = self._ask(*words)
+        if ran.code != 0:
+            raise SlurmError(ran.explained())
+        return ran.out
 
 
 def found(listing: str, job: int) -> JobState | None:

@@ -96,7 +96,7 @@ def digests(
     path: str = "",
 ) -> bytes:
     """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
-    fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(image, os.O_RDONLY)
     source = Source(fd, None, size, path or os.fspath(image))
     wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
     own = threading.local()
@@ -150,8 +150,8 @@ class Run:
         self.throttle = reading.Throttle(tuning.bandwidth)
         self.pace = reading.Pace()
         self.part = part
-        self.image = os.open(part.image, os.O_RDWR | os.O_CLOEXEC)
-        self.map = os.open(part.map, os.O_RDWR | os.O_CLOEXEC)
+        self.image = os.open(part.image, os.O_RDWR)
+        self.map = os.open(part.map, os.O_RDWR)
         self.past_cache = _direct(part) if tuning.direct else None
         self.in_kernel = not tuning.digest
         self.holes: dict[int, bytes] = {}
@@ -444,7 +444,7 @@ def _write_all(fd: int, start: int, data: memoryview) -> None:
 def _direct(part: Part) -> int | None:
     """The image opened past the page cache, where the cache's file system can do that."""
     try:
-        return os.open(part.image, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(part.image, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno == errno.EINVAL:
             return None

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from forestage.cache import space
 from forestage.cache.part import Part
@@ -28,42 +28,20 @@ class Fetched(NamedTuple):
     rate: float = 0.0
 
 
-class Engine(Protocol):
-    """Brings a source into a part, from wherever the part already is."""
-
-    def needs(self, source: Source) -> int:
-        """The bytes of disk that image and map will take in all."""
-
-    def reserve(self, source: Source, part: Part) -> None:
-        """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
-
-    def copy(
-        self,
-        source: Source,
-        part: Part,
-        stop: threading.Event,
-        peers: "Peers | None" = None,
-        readers: Readers | None = None,
-    ) -> Fetched:
-        """Leaves exactly the source's bytes in the part, and its map complete.
-
-        `readers` learn which pieces are in, where
-        the engine knows. Raises Stopped, Truncated, Failed, OSError; what is in can be resumed.
-        """
-
-
 class Chunks:
-    """Several threads, large chunks."""
+    """Several threads, large chunks. Like Rsync it goes on from wherever the part already is."""
 
     def __init__(self, tuning: Tuning, downloads: int = 8) -> None:
         self.tuning = tuning
         self.downloads = downloads
 
     def needs(self, source: Source) -> int:
+        """The bytes of disk that image and map will take in all."""
         data = reading.data_chunks(source, self.tuning.chunk)
         return space.needed(source.size, self.tuning.chunk, data)
 
     def reserve(self, source: Source, part: Part) -> None:
+        """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
         data = reading.data_chunks(source, self.tuning.chunk)
         space.reserve(part, source.size, self.tuning.chunk, data)
 
@@ -75,6 +53,11 @@ class Chunks:
         peers: "Peers | None" = None,
         readers: Readers | None = None,
     ) -> Fetched:
+        """Leaves exactly the source's bytes in the part, and its map complete.
+
+        `readers` learn which pieces are in. Raises Stopped, Truncated, Failed, OSError; what is in
+        can be resumed.
+        """
         # A peer's bytes are proven by their digest; without, the source alone can be trusted.
         if peers is not None and self.tuning.digest:
             from forestage.stage import with_peers  # few copies have peers
@@ -87,7 +70,7 @@ class Chunks:
 
 
 class Rsync:
-    """The conservative choice: rsync, one stream.
+    """The conservative choice: rsync, one stream, and neither peers nor readers.
 
     It opens the source again through our descriptor, as root; where root is squashed on the shared
     file system it says so and the job goes on with its original path.
@@ -141,10 +124,13 @@ class Rsync:
             os.pwrite(fd, found, 0)
 
 
+Engine: TypeAlias = Chunks | Rsync
+
+
 def _must_open(fd: int, path: str) -> None:
     """Raises Unreadable where root may not open the source: that is no fault of rsync's."""
     try:
-        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
     except OSError as error:
         raise Unreadable(path, error) from None
 

@@ -26,6 +26,7 @@ from forestage.stage.meanwhile import meanwhile
 from forestage.stage.source import Source, Truncated, Unreadable
 from forestage.stage.task import Task
 from forestage.system import lock, records
+from forestage.system.files import opened
 from forestage.units import format_rate
 
 if TYPE_CHECKING:
@@ -311,8 +312,7 @@ def must_be_unchanged(task: Task) -> None:
 def _mirror_access(task: Task) -> None:
     """Sets on the copy the source's owner, group, mode, ACL and time."""
     wanted = task.image
-    fd = os.open(task.part.image, os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with opened(task.part.image, os.O_RDWR) as fd:
         if os.fstat(fd).st_size != wanted.size:
             raise Failed("copy", f"the copy of {wanted.path} has another size than its source")
         os.fchown(fd, wanted.access.uid, wanted.access.gid)
@@ -325,8 +325,6 @@ def _mirror_access(task: Task) -> None:
         # Last: chown clears set-id bits.
         os.fchmod(fd, wanted.access.mode)
         os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
-    finally:
-        os.close(fd)
 
 
 def _entry(task: Task, figures: Figures) -> Entry:

@@ -160,7 +160,7 @@ def open_file(
 
 def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.Found[Facts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
-    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    handle = os.open(path, os.O_PATH)
     if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
         raise _Covered(handle)
     mode = os.fstat(handle).st_mode
@@ -177,7 +177,7 @@ def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user
     if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
         return found, []
     # Through the handle, so that it is the same file whatever the path has become.
-    source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY)
     facts = os.fstat(source)
     if facts.st_nlink == 0:
         return found, []
@@ -216,7 +216,7 @@ def _head(fd: int, user: User) -> bytes:
 
 def _lists(path: str, user: User) -> bool:
     """Whether the user can list the directory of a file."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_DIRECTORY
     try:
         with as_user.acting(user):
             os.close(os.open(Path(path).parent, flags))
@@ -366,7 +366,7 @@ def open_direct(opened: OpenImage, timeout: float) -> int | None:
 
     def work() -> as_user.Found[None]:
         as_user.become(opened.user)
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_DIRECT
         return None, [os.open(f"/proc/self/fd/{opened.fd}", flags)]
 
     try:

@@ -7,11 +7,9 @@ tells the hook how it goes by messages over a socket pair, and nobody minds if t
 """
 
 import contextlib
-import os
 import signal
 import socket
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -96,8 +94,7 @@ def start(task: Task) -> Channel:
 
 def leave_hook() -> None:
     """Goes out of the reach of what ends the hook or its job."""
-    os.setsid()
-    os.chdir("/")  # nobody's directory is to be busy because of a copy
+    child.stand_alone(PROCESS_NAME)
     child.leave_job()
 
 
@@ -118,8 +115,7 @@ def _live(task: Task, hook: Channel) -> None:
 
 
 def be_stager() -> threading.Event:
-    """Has this process look like a stager; the event is set once it is to stop."""
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    """Has this process stop as a stager does; the event is set once it is to stop."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     return stop

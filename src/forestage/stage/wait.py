@@ -65,7 +65,7 @@ def obtain(
     opened: OpenImage,
     copying: "Channel | None",
     deadline: Deadline,
-    watch: "Callable[[Eta], None] | None" = None,
+    watch: Progress = quiet,
 ) -> Came:
     """Waits until a stager has published the image; `copying` is what `begun` yielded.
 
@@ -150,11 +150,7 @@ class Eta:
     """Whether a copy can end before the deadline, judged by its rate so far."""
 
     def __init__(
-        self,
-        node: Node,
-        wanted: Image,
-        deadline: Deadline,
-        watch: "Callable[[Eta], None] | None" = None,
+        self, node: Node, wanted: Image, deadline: Deadline, watch: Progress = quiet
     ) -> None:
         self.node = node
         self.key = wanted.key
@@ -170,8 +166,7 @@ class Eta:
 
     def hopeless(self) -> bool:
         """True at the deadline, or when even a faster copy than this would miss it."""
-        if self.watch is not None:
-            self.watch(self)
+        self.watch(self.progress)
         left = self.deadline.left()
         if left == 0.0:
             return True

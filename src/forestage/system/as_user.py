@@ -18,6 +18,7 @@ import msgspec
 
 from forestage.errors import Declined, Failed
 from forestage.system import child
+from forestage.system.files import opened
 
 T = TypeVar("T")
 
@@ -50,11 +51,14 @@ class TooSlow(Declined):
 
 
 class _Answer(msgspec.Struct):
-    """What crosses the socket: a value, or the errno and file name of an OSError."""
+    """What crosses the socket: a value, the errno and file name of an OSError, or why not."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     errno: int = 0
     filename: bytes = b""  # it need not be text
+    reason: str = ""
+    detail: str = ""
+    node_failed: bool = False
 
 
 def groups(user: User) -> list[int]:
@@ -88,7 +92,7 @@ def reach(path: str, user: User) -> int:
 
     Call it in a child of `call`. Raises OSError.
     """
-    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_PATH | os.O_NOFOLLOW
     try:
         return os.open(path, flags)
     except PermissionError:
@@ -103,13 +107,10 @@ def real(path: str) -> str:
     that hangs does not matter.
     """
     try:
-        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        with opened(path, os.O_PATH) as handle:
+            return os.readlink(f"/proc/self/fd/{handle}")
     except OSError:
         return path
-    try:
-        return os.readlink(f"/proc/self/fd/{handle}")
-    finally:
-        os.close(handle)
 
 
 def ask(
@@ -124,8 +125,9 @@ def ask(
     The descriptors that `work` opened stay queued in the socket until `receive_fds`. Never take one
     just to close it: close(2) blocks on a hung file server, discarding the socket does not.
     `work` decides by `become` when it stops being root; of the descriptors open here it has only
-    `keep`. OSErrors of `work` are raised again here. `idle` is called each second of the wait.
-    Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
+    `keep`. OSError, Declined and Failed of `work` are raised again here. `idle` is called each
+    second of the wait. Raises TooSlow after `timeout` seconds, Failed when the child died without
+    an answer.
     """
     pid, ours = _begin(work, keep)
     with contextlib.ExitStack() as undo:
@@ -138,6 +140,8 @@ def ask(
         got = msgspec.json.decode(data, type=_Answer)
         if got.errno:
             raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
+        if got.reason:
+            raise (Failed if got.node_failed else Declined)(got.reason, got.detail)
         value = msgspec.json.decode(got.value, type=answer)
         on_error.pop_all()
         return value, ours
@@ -176,7 +180,7 @@ def each(
             if ours in answered:
                 data = ours.recv(_LONGEST)
                 got = msgspec.json.decode(data, type=_Answer) if data else _Answer(errno=1)
-                if not got.errno:
+                if not (got.errno or got.reason):
                     found[number] = msgspec.json.decode(got.value, type=answer)
             elif time.monotonic() < until:
                 continue
@@ -234,6 +238,9 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
             answer = _Answer(value=msgspec.Raw(msgspec.json.encode(value)))
         except OSError as error:
             answer = _Answer(errno=error.errno or 0, filename=_name(error))
+        except Declined as declined:
+            failed = isinstance(declined, Failed)
+            answer = _Answer(reason=declined.reason, detail=str(declined), node_failed=failed)
         # One packet holds it all, however long; by default a socket takes 208 KiB at once.
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
         socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -133,10 +133,23 @@ def memory_limit(pid: int, root: Path = Path("/")) -> int | None:
     A step may have less. None where Slurm limits none: v1 has a number above all memory for that,
     v2 a word. Raises OSError.
     """
+    found = _slurms(root, str(pid))
+    return _least((top, path.partition("/step_")[0]) for top, path in found)
+
+
+def own_memory_limit(root: Path = Path("/")) -> int | None:
+    """The bytes of memory that this process may have, by its cgroups; None where none limits it."""
+    with contextlib.suppress(OSError):
+        return _least(_cgroups(root, "self"))
+    return None
+
+
+def _least(groups: Iterable[tuple[Path, str]]) -> int | None:
+    """The least limit of these cgroups and of those above them."""
     limits = []
-    for top, path in _slurms(root, str(pid)):
-        of_job = Path(path.lstrip("/").partition("/step_")[0])
-        for at in (of_job, *of_job.parents):
+    for top, path in groups:
+        group = Path(path.lstrip("/"))
+        for at in (group, *group.parents):
             for name in ("memory.limit_in_bytes", "memory.max"):
                 with contextlib.suppress(OSError, ValueError):
                     limits.append(int((top / at / name).read_text()))
@@ -145,16 +158,30 @@ def memory_limit(pid: int, root: Path = Path("/")) -> int | None:
 
 
 def _slurms(root: Path, pid: str) -> list[tuple[Path, str]]:
-    """Slurm's cgroups that a process is in: where each hierarchy may be, and the path in that."""
+    """Those of its cgroups that are Slurm's."""
+    return [
+        (top, path)
+        for top, path in _cgroups(root, pid)
+        if any(fnmatchcase(part, name) for part in path.split("/") for name in SLURMS)
+    ]
+
+
+def _cgroups(root: Path, pid: str) -> list[tuple[Path, str]]:
+    """The cgroups that a process is in: where each hierarchy may be, and the path in that."""
     cgroups, found = root / "sys/fs/cgroup", []
     for line in (root / "proc" / pid / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if not any(fnmatchcase(part, name) for part in path.split("/") for name in SLURMS):
-            continue
         name = controllers.removeprefix("name=")
         for top in (cgroups / name,) if name else (cgroups, cgroups / "unified"):
             found.append((top, path))
     return found
+
+
+def stand_alone(name: str) -> None:
+    """Leaves the session and the directory of who started this process; it has this name then."""
+    os.setsid()
+    os.chdir("/")  # nobody's directory is to be busy because of it
+    Path("/proc/self/comm").write_text(name)
 
 
 def adopt_orphans() -> None:

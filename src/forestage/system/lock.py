@@ -72,7 +72,7 @@ def _taken_at_once(path: Path) -> int | None:
     Makes no folder: where the cache's disk is not mounted it would be on the root disk. Raises
     OSError.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, 0o600)
     except BlockingIOError:  # somebody has a lease on it, F_SETLEASE
@@ -121,7 +121,7 @@ def is_free(path: Path) -> bool:
     while True:
         try:
             # Something else may have the lock's name: a FIFO must not hold up who looks.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return True
         try:

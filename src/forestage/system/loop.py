@@ -12,12 +12,12 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from forestage.errors import Failed
+from forestage.system.files import opened
 
 OURS = ("/image", "/disk")
 """The last of the paths of files that are attached; no other device is asked for its file."""
@@ -59,19 +59,16 @@ def attach(file: Path, read_only: bool) -> str:
     Past the page cache, where the file's disk can: the mounted file system has one of its own.
     Raises Failed, OSError.
     """
-    fd = os.open(file, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with opened(file, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NOFOLLOW) as fd:
         facts = os.fstat(fd)
         for one in attached():
             if one.is_of(facts) and _keeps(one):
                 return one.name
         for _ in range(TRIES):
             name = _free()
-            with _opened(name, os.O_RDWR) as device:
+            with opened(name, os.O_RDWR) as device:
                 if _is_configured(device, fd, read_only):
                     return name
-    finally:
-        os.close(fd)
     raise Failed("loop", f"no loop device for {file}")
 
 
@@ -85,7 +82,7 @@ def detach(one: Loop) -> None:
 
     What is mounted stays so until its last unmount.
     """
-    with contextlib.suppress(FileNotFoundError), _opened(one.name, os.O_RDONLY) as device:
+    with contextlib.suppress(FileNotFoundError), opened(one.name, os.O_RDONLY) as device:
         if _shows(device, one):
             with contextlib.suppress(OSError):  # ENXIO: it went with its last mount
                 fcntl.ioctl(device, _CLR_FD)
@@ -101,19 +98,10 @@ def attached() -> list[Loop]:
             continue
         if path.removesuffix(DELETED).endswith(OURS):
             name = f"/dev/{directory.name}"
-            with contextlib.suppress(OSError), _opened(name, os.O_RDONLY) as device:
+            with contextlib.suppress(OSError), opened(name, os.O_RDONLY) as device:
                 info = _status(device)
                 found.append(Loop(name, path, info[0], info[1]))
     return found
-
-
-@contextlib.contextmanager
-def _opened(name: str, access: int) -> Iterator[int]:
-    fd = os.open(name, access | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _status(device: int) -> tuple[int, ...]:
@@ -133,7 +121,7 @@ def _shows(device: int, one: Loop) -> bool:
 
 def _keeps(one: Loop) -> bool:
     """Has a device that somebody let go of stay after its last unmount; whether it is there."""
-    with contextlib.suppress(OSError), _opened(one.name, os.O_RDONLY) as device:
+    with contextlib.suppress(OSError), opened(one.name, os.O_RDONLY) as device:
         fields = list(_status(device))
         if fields[:2] != [one.disk, one.inode]:
             return False
@@ -146,7 +134,7 @@ def _keeps(one: Loop) -> bool:
 
 def _free() -> str:
     """The name of a device that is free this moment. Raises OSError."""
-    with _opened("/dev/loop-control", os.O_RDWR) as control:
+    with opened("/dev/loop-control", os.O_RDWR) as control:
         return f"/dev/loop{fcntl.ioctl(control, _GET_FREE)}"
 
 

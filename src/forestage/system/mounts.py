@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Mount(msgspec.Struct, frozen=True):
     """One line of mountinfo, octal escapes undone. `root` is the path inside its file system.
 
-    `fuse_user` is the uid of the user who mounted a FUSE file system; 0: root did, or it is none.
+    `rest` is what follows the mount point, as it is: "rw,nosuid shared:1 - fuse.x source rw,a=b".
     """
 
     id: int
@@ -32,7 +32,36 @@ class Mount(msgspec.Struct, frozen=True):
     device: str
     root: str
     point: str
-    fuse_user: int = 0
+    rest: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The type of its file system."""
+        return self.rest.partition(" - ")[2].split(" ")[0]
+
+    @property
+    def source(self) -> str:
+        return self.rest.partition(" - ")[2].partition(" ")[2].split(" ")[0]
+
+    @property
+    def options(self) -> list[str]:
+        """Those of the mount, then those of its file system."""
+        fields = self.rest.split(" ")
+        # Neither name nor source of a mount holds a space as it is: the last field is the kernel's.
+        return [*fields[0].split(","), *fields[-1].split(",")]
+
+    @property
+    def fuse_user(self) -> int:
+        """The uid of the user who mounted a FUSE file system; 0: root did, or it is none."""
+        return _fuse_user(self.kind, self.options)
+
+
+def _fuse_user(kind: str, options: list[str]) -> int:
+    for option in options if kind.startswith("fuse") else ():
+        name, _, value = option.partition("=")
+        if name == "user_id" and value.isdigit():
+            return int(value)
+    return 0
 
 
 def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
@@ -78,9 +107,9 @@ def open_hidden(source: str, kind: str, point: str) -> int:
     the directory `point` in a mount namespace of this process' own. Raises OSError; EINVAL in a
     process with threads.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+    root = os.open("/", os.O_PATH | os.O_DIRECTORY)
     try:
         private_namespace()
         try:
@@ -128,21 +157,8 @@ def listed(mountinfo: str) -> list[Mount]:
     # Not splitlines(): a mount point may hold a form feed, and the kernel escapes only \n.
     for line in filter(None, mountinfo.split("\n")):
         number, parent, device, root, point, rest = line.split(" ", 5)
-        user = _fuse_user(rest)
-        mounts.append(Mount(int(number), int(parent), device, _plain(root), _plain(point), user))
+        mounts.append(Mount(int(number), int(parent), device, _plain(root), _plain(point), rest))
     return mounts
-
-
-def _fuse_user(rest: str) -> int:
-    """The user of a FUSE, of what follows the mount point: "rw - fuse.x source rw,user_id=7"."""
-    if not rest.partition(" - ")[2].startswith("fuse"):
-        return 0
-    # Neither name nor source of a mount holds a space as it is: the last field is the kernel's.
-    for option in rest.rsplit(" ", 1)[-1].split(","):
-        name, _, value = option.partition("=")
-        if name == "user_id" and value.isdigit():
-            return int(value)
-    return 0
 
 
 def current() -> list[Mount]:
@@ -230,14 +246,10 @@ def is_below(path: str, point: str) -> bool:
     return path == point or path.startswith(point.rstrip("/") + "/")
 
 
-def kind(fd: int) -> str:
-    """The type of the file system that an open descriptor lies on; "" where that is not seen."""
-    number = str(mount_id(fd))
-    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
-        mounted, _, rest = line.partition(" ")
-        if mounted == number:
-            return rest.partition(" - ")[2].split(" ")[0]
-    return ""
+def of(fd: int) -> Mount | None:
+    """The mount that an open descriptor lies on; None where that is not seen. Raises OSError."""
+    number = mount_id(fd)
+    return next((mount for mount in current() if mount.id == number), None)
 
 
 def unmount_same(bind: Mount, fd: int, proc: str = "/proc") -> bool:
@@ -259,13 +271,8 @@ def far_name(fd: int) -> str:
     """
     if os.major(os.fstat(fd).st_dev):
         return ""
-    wanted = str(mount_id(fd))
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        first, _, last = line.partition(" - ")
-        words, (kind, source) = first.split(" "), last.split(" ")[:2]
-        if words[0] == wanted:
-            return f"{kind} {source} {words[3]}"
-    return ""
+    found = of(fd)
+    return f"{found.kind} {found.source} {found.root}" if found else ""
 
 
 def mount_id(fd: int, proc: str = "/proc") -> int:

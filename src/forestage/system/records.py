@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
+from forestage.system.files import opened
+
 T = TypeVar("T")
 
 # What open(2) and read(2) say of a name that is a directory, a link, a socket or a bad block. All
@@ -34,12 +36,9 @@ def read(path: Path) -> bytes:
     No link is followed: none of our files is one.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            with open(fd, "rb", closefd=False) as file:
-                return file.read() or b""  # None: of a FIFO that somebody holds open for writing
-        finally:
-            os.close(fd)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with opened(path, flags) as fd, open(fd, "rb", closefd=False) as file:
+            return file.read() or b""  # None: of a FIFO that somebody holds open for writing
     except OSError as error:
         if error.errno in _SPOILT:
             raise Damaged(f"{path}: {error.strerror}") from None
@@ -56,6 +55,14 @@ def load(path: Path, of: type[T]) -> T:
         raise Damaged(f"{path}: {error}") from None
 
 
+def find(path: Path, of: type[T]) -> T | None:
+    """The record in a file of ours; None where there is none, or a damaged one. Raises OSError."""
+    try:
+        return load(path, of)
+    except (FileNotFoundError, NotADirectoryError, Damaged):
+        return None
+
+
 def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
     """Replaces `path`: a temporary file beside it, fsync, rename, fsync of the directory.
 
@@ -63,7 +70,7 @@ def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | N
     """
     # Not by tempfile, whose import takes a hook as long as all that it writes.
     new = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with contextlib.ExitStack() as undo:
         undo.callback(new.unlink, missing_ok=True)
         with os.fdopen(fd, "wb") as file:
@@ -99,8 +106,5 @@ def sync_directory(path: Path) -> None:
 
 def sync(path: Path, flags: int = 0) -> None:
     """Makes a file's bytes durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-    try:
+    with opened(path, os.O_RDONLY | flags) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -158,17 +158,14 @@ def end_session(session: int, spare: int = 0) -> None:
     Programs of a shell, of GNU parallel above all, are in many process groups.
     """
     for _ in range(ROUNDS):
-        found = [pid for pid in _pids() if pid != spare and _session(pid) == session]
+        pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
+        found = [pid for pid in pids if pid != spare and _session(pid) == session]
         if not found:
             return
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
 
 
 def _session(pid: int) -> int:

@@ -160,6 +160,14 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def jobs(numbers: Sequence[int], most: int | None = None) -> str:
+    """Pure: "job 24", "jobs 24, 26"; of many only the first `most`."""
+    word = "job" if len(numbers) == 1 else "jobs"
+    named = f"{word} {', '.join(map(str, numbers[:most]))}"
+    more = len(numbers) - len(numbers[:most])
+    return f"{named} and {more} more" if more else named
+
+
 def _plain(piece: Piece) -> Iterator[str]:
     if isinstance(piece, Line):
         yield harmless(piece.text)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forestage.system import mounts
+from forestage.system.files import opened
 
 LOOK = 0.25  # seconds for the descriptors of all processes: some 50 000 of them
 _BY_LEAVE = frozenset(("nfs", "nfs4", "cifs", "smb3"))  # of mountinfo
@@ -32,7 +33,8 @@ def has_writer(fd: int, path: str) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
-        if error.errno == errno.EAGAIN and mounts.kind(fd) not in _BY_LEAVE:
+        under = mounts.of(fd)
+        if error.errno == errno.EAGAIN and (under is None or under.kind not in _BY_LEAVE):
             return True
         return _is_written(path, time.monotonic() + LOOK)
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -52,13 +54,10 @@ def _is_written(wanted: str, until: float) -> bool:
 
 
 def _open_files(pid: str) -> Iterator[tuple[str, str]]:
-    folder = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY) as folder:
         for number in os.listdir(folder):  # noqa: PTH208
             with contextlib.suppress(OSError):  # closed
                 yield os.readlink(number, dir_fd=folder), number
-    finally:
-        os.close(folder)
 
 
 def _flags(pid: str, number: str) -> int:

@@ -1,29 +1,22 @@
-"""Starts the process that holds an image's read-through file, and finds those that live.
+"""Starts the process that holds an image's read-through file.
 
 What such a process does is in through/keeping.py, which it alone imports: its hook does not wait
 for that.
-
-    /run/forestage/through/<key>/lock   held as long as the keeper lives
-                                 sock   where it listens
-                                 state  whose it is; its mtime: the keeper was well then
 """
 
-import contextlib
 import os
 import socket
 import time
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import Task
-from forestage.system import child, fuse, lock, records
+from forestage.system import child, fuse, lock
+from forestage.through import living
+from forestage.through.living import PROCESS_NAME, states
 
-PROCESS_NAME = "forestage-keep"  # in ps(1); its servers are SERVER_NAME
-SERVER_NAME = "forestage-read"
 MOST, MOST_OF_USER = 7, 4
 """Images of a node, and of one user on it, that are read through at once.
 
@@ -32,17 +25,8 @@ A keeper and its server take 17 MiB, 33 once all threads have read: no more than
 
 SAFEST = -1000  # oom_score_adj: a killed keeper and server are a job's I/O error
 SILENT = "its keeper does not answer"
-START = 10.0  # seconds until the first server answers
 PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
 ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
-
-
-class State(msgspec.Struct, frozen=True):
-    """The file `state`: the keeper, for people; the user it was started for, the file's st_dev."""
-
-    pid: int
-    uid: int
-    device: int
 
 
 def start(task: Task, wait: bool = True) -> Path:
@@ -61,9 +45,9 @@ def start(task: Task, wait: bool = True) -> Path:
     _, ours = child.begin(partial(_live, task, spot), partial(_failed, task.image.path))
     with ours:
         # First that it has left the hook's session, which Slurm will kill.
-        said = child.heard(ours, START, SILENT)
+        said = child.heard(ours, living.START, SILENT)
         if said == "begun" and wait:
-            said = child.heard(ours, START, SILENT)
+            said = child.heard(ours, living.START, SILENT)
     if said == "busy" and _comes(spot / "sock"):
         said = "ready"
     if said not in ("begun", "ready"):
@@ -82,16 +66,6 @@ def listens(path: Path) -> bool:
     return True
 
 
-def states(through: Path) -> list[tuple[Path, State]]:
-    """The keepers that live, by their directories. Raises OSError."""
-    found = []
-    for spot in through.iterdir() if through.exists() else ():
-        with contextlib.suppress(FileNotFoundError, records.Damaged):
-            if not lock.is_free(spot / "lock"):
-                found.append((spot, records.load(spot / "state", State)))
-    return found
-
-
 def must_be_allowed(spot: Path, uid: int) -> None:
     if not os.path.exists(fuse.DEVICE):
         raise Declined("no-through", f"this node has no {fuse.DEVICE}")
@@ -102,7 +76,7 @@ def must_be_allowed(spot: Path, uid: int) -> None:
 
 def _comes(path: Path) -> bool:
     """Whether the keeper that another hook has just started listens in time."""
-    end = time.monotonic() + START
+    end = time.monotonic() + living.START
     while time.monotonic() < end:
         if listens(path):
             return True
@@ -112,10 +86,8 @@ def _comes(path: Path) -> bool:
 
 def _live(task: Task, spot: Path, hook: socket.socket) -> None:
     """The keeper's whole life."""
-    os.setsid()
-    os.chdir("/")
+    child.stand_alone(PROCESS_NAME)
     child.leave_job(SAFEST)
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
     child.tell(hook, "begun")
     task = task.received()
     child.let_go({hook.fileno(), task.opened.fd})
@@ -123,7 +95,7 @@ def _live(task: Task, spot: Path, hook: socket.socket) -> None:
 
     try:
         with lock.held(spot / "lock", PROBED):
-            Keeper(task, spot).run(hook)
+            Keeper(task, spot, must_be_allowed).run(hook)
     except lock.Busy:
         child.tell(hook, "busy")
 

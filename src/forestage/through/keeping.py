@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,8 @@ from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, fuse, mounts
-from forestage.through import clones, keeper, server
-from forestage.through.keeper import SERVER_NAME, State, must_be_allowed
+from forestage.through import clones, living, server
+from forestage.through.living import SERVER_NAME, State
 from forestage.through.local import Local
 from forestage.through.memory import Common, Generation
 from forestage.through.server import Served, Server
@@ -52,7 +53,10 @@ FILE = "/run/image"  # in the keeper's namespace
 class Keeper:
     """Its mount, its servers, its connections. Making one leaves the host's mount namespace."""
 
-    def __init__(self, task: Task, spot: Path) -> None:
+    def __init__(
+        self, task: Task, spot: Path, must_be_allowed: Callable[[Path, int], None]
+    ) -> None:
+        """`must_be_allowed` raises Declined where too many are there already."""
         node, opened, found = task.node, task.opened, task.image
         self.task = task
         self.uid = opened.user.uid
@@ -70,15 +74,15 @@ class Keeper:
         self.next_stager = 0.0
         self.release = _release()
         # Before the namespace: all of this would be out of reach in there.
-        self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        self.root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.spot = os.open(spot, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+        self.root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+        self.spot = os.open(spot, os.O_RDONLY | os.O_DIRECTORY)
+        self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
         self.listener: socket.socket | None = clones.listener(spot / "sock.new")
         self.connections: dict[int, socket.socket] = {}
-        self.lines = [os.open(fuse.DEVICE, os.O_RDWR | os.O_CLOEXEC)]
+        self.lines = [os.open(fuse.DEVICE, os.O_RDWR)]
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
         self.wake.setblocking(False)
@@ -96,7 +100,7 @@ class Keeper:
         Raises Declined, OSError.
         """
         self._start_server()
-        end = time.monotonic() + keeper.START
+        end = time.monotonic() + living.START
         while not self.common.settled:
             self._reap()
             if time.monotonic() > end or self.generations[-1][1].ended:
@@ -132,7 +136,7 @@ class Keeper:
     def _start_server(self) -> None:
         memory = Generation(len(server.receivers_of(self.lines)))
         settled = self.common.settled
-        probe = None if settled else os.open(FILE, os.O_PATH | os.O_CLOEXEC)
+        probe = None if settled else os.open(FILE, os.O_PATH)
         pid = os.fork()
         if pid == 0:
             path = self.served.image.path
@@ -177,7 +181,9 @@ class Keeper:
             os.kill(pid, signal.SIGKILL)
             self._await_end(memory)
         if self._may_start():
-            self.generations = [one for one in self.generations if not _is_done(one[1])]
+            self.generations = [
+                one for one in self.generations if not (one[1].ended and one[1].is_empty())
+            ]
             self._start_server()
 
     def _may_start(self) -> bool:
@@ -291,7 +297,3 @@ class Keeper:
 def _release() -> int:
     """Another number after an upgrade: packages put new files in place of the old ones."""
     return Path(forestage.__file__).stat().st_ctime_ns
-
-
-def _is_done(memory: Generation) -> bool:
-    return memory.ended and memory.is_empty()

@@ -17,9 +17,8 @@ import msgspec
 
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
-from forestage.system import as_user, lock, mounts
-from forestage.through import keeper
-from forestage.through.keeper import SERVER_NAME, State
+from forestage.system import as_user, files, lock, mounts
+from forestage.through.living import PROCESS_NAME, SERVER_NAME, State, states
 
 STALE = 60.0  # seconds
 AGAIN = 1.0  # seconds between two looks at a keeper, which is some of its turns
@@ -38,7 +37,7 @@ class Keeper(msgspec.Struct, frozen=True):
 def hanging(through: Path, clock: Clock) -> list[Keeper]:
     """The keepers that live and do not turn. Raises OSError."""
     since = clock.wall() - STALE
-    living = [Keeper(spot, state, _seen(spot)) for spot, state in keeper.states(through)]
+    living = [Keeper(spot, state, _seen(spot)) for spot, state in states(through)]
     silent = [one for one in living if one.seen < since]
     if silent:
         clock.sleep(AGAIN)  # a clock that was just set forward makes all look silent
@@ -62,7 +61,7 @@ def _keepers() -> Iterator[int]:
     """What keepers wrote of themselves may be of another PID namespace, or of a process no more."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
-            if (process / "comm").read_bytes() == f"{keeper.PROCESS_NAME}\n".encode():
+            if (process / "comm").read_bytes() == f"{PROCESS_NAME}\n".encode():
                 yield int(process.name)
 
 
@@ -96,10 +95,8 @@ def remove(spot: Path) -> None:
 
 
 def _seen(spot: Path) -> float:
-    try:
-        return (spot / "state").stat().st_mtime
-    except FileNotFoundError:  # it ends
-        return float("inf")
+    found = files.facts(spot / "state")
+    return found.st_mtime if found else float("inf")  # it ends
 
 
 def _has_open(pid: int, file: Path) -> bool:

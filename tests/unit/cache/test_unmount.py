@@ -131,7 +131,7 @@ def test_path_below_a_users_file_system_is_the_last(
     cache: Cache, table: list[Mount], hangs: set[str], monkeypatch: pytest.MonkeyPatch, me: User
 ) -> None:
     """It may hang whenever that user likes."""
-    table.append(Mount(9, 1, "0:9", "/", "/lustre/5", fuse_user=1000))
+    table.append(Mount(9, 1, "0:9", "/", "/lustre/5", rest="rw - fuse.x x rw,user_id=1000"))
     ordered: list[str] = []
 
     def each(works: list[object], *rest: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -99,11 +100,14 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
 
 
 def test_epilog_has_work_where_a_window_left_something_in_memory(tmp_path: Path) -> None:
-    left = tmp_path / "forestage-window-job-7"
+    left = Places(tmp_path).window(7)
+    left.parent.mkdir(parents=True)
     left.symlink_to("/nowhere")
     for job, nothing in (("7", False), ("77", True), ("", True)):
         environ = {"SLURM_JOB_ID": job}
-        assert nothing_to_do("epilog", environ, "/nowhere", str(tmp_path)) is nothing
+        assert nothing_to_do("epilog", environ, "/nowhere", str(left)[:-1]) is nothing
+    looked_at = inspect.signature(nothing_to_do).parameters["window"].default
+    assert looked_at == str(Places().window(7))[:-1]
 
 
 ON_TWO = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}

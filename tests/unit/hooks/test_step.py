@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from forestage.hooks.step import (
     HELD_UP,
     Once,
     Patience,
-    Watch,
     as_noted,
     fields,
     message,
@@ -181,7 +181,7 @@ class ManualClock(Clock):
 def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_image: Make) -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
-    watch = Watch(clock, lambda text: heard.append((clock.now - 1000, text)))
+    watch = Patience(clock, lambda text: heard.append((clock.now - 1000, text)), math.inf)
     eta = Eta(staging_node, make_image(), Deadline.after(999, clock), watch)
     for _ in range(400):
         clock.now += 0.25
@@ -192,7 +192,7 @@ def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_imag
 def test_user_who_waits_for_data_reads_a_line_each_half_minute() -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
-    patience = Patience(clock, lambda text: heard.append((clock.now - 1000, text)))
+    patience = Patience(clock, lambda text: heard.append((clock.now - 1000, text)), AGAIN)
     for number in range(300):
         clock.now += 0.25
         patience(lambda number=number: f"line {number}")  # type: ignore[misc]
@@ -330,7 +330,7 @@ def test_user_messages_none_is_silent_during_a_wait(
     configured: Configured, image_asked: Job, handled: list[Call], messages: str, watched: bool
 ) -> None:
     run(configured(user_messages=messages, cold="wait"), image_asked)
-    assert (handled[0].limit.watch is not None) is watched
+    assert isinstance(handled[0].limit.watch, Patience) is watched
 
 
 @pytest.mark.parametrize("off", [True, False])

@@ -287,10 +287,10 @@ def test_file_system_without_direct_writes_is_written_through_the_page_cache(
     """So is tmpfs before 6.6; any other error is one."""
     real = os.open
 
-    def opens(path: str, flags: int, *mode: int) -> int:
+    def opens(path: str, flags: int, mode: int = 0o777, **where: int | None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(number, os.strerror(number))
-        return real(path, flags, *mode)
+        return real(path, flags, mode, **where)
 
     data = pair.random(2 * CHUNK + BLOCK + 5)
     pair.reserve()

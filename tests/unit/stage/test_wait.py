@@ -403,8 +403,8 @@ def test_progress_says_how_far_and_about_how_long(staging_node: Node, make_image
     wanted = make_image(size=SIZE)
     heard: list[str] = []
 
-    def watch(eta: Eta) -> None:
-        heard.append(eta.progress())
+    def watch(line: Callable[[], str]) -> None:
+        heard.append(line())
 
     eta = Eta(node, wanted, Deadline.after(99, node.clock), watch)
     assert not eta.hopeless()

@@ -23,9 +23,15 @@ TABLE = """\
 """
 
 
+def of_user(uid: int) -> str:
+    """What mountinfo says behind the mount point of a user's FUSE."""
+    return f"rw,nosuid - fuse.sshfs host:/x rw,user_id={uid},group_id=0"
+
+
 def test_table_is_read_as_the_kernel_prints_it() -> None:
     assert listed(TABLE)[3] == Mount(
-        40, 30, "259:1", "/forestage/entries/0a/image", "/lustre/a b.sqsh"
+        *(40, 30, "259:1", "/forestage/entries/0a/image", "/lustre/a b.sqsh"),
+        "ro,nosuid,nodev - xfs /dev/nvme0n1 rw",
     )
     assert len(listed(TABLE)) == 7
     assert listed("") == []
@@ -79,8 +85,8 @@ def test_users_mount_on_the_way_covers_what_lies_below(
         Mount(1, 0, "254:0", "/", "/"),
         Mount(2, 1, "0:40", "/", "/lustre"),
         bind,
-        Mount(5, 2, "0:41", "/", "/lustre/other", 1000),
-        Mount(4, parent, "0:42", "/", point, user),
+        Mount(5, 2, "0:41", "/", "/lustre/other", of_user(1000)),
+        Mount(4, parent, "0:42", "/", point, of_user(user)),
     ]
     found = cover(table, bind)
     assert (found is not None and found.id == 4) == covers
@@ -88,14 +94,18 @@ def test_users_mount_on_the_way_covers_what_lies_below(
 
 def test_redirect_on_a_users_mount_is_not_covered_by_it() -> None:
     bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/img")
-    table = [Mount(1, 0, "0:1", "/", "/"), Mount(2, 1, "0:2", "/", "/lustre/a", 1000), bind]
+    table = [
+        Mount(1, 0, "0:1", "/", "/"),
+        Mount(2, 1, "0:2", "/", "/lustre/a", of_user(1000)),
+        bind,
+    ]
     assert cover(table, bind) is None
 
 
 def test_outermost_cover_is_the_first_to_go() -> None:
     bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
     inner, outer = (
-        Mount(n, 2, "0:4", "/", at, 7) for n, at in ((5, "/lustre/a/b"), (6, "/lustre/a"))
+        Mount(n, 2, "0:4", "/", at, of_user(7)) for n, at in ((5, "/lustre/a/b"), (6, "/lustre/a"))
     )
     table = [Mount(1, 0, "0:1", "/", "/"), Mount(2, 1, "0:2", "/", "/lustre"), bind, inner, outer]
     assert cover(table, bind) == outer
@@ -149,7 +159,9 @@ def escaped(text: str) -> str:
 @given(NAMES, NAMES)
 def test_any_name_is_read_back(root: str, point: str) -> None:
     line = f"7 1 0:5 /{escaped(root)} /{escaped(point)} ro - tmpfs tmpfs rw\n"
-    assert listed(line * 2) == [Mount(7, 1, "0:5", f"/{root}", f"/{point}")] * 2
+    assert (
+        listed(line * 2) == [Mount(7, 1, "0:5", f"/{root}", f"/{point}", "ro - tmpfs tmpfs rw")] * 2
+    )
 
 
 def test_open_file_tells_its_mount(tmp_path: Path) -> None:
