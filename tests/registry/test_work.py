@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import registries
 from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, until
 
+import node as waited
 from forestage.registry.words import Importing, Present, Refused, Resolved
 from forestage.system import mounts, run
 
@@ -129,6 +130,25 @@ def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -
         os.sched_yield()
     first.kill()
     assert [pid for pid in run._pids() if run._session(pid) == first.pid] == []
+
+
+@pytest.mark.parametrize("by_slurm", [False, True])
+def test_import_that_nobody_waits_for_leaves_no_temporary_files(
+    site: Site, open_path: Path, by_slurm: bool
+) -> None:
+    """Slurm signals all of the step's cgroup; elsewhere the worker's stdin ends."""
+    first = site.start(environ={"STANDIN_WAIT": str(open_path / "never")})
+    until(first, Importing)
+    temp = site.temp / str(ALICE.uid)
+    waited.until(lambda: list(temp.glob("*/image")), "what enroot has unpacked")
+    if by_slurm:
+        run._signal(run._members(first.pid, 0), signal.SIGTERM)
+        waited.until(lambda: not run._members(first.pid, 0), "their end")
+    else:
+        first.kill()
+    assert list(temp.iterdir()) == []
+    assert site.names() == set()
+    first.kill()
 
 
 def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_path: Path) -> None:

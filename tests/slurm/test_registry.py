@@ -20,6 +20,7 @@ from steps import accompanied
 
 import registry as registries
 from forestage.events import Handled, Outcome
+from forestage.registry.under_way import PROCESS_NAME
 from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 
 NODES = 4
@@ -441,6 +442,21 @@ def test_cancelled_step_ends_at_once_and_its_import_with_it(site: Site, registry
     wait_until(lambda: not at_work(), 60, at_work)
     assert parts(site) == []
     assert not list(site.cluster.host_path("/run/forestage/images", "n1").iterdir())
+
+
+def test_import_that_ends_after_its_step_was_cancelled_leaves_no_lease(
+    site: Site, registry: Registry
+) -> None:
+    registry.push("team/tool:1", "first")
+    image = f"{registry.host}#team/tool:1"
+    job = waiting(site, image, "n1")
+    site.cluster.run(["scancel", str(job)])
+    site.source(GATE).touch()  # within the seconds in which another task may come
+    site.wait_over(job)
+    wait_until(lambda: not site.named("n1", PROCESS_NAME), 60, lambda: "its helper lives on")
+    assert site.leases("n1") == []
+    assert not list(site.cluster.host_path("/run/forestage/images", "n1").iterdir())
+    assert site.entries("n1") == {}
 
 
 def test_explain_tells_the_whole_way(site: Site, registry: Registry) -> None:

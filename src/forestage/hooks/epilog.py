@@ -69,6 +69,7 @@ def epilog(
         done = Released(result="released")
         if cache:
             over = _Over(job, lease, cache, leases, places, clock, patience)
+            _forget_images(over)
             done = _release(over)
             _clear(over)
         made = cache is not None and cache.locks.is_dir()
@@ -111,8 +112,21 @@ def _delete_window(places: Places, clock: Clock, job: Job) -> None:
         as_user.call(work, type(None), WINDOW_TIME + 1)
 
 
+def _forget_images(over: _Over) -> None:
+    """Removes what steps were shown of registries' images.
+
+    Before the lease goes: who takes one for a step later knows by that to give it back
+    (hooks/registry.py).
+    """
+    if over.places.images.exists():
+        from forestage.registry import place
+
+        with contextlib.suppress(OSError):  # the sweep does it
+            place.forget(over.places, over.job.id)
+
+
 def _clear(over: _Over) -> None:
-    """Removes what few jobs have: data, and what steps were shown of registries' images."""
+    """Removes what few jobs have: data, and what was kept of registries' images."""
     cache, places, job = over.cache, over.places, over.job
     if over.lease is None or over.lease.data:
         from forestage.data import job_dir, looks, tree
@@ -122,14 +136,13 @@ def _clear(over: _Over) -> None:
         looks.end(cache, job.id)
         job_dir.end(cache, job.id)
     if places.images.exists():
-        from forestage.registry import kept, place
+        from forestage.registry import kept
 
         if (cache.looks / str(job.id)).exists():  # registry/agreed.py
             from forestage.data import looks
 
             looks.end(cache, job.id)
         with contextlib.suppress(OSError):  # the sweep does it
-            place.forget(places, job.id)
             kept.tidy(cache)
 
 

@@ -402,12 +402,13 @@ def leased(node: Node, job: Job, key: str, limit: Wait) -> Iterator[Lease]:
         # A job may name one image twice: what the first request got stays. So does what a step
         # took, as another one may run with it by now.
         if is_new and job.step is None:
-            on_error.callback(_give_back, node, job, key)
+            on_error.callback(give_back, node, job, key)
         yield lease
         on_error.pop_all()
 
 
-def _give_back(node: Node, job: Job, key: str) -> None:
+def give_back(node: Node, job: Job, key: str) -> None:
+    """Has the job's lease hold the entry no longer. Best effort."""
     # The deadline may be over, so no waiting: what stays in the lease goes in the Epilog.
     with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
         lease = node.leases.read(job.id)

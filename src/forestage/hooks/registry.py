@@ -27,7 +27,7 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Came, Handled
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
-from forestage.hooks.waiting import Nobody, Tasks, Waiting
+from forestage.hooks.waiting import GONE, Nobody, Tasks, Waiting
 from forestage.registry import kept, place, under_way, worker
 from forestage.registry.under_way import PROCESS_NAME, UnderWay
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
@@ -123,14 +123,24 @@ def _serve(
         hook.close()
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)
-        if line and tasks.connections:  # else the job may be over, and what is noted would stay
+        if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             step.Once(node, job, tasks.speak)(line)
         tasks.say("env", "FORESTAGE_RESULT", step.result_word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
+        if tasks.are_over:
+            _give_back(node, job, answer)
         while not tasks.have_gone:
             tasks.wait(-1)
             child.reap()  # a copy that was started here may have ended
+
+
+def _give_back(node: Node, job: Job, answer: Answer) -> None:
+    """Gives back what a job that is over got: its Epilog came first, and none comes again."""
+    if answer.image:
+        image.give_back(node, job, answer.image.key)
+    with contextlib.suppress(OSError):  # the sweep does it
+        place.forget(node.places, job.id)
 
 
 def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
@@ -305,7 +315,7 @@ def _words(at_work: Worker, tasks: Waiting) -> Iterator[Word]:
             return
         tasks.wait(at_work.fd)
         if tasks.have_gone:
-            raise Declined("stopped", "the step has ended, nobody waits for its image")
+            raise Declined("stopped", GONE)
         if time.monotonic() - heard > SILENT:
             raise Declined(
                 "source-hangs", f"the store or the registry was silent for {SILENT:.0f} s"
@@ -322,6 +332,7 @@ def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Waiting) -> An
     job = msgspec.structs.replace(job, requests=(request,), saves=None)
     if job.step is None:
         return image.fetch(node, job, request, _limit(node, job, asked))
+    tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
     limit = _limit(node, job, asked, step.Once(node, job, tasks.speak))
     (answer,) = image.handle(node, job, (request,), limit)
     return answer

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from forestage.errors import Declined
 from forestage.units import printable
 
 LAST = 5.0  # seconds from the last task's end; another may come a little later
 TURN = 0.25  # seconds between two looks who waits
 MOST_TASKS = 1024  # that wait at once; others stand in line
+GONE = "the step has ended, nobody waits for its image"
 
 
 class Waiting(Protocol):
@@ -24,6 +26,7 @@ class Waiting(Protocol):
     @property
     def have_gone(self) -> bool: ...
     def wait(self, fd: int) -> None: ...
+    def must_wait(self) -> None: ...
     def speak(self, text: str) -> None: ...
 
 
@@ -39,6 +42,9 @@ class Nobody:
 
     def wait(self, fd: int) -> None:
         select.select([fd], [], [], TURN)
+
+    def must_wait(self) -> None:
+        """What comes of it is for later."""
 
     def speak(self, text: str) -> None:
         """Nobody reads it."""
@@ -60,6 +66,7 @@ class Tasks:
         self.connections: list[socket.socket] = []
         self.lines: list[bytes] = []
         self.alone, self.limit = time.monotonic(), first
+        self.came = False  # a task, ever
 
     def __enter__(self) -> "Tasks":
         return self
@@ -74,21 +81,45 @@ class Tasks:
         """Whether nobody waits any more, or nobody came."""
         return not self.connections and time.monotonic() - self.alone > self.limit
 
+    @property
+    def are_there(self) -> bool:
+        """Whether a task waits at this moment: its job is not over then."""
+        self._look(-1, 0.0)
+        return bool(self.connections)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the job's Epilog has been here: it deletes the socket before the lease."""
+        return not self.path.exists()
+
+    def must_wait(self) -> None:
+        """Raises Declined where the last task has ended and no other comes; before the first, none.
+
+        Returns as soon as a task waits.
+        """
+        while not self.are_there and self.came:
+            if self.have_gone:
+                raise Declined("stopped", GONE)
+            self.wait(-1)
+
     def wait(self, fd: int) -> None:
         """Waits a moment for something to read at `fd`, if that is one, or for another task."""
+        self._look(fd, TURN)
+
+    def _look(self, fd: int, seconds: float) -> None:
         poll = select.poll()
         open_to_more = [self.listener] * (len(self.connections) < MOST_TASKS)
         for one in (*self.connections, *open_to_more):
             poll.register(one.fileno(), select.POLLIN)
         if fd >= 0:
             poll.register(fd, select.POLLIN)
-        ready = {number for number, _ in poll.poll(TURN * 1000)}
+        ready = {number for number, _ in poll.poll(seconds * 1000)}
         for one in [one for one in self.connections if one.fileno() in ready]:
             self._drop(one)  # a task says nothing: it has ended
         if self.listener.fileno() in ready:
             self._accept()
         if self.connections:
-            self.alone, self.limit = time.monotonic(), LAST
+            self.alone, self.limit, self.came = time.monotonic(), LAST, True
 
     def speak(self, text: str) -> None:
         """A line for the user, which the first task on the node writes."""

@@ -1,6 +1,7 @@
 """The other side of a worker: who started it, reads its words, and lets it go on or ends it."""
 
 import os
+import signal
 import threading
 import time
 
@@ -8,7 +9,7 @@ from forestage.registry import words
 from forestage.registry.words import Word
 from forestage.system import run
 
-GRACE = 3.0  # seconds to clean up once nobody waits any more
+GRACE = 12.0  # seconds to clean up once nobody waits any more
 
 
 class Gone(Exception):
@@ -20,19 +21,24 @@ class Asker:
 
     def __init__(self) -> None:
         self.gone, self.went = threading.Event(), threading.Event()
+        # In the step's cgroup, where scancel's SIGTERM comes to enroot as well: it dies with us.
+        signal.signal(signal.SIGTERM, lambda *_: self._leave())
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         while said := os.read(0, words.LONGEST):
             if words.GO in said:
                 self.went.set()
-        self.gone.set()
-        self.went.set()
+        self._leave()
         time.sleep(GRACE)
         # It hangs in a file system or a program, which must not go on for nobody.
         if os.getsid(0) == os.getpid():
             run.end_session(os.getpid(), spare=os.getpid())
         os._exit(1)
+
+    def _leave(self) -> None:
+        self.gone.set()
+        self.went.set()
 
     def say(self, word: Word) -> None:
         """Raises Gone, Odd."""

@@ -23,6 +23,7 @@ from forestage.system import child, run
 from forestage.units import format_duration, format_size
 
 NICE = 10
+TIDY = 10.0  # seconds in which enroot may delete its temporary files; less than asker.GRACE
 ASKED = 10.0  # seconds for mksquashfs to say its release
 LAST = 4096  # bytes of what enroot says last
 TOLD = 3  # lines of that, for the user
@@ -63,9 +64,14 @@ class Import:
         return self._program.code is None
 
     def kill(self) -> None:
-        """Ends it and all that it started, if this process leads a session of its own."""
+        """Ends it and all that it started, if this process leads a session of its own.
+
+        A running enroot first deletes what it has unpacked so far, which may be many GiB: its shell
+        does so for SIGTERM.
+        """
         if os.getsid(0) == os.getpid():
-            run.end_session(os.getpid(), spare=os.getpid())
+            grace = TIDY if self._program.code is None else 0.0
+            run.end_session(os.getpid(), spare=os.getpid(), grace=grace)
         self._program.wait(1.0)
 
     def progress(self) -> str:

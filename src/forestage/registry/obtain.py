@@ -148,6 +148,7 @@ class Image:
             while at_work.runs(POLL):
                 self._go_on()
                 self._tell(at_work.progress())
+            self._go_on()  # an enroot that was ended with this worker has not failed for others
             at_work.must_have_succeeded()
         finally:
             at_work.kill()

@@ -13,6 +13,7 @@ import msgspec
 
 from forestage.events.reasons import REASONS
 from forestage.registry import words
+from forestage.registry.asker import GRACE
 from forestage.registry.words import Odd, Order, Present, Refused, Word
 from forestage.system import run
 from forestage.system.as_user import User
@@ -20,7 +21,6 @@ from forestage.system.as_user import User
 MODULE = "forestage.registry.work"
 AT_ONCE = 64 * 1024  # bytes read by one call of `words`; a pipe holds as much
 MOST = 4 << 20  # bytes in all: a line each 30 s, for weeks
-GRACE = 3.0  # seconds in which a worker that is ended may let go of its lease and its part
 
 
 class Worker:
@@ -66,7 +66,10 @@ class Worker:
             os.write(self._program.given, words.GO)
 
     def kill(self) -> None:
-        """Ends it and all that it started; takes GRACE at most, and a little more."""
+        """Ends it and all that it started; takes GRACE at most, and a little more.
+
+        A worker may let go of its lease and its part, and enroot of its temporary files.
+        """
         self.ended = True
         if self._killed:  # its number may be another's by now
             return

@@ -152,20 +152,34 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
     return Piped(process)
 
 
-def end_session(session: int, spare: int = 0) -> None:
+def end_session(session: int, spare: int = 0, grace: float = 0.0) -> None:
     """Kills all processes of a session that we may signal, but `spare`.
 
-    Programs of a shell, of GNU parallel above all, are in many process groups.
+    With `grace` they first get SIGTERM, and so many seconds to clean up. Programs of a shell, of
+    GNU parallel above all, are in many process groups.
     """
+    if grace:
+        _signal(_members(session, spare), signal.SIGTERM)
+    end = time.monotonic() + grace
+    while _members(session, spare) and time.monotonic() < end:
+        time.sleep(0.02)
     for _ in range(ROUNDS):
-        pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
-        found = [pid for pid in pids if pid != spare and _session(pid) == session]
+        found = _members(session, spare)
         if not found:
             return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _signal(found, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def _members(session: int, spare: int) -> list[int]:
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
+    return [pid for pid in pids if pid != spare and _session(pid) == session]
+
+
+def _signal(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _session(pid: int) -> int:

@@ -93,6 +93,21 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
     assert ended == [Lease(asking.id, asking.user, 0.0, root, (Use("0a", "/lustre/a"),))]
 
 
+def test_sockets_of_steps_go_before_the_lease(
+    staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
+) -> None:
+    """By that a step that takes a lease later knows to give it back (hooks/registry.py)."""
+    images, release, seen = staging_node.places.images, epilog._release, []
+    images.mkdir(parents=True)
+    (images / f"{asking.id}.0.sock").touch()
+    holding(staging_node, asking, "0a")
+    monkeypatch.setattr(
+        epilog, "_release", lambda over: seen.append([*images.iterdir()]) or release(over)
+    )
+    assert ended(staging_node, asking, config) == ("released", "")
+    assert seen == [[]]
+
+
 def test_job_that_was_switched_off_leaves_no_lease(
     staging_node: Node, asking: Job, config: Config
 ) -> None:

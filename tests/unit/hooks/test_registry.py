@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from forestage.cache.image import Image
 from forestage.cache.node import Node
+from forestage.errors import Declined
 from forestage.events import Handled
-from forestage.hooks import waiting
+from forestage.hooks import image, registry, waiting
+from forestage.hooks.image import Answer, Wait
 from forestage.hooks.registry import Asked, message, order_of
 from forestage.hooks.waiting import Tasks
+from forestage.registry import place
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from node import until
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 DIGEST = f"sha256:{'a' * 64}"
@@ -170,6 +175,49 @@ def test_nobody_waits_once_the_last_task_has_gone(
 def test_first_task_is_waited_for(tasks: Tasks) -> None:
     tasks.wait(-1)
     assert not tasks.have_gone
+
+
+def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LAST", 0.0)
+    tasks.must_wait()
+    one = task(tasks)
+    tasks.must_wait()
+    one.close()
+    with pytest.raises(Declined, match="the step has ended"):
+        tasks.must_wait()
+
+
+def test_lease_that_came_after_the_epilog_is_given_back(
+    staging_node: Node,
+    asking: Job,
+    asked: Asked,
+    make_image: Callable[..., Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job was cancelled, and is over, while its image was staged."""
+    found, held = make_image(), tmp_path / "held"
+    staging_node.cache.prepare(require_mount=False)
+
+    def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
+        tasks.path.unlink()
+        place.make(node.places, job.id, job.step, found.size)
+        with image.leased(node, job, found.key, Wait.of(node.clock, 60.0, None)):
+            return Answer(Handled("hit"), found)
+
+    def report(outcomes: object) -> None:
+        held.write_text(f"{staging_node.leases.jobs()}")
+
+    monkeypatch.setattr(registry, "_answer", answer)
+    monkeypatch.setattr(registry, "FIRST", 0.0)
+    asked = msgspec.structs.replace(asked, timeout="0")
+    registry.begin(staging_node, msgspec.structs.replace(asking, step=0), asked, report)
+    until(held.exists, "the lease")
+    until(lambda: not staging_node.leases.jobs(), "its end")
+    until(lambda: not list(staging_node.places.images.iterdir()), "the end of the place")
+    assert held.read_text() == f"({asking.id},)"
 
 
 def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) -> None:
