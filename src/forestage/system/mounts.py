@@ -278,7 +278,7 @@ def mount_id(fd: int, proc: str = "/proc") -> int:
 
 
 def is_here(fd: int, path: str) -> bool:
-    """Whether an open file lies on a mount of this process' namespace; `path` is its name in /proc/self/fd.
+    """Whether an open file lies on a mount of this process' namespace; `path` is its resolved path.
 
     A link of /proc leads into a mount namespace of a user's own, where they give other users' names
     to what they like; and a file system of theirs says what inode and times it likes. Raises
@@ -287,7 +287,7 @@ def is_here(fd: int, path: str) -> bool:
     number = mount_id(fd)
     if number in {mount.id for mount in current()}:
         return True
-    # In a chroot mountinfo has not the mount of the root. Where it has, nobody is asked for a walk.
+    # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return mount_id(found) == number
