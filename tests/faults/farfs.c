@@ -33,6 +33,7 @@ static const char *control;
  *     ago N      all was changed N seconds earlier than it was
  *     inodes 1   each look finds another inode number
  *     longer N   each file says that it is N bytes longer than it is
+ *     forges 1   behind their first 4 KiB, files have other bytes than they have
  *     squash 1   to open and to look, root is nobody: what others may not, root may not
  *     squash 2   and root reads nothing, from open files neither
  *     quota N    of N MiB and more in one file nothing is written: EDQUOT
@@ -176,6 +177,8 @@ static int far_read(const char *path, char *out, size_t size, off_t offset,
     if (each && ++reads % each == 0)
         return -EINTR;
     ssize_t count = pread(info->fh, out, most && size > (size_t)most ? (size_t)most : size, offset);
+    for (ssize_t at = offset < 4096 ? 4096 - offset : 0; at < count && told("forges"); at++)
+        out[at] ^= 1;
     return count < 0 ? -errno : count;
 }
 

@@ -247,6 +247,30 @@ def test_bad_hint_of_data_is_said_once(
     assert said(step(loaded, 1, capfd)) == []
 
 
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "stage=%ff@job",
+        "stage={path}/%ff/",
+        "stage={path}/x.sqsh@/mnt/%ff",
+        "stage={path}@seed:%ff",
+        "stage=\udcff/,./\udcff@job",
+        "stage-list=%00",
+        "stage-list={path}/%ff",
+        "stage-dir=16M stage={path}/%c2%9b[2J@job",
+    ],
+)
+@pytest.mark.parametrize("redirect", ["spank", "bind"])
+def test_no_bytes_in_a_hint_drain_a_node_or_reach_a_terminal(
+    node: Node, comment: str, redirect: str
+) -> None:
+    node.configure(on_error="drain", redirect=redirect)
+    ran = node.prolog(1, comment=comment.format(path=node.shared))
+    assert (ran.code, node.epilog(1).code) == (0, 0)
+    assert "failed" not in [one.result for one in ran.outcomes]
+    assert node.places.events.read_text().replace("\n", "").isprintable()
+
+
 def test_many_bad_hints_are_few_lines(loaded: Node, capfd: pytest.CaptureFixture[str]) -> None:
     loaded.prolog(1, comment=" ".join(f"stage-{n}=x stage=/{n}" for n in range(40)))
     assert len(said(step(loaded, 1, capfd))) == MAX_PROBLEMS

@@ -21,6 +21,7 @@ import msgspec
 
 from forestage.cache import image
 from forestage.errors import Declined, Failed
+from forestage.system import mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
 from forestage.units import printable
@@ -128,9 +129,11 @@ def _open_root(path: str) -> tuple[int, str]:
         resolved.encode()
     except UnicodeEncodeError:
         raise Declined("bad-path", "the path resolves to a name that is not UTF-8") from None
-    # A link of /proc leads where the user may not go by name, or into a namespace of their own.
+    # A link of /proc leads where the user may not go by name, or into a namespace of their own: the
+    # directory may be the same, and what is mounted in it another.
     try:
         is_there = os.path.samestat(os.fstat(fd), os.stat(resolved))  # noqa: PTH116
+        is_there = is_there and mounts.is_here(fd, resolved)
     except OSError as error:
         raise image.declined_by(error, resolved) from None
     if not is_there:

@@ -203,6 +203,7 @@ class OpenTree:
         lent: bool = False,
     ) -> None:
         self.root = root
+        self.disk = os.fstat(root).st_dev
         self.found = found
         self.user = user
         self.max_files = max_files
@@ -299,8 +300,9 @@ class OpenTree:
         # What lies behind the piece may be another node's to read: no readahead.
         os.posix_fadvise(self.own.fd, 0, 0, os.POSIX_FADV_RANDOM)
         facts = os.fstat(self.own.fd)
-        seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-        if seen != (file.inode, file.size, file.mtime_ns, file.ctime_ns):
+        seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+        # A file system that a user mounts there for a moment says what inode and times it likes.
+        if seen != (self.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
             raise source.changed(printable(os.path.join(self.found.path, os.fsdecode(file.path))))
         self.own.number = number
         self.seen.add(number)

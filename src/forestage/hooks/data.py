@@ -97,7 +97,9 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
     """What the job's list names. Raises Declined, as_user.TooSlow, OSError."""
     if not job.hints.listed:
         return ()
-    path = os.path.join(job.work_dir, job.hints.listed)
+    # It need not begin as a path does: no reference to a registry can be meant.
+    named = Request(os.path.join(".", job.hints.listed), "hint")
+    path = images.wanted_path(named, job.work_dir)
 
     def work() -> as_user.Found[bytes]:
         as_user.become(job.user)
@@ -207,7 +209,7 @@ def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -
         fill.must_be_possible(noted, request)
     except (ForestageError, OSError) as error:
         return _of_error(request, error)
-    return Handled("started", request=request.path, via="hint")
+    return Handled("started", request=printable(request.path), via="hint")
 
 
 def _shown(

@@ -155,10 +155,23 @@ def requests(parts: Sequence[str], rank: Rank, problems: list[str]) -> list[Requ
     for part in filter(None, parts):
         path, at = _split(part)
         try:
-            found.append(Request(_path(path, rank), "hint", _decoded(at)))
+            request = Request(_path(path, rank), "hint", _decoded(at))
+            # Data is noted for the job's steps, as JSON, which takes no other.
+            if request.is_data and not _is_text(request.path + request.at):
+                raise ValueError(f"{quote(part)} is not UTF-8")
+            found.append(request)
         except ValueError as error:
             problems.append(f"stage: {error}")
     return found
+
+
+def _is_text(name: str) -> bool:
+    """Pure: whether a name that may hold undecodable bytes holds none."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _split(part: str) -> tuple[str, str]:

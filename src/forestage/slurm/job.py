@@ -11,7 +11,7 @@ import msgspec
 from forestage.errors import JobError
 from forestage.slurm.hints import NOWHERE, Hints, Rank, Request, read_hints
 from forestage.system.as_user import User
-from forestage.units import quote
+from forestage.units import printable, quote
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -83,7 +83,8 @@ class Job(msgspec.Struct, frozen=True):
                 gid=_number(environ, "SLURM_JOB_GID"),
             ),
             node=node,
-            partition=environ.get("SLURM_JOB_PARTITION", ""),
+            # A step's is the user's, and goes into events as it is.
+            partition=printable(environ.get("SLURM_JOB_PARTITION", "")),
             work_dir=environ.get("SLURM_JOB_WORK_DIR", ""),
             requests=from_option + hinted,
             saves=environ.get(SAVE_OPTION) or None,

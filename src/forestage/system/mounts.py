@@ -284,6 +284,24 @@ def mount_id(fd: int, proc: str = "/proc") -> int:
     raise OSError(f"no mnt_id for descriptor {fd}")
 
 
+def is_here(fd: int, path: str) -> bool:
+    """Whether an open file lies on a mount of this process' namespace; `path` is its resolved path.
+
+    A link of /proc leads into a mount namespace of a user's own, where they give other users' names
+    to what they like; and a file system of theirs says what inode and times it likes. Raises
+    OSError.
+    """
+    number = mount_id(fd)
+    if number in {mount.id for mount in current()}:
+        return True
+    # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
+    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return mount_id(found) == number
+    finally:
+        os.close(found)
+
+
 def _plain(text: str) -> str:
     """Undoes mountinfo's octal escapes (space, tab, newline, backslash)."""
     if "\\" not in text:

@@ -36,6 +36,14 @@ def test_job_is_read_from_slurmds_variables() -> None:
     assert Job.from_environ(ENVIRON | {IMAGE_OPTION: ""}).requests == ()
 
 
+def test_partition_of_a_step_may_be_any_bytes() -> None:
+    """They are its user's, and get into events."""
+    environ = ENVIRON | {"SLURM_JOB_PARTITION": "\udcff\x1b[2J" + 5000 * "x"}
+    partition = Job.from_environ(environ).partition
+    assert partition.isprintable()
+    assert len(partition.encode()) < 2000
+
+
 @pytest.mark.parametrize("step", [0, 3, 0xFFFFFFFB])
 def test_step_is_read_from_the_companions_variables(step: int) -> None:
     environ = ENVIRON | {"SLURM_STEP_ID": str(step)}
