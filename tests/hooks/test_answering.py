@@ -130,9 +130,16 @@ def test_user_is_told_of_their_own_job_by_the_kernels_word(desk: Desk) -> None:
     }  # fmt: skip
 
 
+def test_user_is_told_of_the_images_of_their_own_job(desk: Desk) -> None:
+    desk.start()
+    (image,) = desk.ask("images 7\n")["images"]["images"]
+    assert (image["image"], image["result"]) == ("/lustre/img.sqsh", "hit")
+    assert desk.ask("images 7\n", BOB.uid)["images"]["images"] == []
+
+
 NO_QUESTIONS = [
     *("", "\n", "job\n", "job 0\n", "job -7\n", "job 7", "job 7 \n", "job 77777777777\n"),
-    *("JOB 7\n", "job 7;id\n", "\x80\xff\n", "status", "job \xd9\xa7\n"),
+    *("JOB 7\n", "job 7;id\n", "images\n", "\x80\xff\n", "status", "job \xd9\xa7\n"),
 ]
 
 

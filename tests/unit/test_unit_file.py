@@ -65,6 +65,12 @@ def test_room_is_made_wherever_the_sweep_runs() -> None:
     assert "\nPartOf=forestage-sweep.timer\n" in unit("forestage-room.timer")
 
 
+def test_boot_does_not_wait_for_images() -> None:
+    """A unit of type oneshot that a target wants is waited for by what comes after the target."""
+    assert "\nWantedBy=multi-user.target\n" in unit("forestage-boot.service")
+    assert values("Type", "forestage-boot") == ["exec"]
+
+
 @pytest.mark.parametrize("name", ["sweep", "metrics", "room"])
 def test_timer_starts_its_service_again_and_again(name: str) -> None:
     timer = unit(f"forestage-{name}.timer")

@@ -1,6 +1,7 @@
 """The service at which users of a node ask about their own jobs: `forestage answer`.
 
-    /run/forestage/ask.sock    one line, `job 4242` or `status`; one JSON document (admin/asked.py)
+    /run/forestage/ask.sock    one line, `job 4242`, `images 4242` or `status`; one JSON
+                               document (admin/asked.py)
 
 The kernel says who asks (SO_PEERCRED). systemd listens, and starts us for the first who asks; when
 nobody has asked for IDLE seconds we end. Every user of the node can connect, so all is bounded: the
@@ -35,7 +36,8 @@ IDLE = 60.0  # seconds without a connection until the service ends, where system
 FRESH = 10.0  # seconds for which one look at the node's state is good
 FIRST_FD = 3  # sd_listen_fds(3)
 
-_JOB = re.compile(rb"job ([1-9][0-9]{0,9})\n")
+_JOB = re.compile(rb"(job|images) ([1-9][0-9]{0,9})\n")
+_KINDS = "a question is `job ID`, `images ID` or `status`, and a line end"
 
 
 class Desk:
@@ -78,7 +80,7 @@ class Desk:
         try:
             line = await asyncio.wait_for(reader.readuntil(b"\n"), QUESTION_SECONDS)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return problem("a question is `job ID` or `status`, and a line end")
+            return problem(_KINDS)
         async with self.turn:
             try:
                 return await asyncio.to_thread(self._told, line, uid)
@@ -86,19 +88,22 @@ class Desk:
                 return problem("the node could not answer: root sees why with the same command")
 
     def _told(self, line: bytes, uid: int) -> bytes:
-        job = _JOB.fullmatch(line)
-        if job is not None:
-            return asked.about_job(self.places, int(job[1]), uid)
+        about = _JOB.fullmatch(line)
+        if about is not None and about[1] == b"job":
+            return asked.about_job(self.places, int(about[2]), uid)
+        if about is not None:
+            return asked.about_images(self._node(), int(about[2]), uid)
         if line != b"status\n":
-            return problem("a question is `job ID` or `status`, and a line end")
+            return problem(_KINDS)
         if self.now() > self._public_until:
-            # Read each time: while users ask we do not end, and one that is wrong must not end us,
-            # as systemd gives a socket up whose service fails a few times.
-            config = load_settings(self.places.etc).of_node
-            node = Node.of(config, self.places, self.clock)
-            self._public = asked.encoded(Answer(public=asked.public(node)))
+            self._public = asked.encoded(Answer(public=asked.public(self._node())))
             self._public_until = self.now() + FRESH
         return self._public
+
+    def _node(self) -> Node:
+        # Read each time: while users ask we do not end, and one that is wrong must not end us, as
+        # systemd gives a socket up whose service fails a few times.
+        return Node.of(load_settings(self.places.etc).of_node, self.places, self.clock)
 
 
 def problem(text: str) -> bytes:

@@ -10,15 +10,17 @@ from collections.abc import Iterator
 
 import msgspec
 
-from forestage.admin import explain, recent
+from forestage.admin import explain, job_images, recent
 from forestage.admin.explain import History
+from forestage.admin.job_images import Seen
 from forestage.cache import evict
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError, NotFound
-from forestage.events import Event, read
+from forestage.events import Copied, Event, Handled, read
 from forestage.paths import Places
+from forestage.slurm.hints import MAX_HINTED
 from forestage.system.terminal import Facts, Piece, count
 from forestage.units import format_size, printable
 
@@ -54,6 +56,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     history: History | None = None
     public: Public | None = None
+    images: Seen | None = None
     problem: str = ""
 
 
@@ -82,6 +85,26 @@ def own(places: Places, job: int, uid: int) -> History:
 def own_events(events: Iterator[Event], uid: int) -> Iterator[Event]:
     """Pure: a user's own events. Job ids come again, so the job alone does not say whose it is."""
     return (event for event in events if event.uid == uid)
+
+
+def about_images(node: Node, job: int, uid: int) -> bytes:
+    """The answer about the images of a user's own job, and whether their copies go on.
+
+    It may be another user's job that has one copied; of that, what came of it. Raises OSError.
+    """
+    own: list[Event] = []
+    for event in read(node.places.events):
+        if event.uid == uid or uid == 0:
+            own.append(event)
+        elif isinstance(event.outcome, Copied):
+            outcome = msgspec.structs.replace(event.outcome, detail="")
+            own.append(msgspec.structs.replace(event, outcome=outcome))
+    requests = dict.fromkeys(
+        event.outcome.request
+        for event in own
+        if event.job == job and isinstance(event.outcome, Handled)
+    )
+    return encoded(Answer(images=job_images.look(node, own, job, list(requests)[:MAX_HINTED])))
 
 
 def bounded(found: History) -> bytes:

@@ -16,6 +16,7 @@ import msgspec
 from forestage.admin import asked, explain
 from forestage.admin.asked import MAX_ANSWER, Public
 from forestage.admin.explain import History
+from forestage.admin.job_images import Seen
 from forestage.config import Peering, load_settings
 from forestage.errors import ConfigError, ForestageError, NotFound, PeerError
 from forestage.paths import Places
@@ -58,6 +59,14 @@ def about_job(places: Places, job: int, environ: Mapping[str, str]) -> Told:
 def public(places: Places) -> Public:
     """The node's state, as everyone may know it. Raises ForestageError, OSError."""
     found = asked.decoded(ask(places, "status\n")).public
+    if found is None:
+        raise ForestageError("the node's answer is of another kind")
+    return found
+
+
+def about_images(places: Places, job: int) -> Seen:
+    """What the node knows of the images of one's own job. Raises ForestageError, OSError."""
+    found = asked.decoded(ask(places, f"images {job}\n")).images
     if found is None:
         raise ForestageError("the node's answer is of another kind")
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.admin.warm_node import ImageResult
+from forestage.admin.job_images import ImageResult
 from forestage.cache import doubt
 from forestage.cache.node import Node
 from forestage.clock import Deadline

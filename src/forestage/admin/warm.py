@@ -19,7 +19,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from forestage.admin.warm_node import ImageResult, NodeReport
+from forestage.admin.job_images import ImageResult
+from forestage.admin.warm_node import NodeReport
 from forestage.clock import Clock
 from forestage.errors import SlurmError
 from forestage.slurm.hints import MAX_HINTED

@@ -73,7 +73,7 @@ def _findings(target: Target) -> Iterator[Finding]:
                 "critical",
                 str(problem),
                 "No job gets an image staged while the configuration cannot be read",
-                f"{problem.where}: {problem.key or 'the file as a whole'}",
+                ": ".join(filter(None, (problem.where, problem.key))),
             )
         yield from _slurm(files, conf, used, Settings(Config(), {}, {}), target.clock)
         return

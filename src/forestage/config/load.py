@@ -1,6 +1,6 @@
 """Reads the configuration files; all that is wrong with them is reported at once.
 
-    defaults < <etc>/forestage.yaml < <etc>/conf.d/*.yaml (sorted) < the job's partition
+    defaults < <etc>/forestage.yaml < <etc>/conf.d/*.yaml, *.yml (sorted) < the job's partition
 
 A later file wins key by key, and each value remembers the file it is from. Since the files direct
 a root hook, root reads only those that are its own and that nobody else may write.
@@ -103,7 +103,7 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     except OSError as error:
         found.problems.append(Problem(str(parts), "", f"cannot be listed: {error.strerror}"))
     # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
-    names = [name for name in names if name.endswith(".yaml") and not name.startswith(".")]
+    names = [name for name in names if name.endswith((".yaml", ".yml")) and name[0] != "."]
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
         _read(path, documents, found)
     config = with_values(Config(), found.common)
@@ -148,9 +148,9 @@ def _text(path: Path) -> str:
             raise ValueError("is not a regular file")
         # Others only look (`forestage config`, `forestage check`), and may look at any file.
         if os.geteuid() == 0 and status.st_uid != 0:
-            raise ValueError(f"belongs to uid {status.st_uid}, expected root")
+            raise ValueError(f"belongs to uid {status.st_uid}, expected root (chown root)")
         if os.geteuid() == 0 and status.st_mode & 0o022:
-            raise ValueError("group or others may write it, expected its owner only")
+            raise ValueError("group or others may write it, expected its owner only (chmod go-w)")
         content = file.read(MAX_FILE_SIZE + 1)
     if len(content) > MAX_FILE_SIZE:
         raise ValueError(f"is larger than {exact_size(MAX_FILE_SIZE)}")

@@ -86,7 +86,7 @@ def _read_path(raw: object) -> str:
 
 def _read_paths(raw: object) -> tuple[str, ...]:
     if not isinstance(raw, list):
-        raise ValueError(f"expected a list of directories such as [/lustre], got {quote(raw)}")
+        raise ValueError(f"expected a list of paths such as [/lustre], got {quote(raw)}")
     return tuple(_read_path(entry) for entry in raw)
 
 

@@ -229,8 +229,11 @@ def _fetch(
     task: Task, opened: Source, stop: threading.Event, shown: Readers | None
 ) -> engines.Fetched:
     """Copies the bytes."""
+    config = task.node.config
+    if not task.job.id:  # none is about to start, for which the copy would make way
+        config = msgspec.structs.replace(config, cold="shared")
     try:
-        return engines.of(task.node.config).copy(opened, task.part, stop, _peers(task), shown)
+        return engines.of(config).copy(opened, task.part, stop, _peers(task), shown)
     except Failed:
         must_be_unchanged(task)  # an engine may fail over a source that moves under it
         raise

@@ -9,9 +9,11 @@ import pytest
 from commands import Site
 from forestage.admin import asked, explain
 from forestage.admin.asked import MAX_ANSWER, Public, Space
+from forestage.admin.job_images import Seen
 from forestage.cache.lease import Lease, Use
 from forestage.errors import ForestageError, NotFound
 from forestage.events import Copied, Event, Handled, Outcome, Released, append
+from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Facts
 
@@ -133,6 +135,28 @@ def test_problem_of_a_node_commands_no_terminal() -> None:
     with pytest.raises(NotFound) as found:
         asked.decoded(asked.encoded(asked.Answer(problem="\x1b]0;x\x07")))
     assert str(found.value).isprintable()
+
+
+def test_images_of_a_job_tell_its_user_when_another_users_copy_has_ended(site: Site) -> None:
+    cold = hit(ALICE, result="started")
+    copy = Copied("copied", image=cold.image, key=cold.key, size=1, wait=9.0, detail="for bob")
+    append(site.places.events, [event(ALICE, 7, cold)])
+
+    def seen(uid: int = ALICE) -> Seen:
+        found = asked.decoded(asked.about_images(site.node, 7, uid)).images
+        assert found is not None
+        return found
+
+    key_lock = site.node.cache.key_lock(cold.key)
+    key_lock.parent.mkdir(parents=True)
+    with lock.held(key_lock, 1.0):
+        assert (seen().waits, seen().live) == (True, True)
+    assert (seen().waits, seen().live) == (True, False)
+    append(site.places.events, [event(BOB, 8, copy, hook="stager", time=NOW + 1, total=9.0)])
+    (found,) = seen().images
+    assert (found.result, found.image, found.wait) == ("copied", cold.request, 9.0)
+    assert "bob" not in asked.about_images(site.node, 7, ALICE).decode()
+    assert seen(BOB) == Seen(()), "it is nobody else's job"
 
 
 def test_everyone_may_know_how_full_and_how_useful_the_cache_is(site: Site) -> None:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from commands import NOW, Site
 from forestage import events
-from forestage.admin import warm, warm_node
+from forestage.admin import asking, job_images, warm, warm_node
+from forestage.admin.job_images import ImageResult, Seen
 from forestage.admin.warm import NodeAnswer, Order
-from forestage.admin.warm_node import ImageResult, NodeReport
+from forestage.admin.warm_node import NodeReport
 from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.errors import SlurmError
@@ -25,6 +26,7 @@ from forestage.events import Event, Outcome
 from forestage.slurm.hints import read_hints
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, run
+from forestage.units import printable
 from node import until
 
 IMAGE = "/lustre/a.sqsh"
@@ -123,7 +125,7 @@ def test_warm_without_srun_raises_slurm_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("result", ["copying", "declined", "failed", "unseen"])
 def test_command_one_node_without_image_fails(
-    site: Site, fake: Fake, result: warm_node.Result
+    site: Site, fake: Fake, result: job_images.Result
 ) -> None:
     good = ImageResult(IMAGE, "hit")
     bad = answers(good, ImageResult("/lustre/b", result, "no-room", "it is full"))
@@ -232,6 +234,11 @@ def test_closed_terminal_cancels_as_interrupt(
 # --- on the node
 
 
+class NoWait(Clock):
+    def sleep(self, seconds: float) -> None:
+        pass
+
+
 def event(hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **facts: str) -> Event:
     request = facts.pop("request", IMAGE)
     facts = {"image": IMAGE, "key": "k", **facts}
@@ -279,13 +286,13 @@ def event(hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **fa
     ],
 )  # fmt: skip
 def test_events_of_job_and_copies_give_result(log: list[Event], result: str, reason: str) -> None:
-    (found,) = warm_node.by_events(log, 7, [IMAGE])
+    (found,) = job_images.by_events(log, 7, [IMAGE])
     assert (found.result, found.reason) == (result, reason)
 
 
 def test_events_of_image_with_odd_name_are_found() -> None:
     log = [event("prolog", 7, result="hit", request="/lustre/a\\nb")]
-    assert warm_node.by_events(log, 7, ["/lustre/a\nb"])[0].result == "hit"
+    assert job_images.by_events(log, 7, ["/lustre/a\nb"])[0].result == "hit"
 
 
 def test_root_waits_for_copy_that_prolog_left_under_way(site: Site) -> None:
@@ -316,23 +323,47 @@ def test_copy_that_ended_without_event_is_looked_up(site: Site, published: bool)
     key = site.publish(source) if published else site.look(source).key
     started = event("prolog", 7, result="started", request=str(source), image=str(source), key=key)
     events.append(site.places.events, [started])
-
-    class NoWait(Clock):
-        def sleep(self, seconds: float) -> None:
-            pass
-
     (found,) = warm_node.results(site.places, NoWait(), 7, (str(source),))
     assert found.result == ("copied" if published else "failed")
 
 
-def test_user_without_rights_gets_unseen(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "/var/log/forestage/events.jsonl")
+def refuse(*_: object) -> None:
+    raise PermissionError(13, "Permission denied", "/var/log/forestage/events.jsonl")
 
+
+def test_user_where_no_service_answers_gets_unseen(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(events, "unread", refuse)
     (found,) = warm_node.results(site.places, Clock(), 7, (IMAGE,))
     assert (found.result, found.is_here) == ("unseen", False)
+    assert "forestage-ask.socket" in found.detail
     assert "forestage explain 7" in found.detail
+
+
+def test_user_waits_for_what_the_service_says(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image with an odd name is found; one that the service does not know has failed."""
+    odd = "/lustre/a\nb"
+    copying = ImageResult(printable(odd), "failed", "copy")
+    copied = ImageResult(printable(odd), "copied", wait=9.0)
+    answers = [Seen((copying,), waits=True, live=True)] * 5 + [Seen((copied,))]
+    monkeypatch.setattr(events, "unread", refuse)
+    monkeypatch.setattr(asking, "about_images", lambda *_: answers.pop(0))
+    found = warm_node.results(site.places, NoWait(), 7, (odd, IMAGE))
+    assert [(one.image, one.result) for one in found] == [(odd, "copied"), (IMAGE, "failed")]
+    assert answers == []
+
+
+def test_copy_that_is_not_under_way_is_not_waited_for(site: Site) -> None:
+    gone = Seen((ImageResult(IMAGE, "failed", "copy"),), waits=True)
+    asked = []
+
+    def look() -> Seen:
+        asked.append(1)
+        return gone
+
+    assert warm_node.wait_for_copies(look, NoWait(), 1.0) == gone.images
+    assert len(asked) == warm_node.TRIES
 
 
 def test_broken_configuration_is_an_answer(site: Site) -> None:

@@ -136,7 +136,13 @@ def test_later_file_wins_key_by_key(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", [".a.yaml", "a.yaml~", "a.yaml.dpkg-old", "a.yml", "README"])
+def test_file_in_conf_d_may_end_in_yml(tmp_path: Path) -> None:
+    """Half of all YAML files do, and one that is not read would say so to nobody."""
+    write(tmp_path, "deadline: 1", "conf.d/a.yaml")
+    assert read(tmp_path, "deadline: 2", "conf.d/b.yml").config == Config(deadline=2.0)
+
+
+@pytest.mark.parametrize("name", [".a.yaml", "a.yaml~", "a.yaml.dpkg-old", "README"])
 def test_leftover_in_conf_d_is_not_read(tmp_path: Path, name: str) -> None:
     assert read(tmp_path, "enabled: false", f"conf.d/{name}").config == Config()
 
@@ -241,7 +247,7 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ("peers: {key_file: key}", "peers.key_file", "expected null or an absolute"),
         ("peers: {addresses: {n1: 'a:0'}}", "peers.addresses", "expected a port from 1 to 65535"),
         ("metrics: {textfile: /a/b}", "metrics.textfile", "a name that ends in .prom, got '/a/b'"),
-        ("sources: /lustre", "sources", "expected a list of directories such as [/lustre], got"),
+        ("sources: /lustre", "sources", "expected a list of paths such as [/lustre], got"),
         ("sources: [/lustre, 7]", "sources", "expected an absolute path, got 7"),
         ("cache: /tmp", "cache", "expected a directory outside /tmp, got '/tmp'"),
         ("cache: /dev/shm/forestage", "cache", "expected a directory outside /dev/shm"),
@@ -389,14 +395,14 @@ def test_file_that_others_may_write_is_refused_by_root(
     path.symlink_to(target)  # which does not lend its owner
     (problem,) = problems(tmp_path)
     assert problem.where == str(path)
-    assert problem.what == "group or others may write it, expected its owner only"
+    assert problem.what == "group or others may write it, expected its owner only (chmod go-w)"
 
 
 @pytest.mark.usefixtures("as_root")
 def test_file_of_another_user_is_refused_by_root(tmp_path: Path) -> None:
     os.chown(write(tmp_path, "enabled: false"), 1000, 1000)
     (problem,) = problems(tmp_path)
-    assert problem.what == "belongs to uid 1000, expected root"
+    assert problem.what == "belongs to uid 1000, expected root (chown root)"
 
 
 def test_any_file_may_be_looked_at_by_a_user(

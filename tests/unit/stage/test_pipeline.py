@@ -24,7 +24,7 @@ from forestage.errors import Declined, Failed, Stopped
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
-from forestage.stage import engines, pipeline
+from forestage.stage import chunks, engines, pipeline
 from forestage.stage import source as stage_source
 from forestage.stage.pipeline import Figures
 from forestage.stage.source import OpenImage, Source
@@ -127,6 +127,17 @@ def test_entry_has_the_bytes_their_map_and_their_digest(task: Task) -> None:
     ]
     assert (entry.engine, entry.chunk, entry.digest) == ("chunks", CHUNK, digest.of_image(sums))
     assert not list(cache.parts.iterdir())
+
+
+@pytest.mark.parametrize(("job", "makes_way"), [(0, False), (7, True)])
+def test_copy_makes_way_at_first_for_a_job_alone(
+    task: Task, monkeypatch: Patch, job: int, makes_way: bool
+) -> None:
+    """With `forestage stage`, none is about to start. What is read gently shows no rate."""
+    monkeypatch.setattr(chunks, "EARLY", 3600.0)
+    task = configured(task, redirect="spank", cold="through")
+    task = msgspec.structs.replace(task, job=msgspec.structs.replace(task.job, id=job))
+    assert (run(task).rate == 0.0) is makes_way
 
 
 @pytest.mark.parametrize("changes", [{"digest": False}, {"engine": "rsync"}])
