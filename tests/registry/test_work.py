@@ -128,7 +128,7 @@ def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -
     while not site.imports:
         os.sched_yield()
     first.kill()
-    assert [pid for pid in run._pids() if run._session(pid) == first.pid] == []
+    assert run.in_session(first.pid) == []
 
 
 def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_path: Path) -> None:

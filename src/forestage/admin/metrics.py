@@ -231,22 +231,15 @@ def room(status: Status) -> Iterator[Metric]:
 
 def counters(tally: Tally) -> Iterator[Metric]:
     """Pure: what only grows. Every series is there at once, so that the first error is a growth."""
-    requests = CounterMetricFamily(
-        "forestage_requests",
-        "Images and data that jobs and steps asked for.",
-        labels=("hook", "result"),
-    )
-    for hook in HOOKS:
-        for result, number in _filled(REQUESTS, tally.requests.get(hook, {})).items():
-            requests.add_metric((hook, result), number)
-    yield requests
-    of_data = CounterMetricFamily(
-        "forestage_data_requests", "Those of them that were for data.", labels=("hook", "result")
-    )
-    for hook in HOOKS:
-        for result, number in _filled(REQUESTS, tally.of_data.get(hook, {})).items():
-            of_data.add_metric((hook, result), number)
-    yield of_data
+    for name, text, asked in (
+        ("requests", "Images and data that jobs and steps asked for.", tally.requests),
+        ("data_requests", "Those of them that were for data.", tally.of_data),
+    ):
+        family = CounterMetricFamily(f"forestage_{name}", text, labels=("hook", "result"))
+        for hook in HOOKS:
+            for result, number in _filled(REQUESTS, asked.get(hook, {})).items():
+                family.add_metric((hook, result), number)
+        yield family
     starts = _filled(STARTS, tally.starts)
     declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
     errors = _by_reason(tally.errors, sorted(FAILURES))

@@ -158,14 +158,19 @@ def end_session(session: int, spare: int = 0) -> None:
     Programs of a shell, of GNU parallel above all, are in many process groups.
     """
     for _ in range(ROUNDS):
-        pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
-        found = [pid for pid in pids if pid != spare and _session(pid) == session]
+        found = [pid for pid in in_session(session) if pid != spare]
         if not found:
             return
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def in_session(session: int) -> list[int]:
+    """The processes of a session, but those that only wait to be reaped."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
+    return [pid for pid in pids if _session(pid) == session]
 
 
 def _session(pid: int) -> int:
