@@ -67,7 +67,7 @@ void remember_manager(void);
 /* helper.c. Completes the step, or leaves it as it is; takes `timeout` seconds at most. */
 void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step);
 
-/* helper.c. Takes a helper's last line apart. NULL, or what is wrong with it. */
+/* answer.c. Takes the line of an answer apart. NULL, or what is wrong with it. */
 const char *understand(const char *line, struct step *step);
 
 /* later.c. In a task: waits for the answer at the socket `entry`; the step is then complete. */

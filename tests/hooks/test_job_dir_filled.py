@@ -17,6 +17,7 @@ import pytest
 import jobdir
 from forestage.data import fill, put
 from forestage.system import as_user, child
+from forestage.system.files import remove
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, Node, until
 
@@ -471,7 +472,7 @@ def test_what_is_to_go_may_be_of_any_depth(node: Node, levels: int) -> None:
     (top / "outside").write_text("stays")
     (top / "deep/link").symlink_to(top / "outside")
     fd = os.open(top, os.O_RDONLY)
-    put.remove(fd, "deep", lambda: None)
+    remove(fd, "deep", "deep.")
     os.close(fd)
     assert left(top) == ["outside"]
 

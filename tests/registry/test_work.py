@@ -129,7 +129,7 @@ def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -
     while not site.imports:
         os.sched_yield()
     first.kill()
-    assert [pid for pid in run._pids() if run._session(pid) == first.pid] == []
+    assert run.in_session(first.pid) == []
 
 
 @pytest.mark.parametrize("by_slurm", [False, True])

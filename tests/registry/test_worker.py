@@ -78,9 +78,9 @@ def test_kill_ends_all_of_the_session_whatever_groups_it_made() -> None:
     groups = "set -m; sleep inf & set +m; trap '' HUP TERM; sleep inf &"
     at_work = saying(f"{groups} echo '{WORD}'; read end; sleep inf")
     until(at_work, Progress)
-    assert len(_session(at_work.pid)) == 3
+    assert len(run.in_session(at_work.pid)) == 3
     at_work.kill()
-    assert _session(at_work.pid) == []
+    assert run.in_session(at_work.pid) == []
 
 
 def test_go_to_a_worker_that_has_died_is_no_error() -> None:
@@ -119,10 +119,6 @@ except Failed as error:
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == "helper\n"
-
-
-def _session(session: int) -> list[int]:
-    return [pid for pid in run._pids() if run._session(pid) == session]
 
 
 def _runs(pid: int) -> bool:

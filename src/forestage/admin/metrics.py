@@ -231,22 +231,15 @@ def room(status: Status) -> Iterator[Metric]:
 
 def counters(tally: Tally) -> Iterator[Metric]:
     """Pure: what only grows. Every series is there at once, so that the first error is a growth."""
-    requests = CounterMetricFamily(
-        "forestage_requests",
-        "Images and data that jobs and steps asked for.",
-        labels=("hook", "result"),
-    )
-    for hook in HOOKS:
-        for result, number in _filled(REQUESTS, tally.requests.get(hook, {})).items():
-            requests.add_metric((hook, result), number)
-    yield requests
-    of_data = CounterMetricFamily(
-        "forestage_data_requests", "Those of them that were for data.", labels=("hook", "result")
-    )
-    for hook in HOOKS:
-        for result, number in _filled(REQUESTS, tally.of_data.get(hook, {})).items():
-            of_data.add_metric((hook, result), number)
-    yield of_data
+    for name, text, asked in (
+        ("requests", "Images and data that jobs and steps asked for.", tally.requests),
+        ("data_requests", "Those of them that were for data.", tally.of_data),
+    ):
+        family = CounterMetricFamily(f"forestage_{name}", text, labels=("hook", "result"))
+        for hook in HOOKS:
+            for result, number in _filled(REQUESTS, asked.get(hook, {})).items():
+                family.add_metric((hook, result), number)
+        yield family
     starts = _filled(STARTS, tally.starts)
     declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
     errors = _by_reason(tally.errors, sorted(FAILURES))
@@ -281,29 +274,26 @@ def counters(tally: Tally) -> Iterator[Metric]:
 
 def histograms(tally: Tally) -> Iterator[Metric]:
     """Pure: how long jobs waited, and how fast copies were."""
-    waits = HistogramMetricFamily(
-        "forestage_wait_seconds", "What staging one image took, of a hook.", labels=("hook",)
-    )
+    waits: dict[tuple[str, ...], Histogram] = {}
     for hook in HOOKS:
-        one = tally.waits.get(hook) or Histogram.of(WAITS)
-        waits.add_metric((hook,), _buckets(one), one.sum)
-    yield waits
-    imports = HistogramMetricFamily(
-        "forestage_import_wait_seconds", "What a step waited whose image was imported.", labels=()
-    )
-    imports.add_metric((), _buckets(tally.imports), tally.imports.sum)
-    yield imports
-    rates = HistogramMetricFamily(
-        "forestage_copy_rate_bytes_per_second", "The rates of whole copies.", labels=()
-    )
-    rates.add_metric((), _buckets(tally.rates), tally.rates.sum)
-    yield rates
+        waits[(hook,)] = tally.waits.get(hook) or Histogram.of(WAITS)
+    alone = "What a step waited whose image was imported."
+    yield _histogram("wait_seconds", "What staging one image took, of a hook.", ("hook",), waits)
+    yield _histogram("import_wait_seconds", alone, (), {(): tally.imports})
+    whole = "The rates of whole copies."
+    yield _histogram("copy_rate_bytes_per_second", whole, (), {(): tally.rates})
 
 
-def _buckets(one: Histogram) -> list[tuple[str, float]]:
-    """As Prometheus has them: each with all that is below it."""
-    names = (*map(str, one.bounds), "+Inf")
-    return list(zip(names, map(float, accumulate(one.counts)), strict=True))
+def _histogram(
+    name: str, text: str, labels: tuple[str, ...], found: Mapping[tuple[str, ...], Histogram]
+) -> Metric:
+    made = HistogramMetricFamily(f"forestage_{name}", text, labels=labels)
+    for values, one in found.items():
+        # As Prometheus has them: each with all that is below it.
+        names = (*map(str, one.bounds), "+Inf")
+        buckets = list(zip(names, map(float, accumulate(one.counts)), strict=True))
+        made.add_metric(values, buckets, one.sum)
+    return made
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

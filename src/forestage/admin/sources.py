@@ -111,18 +111,13 @@ def open_unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | Source
     except as_user.TooSlow:
         return SourceState("not-checked", f"no answer within {TIMEOUT:.0f} s")
     except Declined as declined:
-        return unopened(declined)
+        states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}
+        return SourceState(states.get(declined.reason, "not-checked"), str(declined))
     found = compare(entry, opened.image)
     if found.state == "unchanged":
         return opened
     opened.close()
     return found
-
-
-def unopened(declined: Declined) -> SourceState:
-    """Pure: what is known where the look did not find an image."""
-    states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}
-    return SourceState(states.get(declined.reason, "not-checked"), str(declined))
 
 
 def compare(entry: Entry, now: Image) -> SourceState:

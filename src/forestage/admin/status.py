@@ -195,7 +195,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             entries = f"{entries} ({states})"
         facts += [
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
-            ("used", f"{format_size(room.used)} by the cache, {percent(room)}% of max_size"),
+            ("used", f"{format_size(room.used)} by the cache, {room.percent}% of max_size"),
             ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
             ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
             *_held(status.held),
@@ -212,11 +212,6 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
         facts.append(("served", f"{sent} to other nodes"))
     return facts
-
-
-def percent(room: evict.Room) -> int:
-    """Pure: how full the cache is, of what it may take at most."""
-    return round(100 * room.used / room.max_size) if room.max_size else 100
 
 
 def _lately(status: Status, now: float) -> list[tuple[str, str]]:
@@ -263,7 +258,7 @@ def facts(status: Status) -> dict[str, str]:
     ratio, room = status.starts.hit_ratio, status.room
     return {
         "state": state(status)[0],
-        "full": f"{percent(room)}%" if room else "-",
+        "full": f"{room.percent}%" if room else "-",
         "reclaimable": format_size(status.reclaimable).replace(" ", ""),
         "entries": str(status.entries.total),
         "damaged": str(status.entries.damaged + len(status.problems)),

@@ -137,26 +137,24 @@ def _unjudged(item: Item) -> Verdict:
 
 def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Manner) -> Verdict:
     verdict = _unjudged(item)
+
+    def bad(detail: str) -> Verdict:
+        found = msgspec.structs.replace(verdict, result="bad", detail=detail)
+        return found if dry_run else _evicted(node, item, found, None)
+
     if item.entry is None:
-        detail = "its record cannot be read, or is not of this image"
-        bad = msgspec.structs.replace(verdict, result="bad", detail=detail)
-        return bad if dry_run else _evicted(node, item, bad, None)
+        return bad("its record cannot be read, or is not of this image")
     try:
         copy = open_copy(node.cache.image(item.key))
     except FileNotFoundError:
         return msgspec.structs.replace(verdict, detail="it was evicted just now")
     except BlockingIOError:
         detail = "its owner holds a lease on the copy, which has to be given back within a minute"
-        held = msgspec.structs.replace(verdict, detail=detail)
-        if not manner.doubted:
-            return held
-        held = msgspec.structs.replace(held, result="bad")
-        return held if dry_run else _evicted(node, item, held, None)
+        return bad(detail) if manner.doubted else msgspec.structs.replace(verdict, detail=detail)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        bad = msgspec.structs.replace(verdict, result="bad", detail="it cannot be opened")
-        return bad if dry_run else _evicted(node, item, bad, None)
+        return bad("it cannot be opened")
     with copy:
         fd = copy.fileno()
         verdict = _judged(node, item.entry, verdict, fd, done, manner)

@@ -42,6 +42,11 @@ class Room(msgspec.Struct, frozen=True):
     data: int = 1 << 62
     data_under_way: int = 0
 
+    @property
+    def percent(self) -> int:
+        """How full the cache is, of what it may take at most."""
+        return round(100 * self.used / self.max_size) if self.max_size else 100
+
 
 class Goal(msgspec.Struct, frozen=True):
     """When evicting may stop: at least `free` bytes free and at most `used` used by the cache."""
@@ -95,7 +100,9 @@ def plan(
         (s for s in everything if s.key not in leased and not s.pinned),
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
     )
-    taken = _taken(everything, copies)
+    taken = Counter(copies)  # the bytes that are only one user's, by uid
+    for one in everything:
+        taken[one.user or 0] += one.bytes
     has = sum(one.bytes for one in everything if one.is_data) + room.data_under_way
     excess = has + data - room.data
     victims: list[str] = []
@@ -127,14 +134,6 @@ def plan(
     pick(lambda one: is_above(one.user))
     pick(lambda one: not is_above(user))
     return Plan(tuple(victims), freed, is_met())
-
-
-def _taken(stored: Iterable[StoredEntry], copies: Mapping[int, int]) -> Counter[int]:
-    """Pure: the bytes that are only one user's, by their uid."""
-    taken = Counter(copies)
-    for one in stored:
-        taken[one.user or 0] += one.bytes
-    return taken
 
 
 def _met(room: Room, goal: Goal, freed: int) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import Exit, as_json, show
+from forestage.cli.world import Exit, as_json, seconds, show
 
 if TYPE_CHECKING:
     from forestage.cli.world import World
@@ -21,12 +21,7 @@ force = click.option("-f", "--force", is_flag=True, help="Replace an existing fi
 
 
 def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    from forestage.units import parse_duration
-
-    try:
-        parse_duration(value or "0")
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    seconds(ctx, parameter, value or "0")  # which refuses what is none
     return value
 
 
@@ -72,7 +67,7 @@ def _path(world: "World", image: str) -> str:
 @click.option(
     "--busy",
     default="5m",
-    callback=_duration,
+    callback=seconds,
     metavar="TIME",
     help="How long a node may be busy; 5m.",
 )
@@ -86,7 +81,7 @@ def warm(
     partition: str | None,
     reservation: str | None,
     more: tuple[str, ...],
-    busy: str,
+    busy: float,
     stage_wait: str,
     at_once: int,
     as_json: bool,
@@ -103,7 +98,6 @@ def warm(
     from forestage.admin import warm as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
-    from forestage.units import parse_duration
 
     if len(images) > work.MAX_IMAGES:
         raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
@@ -120,7 +114,7 @@ def warm(
         where,
         (*(f"--{name}={value}" for name, value in named if value), *more),
         stage_wait,
-        parse_duration(busy),
+        busy,
         at_once,
     )
     with _cancelling(), screen.busy() as progress:
@@ -137,13 +131,13 @@ def warm(
 @click.option(
     "--within",
     default="1h",
-    callback=_duration,
+    callback=seconds,
     metavar="TIME",
     help="How long to wait for the copies; 1h.",
 )
 @click.pass_context
 def stage(
-    ctx: click.Context, images: tuple[str, ...], user: str | None, within: str, as_json: bool
+    ctx: click.Context, images: tuple[str, ...], user: str | None, within: float, as_json: bool
 ) -> None:
     """Copy images into this node's cache, without a job and without Slurm.
 
@@ -157,7 +151,6 @@ def stage(
     from forestage.admin import sources
     from forestage.admin import stage as work
     from forestage.system import terminal as screen
-    from forestage.units import parse_duration
 
     if os.geteuid() != 0:  # else the cache is said to be nobody's, and to be removed
         raise PermissionError(errno.EPERM, "the cache is root's")
@@ -170,7 +163,7 @@ def stage(
     job = work.nobody(who, socket.gethostname().partition(".")[0])
     with screen.busy() as progress:
         wanted = paths or node.config.warm_at_boot
-        done = work.stage(node, job, wanted, parse_duration(within), progress)
+        done = work.stage(node, job, wanted, within, progress)
     show(done, work.pieces(done), as_json)
     if done.failed:
         ctx.exit(Exit.NOT_FOUND)

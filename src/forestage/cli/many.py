@@ -7,20 +7,11 @@ from typing import Any
 
 import click
 
-from forestage.cli.world import Exit, show
+from forestage.cli.world import Exit, seconds, show
 
 Command = Callable[..., None]
 
 _HERE = ("nodes", "by", "within", "at_once", "more", "as_json", "oneline", "watch")
-
-
-def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
-    from forestage.units import parse_duration
-
-    try:
-        return parse_duration(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
 
 
 def on_nodes(within: str = "1m") -> Callable[[Command], Command]:
@@ -37,7 +28,7 @@ def on_nodes(within: str = "1m") -> Callable[[Command], Command]:
         @click.option(
             "--within",
             default=within,
-            callback=_seconds,
+            callback=seconds,
             metavar="TIME",
             help=f"How long a node of -w may take; {within}.",
         )

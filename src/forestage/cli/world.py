@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
+def seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
+    """A duration on the command line, in seconds."""
+    from forestage.units import parse_duration
+
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 class World(NamedTuple):
     """What the commands work on; tests pass places and a clock of their own as click's `obj`."""
 

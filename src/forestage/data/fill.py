@@ -31,7 +31,7 @@ from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
-from forestage.system import as_user, child, lock, records, run
+from forestage.system import as_user, child, files, lock, records, run
 from forestage.system.as_user import Found, User
 from forestage.units import format_duration, printable, quote
 
@@ -75,6 +75,11 @@ class _Order(msgspec.Struct, frozen=True):
     def draft(self) -> str:
         """The name that it has in the job's directory until it is whole."""
         return f".forestage-{self.number}"
+
+    @property
+    def aside(self) -> str:
+        """Begins the names of what is deleted of it."""
+        return f"{self.draft}."
 
 
 class _Way(msgspec.Struct, frozen=True):
@@ -233,7 +238,7 @@ def _cleared(order: _Order) -> Found[None]:
         root = job_dir.root_of(order.own)
         as_user.become(order.user)
         until = Deadline.after(LAST, order.until.clock)
-        put.remove(root, order.draft, partial(_still, until))
+        files.remove(root, order.draft, order.aside, partial(_still, until))
     return None, []
 
 
@@ -264,7 +269,7 @@ def _make_draft(order: _Order, root: int) -> None:
     """An empty directory, in place of what a killed process left."""
     for name in os.listdir(root):
         if name.startswith(order.draft):
-            put.remove(root, name, lambda: None)
+            files.remove(root, name, order.aside)
     os.mkdir(order.draft, 0o700, dir_fd=root)
     if "/" in order.name:
         with contextlib.suppress(FileExistsError):
@@ -310,7 +315,8 @@ def _copied(order: _Order, way: _Way, root: int) -> Put:
         found = _refused(order, error)
     # Where even that takes too long, the rest goes with the job.
     with contextlib.suppress(Declined, OSError):
-        put.remove(root, order.draft, partial(_still, Deadline.after(LAST, order.until.clock)))
+        until = Deadline.after(LAST, order.until.clock)
+        files.remove(root, order.draft, order.aside, partial(_still, until))
     return found
 
 

@@ -21,7 +21,7 @@ from forestage.events import Released
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
-from forestage.system import lock
+from forestage.system import files, lock
 from forestage.units import printable
 
 WINDOW_TIME = 5.0  # seconds to delete what a window left
@@ -94,7 +94,6 @@ def _delete_window(places: Places, clock: Clock, job: Job) -> None:
     window = places.window(job.id)
     if not os.path.lexists(window):
         return
-    from forestage.data import put
     from forestage.system import as_user
 
     until = Deadline.after(WINDOW_TIME, clock)
@@ -105,7 +104,8 @@ def _delete_window(places: Places, clock: Clock, job: Job) -> None:
 
     def work() -> as_user.Found[None]:
         as_user.become(job.user)  # anybody may have made something of that name
-        put.remove(os.open(window.parent, os.O_RDONLY | os.O_DIRECTORY), window.name, still)
+        above = os.open(window.parent, os.O_RDONLY | os.O_DIRECTORY)
+        files.remove(above, window.name, f"{window.name}.", still)
         return None, []
 
     with contextlib.suppress(ForestageError, OSError):

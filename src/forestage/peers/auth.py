@@ -116,14 +116,12 @@ class Munge(msgspec.Struct, frozen=True):
 
     def offer(self, key: str) -> Offer:
         secret = secrets.token_bytes(SECRET_BYTES)
-        payload = msgspec.json.encode(_Payload(PROTOCOL, key, secret.hex()))
-        return Offer(self._encoded(payload), secret)
+        return Offer(self._encoded(_Payload(PROTOCOL, key, secret.hex())), secret)
 
     def ask(self, node: str, job: int) -> Offer:
         """A question of whoever calls. Raises PeerError, Failed."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        payload = msgspec.json.encode(Question(QUESTION, node, job, secret.hex()))
-        return Offer(self._encoded(payload), secret)
+        return Offer(self._encoded(Question(QUESTION, node, job, secret.hex())), secret)
 
     def read(self, text: str) -> Claim:
         uid, payload = self._decoded(text)
@@ -151,8 +149,9 @@ class Munge(msgspec.Struct, frozen=True):
             raise Refused("a question for another node, or of another protocol")
         return Asker(uid, said)
 
-    def _encoded(self, payload: bytes) -> str:
-        ran = self._run(payload, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
+    def _encoded(self, payload: _Payload | Question) -> str:
+        said = msgspec.json.encode(payload)
+        ran = self._run(said, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
         if ran.code:
             raise PeerError(ran.explained(), "is munged running?")
         return ran.out.strip()

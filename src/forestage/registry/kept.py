@@ -25,7 +25,7 @@ import msgspec
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache
 from forestage.errors import Failed
-from forestage.system import as_user, records
+from forestage.system import as_user, files, records
 from forestage.system.as_user import User
 from forestage.system.files import opened
 
@@ -209,7 +209,9 @@ def _look(own: int) -> list[Found]:
 
 def _looked(handle: int, folder: str) -> list[Found]:
     found = []
-    for entry in _next(handle, LOOKED):
+    with os.scandir(handle) as entries:
+        listed = list(islice(entries, LOOKED))
+    for entry in listed:
         with contextlib.suppress(FileNotFoundError):  # it went meanwhile
             facts = entry.stat(follow_symlinks=False)
             path, size = os.path.join(folder, entry.name), facts.st_blocks * 512
@@ -219,33 +221,8 @@ def _looked(handle: int, folder: str) -> list[Found]:
 
 
 def _remove(own: int, one: Found) -> None:
-    """Deletes a name; of a folder all that is in it, however deep. Raises OSError.
-
-    What lies below is moved up and goes in its turn: no path is ever long, and no user's folder
-    is entered but from above.
-    """
-    if not one.is_folder:
-        os.unlink(one.path, dir_fd=own)
-        return
-    left = [one.path]
-    while left:
-        path = left.pop()
-        os.chmod(path, 0o700, dir_fd=own)
-        with opened(path, _FOLDER, dir_fd=own) as handle:
-            while entries := _next(handle, MOST):
-                for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.name, dir_fd=handle)
-                        continue
-                    os.chmod(entry.name, 0o700, dir_fd=handle)
-                    left.append(f".{os.urandom(8).hex()}")
-                    os.rename(entry.name, left[-1], src_dir_fd=handle, dst_dir_fd=own)
-        os.rmdir(path, dir_fd=own)
-
-
-def _next(handle: int, most: int) -> "list[os.DirEntry[str]]":
-    with os.scandir(handle) as found:
-        return list(islice(found, most))
+    """Deletes a name; of a folder all that is in it, which is entered from above only."""
+    files.remove(own, one.path, ".")
 
 
 def _record(cache: Cache, uid: int, name: str) -> Path:

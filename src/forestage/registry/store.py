@@ -27,6 +27,7 @@ import msgspec
 from forestage.cache.image import SUPERBLOCK, is_squashfs
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
+from forestage.registry.reference import is_digest
 from forestage.system import records
 from forestage.system.files import opened
 from forestage.units import format_size
@@ -209,10 +210,7 @@ class Store:
         found = load(path, Meant)
         if found is None or found.reference != reference:
             return None
-        return found.digest if not found.digest or _DIGEST.fullmatch(found.digest) else None
-
-
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+        return found.digest if not found.digest or is_digest(found.digest) else None
 
 
 def _make(folder: Path) -> None:

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+
+MOST = 1000  # names of a directory that are held in memory at once
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @contextlib.contextmanager
@@ -29,3 +33,42 @@ def facts(path: Path) -> os.stat_result | None:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def remove(directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None) -> None:
+    """Deletes what has this name in an open directory, however deep it is; links are not followed.
+
+    Each directory in it is moved up first, to a name that begins with `aside`: so no path grows
+    long, and no stack. Raises OSError, and what `still` raises, which is called for each of them.
+    """
+    left = [name]
+    while left:
+        still()
+        at = left.pop()
+        if _is_unlinked(at, directory):
+            continue
+        os.chmod(at, 0o700, dir_fd=directory)  # it may be forbidden to its owner so far
+        with opened(at, _FOLDER, dir_fd=directory) as fd:
+            while names := _some(fd):
+                for below in names:
+                    if not _is_unlinked(below, fd):
+                        os.chmod(below, 0o700, dir_fd=fd)  # it is to be writable for that
+                        left.append(f"{aside}{os.urandom(8).hex()}")
+                        os.rename(below, left[-1], src_dir_fd=fd, dst_dir_fd=directory)
+        os.rmdir(at, dir_fd=directory)
+
+
+def _is_unlinked(name: str, directory: int) -> bool:
+    """Deletes a name, or finds it gone; False for a directory."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return True
+    except IsADirectoryError:
+        return False
+    return True
+
+
+def _some(directory: int) -> list[str]:
+    with os.scandir(directory) as found:
+        return [entry.name for entry in islice(found, MOST)]

@@ -172,14 +172,19 @@ def end_session(session: int, spare: int = 0, grace: float = 0.0) -> None:
 
 
 def _members(session: int, spare: int) -> list[int]:
-    pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
-    return [pid for pid in pids if pid != spare and _session(pid) == session]
+    return [pid for pid in in_session(session) if pid != spare]
 
 
 def _signal(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def in_session(session: int) -> list[int]:
+    """The processes of a session, but those that only wait to be reaped."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
+    return [pid for pid in pids if _session(pid) == session]
 
 
 def _session(pid: int) -> int:

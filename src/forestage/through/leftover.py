@@ -67,7 +67,8 @@ def _keepers() -> Iterator[int]:
 
 def _end(pid: int, process: int, device: int) -> None:
     """Ends the keeper that this pidfd is of, and its servers where none of them is well."""
-    servers = _servers(pid)
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    servers = [Path("/proc", child) for child in children]
     if not any(map(_is_well, servers)):
         if device:
             as_user.call(lambda: (_abort(os.minor(device)), []), bool, ABORT)
@@ -106,11 +107,6 @@ def _has_open(pid: int, file: Path) -> bool:
             if os.readlink(fd) == os.path.realpath(file):
                 return True
     return False
-
-
-def _servers(pid: int) -> list[Path]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [Path("/proc", child) for child in children]
 
 
 def _is_well(process: Path) -> bool:
