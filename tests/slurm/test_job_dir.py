@@ -187,6 +187,9 @@ def test_user_reads_why_there_is_none(dirs: Site) -> None:
     assert ran.stdout == "[]\n"
     assert "no directory of its own on this node" in ran.stderr
     assert "data: job_dir" in ran.stderr
+    comment = "stage-dir=900M stage-tell=yes"
+    ran = dirs.srun(dirs.image("told"), "true", comment=comment)
+    assert "no directory of its own on this node" in ran.stderr  # and not that the image is here
     ran = step(dirs, "stage-dir=32M stage=/shared/alice/nothing@job", f"ls {AT}")
     assert ran.stdout == ""
     assert "/shared/alice/nothing does not exist" in ran.stderr
