@@ -18,7 +18,7 @@ from spec import ALICE, User
 
 MIB = 1 << 20
 PROGRAMS = ("sh", "cat", "ls", "id", "sleep", "sha256sum", "stat", "touch", "env", "true")
-DIRECTORIES = ("proc", "sys", "dev", "tmp", "home", "shared", "etc", "bin")
+DIRECTORIES = ("proc", "sys", "dev", "tmp", "home", "shared", "etc", "bin", "mnt", "forestage/job")
 # Nothing compressed: it is bytes that we want, and soon. Fixed times: the same arguments give
 # the same bytes.
 MKSQUASHFS = (

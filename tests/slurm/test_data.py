@@ -207,6 +207,13 @@ def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> 
     assert (SET, "hit") in [(one.image, one.result) for one in found]
 
 
+def test_container_has_the_nodes_copy_where_the_user_wants_it(tree: Site) -> None:
+    comment = [f"--comment=stage={SET}/ stage-wait=60s", f"--container-mounts={SET}:/mnt:ro"]
+    look = f"stat -f -c %T /mnt; cat /mnt/link; {SHOW}"
+    ran = tree.srun(tree.image("in"), "sh", "-c", look, options=comment)
+    assert ran.stdout.splitlines()[:3] == ["erofs", "one", 'NAME="in"'], ran
+
+
 FILES = 2000  # of which another node looks at 64
 
 

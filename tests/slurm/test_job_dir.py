@@ -97,6 +97,19 @@ def test_directory_in_memory_is_the_same_for_all_steps_and_tasks(dirs: Site) -> 
     assert sorted(seen) == ["1", "1", "1", "hello", "hello", "hello"]
 
 
+@pytest.mark.parametrize("size", ["64M", "64M,ram"])
+def test_container_has_the_directory_and_the_variables(dirs: Site, size: str) -> None:
+    tree = "/shared/alice/tree"
+    comment = f"stage-dir={size} stage={tree}@job,{tree}@seed:JIT_CACHE"
+    script = (
+        f"cat {AT}/tree/a/file $JIT_CACHE/a/file; echo $FORESTAGE_DIR $JIT_CACHE"
+        f"; echo x >{AT}/x; cat {AT}/x /etc/os-release"
+    )
+    options = [f"--container-mounts={AT}"]
+    ran = dirs.srun(dirs.image("in"), "sh", "-c", script, comment=comment, options=options)
+    assert ran.stdout.splitlines()[:5] == ["hello", "hello", f"{AT} {SEED}", "x", 'NAME="in"'], ran
+
+
 def test_cancelled_job_leaves_nothing_in_memory(dirs: Site) -> None:
     on = dirs.source("/shared/alice/cancelled")
     on.unlink(missing_ok=True)
@@ -187,6 +200,9 @@ def test_user_reads_why_there_is_none(dirs: Site) -> None:
     assert ran.stdout == "[]\n"
     assert "no directory of its own on this node" in ran.stderr
     assert "data: job_dir" in ran.stderr
+    comment = "stage-dir=900M stage-tell=yes"
+    ran = dirs.srun(dirs.image("told"), "true", comment=comment)
+    assert "no directory of its own on this node" in ran.stderr  # and not that the image is here
     ran = step(dirs, "stage-dir=32M stage=/shared/alice/nothing@job", f"ls {AT}")
     assert ran.stdout == ""
     assert "/shared/alice/nothing does not exist" in ran.stderr

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from forestage.clock import Clock
     from forestage.config import Config
     from forestage.errors import Declined
-    from forestage.events import Outcome
+    from forestage.events import Handled, Outcome
     from forestage.hooks.image import Answer, Wait
-    from forestage.hooks.step import Say
     from forestage.paths import Places
     from forestage.slurm.job import Job
 
@@ -249,15 +248,16 @@ class Hook:
         # Once, as in the Prolog.
         limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
         for node in nodes:
-            done = step.step(node, job, limit, say, refusal)
-        outcomes: list[Outcome] = [*done.outcomes]
+            done = step.step(node, job, limit, refusal)
+        outcomes = done.outcomes
         if not later:
             for name, value in step.variables(job, done.answers):
                 _write("data", "env", name, value)
         for words in done.also:
             _write("also", *words)
         if os.path.exists(nodes[0].leases.data(job.id)):
-            outcomes += self._show_data(nodes[0], job, limit, say, refusal)
+            outcomes += self._show_data(nodes[0], job, limit, refusal)
+        step.tell(nodes[0], job, outcomes, say)
         # At once: the log can wait, the step does not.
         self.answer(*(later or done.answer))
         step.note_shown(nodes[0], job, decided, done.answers)
@@ -296,16 +296,12 @@ class Hook:
         return job.without_reference(), later
 
     def _show_data(
-        self, node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None
-    ) -> Sequence[Outcome]:
+        self, node: Node, job: Job, limit: Wait, refusal: Declined | None
+    ) -> Sequence[Handled]:
         """Tells the companion what data the step is shown."""
-        from forestage.hooks import data, image, step
+        from forestage.hooks import data, image
 
         shown = data.show(node, job, limit, refusal)
-        for outcome in shown.outcomes:
-            line = step.message(outcome, node.config.user_messages)
-            if line:
-                say(line)
         for words in shown.lines:
             if any(map(image.has_control, words)):
                 self.say(f"result=unshown detail={words!r}")

@@ -24,7 +24,7 @@ from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled, saved
 from forestage.hooks import image
-from forestage.hooks.image import Answer, Wait
+from forestage.hooks.image import UNSERVED, Answer, Wait
 from forestage.slurm import nodelist, timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -96,24 +96,26 @@ def waiting(
     return limit
 
 
-def step(node: Node, job: Job, limit: Wait, say: Say, refusal: Declined | None) -> Done:
-    """Stages the step's image; `say` writes a line for the user.
-
-    `refusal` is why nothing may be staged on this node now.
-    """
+def step(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Done:
+    """Stages the step's image; `refusal` is why nothing may be staged on this node now."""
     answers = image.handle(node, job, job.requests, limit, refusal)
     own: tuple[str, ...] = ("leave", "no-image")
     also = []
     for request, answer in zip(job.requests, answers, strict=True):
-        line = message(answer.outcome, node.config.user_messages, job.waited)
-        if line:
-            say(line)
         words = fields(node, answer)
         if request.via == "option":
             own = words
         elif words[0] != "leave":
             also.append(words)
     return Done(answers, own, tuple(also))
+
+
+def tell(node: Node, job: Job, outcomes: Sequence[Handled], say: Say) -> None:
+    """Says what the requests came to, what went wrong first: a user may read one line only."""
+    for one in sorted(outcomes, key=lambda one: one.result not in UNSERVED):
+        line = message(one, node.config.user_messages, job.waited)
+        if line:
+            say(line)
 
 
 def named(job: Job) -> Job:
@@ -173,7 +175,7 @@ def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
 
 def result_word(outcome: Handled) -> str:
     """Pure: a request's outcome for the step's environment; `none` where no copy is shown."""
-    if outcome.result in ("declined", "failed"):
+    if outcome.result in UNSERVED:
         return outcome.reason
     is_shown = outcome.redirect != "none" or outcome.result == "started"
     return outcome.result if is_shown else "none"
@@ -256,7 +258,7 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
     name = outcome.image or outcome.request
     if wanted == "none":
         return ""
-    if outcome.result in ("declined", "failed"):
+    if outcome.result in UNSERVED:
         if outcome.request == "stage-dir":
             return f"this job has no directory of its own on this node: {outcome.detail}"
         if outcome.request.endswith("@job") or "@seed:" in outcome.request:

@@ -47,12 +47,20 @@ static char image[4096];
 static char report_file[4096];
 static char unpack_directory[2048];
 static char importer[2048];
+static char mounts[4096];
 static bool print_report, use_container = true;
 
 static int set_image(int val, const char *arg, int remote)
 {
 	(void)val, (void)remote;
 	snprintf(image, sizeof(image), "%s", arg ? arg : "");
+	return 0;
+}
+
+static int set_mounts(int val, const char *arg, int remote)
+{
+	(void)val, (void)remote;
+	snprintf(mounts, sizeof(mounts), "%s", arg ? arg : "");
 	return 0;
 }
 
@@ -64,6 +72,7 @@ static int ignore_value(int val, const char *arg, int remote)
 
 static struct spank_option options[] = {
 	{"container-image", "IMAGE", "[pyxis stand-in] the container's image", 1, 0, set_image},
+	{"container-mounts", "SRC:DST,…", "[pyxis stand-in] binds", 1, 3, set_mounts},
 	{"container-save", "PATH", "[pyxis stand-in] seen, not done", 1, 1, ignore_value},
 	{"container-name", "NAME", "[pyxis stand-in] seen, not done", 1, 2, ignore_value},
 };
@@ -337,6 +346,24 @@ static int unpack_image(char tree[4096])
 	return status == 0 ? 0 : -1;
 }
 
+/*
+ * SRC[:DST] of --container-mounts, with all that is mounted below. The image has to have DST: the
+ * real one makes it, in an overlay.
+ */
+static int bind_wanted(const char *root)
+{
+	char target[8192], *rest = mounts, *source;
+
+	while ((source = strsep(&rest, ","))) {
+		const char *place = strchr(source, ':') ? strchr(source, ':') + 1 : source;
+		snprintf(target, sizeof(target), "%s%.*s", root, (int)strcspn(place, ":"), place);
+		source[strcspn(source, ":")] = '\0';
+		if (*source && mount(source, target, NULL, MS_BIND | MS_REC, NULL) < 0)
+			return -1;
+	}
+	return 0;
+}
+
 /* Where the image has such directories, the node's own are seen, as enroot's hooks do it. */
 static int enter_image(int fd)
 {
@@ -358,6 +385,8 @@ static int enter_image(int fd)
 		if (access(target, F_OK) == 0 && mount(source, target, NULL, MS_BIND | MS_REC, NULL) < 0)
 			return -1;
 	}
+	if (bind_wanted(root) < 0)
+		return -1;
 	if (chroot(root) < 0 || (chdir(cwd ? cwd : "/") < 0 && chdir("/") < 0))
 		return -1;
 	free(cwd);

@@ -123,7 +123,9 @@ def test_field_with_a_control_character_is_not_answered(
 def run(node: Node, job: Job, say: step.Say = pytest.fail, timeout: str = "60") -> step.Done:
     """What boundary does."""
     job, refusal = as_noted(node, job, None)
-    return step.step(node, job, step.waiting(node, job, timeout, say, refusal), say, refusal)
+    done = step.step(node, job, step.waiting(node, job, timeout, say, refusal), refusal)
+    step.tell(node, job, done.outcomes, say)
+    return done
 
 
 def test_step_without_an_image_has_no_event(configured: Configured, asking: Job) -> None:
@@ -166,6 +168,13 @@ def test_success_is_told_to_who_wants_to_hear_all() -> None:
     assert message(hit(result="through"), "all").startswith(f"{PATH} is read from this node's copy")
     assert message(hit(result="started"), "all").startswith(f"{PATH} is read from its original")
     assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
+
+
+def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_asked: Job) -> None:
+    heard: list[str] = []
+    outcomes = [hit(), Handled("declined", request="stage-dir", detail="no room")]
+    step.tell(configured(user_messages="all"), image_asked, outcomes, heard.append)
+    assert ["no room" in line for line in heard] == [True, False]
 
 
 class ManualClock(Clock):
