@@ -27,7 +27,7 @@ from forestage.hooks.image import Wait
 from forestage.slurm.job import Job
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
-from node import ALICE, BOB, Node, content, read_as, until
+from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 User = type(ALICE)
 MANY = 40
@@ -541,16 +541,16 @@ def test_directories_of_one_user_take_turns_and_leave_others_a_place(
 
 
 def test_directories_of_all_users_have_so_many_places(
-    spank: Node, monkeypatch: pytest.MonkeyPatch
+    spank: Node, monkeypatch: pytest.MonkeyPatch, before: Arrange
 ) -> None:
     monkeypatch.setattr(tree, "PLACES", 1)
     monkeypatch.setattr(tree, "PLACE", 0.01)
-    path = fill(spank)
+    path, waits = fill(spank), spank.places.root / "waits"
+    before(tree, "_must_be_wanted", waits.touch)
     spank.cache.prepare(require_mount=False)
     with lock.held(spank.cache.locks / "trees.0.lock", 5):
         begin(spank, 1, f"stage={path}/")
-        own = spank.cache.locks / f"trees-{ALICE.uid}.0.lock"
-        until(lambda: not lock.is_free(own), "the user's own place")
+        until(waits.exists, "it to wait")
         assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
     assert settled(spank, 1, path).state == "ready"
 
