@@ -43,7 +43,7 @@ from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.stage.wait import Eta, Progress, quiet
-from forestage.system import as_user, child, lock, loop, run
+from forestage.system import as_user, child, lock, loop, mounts, run
 from forestage.system.as_user import User
 from forestage.system.loop import Loop
 from forestage.units import format_size, printable
@@ -370,7 +370,7 @@ def _is_taken(place: Path, held: contextlib.ExitStack) -> bool:
 def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     os.setgroups(as_user.groups(job.user))
     root, resolved = manifest.open_root(path, job.user)
-    _must_be_a_source(node, resolved)
+    _must_be_a_source(node, root, resolved)
     max_files = node.config.data.max_files
     looked = node.clock.wall()
     seen = looks.at_start(node, job, path, root, resolved)
@@ -420,7 +420,7 @@ def _must_be_wanted(node: Node, job: Job) -> None:
         raise Declined("stopped", "the job is over")
 
 
-def _must_be_a_source(node: Node, resolved: str) -> None:
+def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
     sources = tuple(map(as_user.real, node.config.sources))
     if not image.is_below(resolved, sources):
         raise Declined(
@@ -430,6 +430,8 @@ def _must_be_a_source(node: Node, resolved: str) -> None:
         )
     if image.is_below(str(node.cache.real), [resolved]):
         raise Declined("outside-sources", f"{resolved} holds the cache itself")
+    if mounts.is_users(root, resolved, sources):
+        raise Declined("bad-path", f"{resolved} is in a file system that a user has mounted")
 
 
 def _must_have_bytes(found: Manifest) -> None:
