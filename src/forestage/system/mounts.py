@@ -288,7 +288,8 @@ def is_users(fd: int, path: str, sources: Iterable[str] = ()) -> bool:
     number = mount_id(fd)
     for one in current():
         if one.id == number:
-            above = [source for source in sources if one.point != source]
+            # Below `/` commands look, and what is served to its own user alone is looked for.
+            above = [source for source in sources if source not in ("/", one.point)]
             return bool(one.fuse_user) and any(is_below(one.point, source) for source in above)
     # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
