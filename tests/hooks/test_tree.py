@@ -27,7 +27,7 @@ from forestage.hooks.image import Wait
 from forestage.slurm.job import Job
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
-from node import ALICE, BOB, Node, content, read_as, until
+from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 User = type(ALICE)
 MANY = 40
@@ -519,6 +519,40 @@ def test_tree_of_a_job_that_is_over_is_not_begun(
     until(lambda: not spank.leases.file(1).exists(), "the lease to go")
     assert spank.entries() == set()
     assert spank.lease(1) is None
+
+
+def test_directories_of_one_user_take_turns_and_leave_others_a_place(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes root's memory for all its names, whatever job it is of."""
+    monkeypatch.setattr(tree, "OF_USER", 1)
+    monkeypatch.setattr(tree, "PLACES", 2)
+    monkeypatch.setattr(tree, "PLACE", 0.01)
+    path, others = fill(spank), fill(spank, "bob/set", BOB)
+    spank.cache.prepare(require_mount=False)
+    with lock.held(spank.cache.locks / f"trees-{ALICE.uid}.0.lock", 5):
+        begin(spank, 1, f"stage={path}/")
+        begin(spank, 2, f"stage={path}/")
+        assert staged(spank, 3, others, BOB).state == "ready"
+        assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
+        spank.epilog(2)
+        until(lambda: lock.is_free(tree._life(ready(spank, 2), 2, 0, f"{path}/")), "its end")
+    assert settled(spank, 1, path).state == "ready"
+
+
+def test_directories_of_all_users_have_so_many_places(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, before: Arrange
+) -> None:
+    monkeypatch.setattr(tree, "PLACES", 1)
+    monkeypatch.setattr(tree, "PLACE", 0.01)
+    path, waits = fill(spank), spank.places.root / "waits"
+    before(tree, "_must_be_wanted", waits.touch)
+    spank.cache.prepare(require_mount=False)
+    with lock.held(spank.cache.locks / "trees.0.lock", 5):
+        begin(spank, 1, f"stage={path}/")
+        until(waits.exists, "it to wait")
+        assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
+    assert settled(spank, 1, path).state == "ready"
 
 
 def test_devices_go_with_the_last_lease(spank: Node) -> None:

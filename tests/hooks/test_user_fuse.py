@@ -18,6 +18,7 @@ from forestage.cache import evict, unmount
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
+from forestage.data import wanted
 from forestage.system import mounts
 from forestage.system.as_user import User
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
@@ -88,21 +89,49 @@ def test_users_mount_for_themselves_alone_stays_as_it_is(
     assert (read_as(BOB, own.image), node.entries()) == (None, set())
 
 
+def test_users_mount_for_all_is_staged_for_nobody(node: Node, mount: Callable[..., Own]) -> None:
+    """It may lie in a directory that a group writes to, over files of others; and says of its files
+    what its user likes, also when the stager looks again."""
+    own = mount("-o", "allow_other")
+    assert node.prolog(1, own.image).ended == (0, "declined", "bad-path")
+    assert read_as(BOB, own.image) == content(5)
+    node.configure(redirect="spank")
+    node.prolog(2, comment=f"stage={own.point}/")
+
+    def declined() -> bool:
+        tree = wanted.read(node.leases, 2).trees[f"{own.point}/"]
+        return (tree.state, tree.reason) == ("declined", "bad-path")
+
+    until(declined, "the directory to be declined")
+    assert node.entries() == set()
+
+
+def test_users_mount_that_is_itself_a_source_is_staged(
+    node: Node, mount: Callable[..., Own]
+) -> None:
+    own = mount("-o", "allow_other")
+    node.configure(sources=[str(own.point)])
+    assert node.prolog(1, own.image).said == ("copied", "")
+    assert node.epilog(1).outcome.unmounted == 1
+
+
 def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
     node: Node, mount: Callable[..., Own]
 ) -> None:
     # Names are known for long: else, once a second is over, the Epilog has to ask for them.
     own = mount("-o", "allow_other,entry_timeout=3600,attr_timeout=3600")
+    keys = {"sources": [str(own.point)], "on_error": "drain"}
+    node.configure(**keys)
     assert node.prolog(1, own.image).outcome.result == "copied"
     assert read_as(ALICE, own.image) == content(5)
     own.server.send_signal(signal.SIGSTOP)
     # The redirect lies on a file system that does not answer.
     assert node.epilog(1).outcome.unmounted == 1
     assert node.binds() == {}
-    node.configure(on_error="drain", deadline="1s")
+    node.configure(**keys, deadline="1s")
     assert node.prolog(2, own.image).ended == (0, "declined", "source-hangs")
     own.end()
-    node.configure(on_error="drain")
+    node.configure(**keys)
     assert node.prolog(3, own.image).ended == (0, "declined", "source-error")
     assert [node.epilog(job).code for job in (2, 3)] == [0, 0]
 

@@ -87,7 +87,7 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Facts(msgspec.Struct, frozen=True):
     """What was found at a path; `judge` decides what it means. `path` is "" if it is not text, or
-    leads to something else on this node than it did for the user.
+    in a mount that a user made.
 
     The rest was asked for where the whole node would see a redirect: `head` is the file's first
     SUPERBLOCK bytes; whether the user can list its directory; whether somebody writes to it.
@@ -129,7 +129,7 @@ def wanted_path(request: Request, work_dir: str) -> str:
 def judge(found: Facts, max_size: int | None) -> Image:
     """Pure: the image, or Declined with the reason that the user and the admin will read."""
     if not found.path:
-        what = "the path resolves to a name that is not UTF-8, or not one of this node"
+        what = "the path resolves to a name that is not UTF-8, or in a mount that a user made"
         raise Declined("bad-path", what)
     if not stat.S_ISREG(found.mode):
         raise Declined("not-a-file", f"{found.path} is {_kind(found.mode)}, not a regular file")

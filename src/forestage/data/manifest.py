@@ -133,7 +133,7 @@ def _open_root(path: str) -> tuple[int, str]:
     # directory may be the same, and what is mounted in it another.
     try:
         is_there = os.path.samestat(os.fstat(fd), os.stat(resolved))  # noqa: PTH116
-        is_there = is_there and mounts.is_here(fd, resolved)
+        is_there = is_there and not mounts.is_users(fd, resolved)
     except OSError as error:
         raise image.declined_by(error, resolved) from None
     if not is_there:

@@ -43,7 +43,7 @@ from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.stage.wait import Eta, Progress, quiet
-from forestage.system import as_user, child, lock, loop, run
+from forestage.system import as_user, child, lock, loop, mounts, run
 from forestage.system.as_user import User
 from forestage.system.loop import Loop
 from forestage.units import format_size, printable
@@ -51,6 +51,8 @@ from forestage.units import format_size, printable
 READERS = 32  # threads of a copy: a small file costs round trips more than bytes
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
 HANDSHAKE = 5.0  # seconds in which the process leaves the hook's session, which Slurm will kill
+PLACES, OF_USER = 32, 16  # directories looked at or copied at once: of all users, of one
+PLACE = 1.0  # seconds between two tries for a place
 POLL = 0.25  # seconds between two looks of a step that waits
 LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
 ROOTS_OWN = Access(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
@@ -337,9 +339,34 @@ def _died(node: Node, job: Job, path: str, error: BaseException | None) -> None:
 
 def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
+    with contextlib.ExitStack() as place:
+        _take_place(node, job, place)
+        return _brought(node, job, path, stop)
+
+
+def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
+    """Waits until few others are at work: each has all names of its directory in root's memory.
+
+    That counts for no job: 200,000 long names take 400 MiB. Raises Declined.
+    """
+    for name, most in ((f"trees-{job.user.uid}", OF_USER), ("trees", PLACES)):
+        places = [node.cache.locks / f"{name}.{number}.lock" for number in range(most)]
+        while not any(_is_taken(place, held) for place in places):
+            _must_be_wanted(node, job)
+            node.clock.sleep(PLACE)
+
+
+def _is_taken(place: Path, held: contextlib.ExitStack) -> bool:
+    with contextlib.suppress(lock.Busy):
+        held.enter_context(lock.held(place, 0))
+        return True
+    return False
+
+
+def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     os.setgroups(as_user.groups(job.user))
     root, resolved = manifest.open_root(path, job.user)
-    _must_be_a_source(node, resolved)
+    _must_be_a_source(node, root, resolved)
     max_files = node.config.data.max_files
     looked = node.clock.wall()
     seen = looks.at_start(node, job, path, root, resolved)
@@ -381,11 +408,15 @@ def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> No
         with contextlib.suppress(lock.Busy):
             held.enter_context(lock.held(node.cache.key_lock(key), TURN))
             return
-        if not wanted.is_here(node, job):
-            raise Declined("stopped", "the job is over")
+        _must_be_wanted(node, job)
 
 
-def _must_be_a_source(node: Node, resolved: str) -> None:
+def _must_be_wanted(node: Node, job: Job) -> None:
+    if not wanted.is_here(node, job):
+        raise Declined("stopped", "the job is over")
+
+
+def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
     sources = tuple(map(as_user.real, node.config.sources))
     if not image.is_below(resolved, sources):
         raise Declined(
@@ -395,6 +426,8 @@ def _must_be_a_source(node: Node, resolved: str) -> None:
         )
     if image.is_below(str(node.cache.real), [resolved]):
         raise Declined("outside-sources", f"{resolved} holds the cache itself")
+    if mounts.is_users(root, resolved, sources):
+        raise Declined("bad-path", f"{resolved} is in a file system that a user has mounted")
 
 
 def _must_have_bytes(found: Manifest) -> None:

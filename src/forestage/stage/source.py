@@ -172,9 +172,9 @@ def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user
         resolved.encode()
     except UnicodeEncodeError:
         return Facts("", sources, mode), []
-    if caches and not mounts.is_here(handle, resolved):
-        return Facts("", sources, mode), []
     sources = _resolved(sources, resolved)
+    if caches and mounts.is_users(handle, resolved, sources):
+        return Facts("", sources, mode), []
     found = Facts(resolved, sources, mode)
     if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
         return found, []

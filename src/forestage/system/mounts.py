@@ -7,6 +7,7 @@ here keeps a ledger that a crash could make wrong.
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -284,20 +285,23 @@ def mount_id(fd: int, proc: str = "/proc") -> int:
     raise OSError(f"no mnt_id for descriptor {fd}")
 
 
-def is_here(fd: int, path: str) -> bool:
-    """Whether an open file lies on a mount of this process' namespace; `path` is its resolved path.
+def is_users(fd: int, path: str, sources: Iterable[str] = ()) -> bool:
+    """Whether an open file, of this resolved path, lies on a mount that a user has made.
 
-    A link of /proc leads into a mount namespace of a user's own, where they give other users' names
-    to what they like; and a file system of theirs says what inode and times it likes. Raises
-    OSError.
+    Such a mount gives other users' names to what its user likes, and a file system of theirs says
+    what inode, times and owner it likes. A link of /proc leads into a mount namespace of theirs; in
+    this one it is a FUSE below one of the `sources`. Raises OSError.
     """
     number = mount_id(fd)
-    if number in {mount.id for mount in current()}:
-        return True
+    for one in current():
+        if one.id == number:
+            # Below `/` commands look, and what is served to its own user alone is looked for.
+            above = [source for source in sources if source not in ("/", one.point)]
+            return bool(one.fuse_user) and any(is_below(one.point, source) for source in above)
     # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return mount_id(found) == number
+        return mount_id(found) != number
     finally:
         os.close(found)
 
