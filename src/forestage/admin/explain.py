@@ -239,6 +239,8 @@ def _consequence(event: Event) -> str:
         )
     if event.outcome.reason == "bad-hint":
         return "The hint was ignored."
+    if event.outcome.reason == "registry":
+        return "enroot imports it, as without forestage."
     if event.outcome.reason == "no-mount":
         return f"The {who} went on without it."
     if event.outcome.result == "failed" and event.hook != "step":

@@ -87,6 +87,7 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
             r"declined \(no-permission\): The job's user.* /a is not readable .*original path",
         ),
         (Handled("failed", reason="cache-not-mounted"), "on_error: drain"),
+        (Handled("declined", reason="registry"), "enroot imports it, as without forestage"),
         (Handled("declined", reason="bad-hint", detail="unknown hint"), "The hint was ignored"),
         (Handled("declined", reason="no-mount", detail="no such place"), "went on without it"),
         (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
