@@ -143,6 +143,25 @@ def test_units_run_and_log_to_the_journal(node: Node) -> None:
     assert levels == set()
 
 
+def test_boot_has_images_copied_and_does_not_wait_for_them(node: Node) -> None:
+    """What comes after multi-user.target would wait as long as the start of the unit takes."""
+    image, own = "/srv/images/boot.sqsh", "/etc/forestage/conf.d/boot.yaml"
+    node.type(
+        "mkdir /tmp/boot; head --bytes=16M /dev/urandom >/tmp/boot/blob;"
+        f"mksquashfs /tmp/boot {image} -quiet -no-progress -noD"
+    )
+    node.type(f"printf 'warm_at_boot: [{image}]\nbandwidth: 1MiB\n' >{own}")
+    try:
+        node.type("systemctl enable --now forestage-boot.service")
+        assert node.type("systemctl is-active forestage-boot.service") == "active\n"
+        node.type("while systemctl --quiet is-active forestage-boot.service; do sleep 0.2; done")
+        shown = node.type("systemctl show --property=Result forestage-boot.service")
+        assert shown == "Result=success\n"
+        assert image in node.type("forestage ls")
+    finally:
+        node.type(f"systemctl disable forestage-boot.service; rm {own} {image}")
+
+
 def test_upgrade_under_a_running_job_leaves_it_as_it_is(node: Node) -> None:
     with node.holding():
         assert node.redirected()

@@ -156,12 +156,27 @@ def _postinstall(root: Path, python3: str, others: list[str]) -> subprocess.Comp
         (root / "lib/forestage/lib" / f"python{one}").mkdir(parents=True)
     for hook in ("prolog", "epilog"):
         (root / "lib/forestage/hooks" / hook).touch()
+    (root / "share/forestage").mkdir(parents=True)
+    (root / "share/forestage/forestage.yaml").write_text("# a key of this release\n")
     script = (PACKAGING / "scripts/postinstall").read_text()
-    for old in ("/usr/lib/forestage", "/usr/libexec", "/usr/bin"):
+    for old in ("/usr/lib/forestage", "/usr/libexec", "/usr/bin", "/usr/share", "/etc"):
         assert old in script
         script = script.replace(old, f"{root}{old.removeprefix('/usr')}")
     command = ["sh", "-c", script, "postinstall", "triggered"]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("own", ["", "sources: [/lustre]\n"])
+def test_upgrade_asks_nothing_about_the_configuration(tmp_path: Path, own: str) -> None:
+    """dpkg asks about a file of the package, and fails where nobody answers: staging stays off."""
+    contents = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())["contents"]
+    assert [one for one in contents if one.get("type", "").startswith("config")] == []
+    file = tmp_path / "etc/forestage/forestage.yaml"
+    if own:
+        file.parent.mkdir(parents=True)
+        file.write_text(own)
+    assert _postinstall(tmp_path, "3.11", []).returncode == 0
+    assert file.read_text() == (own or "# a key of this release\n")
 
 
 def test_each_script_is_run_and_is_plain_sh() -> None:

@@ -108,7 +108,7 @@ def _elsewhere(
         problems.append(f"{count(len(nodes) - NODES, 'further node')} of the job were not asked")
     if not histories:
         here = [own.what] if isinstance(own, NotFound) else []
-        hint = "on a node of the job, `forestage explain` needs no peers"
+        hint = "on a node of the job, forestage-ask.socket answers without peers, if it is enabled"
         raise NotFound("; ".join([*here, *problems]), hint)
     return Told(histories, tuple(problems))
 

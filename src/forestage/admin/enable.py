@@ -30,6 +30,7 @@ SOCKET = "forestage-ask.socket"
 SYSTEMCTL = 60.0  # seconds
 RECONFIGURE = "scontrol reconfigure"
 RESTART = "systemctl restart slurmd"
+PLUGSTACK = ("include", "optional", "required")  # how a line of plugstack.conf begins
 SHARED = (
     "Other nodes that share such a directory are not seen from here: one that runs a Prolog or"
     " Epilog while the link is removed may drain."
@@ -287,6 +288,17 @@ def start_units(files: Files) -> str:
     return f"{both} on." if ran.code == 0 else f"{both} not both on: {ran.explained()}"
 
 
+def units_to_start(files: Files) -> str:
+    """What `--yes` would switch on; "" where it is on, or where no systemd runs."""
+    wanted = (("timers", TIMER), ("sockets", SOCKET))
+    on = all(
+        unit in files.names(f"/etc/systemd/system/{kind}.target.wants") for kind, unit in wanted
+    )
+    if on or files.mode("/run/systemd/system") is None:
+        return ""
+    return f"On each node: systemctl enable --now {TIMER} {SOCKET} (or add --yes there)."
+
+
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
     """Pure: the lines to change, which can be copied as they stand, the links, what comes next.
 
@@ -319,7 +331,7 @@ def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
         shown.append(Line(changed))
     if plan.lines:
         # slurmd itself loads a new plugin only when it starts; steps load it at once.
-        stack = any("forestage.so" in one.text for one in plan.lines)
+        stack = any(one.text.split()[0] in PLUGSTACK for one in plan.lines)
         restart = f", and on each node {RESTART} (running jobs go on)" if stack else ""
         step = f"forestage does not edit Slurm's files. Once you have: {RECONFIGURE}{restart}"
         shown.append(Line(step))

@@ -177,7 +177,8 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
 def _started(outcome: Handled) -> Iterator[str]:
     yield "started: the job started while the copy was under way"
     if outcome.reason:
-        yield f"{REASONS.get(outcome.reason, outcome.reason)} {outcome.detail}"
+        meaning = REASONS.get(outcome.reason, outcome.reason)
+        yield f"{meaning.removesuffix('.')}: {outcome.detail}".removesuffix(": ")
 
 
 def _staged(outcome: Handled) -> str:
@@ -206,13 +207,15 @@ def _copied(outcome: Copied) -> str:
 
 
 def _redirect(outcome: Handled) -> str:
+    why = "`redirect: none`, or it saves its container there"
+    if outcome.result == "started":
+        why = "no copy was here"
     return {
         "mounted": "redirect mounted: the path showed the local copy",
         "kept": "redirect kept: the path showed the local copy already, for another job or step",
         "spank": "redirect by the SPANK plugin: each step gets the local copy when it starts",
         "later": "redirect later: the path showed the original until the copy was complete",
-        "none": "no redirect: the job read the original path (`redirect: none`, it saves its"
-        " container there, or no copy was here)",
+        "none": f"no redirect: the job read the original path ({why})",
     }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
 
 
@@ -229,6 +232,8 @@ def _consequence(event: Event) -> str:
         )
     if event.outcome.reason == "bad-hint":
         return "The hint was ignored."
+    if event.outcome.reason == "registry":
+        return "enroot imports it, as without forestage."
     if event.outcome.reason == "no-mount":
         return f"The {who} went on without it."
     if event.outcome.result == "failed" and event.hook != "step":
@@ -324,9 +329,14 @@ def _saved(outcome: Handled) -> str:
     """What a start had of it, and against what."""
     found = saved.seconds(outcome)
     if found is None:
-        return "not known: this node has not measured how fast it reads this image from its source"
+        return (
+            "not known: the copy has not measured how fast its source is (it came from other nodes"
+            " too, or read too little at full speed)"
+        )
     against = f"reading it from its source takes this node {format_duration(outcome.baseline)}"
-    return f"{'-' * (found < 0)}{format_duration(abs(found))} ({against})"
+    if found < 0:
+        return f"nothing: it took {format_duration(-found)} longer ({against})"
+    return f"{format_duration(found)} ({against})"
 
 
 def _now(found: History, now: float) -> list[Piece]:

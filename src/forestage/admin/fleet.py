@@ -18,7 +18,7 @@ from forestage.admin import evict, explain, nodes, show, status, verify
 from forestage.admin.evict import Evictions
 from forestage.admin.inventory import Item
 from forestage.admin.status import Status
-from forestage.errors import SlurmError
+from forestage.errors import ForestageError, SlurmError
 from forestage.events import Handled, Released
 from forestage.slurm.queue import Slurm
 from forestage.system.terminal import Line, Piece, Table, count, short
@@ -76,7 +76,7 @@ def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Ans
     """Runs the command on all nodes; returns their answers in the order of the nodes.
 
     `token` makes the name of srun's jobs unique, so that none of them outlives this command. Raises
-    SlurmError where srun is missing.
+    SlurmError where srun is missing, ForestageError where ssh is.
     """
     from ClusterShell.Event import EventHandler
     from ClusterShell.Task import Task, task_self
@@ -86,6 +86,8 @@ def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Ans
     srun = shutil.which("srun", path=slurm.path)
     if order.by == "srun" and srun is None:
         raise SlurmError("srun is not installed", "add its directory to PATH, or use --by ssh")
+    if order.by == "ssh" and shutil.which("ssh") is None:  # of which ClusterShell says nothing
+        raise ForestageError("ssh is not installed", "use --by srun")
     left = set(order.nodes)
 
     class Count(EventHandler):  # type: ignore[misc]

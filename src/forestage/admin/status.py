@@ -169,6 +169,7 @@ def pieces(status: Status, now: float) -> list[Piece]:
     """Pure: what `status` prints."""
     return [
         Facts((*_facts(status), *_lately(status, now))),
+        *_elsewhere(status),
         *(Line(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
         *_imports(status.imports, now),
@@ -212,6 +213,17 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
         facts.append(("served", f"{sent} to other nodes"))
     return facts
+
+
+def _elsewhere(status: Status) -> list[Piece]:
+    """Pure: whom to ask, where nothing is in use: this may be a login node."""
+    if status.room is not None or status.calls != recent.Calls():
+        return []
+    return [
+        Line("On a host that runs no jobs, such as a login node, ask the nodes:"),
+        Line("forestage status -w NODES        as root", 2),
+        Line("srun -w NODE forestage status    as a user", 2),
+    ]
 
 
 def _lately(status: Status, now: float) -> list[tuple[str, str]]:

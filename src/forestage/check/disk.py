@@ -192,7 +192,8 @@ def _room(
             "cache-small",
             "warning",
             f"entries may take {format_size(room)}, less than two images such as"
-            f" {largest.path} ({format_size(largest.size)})",
+            f" {largest.path} ({format_size(largest.size)}); {format_size(free)} of"
+            f" {format_size(total)} are free",
             "Two jobs with images of that size at a time: one of them reads the shared file system",
             f"make room on the disk, or {origin}: cache: on a larger one",
         )

@@ -44,10 +44,10 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
     with contextlib.suppress(ForestageError, OSError):  # that is for other commands to say
         disk = work.disk_of(ctx.obj.node())
     _change(ctx, slurm_conf, lambda site: work.to_enable(site, disk), True, yes, as_json)
-    if yes:
-        said = work.start_units(Files(ctx.obj.places.root))
-        if said:
-            click.echo(said, err=as_json)
+    files = Files(ctx.obj.places.root)
+    said = work.start_units(files) if yes else work.units_to_start(files)
+    if said:
+        click.echo(said, err=as_json)
 
 
 @click.command()

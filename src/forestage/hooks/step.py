@@ -270,6 +270,8 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
         quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
         if outcome.reason == "no-mount":
             return f"{name} is not mounted: {outcome.detail}"
+        if outcome.reason == "registry" and not quiet:
+            return f"{name} is imported by enroot, as without forestage"
         return "" if quiet else f"{name} is read from its original path: {outcome.detail}"
     if wanted != "all":
         return ""

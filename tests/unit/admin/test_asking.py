@@ -155,7 +155,7 @@ def test_no_node_that_answers_is_an_error_with_every_reason(
         asking.about_job(places, 7, environ)
     assert "n2: it refuses" in str(found.value)
     assert "n3: its peer service does not answer" in str(found.value)
-    assert "needs no peers" in str(found.value)
+    assert "forestage-ask.socket answers without peers" in str(found.value)
 
 
 def test_accounting_that_fails_is_slurms_silence(environ: dict[str, str], command: Command) -> None:

@@ -324,6 +324,8 @@ def test_companion_of_a_package_is_included_by_its_release(slurm: Slurm) -> None
     line = f"include {site.COMPANION_CONF.format('24.11*')}"
     assert plan.lines[-1] == added(STACK, line, f"as the first line, before pyxis ({STACK}:1)")
     assert plan.notes == [], "login nodes need nothing"
+    (end,) = (one.text for one in enable.pieces(plan, False, True)[-1:] if isinstance(one, Line))
+    assert enable.RESTART in end, "slurmd loads a new plugin only when it starts"
     slurm.write(STACK, f"{line}\nrequired pyxis.so\n")
     assert {one.file for one in slurm.to_enable().lines} == {CONF}
     slurm.write(STACK, f"required pyxis.so\n{line}\n")
@@ -405,11 +407,15 @@ def test_units_are_started_with_yes_where_systemd_runs(
 
     monkeypatch.setattr("forestage.system.run.run", systemctl)
     node = Site(tmp_path)
-    assert node.run("enable", SLURM_CONF).exit_code == Exit.OK
+    both = "forestage-sweep.timer forestage-ask.socket"
+    assert f"systemctl enable --now {both}" in node.run("enable", SLURM_CONF).stdout
     assert asked == []
     printed = node.run("enable", "--yes", SLURM_CONF).stdout
     assert asked == [["enable", "--now", "forestage-sweep.timer", "forestage-ask.socket"]]
     assert ("not both on" in printed) == bool(ends)
+    for kind, unit in (("timers", both.split()[0]), ("sockets", both.split()[1])):
+        slurm.write(f"/etc/systemd/system/{kind}.target.wants/{unit}", "")
+    assert both not in node.run("enable", SLURM_CONF).stdout
 
 
 def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
         (hit(result="started", redirect="later"), "original until the copy was complete"),
         (
             hit(result="started", reason="no-through", detail="too many", redirect="none"),
-            "could not read through the copy while it was made. too many.*read the original path",
+            "the copy while it was made: too many.*read the original path .no copy was here",
         ),
         (hit(result="through"), "read copied parts locally, and the rest from the source"),
         (Handled("joined", wait=3.0), "another copy of it was under way; waited 3s"),
@@ -87,6 +87,7 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
             r"declined \(no-permission\): The job's user.* /a is not readable .*original path",
         ),
         (Handled("failed", reason="cache-not-mounted"), "on_error: drain"),
+        (Handled("declined", reason="registry"), "enroot imports it, as without forestage"),
         (Handled("declined", reason="bad-hint", detail="unknown hint"), "The hint was ignored"),
         (Handled("declined", reason="no-mount", detail="no such place"), "went on without it"),
         (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
@@ -155,7 +156,7 @@ def test_prolog_precedes_its_stager() -> None:
     ("hook", "changes", "saved"),
     [
         ("step", {"baseline": 12.1, "redirect": "spank"}, "12s (reading it from its source takes"),
-        ("step", {"baseline": 1.0, "wait": 3.0}, "-2s (reading it"),
+        ("step", {"baseline": 1.0, "wait": 3.0}, "nothing: it took 2s longer (reading it"),
         ("step", {"redirect": "spank"}, "not known"),
         ("prolog", {"baseline": 12.1}, "12s (reading it"),
         ("prolog", {"baseline": 12.1, "redirect": "spank"}, ""),  # its steps say so

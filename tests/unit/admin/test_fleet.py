@@ -81,6 +81,14 @@ def test_node_that_does_not_answer_is_named_and_the_others_are_shown(
     assert "n9: ssh: connect to host n9 port 22: No route to host" in done.stdout
 
 
+def test_missing_ssh_is_said_before_any_node_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = Site(tmp_path).run("ls", "-w", "n[1-2]")
+    assert (done.exit_code, "ssh is not installed" in done.stderr) == (Exit.NOT_FOUND, True)
+
+
 def test_status_is_a_row_for_each_state(nodes: dict[str, Site]) -> None:
     for name in ("n1", "n2", "n3"):
         nodes[name].node.cache.prepare(False)

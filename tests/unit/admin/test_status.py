@@ -120,6 +120,19 @@ def test_empty_node_is_healthy(site: Site, change: Callable[[Site], None], expec
     assert expected in done.stdout
 
 
+def test_host_that_runs_no_jobs_says_whom_to_ask(site: Site) -> None:
+    """A login node has the package and the same configuration, and a cache that nobody uses."""
+    asks = "srun -w NODE forestage status"
+    assert asks in site.run("status").output
+    mark = site.places.called("prolog")
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text("7")
+    assert asks not in site.run("status").output
+    mark.unlink()
+    site.node.cache.prepare(False)
+    assert asks not in site.run("status").output
+
+
 def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
     assert "served" not in site.run("status").output
     assert site.json("status")["served"] is None

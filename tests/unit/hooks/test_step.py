@@ -158,6 +158,11 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
     assert message(outcome, "none") == ""
 
 
+def test_image_of_a_registry_is_not_said_to_be_read_from_a_path() -> None:
+    outcome = Handled("declined", request="nvcr.io#a/b:1", reason="registry", detail="it is one")
+    assert message(outcome, "all") == "nvcr.io#a/b:1 is imported by enroot, as without forestage"
+
+
 def test_success_is_told_to_who_wants_to_hear_all() -> None:
     copy = f"{PATH} is read from this node's copy (hit in 0.02s), "
     assert message(hit(), "all") == f"{copy}what that saves is not known"
