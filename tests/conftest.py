@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,19 +22,7 @@ from node import Node
 
 pytest_plugins = ["flaky"]
 
-# No deadline and no too_slow: a slow machine is not a bug. No database: a run does not depend on
-# the last one.
-# Fewer examples than usual, as many tests share the time; more of them where there is time.
-EXAMPLES = 300 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 50
 LONGEST = 3 * 3600  # seconds for a test that is known to take its time
-settings.register_profile(
-    "forestage",
-    deadline=None,
-    database=None,
-    max_examples=EXAMPLES,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("forestage")
 
 os.umask(0o022)  # whatever whoever runs the tests has; what it must not matter to sets its own
 
@@ -62,6 +49,7 @@ def pytest_collection_finish() -> None:
     """The tests fork often: what is there already need not be looked at, nor copied, each time."""
     gc.collect()
     gc.freeze()
+    _libc.malloc_trim(0)
 
 
 def pytest_runtestloop(session: pytest.Session) -> object:

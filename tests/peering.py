@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
 import os
+import random
 import secrets
 import select
 import socket
@@ -56,11 +56,6 @@ auth.CREDENTIAL_SECONDS, auth.PATIENCE = 3600, 3600.0
 LIVE = "import time, pathlib; pathlib.Path('/proc/self/comm').write_text('forestage-stage')\n"
 
 
-@functools.cache
-def content(seed: int = 1) -> bytes:
-    return b"".join(b"%07d\n" % (seed * 1_000_000 + n) for n in range(SIZE // 8))
-
-
 def image(seed: int = 1) -> Image:
     return Image(Identity(f"/lustre/{seed}.sqsh", seed, SIZE, 10, 20), Access(0, 0, 0o644))
 
@@ -71,8 +66,11 @@ def span(number: int) -> tuple[int, int]:
 
 
 def of_chunk(number: int, seed: int = 1) -> bytes:
-    start, size = span(number)
-    return content(seed)[start : start + size]
+    return random.Random(f"{seed}, {number}").randbytes(span(number)[1])
+
+
+def content(seed: int = 1) -> bytes:
+    return b"".join(of_chunk(number, seed) for number in range(COUNT))
 
 
 def free_port() -> int:

@@ -481,6 +481,9 @@ def _connected(place: str) -> socket.socket:
             connection.close()
             raise
         connection.close()
+        job = os.path.dirname(os.path.dirname(place))
+        if not os.path.isdir(job):  # it does not come back, so nobody waits for that
+            raise Trouble(f"{job} is gone")
         if time.monotonic() > until:
             raise Trouble("no copier answers")
 

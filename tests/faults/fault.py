@@ -5,17 +5,16 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
-import random
 import signal
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-import squashfs
 from forestage.cache.part import PROCESS_NAME, missing_chunks
 from forestage.clock import Clock
-from node import Node, Ran, until
+from node import Node, Ran, content, until
+from through import SIZE
 
 MIB = 1024 * 1024
 CHUNKS = 6
@@ -25,10 +24,15 @@ NOLOGFLUSH = (2).to_bytes(4, "little")
 _fork = multiprocessing.get_context("fork")
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=3)  # what is kept costs at each fork
 def image(seed: int = 1, size: int = CHUNKS * MIB - 4321) -> bytes:
     """Bytes that no other seed gives; the last chunk is short, and ends within a block."""
-    return squashfs.beginning(random.Random(seed).randbytes(size))
+    return content(seed, size)
+
+
+def source_bytes(seed: int = 7) -> bytes:
+    """Those of the source that a read-through file shows (through.py)."""
+    return image(seed, SIZE)
 
 
 def in_stager() -> bool:

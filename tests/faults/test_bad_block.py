@@ -9,16 +9,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fault import image
+from fault import image, source_bytes
 
 from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
 from forestage.cache import doubt
 from forestage.slurm.queue import Slurm
 from node import BOB, Node, until
-from through import MIB, SIZE, Copy, Shown, Through, forget_pages, here, read_fresh, shows
-
-DATA = image(7, SIZE)
+from through import MIB, Copy, Shown, Through, forget_pages, here, read_fresh, shows
 
 
 class Disk:
@@ -102,12 +100,12 @@ def test_bad_block_that_the_very_first_job_meets_is_seen(node: Node, nvme: Disk)
 
 def published(shown: Shown, node: Node) -> Through:
     """An image whose entry is complete, seen through the file that showed the copy."""
-    through = shown(node.put("alice/image.sqsh", DATA), lay=False)
+    through = shown(node.put("alice/image.sqsh", source_bytes()), lay=False)
     through.at = node.shared / "place"  # so that the source stays within reach
     through.at.touch()
     through.lay()
-    copy = Copy(through, DATA)
-    copy.bring(0, len(DATA))
+    copy = Copy(through, source_bytes())
+    copy.bring(0, len(source_bytes()))
     copy.publish()
     through.kill_server()  # the part that it had open has the entry's name now
     until(lambda: has_entry(through), "the next server to open the entry")
@@ -127,10 +125,10 @@ def test_reader_of_a_bad_block_gets_the_sources_bytes_and_the_entry_is_evicted(
     copy = node.cache.image(through.image.key)
     with copy.open("rb") as held:
         nvme.lose_end_of(copy)
-        assert shows(through.at, DATA)
+        assert shows(through.at, source_bytes())
         until(lambda: not node.entries(), "the entry to be evicted")
         assert os.fstat(held.fileno()).st_nlink == 0
-    assert shows(through.at, DATA)
+    assert shows(through.at, source_bytes())
 
 
 def test_bad_block_of_an_entry_whose_source_was_changed_is_an_error_and_no_mixture(
@@ -139,9 +137,9 @@ def test_bad_block_of_an_entry_whose_source_was_changed_is_an_error_and_no_mixtu
     through = published(shown, node)
     copy = node.cache.image(through.image.key)
     with through.path.open("r+b") as source:
-        source.write(image(9, len(DATA)))
+        source.write(image(9, len(source_bytes())))
     with copy.open("rb"):
         nvme.lose_end_of(copy)
         with pytest.raises(OSError, match="Input/output error"):
-            read_fresh(through.at, len(DATA) - 4096, 4096)
-        assert shows(through.at, DATA[:MIB])
+            read_fresh(through.at, len(source_bytes()) - 4096, 4096)
+        assert shows(through.at, source_bytes()[:MIB])

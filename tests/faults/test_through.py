@@ -10,25 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault import image
+from fault import source_bytes
 
 from forestage.system.as_user import User
 from node import ALICE, BOB, Node, read_as, until
 from through import MIB, SIZE, Aside, Copy, Shown, read_fresh, reading
 
-DATA = image(7, SIZE)
-
 
 def test_file_has_the_bytes_and_attributes_of_the_source_and_is_read_only(
     node: Node, shown: Shown
 ) -> None:
-    path = node.put("alice/image.sqsh", DATA, mode=0o640)
+    path = node.put("alice/image.sqsh", source_bytes(), mode=0o640)
     source = path.stat()
     shown(path)
     facts = path.stat()
     for name in ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns", "st_uid", "st_gid", "st_mode"):
         assert getattr(facts, name) == getattr(source, name), name
-    assert path.read_bytes() == DATA
+    assert path.read_bytes() == source_bytes()
     for flags in (os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
         with pytest.raises(OSError, match="Read-only"):
             os.open(path, flags)
@@ -51,13 +49,13 @@ GROUP = User("", 4711, ALICE.gid)
 def test_who_may_not_read_the_source_may_not_read_through(
     node: Node, shown: Shown, mode: int, acl: str, readers: set[User]
 ) -> None:
-    path = node.put("alice/image.sqsh", DATA, mode=mode)
+    path = node.put("alice/image.sqsh", source_bytes(), mode=mode)
     if acl:
         subprocess.run(["setfacl", "-m", acl, path], check=True)
     assert {user for user in (ALICE, BOB, GROUP) if read_as(user, path)} == readers
     shown(path)
     found = {user: read_as(user, path) for user in (ALICE, BOB, GROUP)}
-    assert found == {user: DATA if user in readers else None for user in found}
+    assert found == {user: source_bytes() if user in readers else None for user in found}
 
 
 def mapped(path: Path, flags: int) -> bytes:
@@ -110,15 +108,15 @@ def test_every_way_to_read_gives_the_bytes_also_while_the_copy_comes(
     shown: Shown, way: Callable[[Path], bytes]
 ) -> None:
     through = shown()
-    copy = Copy(through, DATA)
+    copy = Copy(through, source_bytes())
     copy.bring(0, 3 * MIB)
-    assert way(through.path) == DATA
+    assert way(through.path) == source_bytes()
     fd = os.open(through.path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     copy.bring(0, SIZE)
     copy.publish()
-    assert way(through.path) == DATA
+    assert way(through.path) == source_bytes()
 
 
 def test_thousand_openers_and_one_that_never_closes_read_on(shown: Shown) -> None:
@@ -130,33 +128,33 @@ def test_thousand_openers_and_one_that_never_closes_read_on(shown: Shown) -> Non
         opened = [os.open(through.path, os.O_RDONLY) for _ in range(1000)]
         for number, fd in enumerate(opened):
             start = number * 8191 % SIZE
-            assert os.pread(fd, 4096, start) == DATA[start : start + 4096]
+            assert os.pread(fd, 4096, start) == source_bytes()[start : start + 4096]
 
     assert Aside(open_all).ended() == 0
     fd = os.open(through.path, os.O_RDONLY)  # never closed, and the mount is taken off below it
     through.take_off()
     through.kill_server()
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    assert os.pread(fd, SIZE, 0) == DATA
+    assert os.pread(fd, SIZE, 0) == source_bytes()
     os.close(fd)
 
 
 def test_only_marked_pieces_of_a_part_are_shown_and_only_as_long(shown: Shown) -> None:
     through = shown()
-    copy = Copy(through, DATA)
+    copy = Copy(through, source_bytes())
     wrong = copy.bring_marked()
     until(lambda: read_fresh(through.path) == wrong, "the part to be found")
     copy.readers.forget(2)
     found = read_fresh(through.path)
-    assert found[2 * MIB : 3 * MIB] == DATA[2 * MIB : 3 * MIB]
+    assert found[2 * MIB : 3 * MIB] == source_bytes()[2 * MIB : 3 * MIB]
     copy.drop()
-    until(lambda: read_fresh(through.path) == DATA, "the source to answer")
+    until(lambda: read_fresh(through.path) == source_bytes(), "the source to answer")
     # Another part by another stager: its marks are empty.
-    copy = Copy(through, DATA)
-    with reading(through.path, DATA, 2) as readers:
+    copy = Copy(through, source_bytes())
+    with reading(through.path, source_bytes(), 2) as readers:
         for start in range(0, SIZE, MIB):
             copy.bring(start, MIB)
         copy.publish()
         until(lambda: readers[0].count > 20, "reads")
     copy.cache.evict(copy.image.key)
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from fault import Gate, Points, image, kill_stager
+from fault import Gate, Points, kill_stager, source_bytes
 
 from forestage.cache.lease import Lease, Use
 from forestage.cache.readers import NOW
@@ -19,9 +19,7 @@ from forestage.stage.stager import Channel, Message
 from forestage.through import keeping
 from forestage.through.reads import RUN
 from node import ALICE, Node, until
-from through import MIB, SIZE, Copy, Shown, Through, read_fresh, reading, task
-
-DATA = image(7, SIZE)
+from through import MIB, Copy, Shown, Through, read_fresh, reading, task
 
 
 def start(through: Through, **keys: object) -> Channel:
@@ -41,24 +39,24 @@ def end(channel: Channel) -> str:
 def test_bytes_are_right_before_during_and_after_the_copy(
     node: Node, shown: Shown, keys: dict[str, object]
 ) -> None:
-    path = node.put("alice/image.sqsh", DATA)
+    path = node.put("alice/image.sqsh", source_bytes())
     through = shown(path)
-    with reading(path, DATA, 4), start(through, **keys) as channel:
-        assert read_fresh(path) == DATA
+    with reading(path, source_bytes(), 4), start(through, **keys) as channel:
+        assert read_fresh(path) == source_bytes()
         assert end(channel) == "published"
-        assert read_fresh(path) == DATA
+        assert read_fresh(path) == source_bytes()
     assert not {file.name for file in through.spot.iterdir()} & {"pieces", "wanted"}
 
 
 def test_job_reads_what_the_copy_has_and_the_rest_of_the_source(
     node: Node, shown: Shown, points: Points, gate: Gate
 ) -> None:
-    path = node.put("alice/image.sqsh", DATA)
+    path = node.put("alice/image.sqsh", source_bytes())
     points.at("chunk", gate, nth=3)
     through = shown(path)
     with start(through, threads=1) as channel:
         until(lambda: points.count("chunk") == 3, "three chunks")
-        assert read_fresh(path) == DATA
+        assert read_fresh(path) == source_bytes()
         gate.open()
         assert end(channel) == "published"
 
@@ -67,29 +65,29 @@ def test_reader_that_waited_in_vain_still_has_the_copy_bring_what_it_reads(
     node: Node, shown: Shown
 ) -> None:
     """Else the copy would make way for it, and not come for as long as it reads."""
-    path = node.put("alice/image.sqsh", DATA)
+    path = node.put("alice/image.sqsh", source_bytes())
     through = shown(path)
-    readers = Copy(through, DATA).readers
+    readers = Copy(through, source_bytes()).readers
     until(lambda: read_fresh(path, 0, 1) and readers.wanted(), "the server to see the copy")
-    assert read_fresh(path) == DATA
-    after = range(RUN // MIB + 2, len(DATA) // MIB + 1)
+    assert read_fresh(path) == source_bytes()
+    after = range(RUN // MIB + 2, len(source_bytes()) // MIB + 1)
     assert set(after) <= set(readers.wanted((NOW,)))
 
 
 def test_stager_killed_and_begun_anew_shows_no_wrong_byte(
     node: Node, shown: Shown, points: Points
 ) -> None:
-    path = node.put("alice/image.sqsh", DATA)
+    path = node.put("alice/image.sqsh", source_bytes())
     points.at("chunk", kill_stager, nth=4)
     through = shown(path)
-    with reading(path, DATA, 4):
+    with reading(path, source_bytes(), 4):
         with start(through) as channel, pytest.raises(EOFError):
             end(channel)
-        assert read_fresh(path) == DATA
+        assert read_fresh(path) == source_bytes()
         points.calm()
         with start(through) as channel:
             assert end(channel) == "published"
-        assert read_fresh(path) == DATA
+        assert read_fresh(path) == source_bytes()
 
 
 @pytest.fixture
@@ -99,7 +97,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leased(node: Node, shown: Shown) -> Through:
     """Image and keeper of a job that runs, and needs the copy."""
-    through = shown(node.put("alice/image.sqsh", DATA))
+    through = shown(node.put("alice/image.sqsh", source_bytes()))
     use = Use(through.image.key)
     node.leases.write(Lease(7, ALICE, 0.0, str(node.cache.root), (use,)))
     return through
@@ -115,9 +113,9 @@ def test_copy_whose_stager_was_killed_goes_on_while_a_job_reads_through(
     through = leased(node, shown)
     with start(through, threads=1) as channel, pytest.raises(EOFError):
         end(channel)
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     until(lambda: node.cache.find(through.image), "the copy's end")
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     killed, other = (pid for name, pid in points.passed() if name == "claimed")
     assert killed != other
     assert points.count("chunk") == 8
@@ -134,7 +132,7 @@ def test_stager_that_is_always_killed_is_started_a_few_times(
     until(lambda: points.count("claimed") == 1 + keeping.MOST_STAGERS, "stagers")
     through.turns(12)
     assert points.count("claimed") == 1 + keeping.MOST_STAGERS
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
 
 
 @pytest.mark.parametrize("why", ["no job", "no room", "upgraded", "stopped"])
@@ -156,5 +154,5 @@ def test_copy_is_not_begun_again_where_that_is_of_no_use(
     with start(through, threads=1) as channel, contextlib.suppress(EOFError):
         assert end(channel) == "failed"
     through.turns(16)
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     assert points.count("claimed") == 1

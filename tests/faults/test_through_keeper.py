@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault import MIB, image
+from fault import MIB, source_bytes
 
 from forestage.cache.lease import Lease, Use
 from forestage.errors import Declined
@@ -20,8 +20,6 @@ from forestage.through import keeper, keeping, server
 from forestage.through.keeping import Keeper
 from node import ALICE, BOB, Node, until
 from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, task
-
-DATA = image(7, SIZE)
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leased(node: Node) -> Path:
     """An image for which job 1 holds a lease."""
-    path = node.put("alice/image.sqsh", DATA)
+    path = node.put("alice/image.sqsh", source_bytes())
     use = Use(opened(path).image.key)
     node.leases.write(Lease(1, ALICE, 0.0, str(node.cache.root), (use,)))
     return path
@@ -43,14 +41,14 @@ def test_file_is_read_without_its_keeper_and_gone_without_both(shown: Shown) -> 
     through = shown()
     pid = through.server()
     through.kill_keeper()
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(OSError, match=r"not connected|aborted"):
-        until(lambda: read_fresh(through.path) != DATA, "an error")
+        until(lambda: read_fresh(through.path) != source_bytes(), "an error")
     # What it left behind is in nobody's way.
     through.take_off()
     through.start()
-    assert through.lay().read_bytes() == DATA
+    assert through.lay().read_bytes() == source_bytes()
 
 
 def test_keeper_and_server_end_with_the_last_mount(
@@ -61,10 +59,10 @@ def test_keeper_and_server_end_with_the_last_mount(
     through.lay()
     node.leases.drop(1)
     until(lambda: not through.sock.exists(), "the keeper to let go")
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     through.take_off()
     through.kill_server()
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     through.take_off()
     through.ended()
 
@@ -90,14 +88,14 @@ def test_published_image_is_shown_to_no_more_tasks_and_to_those_that_have_it(
 ) -> None:
     path = leased(node)
     through = shown(path)
-    copy = Copy(through, DATA)
+    copy = Copy(through, source_bytes())
     copy.bring(0, SIZE)
     copy.publish()
     until(lambda: not through.sock.exists(), "the keeper to let go")
     os.truncate(node.server / "alice/image.sqsh", 0)  # the entry stays what it is
-    assert read_fresh(path) == DATA
+    assert read_fresh(path) == source_bytes()
     through.kill_server()
-    assert read_fresh(path) == DATA
+    assert read_fresh(path) == source_bytes()
     through.take_off()
     through.ended()
 
@@ -108,11 +106,11 @@ def test_step_that_was_told_just_before_the_copy_was_whole_still_comes(
     monkeypatch.setattr(keeping, "LAST", 600.0)
     path = leased(node)
     through = shown(path, lay=False)
-    copy = Copy(through, DATA)
+    copy = Copy(through, source_bytes())
     copy.bring(0, SIZE)
     copy.publish()
     through.turns(8)
-    assert through.lay().read_bytes() == DATA
+    assert through.lay().read_bytes() == source_bytes()
 
 
 def test_host_does_not_see_the_file_and_its_disks_are_not_kept_busy(
@@ -165,10 +163,10 @@ def test_tasks_where_mounts_cannot_be_cloned_have_a_mount_each(
     node.leases.drop(1)
     until(lambda: not through.sock.exists(), "the keeper to let go")
     for place in places:
-        assert read_fresh(place) == DATA
+        assert read_fresh(place) == source_bytes()
         through.kill_server()
         assert place.stat().st_ino == through.image.identity.inode
-        assert read_fresh(place) == DATA
+        assert read_fresh(place) == source_bytes()
         mounts.umount(str(place))
     through.ended()
 
@@ -229,7 +227,7 @@ def test_keeper_that_fails_ends_and_never_becomes_the_hook(
 ) -> None:
     through = shown(lay=False)
     path = through.path.with_name("other")
-    path.write_bytes(DATA)
+    path.write_bytes(source_bytes())
 
     def fail(self: Keeper) -> None:
         raise RuntimeError("as a test wants it")
@@ -258,7 +256,7 @@ def test_full_run_is_no_through_and_hurts_no_file_that_is_there(node: Node, show
     with pytest.raises((Declined, OSError)):
         Through(node, node.put("alice/other.sqsh"))
     through.kill_server()
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     filler.unlink()
 
 
@@ -300,14 +298,14 @@ def test_package_that_is_upgraded_under_a_keeper_stops_no_server(
     subprocess.run(argv, check=True)
     through = shown(path)
     through.kill_server()
-    copy = Copy(through, DATA)
+    copy = Copy(through, source_bytes())
     wrong = copy.bring_marked()
     until(lambda: read_fresh(path) == wrong, "the part to be found")
     copy.drop()
     os.kill(through.server(), signal.SIGSTOP)
-    assert read_fresh(path)[:MIB] in (DATA[:MIB], wrong[:MIB])
+    assert read_fresh(path)[:MIB] in (source_bytes()[:MIB], wrong[:MIB])
     os.truncate(node.server / "alice/image.sqsh", MIB)
-    until(lambda: read_fresh(path) == DATA[:MIB], "the change to be seen")
+    until(lambda: read_fresh(path) == source_bytes()[:MIB], "the change to be seen")
     through.take_off()
     node.leases.drop(1)
     assert not asked.exists(), asked.read_text()

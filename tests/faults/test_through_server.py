@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 from far import Far
-from fault import MIB, image, shut_down
+from fault import MIB, shut_down, source_bytes
 
 from forestage.system import mounts
 from forestage.through import keeping
 from forestage.through.server import Server
 from node import Node, until
 from through import SIZE, Aside, Copy, Shown, direct, read_fresh, reading, servers_of, shows
-
-DATA = image(7, SIZE)
 
 
 def squashfs(folder: Path) -> tuple[Path, bytes]:
@@ -88,7 +86,7 @@ def test_servers_killed_while_programs_read_cost_no_byte(
 def test_stopped_server_is_replaced(shown: Shown) -> None:
     through = shown()
     os.kill(through.server(), signal.SIGSTOP)
-    assert shows(through.path, DATA)
+    assert shows(through.path, source_bytes())
 
 
 def test_server_that_always_fails_takes_no_processor(
@@ -134,7 +132,7 @@ def waiting(at: Path, far: Far, start: int) -> Aside:
 
     def work() -> None:
         found = read_fresh(at, start, 4096)
-        assert found == DATA[start : start + 4096]
+        assert found == source_bytes()[start : start + 4096]
 
     aside = Aside(work)
     until(lambda: far.calls()["read"] > before, "the server to ask the source")
@@ -144,16 +142,16 @@ def waiting(at: Path, far: Far, start: int) -> Aside:
 def test_source_that_hangs_holds_up_nothing_that_is_here_and_no_kill(
     node: Node, shown: Shown, far: Far, place: Path
 ) -> None:
-    through = shown(slow(far).put("image.sqsh", DATA), place)
-    copy = Copy(through, DATA)
+    through = shown(slow(far).put("image.sqsh", source_bytes()), place)
+    copy = Copy(through, source_bytes())
     copy.bring(0, 4 * MIB)
-    until(lambda: read_fresh(place, 0, 4096) == DATA[:4096], "a read")
+    until(lambda: read_fresh(place, 0, 4096) == source_bytes()[:4096], "a read")
     hang(far)
     # More than a server has threads for the source.
     readers = [waiting(place, far, 6 * MIB)]
-    readers += [Aside(lambda n=n: direct(place, DATA, n)) for n in range(5, 45)]
+    readers += [Aside(lambda n=n: direct(place, source_bytes(), n)) for n in range(5, 45)]
     until(lambda: all(reader.waits() for reader in readers), "readers to hang")
-    assert shows(place, DATA[MIB : MIB + 64 * 1024], MIB)
+    assert shows(place, source_bytes()[MIB : MIB + 64 * 1024], MIB)
     # Also what comes only now, as from a peer.
     copy.bring(4 * MIB, 3 * MIB)
     assert readers.pop(0).ended() == 0
@@ -166,8 +164,8 @@ def test_source_that_hangs_holds_up_nothing_that_is_here_and_no_kill(
 def test_next_server_takes_over_from_one_that_is_killed_and_cannot_end(
     node: Node, shown: Shown, far: Far, place: Path
 ) -> None:
-    through = shown(slow(far).put("image.sqsh", DATA), place)
-    copy = Copy(through, DATA)
+    through = shown(slow(far).put("image.sqsh", source_bytes()), place)
+    copy = Copy(through, source_bytes())
     copy.bring(0, 4 * MIB)
     hang(far)
     patient, doomed = waiting(place, far, 5 * MIB), waiting(place, far, 7 * MIB)
@@ -175,7 +173,7 @@ def test_next_server_takes_over_from_one_that_is_killed_and_cannot_end(
     os.kill(old, signal.SIGKILL)
     through.server(besides=old)
     assert old in servers_of(through.pid)  # its threads hang in the kernel
-    assert shows(place, DATA[MIB : MIB + 4096], MIB)
+    assert shows(place, source_bytes()[MIB : MIB + 4096], MIB)
     assert doomed.kill() == -signal.SIGKILL
     far.behaves(short=MIB)
     assert patient.ended() == 0
@@ -185,23 +183,23 @@ def test_next_server_takes_over_from_one_that_is_killed_and_cannot_end(
 def test_readers_killed_at_any_moment_end(node: Node, shown: Shown, far: Far, place: Path) -> None:
     """Their INTERRUPT may come before the READ that it is about has been noted."""
     slow(far)
-    through = shown(far.put("image.sqsh", DATA), place)
+    through = shown(far.put("image.sqsh", source_bytes()), place)
     far.behaves(reads=5, short=MIB)
     dice = random.Random(1)
     for number in range(30):
-        readers = [Aside(lambda n=n: direct(place, DATA, n)) for n in range(4)]
+        readers = [Aside(lambda n=n: direct(place, source_bytes(), n)) for n in range(4)]
         time.sleep(dice.random() * 0.02)  # not waiting for anything: any moment will do
         if number % 10 == 9:
             through.kill_server()
         assert {reader.kill() for reader in readers} <= {-signal.SIGKILL, 0}
-    assert read_fresh(place) == DATA
+    assert read_fresh(place) == source_bytes()
 
 
 def test_signal_that_does_not_kill_interrupts_no_read(
     node: Node, shown: Shown, far: Far, place: Path
 ) -> None:
     """As of any disk or file server: programs need not expect EINTR from a file."""
-    shown(slow(far).put("image.sqsh", DATA), place)
+    shown(slow(far).put("image.sqsh", source_bytes()), place)
     far.behaves(reads=20, short=MIB)
 
     def work() -> None:
@@ -221,18 +219,18 @@ def test_disk_that_hangs_is_asked_no_more(
     node: Node, shown: Shown, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     through = shown()
-    copy = Copy(through, DATA)
+    copy = Copy(through, source_bytes())
     # The part lies on the file system that will hang.
-    wrong = bytes(byte ^ 0xFF for byte in DATA)
+    wrong = bytes(byte ^ 0xFF for byte in source_bytes())
     slow(far).put("image", wrong)
     subprocess.run(["mount", "--bind", far.point, copy.part.directory], check=True)
     copy.follow()
     copy.readers.arrived(0, SIZE)
     until(lambda: read_fresh(through.path) == wrong, "the part to be found")
     hang(far)
-    assert shows(through.path, DATA[:4096])
+    assert shows(through.path, source_bytes()[:4096])
     calls = far.calls()["read"]
-    assert shows(through.path, DATA)
+    assert shows(through.path, source_bytes())
     assert far.calls()["read"] == calls
     far.behaves(short=MIB)
     until(lambda: read_fresh(through.path) == wrong, "the disk to be asked again")
@@ -244,24 +242,24 @@ def test_disk_that_gives_errors_leaves_the_source(
 ) -> None:
     disk("ext4")
     through = shown()
-    copy = Copy(through, DATA)
+    copy = Copy(through, source_bytes())
     wrong = copy.bring_marked()
     until(lambda: read_fresh(through.path) == wrong, "the part to be found")
     shut_down(node.nvme)
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
 
 
 def test_reader_that_was_signalled_before_its_server_died_can_be_killed(
     node: Node, shown: Shown, far: Far, place: Path
 ) -> None:
     """The kernel tells of its first signal only, and told the server that is dead."""
-    through = shown(slow(far).put("image.sqsh", DATA), place)
+    through = shown(slow(far).put("image.sqsh", source_bytes()), place)
     hang(far)
 
     def work() -> None:
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-        direct(place, DATA)
+        direct(place, source_bytes())
 
     reader = Aside(work)
     until(lambda: far.calls()["read"] > 0, "the server to ask the source")

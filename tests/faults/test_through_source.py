@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 from far import Far
-from fault import MIB, image
+from fault import MIB, source_bytes
 
 from forestage.errors import Declined
 from node import Node, until
-from through import SIZE, Copy, Shown, Through, read_fresh
-
-DATA, OTHER = image(7, SIZE), image(8, SIZE)
+from through import Copy, Shown, Through, read_fresh
 
 
 def with_part(shown: Shown, at: Path | None = None, path: Path | None = None) -> Through:
     """A copy of other bytes, which the file shows by now; who reads those reads the copy."""
     through = shown(path, at)
-    wrong = Copy(through, DATA).bring_marked()
+    wrong = Copy(through, source_bytes()).bring_marked()
     until(lambda: read_fresh(through.at) == wrong, "the part to be found")
     return through
 
@@ -29,22 +27,22 @@ def test_error_of_the_source_is_the_error_of_that_read_only(
 ) -> None:
     place = node.nvme / "place"
     place.touch()
-    path = far.put("image.sqsh", DATA)
+    path = far.put("image.sqsh", source_bytes())
     through = shown(path, place)
-    Copy(through, DATA).bring(0, 4 * MIB, OTHER[: 4 * MIB])
-    until(lambda: read_fresh(place, 0, 4096) == OTHER[:4096], "the part to be found")
+    Copy(through, source_bytes()).bring(0, 4 * MIB, source_bytes(8)[: 4 * MIB])
+    until(lambda: read_fresh(place, 0, 4096) == source_bytes(8)[:4096], "the part to be found")
     far.behaves(squash=2)
     with pytest.raises(PermissionError):
         read_fresh(place, 6 * MIB, 4096)
-    assert read_fresh(place, MIB, 4096) == OTHER[MIB : MIB + 4096]
+    assert read_fresh(place, MIB, 4096) == source_bytes(8)[MIB : MIB + 4096]
     far.behaves()
-    assert read_fresh(place) == OTHER[: 4 * MIB] + DATA[4 * MIB :]
+    assert read_fresh(place) == source_bytes(8)[: 4 * MIB] + source_bytes()[4 * MIB :]
 
 
 def test_source_that_root_may_not_read_is_not_read_through(
     node: Node, shown: Shown, far: Far
 ) -> None:
-    path = far.put("image.sqsh", DATA)
+    path = far.put("image.sqsh", source_bytes())
     far.behaves(squash=2)
     with pytest.raises(Declined) as declined:
         shown(path, lay=False)
@@ -62,7 +60,7 @@ def test_source_changed_in_place_is_read_as_it_is_by_this_server_and_the_next(
 ) -> None:
     through = with_part(shown)
     server = node.server / "alice/image.sqsh"
-    for data in (OTHER, DATA):
+    for data in (source_bytes(8), source_bytes()):
         node.elsewhere(lambda data=data: write(server, data))
         # Also what the kernel has in its cache.
         until(lambda data=data: through.path.read_bytes() == data, "the change to be seen")
@@ -76,9 +74,9 @@ def test_source_that_changed_and_gives_no_attributes_any_more_is_still_no_copy(
 ) -> None:
     place = node.nvme / "place"
     place.touch()
-    through = with_part(shown, place, far.put("image.sqsh", DATA))
-    write(far.folder / "image.sqsh", OTHER)
-    until(lambda: read_fresh(place) == OTHER, "the change to be seen")
+    through = with_part(shown, place, far.put("image.sqsh", source_bytes()))
+    write(far.folder / "image.sqsh", source_bytes(8))
+    until(lambda: read_fresh(place) == source_bytes(8), "the change to be seen")
     far.die()
     through.kill_server()
     through.server()
@@ -92,11 +90,11 @@ def test_source_replaced_by_another_file_shows_the_old_file_and_no_copy(
     place = node.nvme / "place"
     place.touch()
     through = with_part(shown, place)
-    node.put("alice/new", OTHER)
+    node.put("alice/new", source_bytes(8))
     os.replace(node.server / "alice/new", node.server / "alice/image.sqsh")
-    until(lambda: read_fresh(place) == DATA, "the change to be seen")
+    until(lambda: read_fresh(place) == source_bytes(), "the change to be seen")
     through.kill_server()
-    assert read_fresh(place) == DATA
+    assert read_fresh(place) == source_bytes()
 
 
 @pytest.mark.parametrize("size", [5 * MIB, 5 * MIB + 4095, 0])
@@ -105,5 +103,5 @@ def test_source_that_is_truncated_ends_there_and_shows_no_zeros(
 ) -> None:
     through = with_part(shown)
     os.truncate(node.server / "alice/image.sqsh", size)
-    until(lambda: read_fresh(through.path) == DATA[:size], "the change to be seen")
+    until(lambda: read_fresh(through.path) == source_bytes()[:size], "the change to be seen")
     assert read_fresh(through.path, size) == b""

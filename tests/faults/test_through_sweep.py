@@ -7,16 +7,14 @@ import signal
 from pathlib import Path
 
 import msgspec
-from fault import image
+from fault import source_bytes
 
 from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
 from forestage.slurm.queue import Slurm
 from forestage.through import leftover
 from node import Later, Node, until
-from through import SIZE, Aside, Copy, Shown, Through, direct, read_fresh
-
-DATA = image(7, SIZE)
+from through import Aside, Copy, Shown, Through, direct, read_fresh
 
 
 def swept(through: Through, dry_run: bool = False, seconds: float = 100.0) -> SweepReport:
@@ -33,7 +31,7 @@ def test_keeper_that_is_stopped_is_ended_and_its_server_reads_on(shown: Shown) -
     assert swept(through, dry_run=True).keepers == (through.image.key,)
     assert swept(through).keepers == (through.image.key,)
     until(lambda: not through.living(), "the keeper's end")
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
 
 
 def test_connection_that_nobody_answers_is_aborted(shown: Shown) -> None:
@@ -41,7 +39,7 @@ def test_connection_that_nobody_answers_is_aborted(shown: Shown) -> None:
     pid = through.server()
     os.kill(through.pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGSTOP)
-    reader = Aside(lambda: direct(through.path, DATA))
+    reader = Aside(lambda: direct(through.path, source_bytes()))
     until(reader.waits, "a reader to hang")
     assert swept(through).keepers == (through.image.key,)
     assert reader.ended() != 0
@@ -61,7 +59,7 @@ def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> 
     other = Aside(signal.pause)
     leftover.end(leftover.Keeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
     until(lambda: not through.living(), "the keeper's end")
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()
     assert other.kill() == -signal.SIGKILL
 
 
@@ -69,7 +67,7 @@ def test_directory_is_removed_once_neither_keeper_nor_stager_uses_it(
     node: Node, shown: Shown
 ) -> None:
     through = shown()
-    wrong = Copy(through, DATA).bring_marked()
+    wrong = Copy(through, source_bytes()).bring_marked()
     until(lambda: read_fresh(through.path) == wrong, "the part to be found")
     swept(through)
     assert through.spot.exists()
@@ -80,4 +78,4 @@ def test_directory_is_removed_once_neither_keeper_nor_stager_uses_it(
     swept(through)
     assert not through.spot.exists()
     # A server is left, and believes no mark that nobody would clear any more.
-    assert read_fresh(through.path) == DATA
+    assert read_fresh(through.path) == source_bytes()

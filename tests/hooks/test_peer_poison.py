@@ -21,13 +21,16 @@ from peering import CHUNK, free_port
 from peering import Node as Peer
 
 COUNT = 8
-DATA = content(1, COUNT * CHUNK)
-WRONG = bytes(255 - byte for byte in DATA)
+
+
+def data() -> bytes:
+    """The image's. Nothing so large is kept: whatever is forked here would take it along."""
+    return content(1, COUNT * CHUNK)
 
 
 @pytest.fixture
 def path(node: Node) -> Path:
-    return node.put("alice/image.sqsh", DATA)
+    return node.put("alice/image.sqsh", data())
 
 
 @pytest.fixture
@@ -71,12 +74,12 @@ def run(node: Node, environ: dict[str, str]) -> Copied:
 def test_job_reads_the_sources_bytes_whatever_a_peer_has(
     node: Node, peer: Peer, path: Path
 ) -> None:
-    give(peer, node, path, WRONG)
+    give(peer, node, path, bytes(255 - byte for byte in data()))
     environ = node.environ(1, path) | {"SLURM_JOB_NODELIST": "n[1-2]"}
     copied = run(node, environ)
     assert (copied.result, copied.from_peers) == ("copied", 0)
     assert node.shows_entry(path, node.identity(path).key)
-    assert path.read_bytes() == DATA
+    assert path.read_bytes() == data()
     until(lambda: (given := stats.read(peer.places.peer)) and given.chunks, "a chunk of the peer's")
 
 
@@ -89,14 +92,14 @@ def of_step(node: Node, path: Path) -> dict[str, str]:
 
 
 def test_step_asks_no_host_that_only_its_user_names(node: Node, peer: Peer, path: Path) -> None:
-    give(peer, node, path, DATA)
+    give(peer, node, path, data())
     assert run(node, of_step(node, path)).from_peers == 0
 
 
 def test_step_asks_the_nodes_that_slurm_named_to_the_prolog(
     node: Node, peer: Peer, path: Path
 ) -> None:
-    give(peer, node, path, DATA)
+    give(peer, node, path, data())
     node.places.run.mkdir(parents=True, exist_ok=True)
     node.places.loaded.touch()
     named = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}

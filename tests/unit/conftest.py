@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import properties  # noqa: F401  (how many examples)
 from forestage.cache import image
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry

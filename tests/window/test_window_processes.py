@@ -251,6 +251,7 @@ def test_directory_of_the_job_may_go_at_any_time(
     job.rename(tmp_path / "deleted")
     shutil.rmtree(tmp_path / "deleted")
     assert set(list(paths)[5:]) <= set(map(str, data_set))
+    assert shards.stats.trouble == f"{job} is gone"
 
 
 def test_stopped_copier_is_given_up(
