@@ -11,7 +11,7 @@ import pytest
 import slow
 from cluster import Cluster
 from fleet import Fleet
-from host import wait_until
+from host import ClusterError, wait_until
 from jobs import Ran, Site
 from spec import ClusterSpec
 from steps import SHOW, accompanied, served
@@ -137,7 +137,7 @@ def test_step_after_one_whose_server_was_killed_has_a_new_one(data: Site) -> Non
     job = data.cluster.submit(f"#!/bin/sh\n{script}", *node, comment(image), user="alice")
     wait_until(on.exists, 60, lambda: "the step does not start")
     for pid in servers(data, *PROGRAMS):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ClusterError):  # it ended meanwhile
             data.root(["kill", f"-{signal.SIGKILL.value}", pid], "n1")
     wait_until(lambda: not servers(data, *PROGRAMS), 60, lambda: "the servers live")
     gone.touch()
