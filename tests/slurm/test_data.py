@@ -11,7 +11,7 @@ import pytest
 import slow
 from cluster import Cluster
 from fleet import Fleet
-from host import wait_until
+from host import ClusterError, wait_until
 from jobs import Ran, Site
 from spec import ClusterSpec
 from steps import SHOW, accompanied, served
@@ -138,7 +138,7 @@ def test_step_after_one_whose_server_was_killed_has_a_new_one(data: Site) -> Non
     wait_until(on.exists, 60, lambda: "the step does not start")
     # Those of this node: another one's pids are other processes here, slurmd perhaps.
     for pid in data.named("n1", *PROGRAMS):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ClusterError):  # it ended meanwhile
             data.root(["kill", f"-{signal.SIGKILL.value}", pid], "n1")
     wait_until(lambda: not data.named("n1", *PROGRAMS), 60, lambda: "the servers live")
     gone.touch()
