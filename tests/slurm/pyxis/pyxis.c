@@ -11,20 +11,23 @@
  *   importer=PROGRAM  asked for the path of an image that a registry has, as pyxis 0.21 does
  *
  * As in pyxis, everything happens in task_init, as the job's user, and a value that begins
- * with '.' or '/' is the path of a squashfs file. Other than pyxis, every task looks for itself
- * and gets a container of its own, so that a test sees what each task would have seen.
+ * with '.' or '/' is the path of a squashfs file; the importer is asked by the first task of a step
+ * on each node, for all. Other than pyxis, every task looks for itself and gets a container of its
+ * own, so that a test sees what each task would have seen.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <linux/capability.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -49,6 +52,14 @@ static char unpack_directory[2048];
 static char importer[2048];
 static char mounts[4096];
 static bool print_report, use_container = true;
+
+/* What a step's tasks on a node have in common, as in pyxis. */
+static struct {
+	pthread_mutex_t mutex; /* robust: a task may be killed while it waits for the importer */
+	bool asked;
+	uint32_t ended;
+	char path[4096]; /* that the importer has named */
+} *common;
 
 static int set_image(int val, const char *arg, int remote)
 {
@@ -106,20 +117,34 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 	return 0;
 }
 
+static int make_common(void)
+{
+	pthread_mutexattr_t attributes;
+
+	common = mmap(NULL, sizeof(*common), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (common == MAP_FAILED || pthread_mutexattr_init(&attributes) ||
+	    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED) ||
+	    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST))
+		return -1;
+	return pthread_mutex_init(&common->mutex, &attributes);
+}
+
 /* Where an importer may write, as pyxis has it: below a directory of the user's. */
 int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
 	char own[64];
 	uid_t uid = geteuid();
 
-	(void)sp, (void)ac, (void)av;
+	(void)ac, (void)av;
+	if (!image[0])
+		spank_getenv(sp, "PYXIS_CONTAINER_IMAGE", image, sizeof(image));
 	if (!importer[0] || seteuid(0) < 0)
 		return 0;
 	mkdir(RUNTIME, 0755);
 	snprintf(own, sizeof(own), RUNTIME "/%u", uid);
 	if (mkdir(own, 0700) == 0 && chown(own, uid, (gid_t)-1) < 0)
 		slurm_error("pyxis stand-in: %s: %s", own, strerror(errno));
-	return seteuid(uid) < 0 ? -1 : 0;
+	return seteuid(uid) < 0 || make_common() ? -1 : 0;
 }
 
 /* pyxis has this one, and for that alone Slurm keeps the option variables from the Epilog. */
@@ -396,8 +421,13 @@ static int enter_image(int fd)
 /* As enroot_deny_env has it: what the user says of these does not reach the importer. */
 static bool is_denied(const char *variable)
 {
-	static const char *const denied[] = {"PATH=", "LD_", "BASH", "ENROOT_CACHE_PATH=",
-					     "ENROOT_ALLOW_HTTP="};
+	static const char *const denied[] = {
+		"PATH=", "LD_LIBRARY_PATH=", "LD_PRELOAD=", "SLURM_PROCID=", "SLURM_LOCALID=",
+		"SLURM_TASK_PID=", "PMIX_RANK=", "PMI_FD=", "ENROOT_LIBRARY_PATH=",
+		"ENROOT_SYSCONF_PATH=", "ENROOT_RUNTIME_PATH=", "ENROOT_CACHE_PATH=",
+		"ENROOT_DATA_PATH=", "ENROOT_TEMP_PATH=", "ENROOT_ZSTD_OPTIONS=",
+		"ENROOT_TRANSFER_RETRIES=", "ENROOT_CONNECT_TIMEOUT=",
+		"ENROOT_MAX_CONNECTIONS=", "ENROOT_ALLOW_HTTP="};
 
 	for (size_t i = 0; i < sizeof(denied) / sizeof(denied[0]); i++)
 		if (strncmp(variable, denied[i], strlen(denied[i])) == 0)
@@ -421,6 +451,11 @@ static int run_importer(spank_t sp, const char *verb, const char *uri, int out)
 		if (getuid() == 0 && (setgroups(0, NULL) < 0 || setresgid(gid, gid, gid) < 0 ||
 				      setresuid(uid, uid, uid) < 0))
 			_exit(126);
+		const char *path = getenv("PATH");
+		char *kept = path ? strdup(path) : NULL;
+		clearenv(); /* what the step manager has is not the importer's */
+		if (kept)
+			setenv("PATH", kept, 1);
 		for (; job && *job; job++)
 			if (!is_denied(*job))
 				putenv(*job);
@@ -434,8 +469,8 @@ static int run_importer(spank_t sp, const char *verb, const char *uri, int out)
 	return child > 0 && waitpid(child, &status, 0) == child && status == 0 ? 0 : -1;
 }
 
-/* Replaces `image` by the path that the importer names: its first line. */
-static int import_image(spank_t sp)
+/* Notes the path that the importer names: its first line. */
+static int ask_importer(spank_t sp)
 {
 	char uri[4096 + 16];
 	int ends[2];
@@ -445,12 +480,28 @@ static int import_image(spank_t sp)
 	if (pipe2(ends, O_CLOEXEC) < 0 || run_importer(sp, "get", uri, ends[1]) < 0)
 		return -1;
 	close(ends[1]);
-	image[0] = '\0';
-	if ((said = fdopen(ends[0], "r")) && fgets(image, sizeof(image), said))
-		image[strcspn(image, "\n")] = '\0';
+	if ((said = fdopen(ends[0], "r")) && fgets(common->path, sizeof(common->path), said))
+		common->path[strcspn(common->path, "\n")] = '\0';
 	if (said)
 		fclose(said);
-	return image[0] == '/' ? 0 : -1;
+	return common->path[0] == '/' ? 0 : -1;
+}
+
+/* Replaces `image` by that path. */
+static int import_image(spank_t sp)
+{
+	int locked = pthread_mutex_lock(&common->mutex);
+
+	if (locked == EOWNERDEAD)
+		pthread_mutex_consistent(&common->mutex);
+	else if (locked)
+		return -1;
+	if (!common->asked && ask_importer(sp) < 0)
+		common->path[0] = '\0';
+	common->asked = true;
+	snprintf(image, sizeof(image), "%s", common->path);
+	pthread_mutex_unlock(&common->mutex);
+	return image[0] ? 0 : -1;
 }
 
 static bool is_squashfs(int fd)
@@ -468,8 +519,6 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	int error = 0;
 
 	(void)ac, (void)av;
-	if (!image[0])
-		spank_getenv(sp, "PYXIS_CONTAINER_IMAGE", image, sizeof(image));
 	if (spank_getenv(sp, "PYXIS_STANDIN_PRINT", value, sizeof(value)) == ESPANK_SUCCESS)
 		print_report = strcmp(value, "1") == 0;
 	bool imported = importer[0] && image[0] && image[0] != '.' && image[0] != '/';
@@ -501,11 +550,14 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	return 0;
 }
 
-/* In the step manager, outside of all that the tasks mounted. */
+/* In the step manager, outside of all that the tasks mounted; for the last of them. */
 int slurm_spank_task_exit(spank_t sp, int ac, char **av)
 {
+	uint32_t tasks = 0;
+
 	(void)ac, (void)av;
-	if (importer[0] && image[0] && image[0] != '.' && image[0] != '/')
+	spank_get_item(sp, S_JOB_LOCAL_TASK_COUNT, &tasks);
+	if (common && ++common->ended == tasks && image[0] && image[0] != '.' && image[0] != '/')
 		run_importer(sp, "release", NULL, -1);
 	return 0;
 }
