@@ -540,6 +540,24 @@ def test_directories_of_one_user_take_turns_and_leave_others_a_place(
     assert settled(spank, 1, path).state == "ready"
 
 
+def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "OF_USER", 1)
+    path = fill(spank)
+    (spank.server / "alice/set/private").unlink()
+    (spank.server / "alice/set/a/sub").chmod(0o755)
+    staged(spank, 1, path)
+    assert staged(spank, 2, path, BOB).state == "ready"
+    with lock.held(spank.cache.locks / f"looks-{ALICE.uid}.0.lock", 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(tree, "_time_to_look", lambda end: 0.1)
+            (outcome,) = show(spank, 1).outcomes
+            assert (outcome.result, outcome.reason) == ("declined", "deadline")
+        assert show(spank, 2, BOB).outcomes[0].result == "hit"
+    assert show(spank, 1).outcomes[0].result == "hit"
+
+
 def test_directories_of_all_users_have_so_many_places(
     spank: Node, monkeypatch: pytest.MonkeyPatch, before: Arrange
 ) -> None:

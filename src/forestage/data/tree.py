@@ -51,7 +51,8 @@ from forestage.units import format_size, printable
 READERS = 32  # threads of a copy: a small file costs round trips more than bytes
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
 HANDSHAKE = 5.0  # seconds in which the process leaves the hook's session, which Slurm will kill
-PLACES, OF_USER = 32, 16  # directories looked at or copied at once: of all users, of one
+PLACES = 32  # directories looked at or copied at once for jobs of all users
+OF_USER = 16  # … of one user; and looked at by steps of one
 PLACE = 1.0  # seconds between two tries for a place
 POLL = 0.25  # seconds between two looks of a step that waits
 LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
@@ -113,8 +114,13 @@ def show(
         return [], outcome
     digest = entry.identity.tree
     patience = min(LOOK, max(end.left(), source.HOOK_TIMEOUT))  # enough also after a long wait
-    if looks.now(node, job, noted.restart, path, digest, patience) != digest:
-        raise Declined("changed", f"{path} has changed since the job began")
+    until_seen = Deadline.after(patience, node.clock)
+    with contextlib.ExitStack() as place:
+        if not _may_look(node, job, place, until_seen):
+            looks.decline(node, job, noted.restart, path)
+            raise Declined("deadline", f"{OF_USER} steps of this user look at directories already")
+        if looks.now(node, job, noted.restart, path, digest, until_seen.left()) != digest:
+            raise Declined("changed", f"{path} has changed since the job began")
     copy = node.cache.image(found.key)
     device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
     node.cache.touch(found.key, node.clock.wall(), job.user.uid)
@@ -350,16 +356,30 @@ def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
     That counts for no job: 200,000 long names take 400 MiB. Raises Declined.
     """
     for name, most in ((f"trees-{job.user.uid}", OF_USER), ("trees", PLACES)):
-        places = [node.cache.locks / f"{name}.{number}.lock" for number in range(most)]
-        while not any(_is_taken(place, held) for place in places):
+        while not _is_taken(node, name, most, held):
             _must_be_wanted(node, job)
             node.clock.sleep(PLACE)
 
 
-def _is_taken(place: Path, held: contextlib.ExitStack) -> bool:
-    with contextlib.suppress(lock.Busy):
-        held.enter_context(lock.held(place, 0))
-        return True
+def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline) -> bool:
+    """Waits until few other steps of this user look, for the same reason; False where it is late.
+
+    Other users' looks are in nobody's way: a step waits.
+    """
+    with contextlib.suppress(OSError):  # of a disk that is read-only by now
+        while not _is_taken(node, f"looks-{job.user.uid}", OF_USER, held):
+            if not until.left():
+                return False
+            node.clock.sleep(min(POLL, until.left()))
+    return True
+
+
+def _is_taken(node: Node, name: str, most: int, held: contextlib.ExitStack) -> bool:
+    """Takes one of so many places, if one is free."""
+    for number in range(most):
+        with contextlib.suppress(lock.Busy):
+            held.enter_context(lock.held(node.cache.locks / f"{name}.{number}.lock", 0))
+            return True
     return False
 
 
