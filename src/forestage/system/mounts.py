@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.system.files import opened
+
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
@@ -299,11 +301,8 @@ def is_users(fd: int, path: str, sources: Iterable[str] = ()) -> bool:
             above = [source for source in sources if source not in ("/", one.point)]
             return bool(one.fuse_user) and any(is_below(one.point, source) for source in above)
     # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
-    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_PATH | os.O_NOFOLLOW) as found:
         return mount_id(found) != number
-    finally:
-        os.close(found)
 
 
 def _plain(text: str) -> str:

@@ -319,7 +319,7 @@ class Server:
     def _settle(self, probe: int) -> None:
         """Opens and closes the file, so that the kernel asks no FLUSH of anybody who closes it."""
         path = f"/proc/self/fd/{probe}"
-        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        os.close(os.open(path, os.O_RDONLY))
         os.pread(self.served.source, 1, 0)  # what root may not read from here, a user must not lose
         device = Path(path).stat().st_dev
         with contextlib.suppress(OSError):  # only a matter of speed
