@@ -327,6 +327,14 @@ class Cache:
                     f"give it to root, `chmod go-w {above}`, or set `cache:` to another path",
                 )
 
+    def reached_by_others(self) -> Failed | None:
+        """Why `prepare` would refuse the place for what others may do there. Raises OSError."""
+        try:
+            self._must_be_out_of_reach()
+        except Failed as failed:
+            return failed
+        return None
+
     def must_be_mounted(self) -> None:
         """Raises Failed where the cache lies, or would lie, on the root file system."""
         under = mounts.holder(mounts.current(), os.path.realpath(self.root))

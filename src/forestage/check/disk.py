@@ -132,7 +132,19 @@ def _holdings(
             "Nothing is staged: others could change what jobs read",
             f"chown root: {config.cache}; chmod 0700 {config.cache} (if nobody else uses it)",
         )
+    else:
+        yield from _reach(Cache(files.at(config.cache)))
     yield from _room(files, cache, config, images, origin)
+
+
+def _reach(cache: Cache) -> Iterator[Finding]:
+    """Whether somebody else could put another directory in the cache's place, as each hook asks."""
+    problem = None
+    with contextlib.suppress(OSError):  # a directory above it is not there yet
+        problem = cache.reached_by_others()
+    if problem:
+        why = "Nothing is staged: others could change what jobs read"
+        yield Finding("cache-not-ours", "critical", problem.what, why, problem.hint)
 
 
 def _is_ours(root: Path) -> bool:

@@ -13,6 +13,7 @@ from forestage.units import format_duration, format_size
 
 LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
 CONTAINED = 50.0  # the same with SlurmdParameters=contain_spank
+LEAST = 1024 * 1024  # bytes; no site has images that are smaller
 COVERS = (5, 2)  # the Linux from which cache/elsewhere.py covers what it cannot unmount
 
 
@@ -131,12 +132,14 @@ def _sizes(
     if disk is None:
         return
     total = disk.f_blocks * disk.f_frsize
+    told = f"less than each image that jobs asked for (the smallest has {format_size(smallest)})"
+    if not sizes:  # `max_size: 60`, which lacks its unit
+        smallest, told = LEAST, "less than any image has"
     if config.max_size.of(total) < smallest <= total:
         yield Finding(
             "max-size-small",
             "critical",
-            f"max_size: the cache may take {format_size(config.max_size.of(total))}, less than each"
-            f" image that jobs asked for (the smallest has {format_size(smallest)})",
+            f"max_size: the cache may take {format_size(config.max_size.of(total))}, {told}",
             "Nothing is staged",
             f"{origin(settings, places, 'max_size')}: max_size",
         )

@@ -400,6 +400,11 @@ DISK = [
         wrote("/run/forestage/disk.json", '{"since": 1.0, "why": "nvme0n1 counts 3 media errors"}'),
     ),
     critical("cache-not-ours", lambda node: node.at("/mnt/nvme/forestage").chmod(0o755)),
+    critical(
+        "cache-not-ours",
+        lambda node: node.at("/mnt/nvme").chmod(0o777),
+        "give it to root, `chmod go-w /mnt/nvme`, or set `cache:` to another path",
+    ),
     critical("cache-full", wrote("/etc/forestage/conf.d/x.yaml", "min_free: 100%\n")),
     warning(
         "enroot-beside",
@@ -773,6 +778,12 @@ def test_cache_smaller_than_each_image_is_found(node: GoodNode) -> None:
     node.config("max_size: 1MiB\n")
     found = {one.id: one.change for one in node.check().findings}
     assert found["max-size-small"] == f"{node.at(YAML)}: max_size"
+
+
+def test_size_without_its_unit_is_found_before_any_job_has_run(node: GoodNode) -> None:
+    node.config("max_size: 60\n")
+    told = {one.id: one.what for one in node.check().findings}["max-size-small"]
+    assert told == "max_size: the cache may take 60 B, less than any image has"
 
 
 def test_root_file_system_of_a_step_that_runs_is_no_finding(node: GoodNode, as_root: None) -> None:
