@@ -208,7 +208,7 @@ def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> 
     assert (SET, "hit") in [(one.image, one.result) for one in found]
 
 
-FILES = 2000  # of which another node looks at 64
+FILES = 1000  # of which another node looks at 64
 
 
 @pytest.mark.parametrize("peers", [True, False])
