@@ -329,12 +329,17 @@ class Site:
         wait_until(lambda: not self._stagers(), 60, lambda: f"stagers live on: {self._stagers()}")
 
     def end_stagers(self) -> None:
-        """Kills them: their copies end unfinished."""
-        for node in self.cluster.nodes:
-            for pid in self.named(node, STAGER):
+        """Kills them, and what they fork meanwhile: their copies end unfinished."""
+
+        def over() -> bool:
+            left = {node: self.named(node, STAGER) for node in self.cluster.nodes}
+            for node in filter(left.get, left):
                 # What one has forked bears its name, and ends with it: it may be gone by now.
-                self.cluster.run(["kill", "-KILL", pid], user="root", node=node, check=False)
-        self.await_stagers()
+                kill = ["kill", "-KILL", *left[node]]
+                self.cluster.run(kill, user="root", node=node, check=False)
+            return not any(left.values())
+
+        wait_until(over, 60, lambda: f"stagers live on: {self._stagers()}")
 
     def await_keepers(self) -> None:
         """Waits until no image is read through any more."""

@@ -215,7 +215,7 @@ def test_container_has_the_nodes_copy_where_the_user_wants_it(tree: Site) -> Non
     assert ran.stdout.splitlines()[:3] == ["erofs", "one", 'NAME="in"'], ran
 
 
-FILES = 2000  # of which another node looks at 64
+FILES = 1000  # of which another node looks at 64
 
 
 @pytest.mark.parametrize("peers", [True, False])

@@ -100,8 +100,13 @@ def test_job_that_waits_for_nothing_starts_at_once_and_is_redirected_later(site:
 def test_cancelled_job_that_waits_for_nothing_leaves_its_node_at_once(site: Site) -> None:
     image = site.image("left", mib=24, seed=5)
     site.configure(cold="shared", bandwidth="1MiB", chunk_size="1MiB")
-    job = site.cluster.submit("#!/bin/sh\nsleep 600\n", f"--container-image={image}")
+    began = site.source("/shared/alice/began")
+    began.unlink(missing_ok=True)
+    script = "#!/bin/sh\ntouch began\nsleep 600\n"
+    job = site.cluster.submit(script, f"--container-image={image}", "--nodelist=n1")
     parts = site.cache("n1").parts
+    # A batch job that is cancelled while slurmd starts it may cost its node, as Slurm has it.
+    wait_until(began.exists, 60, lambda: "the job does not start")
     wait_until(lambda: parts.is_dir() and any(parts.iterdir()), 60, lambda: "no copy begins")
     site.cluster.run(["scancel", str(job)], user="root")
     site.wait_over(job)

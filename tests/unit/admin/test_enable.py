@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -494,7 +495,8 @@ def test_disk_without_room_for_jobs_is_no_gres(slurm: Slurm) -> None:
 
 
 def test_disk_is_the_one_below_the_cache(staging_node: Node, tmp_path: Path) -> None:
-    assert enable.disk_of(staging_node) is None  # there is no cache yet
+    shutil.rmtree(staging_node.cache.root)
+    assert enable.disk_of(staging_node) is None
     staging_node.cache.prepare(False)
     found, under = enable.disk_of(staging_node), mounts.holder(mounts.current(), str(tmp_path))
     assert under is not None
