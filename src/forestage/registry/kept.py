@@ -13,9 +13,10 @@ nothing which they could not.
 """
 
 import contextlib
+import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ import msgspec
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache
 from forestage.errors import Failed
-from forestage.system import as_user, files, records
+from forestage.system import as_user, files, mounts, records
 from forestage.system.as_user import User
 from forestage.system.files import opened
 
@@ -106,7 +107,7 @@ def tidy(cache: Cache) -> None:
             entry = cache.read(records.load(record, Image).key)
             if entry is not None:
                 _delete(cache, uid, f"{name}.sqsh")
-            elif not os.path.lexists(directory(cache) / uid / f"{name}.sqsh"):
+            elif not _is_there(cache, uid, f"{name}.sqsh"):
                 record.unlink(missing_ok=True)
 
 
@@ -123,25 +124,35 @@ def bound(cache: Cache, most: int, now: float) -> list[str]:
         own = directory(cache) / str(user.uid)
         if said or said is None:
             problems.append(f"{own}: {said or 'it could not be bounded in time'}")
-        with contextlib.suppress(OSError):  # it is not empty, or has gone
-            if now - os.lstat(own).st_ctime > UNUSED:
+        with contextlib.suppress(OSError), _uncovered(own) as handle:  # it is not empty, or gone
+            if now - os.fstat(handle).st_ctime > UNUSED:
                 own.rmdir()
     return problems
 
 
 def _owner(own: Path) -> User | None:
-    """Whose directory that is, by the name that root gave it; None where it is nobody's.
-
-    Its user may have given it to an id of their own user namespaces (subuid(5)): it is theirs anew.
-    """
-    facts = os.lstat(own)
-    if not (stat.S_ISDIR(facts.st_mode) and own.name.isascii() and own.name.isdigit()):
+    """Pure: whose directory that is, by the name that root gave it; None where it is nobody's."""
+    if not (own.name.isascii() and own.name.isdigit()):
         return None
-    uid = int(own.name)
-    if uid != facts.st_uid:
-        os.chown(own, uid, NOBODY, follow_symlinks=False)
-        return User("", uid, NOBODY)
-    return User("", uid, facts.st_gid)
+    return User("", int(own.name), NOBODY)
+
+
+@contextlib.contextmanager
+def _uncovered(own: Path) -> Iterator[int]:
+    """A user's directory, O_PATH: what is in it is reached past what the user mounts over it.
+
+    Raises OSError, EBUSY where something lies over it: of a FUSE of theirs root may ask nothing, as
+    it would wait for the answer.
+    """
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.ExitStack() as opened:
+        above = os.open(own.parent, flags)
+        opened.callback(os.close, above)
+        handle = os.open(own.name, flags, dir_fd=above)
+        opened.callback(os.close, handle)
+        if mounts.mount_id(handle) != mounts.mount_id(above):
+            raise OSError(errno.EBUSY, "its user has mounted something over it", os.fspath(own))
+        yield handle
 
 
 def going(found: Sequence[Found], most: int, now: float) -> list[Found]:
@@ -171,7 +182,11 @@ def _name(one: Found) -> str:
 
 def _bounded(own: Path, user: User, most: int, now: float) -> str:
     """Why not all that had to go went; "" where it did. In a child, as the user. Raises OSError."""
+    _uncover(own)
     handle = os.open(own, _FOLDER)
+    # They may have given it to an id of their own user namespaces (subuid(5)): it is theirs anew.
+    if os.fstat(handle).st_uid != user.uid:
+        os.fchown(handle, user.uid, user.gid)
     as_user.become(user)
     # They may have closed it even to themselves. Else its ctime stays: see `bound`.
     if stat.S_IMODE(os.fstat(handle).st_mode) != 0o700:
@@ -189,6 +204,17 @@ def _bounded(own: Path, user: User, most: int, now: float) -> str:
         with contextlib.suppress(OSError):  # most are not empty
             os.rmdir(name, dir_fd=handle)
     return why
+
+
+def _uncover(own: Path) -> None:
+    """Takes off what its user has mounted over it and in it, for this process alone."""
+    real, is_private = os.path.realpath(own.parent) + "/" + own.name, False
+    while points := [one.point for one in mounts.current() if mounts.is_below(one.point, real)]:
+        if not is_private:
+            mounts.private_namespace()
+            is_private = True
+        # The uppermost: on the way to what lies in a FUSE that would be asked. It goes with this.
+        mounts.umount(min(points, key=len))
 
 
 def _look(own: int) -> list[Found]:
@@ -235,12 +261,18 @@ def _delete(cache: Cache, uid: str, name: str) -> None:
     By descriptors from a directory of root's on: the user's own cannot be another, and no link is
     followed. What is no file is left to a person.
     """
-    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
-        above = os.open(directory(cache), _FOLDER)
-        opened.callback(os.close, above)
-        own = os.open(uid, _FOLDER, dir_fd=above)
-        opened.callback(os.close, own)
+    with contextlib.suppress(OSError), _uncovered(directory(cache) / uid) as own:
         os.unlink(name, dir_fd=own)
+
+
+def _is_there(cache: Cache, uid: str, name: str) -> bool:
+    """Whether a user's directory has this name, or nobody can say."""
+    try:
+        with _uncovered(directory(cache) / uid) as own:
+            os.close(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own))
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+    return True
 
 
 def _some(folder: Path) -> list[Path]:
