@@ -144,7 +144,7 @@ def _uncovered(own: Path) -> Iterator[int]:
     Raises OSError, EBUSY where something lies over it: of a FUSE of theirs root may ask nothing, as
     it would wait for the answer.
     """
-    flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
     with contextlib.ExitStack() as opened:
         above = os.open(own.parent, flags)
         opened.callback(os.close, above)
@@ -269,7 +269,7 @@ def _is_there(cache: Cache, uid: str, name: str) -> bool:
     """Whether a user's directory has this name, or nobody can say."""
     try:
         with _uncovered(directory(cache) / uid) as own:
-            os.close(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own))
+            os.close(os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=own))
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
     return True
