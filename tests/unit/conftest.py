@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from forestage.system import run
 from forestage.system.as_user import User
 from forestage.units import Amount
 
-ROOM = 4 << 30  # bytes
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
 
 
@@ -37,26 +35,6 @@ def _no_waits_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file as well
         yield
-
-
-@pytest.fixture(scope="session")
-def memory() -> Iterator[Path | None]:
-    """A directory in memory, where this machine has one for programs too, and room."""
-    there = Path("/dev/shm")
-    found = os.statvfs(there) if there.is_dir() else None
-    if not found or found.f_flag & os.ST_NOEXEC or found.f_bavail * found.f_frsize < ROOM:
-        yield None
-    else:
-        with tempfile.TemporaryDirectory(prefix="forestage-unit-", dir=there) as folder:
-            yield Path(folder)
-
-
-@pytest.fixture
-def tmp_path(memory: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """pytest's, but in memory: a fifth of what these tests take is what a disk's files cost."""
-    if memory is None:
-        return tmp_path_factory.mktemp("unit")
-    return Path(tempfile.mkdtemp(dir=memory))
 
 
 @pytest.fixture
