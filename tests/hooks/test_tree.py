@@ -551,7 +551,7 @@ def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
     assert staged(spank, 2, path, BOB).state == "ready"
     with lock.held(spank.cache.locks / f"looks-{ALICE.uid}.0.lock", 5):
         with monkeypatch.context() as patch:
-            patch.setattr(tree, "_time_to_look", lambda end: 0.1)
+            patch.setattr(tree, "LOOK", 0.1)
             (outcome,) = show(spank, 1).outcomes
             assert (outcome.result, outcome.reason) == ("declined", "deadline")
         assert show(spank, 2, BOB).outcomes[0].result == "hit"

@@ -132,10 +132,13 @@ class Schedule:
     def next_read(self, now: float) -> Ask | None:
         """What a worker is to read from the source; None: nothing now."""
         begun = self._begin(now)
-        if self.source_failed or self._probing(now):
+        if self.source_failed:
             return None
-        number = lowest(struck) if (struck := self._struck & self._unasked) else None
-        number = self._of_share(now) if number is None else number
+        if struck := self._struck & self._unasked:  # nobody but the source is asked for it
+            return self._ask(lowest(struck), SOURCE, now)
+        if self._probing(now):
+            return None
+        number = self._of_share(now)
         # Others may begin a moment later: a chunk is taken over only after that.
         if number is None and (self._peers.alone or now - begun >= self.policy.grace):
             for choose in (self._stand_in, self._overdue, self._in_need):

@@ -402,6 +402,16 @@ def test_chunk_that_a_liar_gave_is_read_and_asked_of_nobody_else() -> None:
     assert not one.done
 
 
+def test_struck_chunk_is_read_though_others_have_not_answered_yet() -> None:
+    one = schedule()
+    one.peer_has(others(one)[0], everything(12), 0.0)
+    ask = one.next_fetch(0.0)
+    assert ask is not None
+    one.strike([ask.number])
+    one.failed(ask, "wrong", 0.0)
+    assert all_of(one.next_read, 0.0) == [Ask(ask.number, SOURCE)]
+
+
 def test_struck_chunk_is_asked_of_others_where_the_source_fails() -> None:
     one = schedule()
     settle(one)
