@@ -251,7 +251,8 @@ def test_directory_of_the_job_may_go_at_any_time(
     job.rename(tmp_path / "deleted")
     shutil.rmtree(tmp_path / "deleted")
     assert set(list(paths)[5:]) <= set(map(str, data_set))
-    assert shards.stats.trouble == f"{job} is gone"
+    # By whoever finds it first: the loader, or a copier amid a file.
+    assert os.fspath(job) in shards.stats.trouble
 
 
 def test_stopped_copier_is_given_up(
