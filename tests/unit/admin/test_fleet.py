@@ -189,7 +189,9 @@ def test_srun_gets_a_bounded_job_on_each_node() -> None:
 
 
 def test_srun_that_is_killed_leaves_no_job(site: Site, programs: Callable[..., Path]) -> None:
-    asked = programs(srun="sleep 600", scancel="exit 0")
+    # As a real one, srun ends once its job is cancelled.
+    pids = '"$(dirname "$0")/pids"'
+    asked = programs(srun=f"echo $$ >>{pids}; exec sleep 600", scancel=f"kill $(cat {pids})")
     done = site.run("ls", "-w", "n[1-2]", "--by", "srun", "--within", "1s")
     assert done.exit_code == Exit.UNREACHED
     assert "n[1-2]: no answer within 1s" in done.stdout
