@@ -276,7 +276,8 @@ class _Served:
         if task and not self.followed:
             with contextlib.suppress(OSError):
                 child.join(self.server.pid, task)
-                self.followed = True
+                # One of the hierarchies may refuse for a moment; then again at the next turn.
+                self.followed = child.is_with(self.server.pid, task)
 
     def _runs(self, task: int) -> bool:
         """Whether a task runs the user's program."""

@@ -127,6 +127,11 @@ def join(pid: int, task: int, root: Path = Path("/")) -> None:
             (top / path.lstrip("/") / "cgroup.procs").write_text(str(pid))
 
 
+def is_with(pid: int, task: int, root: Path = Path("/")) -> bool:
+    """Whether two processes are in the same of Slurm's cgroups. Raises OSError."""
+    return _slurms(root, str(pid)) == _slurms(root, str(task))
+
+
 def memory_limit(pid: int, root: Path = Path("/")) -> int | None:
     """The bytes of memory that the job of a process in one of its steps may have, by its cgroups.
 

@@ -78,6 +78,24 @@ def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path
     assert joined == [f"{root}/sys/fs/cgroup/memory/slurm_n1/job_7"]
 
 
+@pytest.mark.parametrize(
+    ("own", "together"),
+    [
+        ("4:memory:/job_7/step_0\n2:freezer:/job_7/step_0\n1:cpu:/\n", True),
+        ("4:memory:/job_7/step_0\n2:freezer:/job_7\n", False),
+        ("4:memory:/job_7/step_0\n2:freezer:/\n", False),
+    ],
+)
+def test_process_is_with_another_in_all_of_slurms_cgroups_or_not(
+    tmp_path: Path, own: str, together: bool
+) -> None:
+    root = fake(tmp_path, "")
+    for pid, lines in (("42", "4:memory:/job_7/step_0\n2:freezer:/job_7/step_0\n"), ("43", own)):
+        (root / "proc" / pid).mkdir()
+        (root / "proc" / pid / "cgroup").write_text(lines)
+    assert child.is_with(43, 42, root) is together
+
+
 V1 = {
     "memory/slurm_n1/job_7/memory.limit_in_bytes": "300",
     "memory/slurm_n1/job_7/step_0/memory.limit_in_bytes": "100",
