@@ -465,22 +465,19 @@ def _connected(place: str) -> socket.socket:
     """A connection to the window's copier. Raises Trouble or OSError."""
     until = time.monotonic() + PATIENCE
     while True:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(PATIENCE)
-        try:
+        with contextlib.ExitStack() as unless_connected:
+            connection = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(PATIENCE)
             with contextlib.suppress(FileNotFoundError):  # it went with the last copier
                 _own(os.path.dirname(place))
                 _own(place)
                 with _short(place) as short:
                     try:
                         connection.connect(f"{short}/socket")
+                        unless_connected.pop_all()
                         return connection
                     except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                         _start_copier(place, short)
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
         job = os.path.dirname(os.path.dirname(place))
         if not os.path.isdir(job):  # it does not come back, so nobody waits for that
             raise Trouble(f"{job} is gone")

@@ -60,7 +60,7 @@ class Holdings(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
     def only(self, keys: Container[str]) -> "Holdings":
-        """The same, of the entries only those with these keys."""
+        """The holdings with only those entries that have these keys."""
         items = tuple(item for item in self.items if item.key in keys)
         return msgspec.structs.replace(self, items=items)
 

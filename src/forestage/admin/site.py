@@ -216,7 +216,7 @@ def read_conf(files: Files, path: str) -> Conf:
 
 
 def with_release(files: Files, conf: Conf) -> Conf:
-    """The same, with the release of this node's slurmd, which is run for that."""
+    """A configuration with the release of this node's slurmd, which is run for that."""
     found = releases.installed(files, plugin_folders(conf))
     return msgspec.structs.replace(conf, release=found)
 

@@ -19,7 +19,7 @@ def seconds(outcome: Handled) -> float | None:
 
 
 def phrase(outcome: Handled) -> str:
-    """The same for people."""
+    """What a start saved, as a clause for people."""
     found = seconds(outcome)
     if found is None:
         return "what that saves is not known"

@@ -264,9 +264,8 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
         if outcome.request.endswith("@job") or "@seed:" in outcome.request:
             return f"{name} is not in the job's directory: {outcome.detail}"
         decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
-        is_directory = outcome.data and outcome.request.endswith(
-            "/"
-        )  # of which pyxis tells nothing
+        # Of a directory pyxis tells nothing.
+        is_directory = outcome.data and outcome.request.endswith("/")
         quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
         if outcome.reason == "no-mount":
             return f"{name} is not mounted: {outcome.detail}"

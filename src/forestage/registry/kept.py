@@ -145,11 +145,7 @@ def _uncovered(own: Path) -> Iterator[int]:
     it would wait for the answer.
     """
     flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
-    with contextlib.ExitStack() as opened:
-        above = os.open(own.parent, flags)
-        opened.callback(os.close, above)
-        handle = os.open(own.name, flags, dir_fd=above)
-        opened.callback(os.close, handle)
+    with opened(own.parent, flags) as above, opened(own.name, flags, dir_fd=above) as handle:
         if mounts.mount_id(handle) != mounts.mount_id(above):
             raise OSError(errno.EBUSY, "its user has mounted something over it", os.fspath(own))
         yield handle

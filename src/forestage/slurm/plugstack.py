@@ -53,7 +53,7 @@ def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:
 
 
 def lines(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin | Include]:
-    """The same with the lines that include, each before what it brings. Raises as `read` does."""
+    """Plugins and the lines that include, each before what it brings. Raises as `read` does."""
     yield from _lines(path, None, text, root, [MAX_FILES])
 
 

@@ -62,7 +62,7 @@ class Slurm(NamedTuple):
         return cls(path, environ.get("SLURM_CONF", ""))
 
     def bind(self) -> "Slurm":
-        """The same, with pyslurm first where the installed one fits this release of Slurm."""
+        """Asks pyslurm first where the installed one fits this release of Slurm."""
         from forestage.slurm import binding
 
         with contextlib.suppress(SlurmError):

@@ -56,15 +56,11 @@ class Mount(msgspec.Struct, frozen=True):
     @property
     def fuse_user(self) -> int:
         """The uid of the user who mounted a FUSE file system; 0: root did, or it is none."""
-        return _fuse_user(self.kind, self.options)
-
-
-def _fuse_user(kind: str, options: list[str]) -> int:
-    for option in options if kind.startswith("fuse") else ():
-        name, _, value = option.partition("=")
-        if name == "user_id" and value.isdigit():
-            return int(value)
-    return 0
+        for option in self.options if self.kind.startswith("fuse") else ():
+            name, _, value = option.partition("=")
+            if name == "user_id" and value.isdigit():
+                return int(value)
+        return 0
 
 
 def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
@@ -294,15 +290,14 @@ def is_users(fd: int, path: str, sources: Iterable[str] = ()) -> bool:
     what inode, times and owner it likes. A link of /proc leads into a mount namespace of theirs; in
     this one it is a FUSE below one of the `sources`. Raises OSError.
     """
-    number = mount_id(fd)
-    for one in current():
-        if one.id == number:
-            # Below `/` commands look, and what is served to its own user alone is looked for.
-            above = [source for source in sources if source not in ("/", one.point)]
-            return bool(one.fuse_user) and any(is_below(one.point, source) for source in above)
+    under = of(fd)
+    if under is not None:
+        # Below `/` commands look, and what is served to its own user alone is looked for.
+        above = [source for source in sources if source not in ("/", under.point)]
+        return bool(under.fuse_user) and any(is_below(under.point, source) for source in above)
     # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
     with opened(path, os.O_PATH | os.O_NOFOLLOW) as found:
-        return mount_id(found) != number
+        return mount_id(found) != mount_id(fd)
 
 
 def _plain(text: str) -> str:

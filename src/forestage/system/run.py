@@ -160,9 +160,9 @@ def end_session(session: int, spare: int = 0, grace: float = 0.0) -> None:
     """
     if grace:
         _signal(_members(session, spare), signal.SIGTERM)
-    end = time.monotonic() + grace
-    while _members(session, spare) and time.monotonic() < end:
-        time.sleep(0.02)
+        end = time.monotonic() + grace
+        while _members(session, spare) and time.monotonic() < end:
+            time.sleep(0.02)
     for _ in range(ROUNDS):
         found = _members(session, spare)
         if not found:
