@@ -11,6 +11,11 @@ class Places(msgspec.Struct, frozen=True):
     root: Path = Path("/")
     munge: str = ""  # the socket of another munged than the node's own
 
+    @classmethod
+    def below(cls, root: str) -> "Places":
+        """`root` is "" for that of the node."""
+        return cls(Path(root or "/"))
+
     @property
     def etc(self) -> Path:
         return self.root / "etc/forestage"
@@ -53,6 +58,11 @@ class Places(msgspec.Struct, frozen=True):
     def loaded(self) -> Path:
         """The companion leaves it when Slurm loads it; see slurm/companion.py."""
         return self.run / "companion"
+
+    @property
+    def background(self) -> Path:
+        """Whose Prologs may end before their work does, see hooks/background.py."""
+        return self.run / "background"
 
     def called(self, hook: str) -> Path:
         """What a Prolog or Epilog leaves when Slurm calls it, see hooks/boundary.note_call."""

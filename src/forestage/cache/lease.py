@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.errors import Failed
-from forestage.system import files, records
+from forestage.system import files, lock, records
 from forestage.system.as_user import User
 
 
@@ -213,13 +213,19 @@ class Leases:
     def drop_unfinished(self) -> None:
         """Deletes what hooks left that were killed while they wrote, and what outlived its lease.
 
-        Under the space lock.
+        Under the space lock. A job whose Prolog is still at work (hooks/background.py) may have
+        hints before its lease.
         """
+        marks = [*self.directory.glob("*.prolog")]
+        at_work = {mark.stem for mark in marks if not lock.is_free(mark)}
+        for mark in marks:
+            if mark.stem not in at_work:
+                mark.unlink(missing_ok=True)
         alone = (
             file
             for kind in ("*.shown", "*.hinted", "*.data")
             for file in self.directory.glob(kind)
-            if not file.with_suffix(".json").exists()
+            if not file.with_suffix(".json").exists() and file.stem not in at_work
         )
         for file in (*self.directory.glob(".*.*.*"), *alone):  # the first as records.py names them
             file.unlink(missing_ok=True)

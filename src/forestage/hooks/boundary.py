@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from forestage.cache.node import Node
     from forestage.clock import Clock
-    from forestage.config import Config
+    from forestage.config import Config, Settings
     from forestage.errors import Declined
     from forestage.events import Handled, Outcome
     from forestage.hooks.image import Answer, Wait
@@ -54,28 +54,39 @@ def main(name: Name) -> NoReturn:
     os._exit(_main(name))
 
 
-def _main(name: Name) -> int:
+def _main(name: Name, root: str = "") -> int:
+    """`root` is above the paths of the node; a test has one of its own."""
+    run = f"{root}/run/forestage"
     hook = Hook(name, os.environ, time.monotonic())
     if name == "step" and os.environ.get("SLURM_SCRIPT_CONTEXT") != "spank_step":
         os.write(2, BY_HAND)
         return USAGE
-    note_call(name, os.environ, "/run/forestage")
-    note_nodes(name, os.environ, "/run/forestage")
-    if nothing_to_do(name, os.environ, "/run/forestage/leases"):
+    note_call(name, os.environ, run)
+    note_nodes(name, os.environ, run)
+    if nothing_to_do(name, os.environ, f"{run}/leases"):
         hook.say("result=none")
         hook.answer("leave", "no-image")
         return 0
+    from forestage.hooks import background
+
+    mark = ""
     try:
+        if name == "epilog":
+            background.stop(background.mark_of(os.environ, run))
+        if name == "prolog":
+            mark = background.leave(os.environ, run)
         import_msgspec()
         from forestage.clock import Clock
         from forestage.paths import Places
 
-        return hook.run(Places(), Clock())
+        return hook.run(Places.below(root), Clock(), mark)
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
         return DRAIN if hook.drains else 0
+    finally:
+        background.end(mark)
 
 
 def import_msgspec() -> None:
@@ -122,7 +133,9 @@ def nothing_to_do(
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
         return not (asked or os.path.exists(hinted))
     number = environ.get("SLURM_JOB_ID", "")
-    if os.path.exists(f"{leases}/{number}.json") or os.path.lexists(window + number):
+    if any(os.path.exists(f"{leases}/{number}.{kind}") for kind in ("json", "prolog")):
+        return False
+    if os.path.lexists(window + number):
         return False
     return not os.path.exists(f"{images}/{number}.agreed")  # registry/place.py
 
@@ -178,10 +191,20 @@ class Hook:
         self.start = start
         self.drains = False
         self.answered = name != "step"
+        self.settings: Settings | None = None
 
-    def run(self, places: Places, clock: Clock) -> int:
-        """The work, its log line and its events. Expected errors become outcomes; others rise."""
+    def run(self, places: Places, clock: Clock, mark: str = "") -> int:
+        """The work, its log line and its events. Expected errors become outcomes; others rise.
+
+        `mark` is that of a Prolog in the background (hooks/background.py).
+        """
         from forestage.slurm.job import Job
+
+        if mark:
+            from forestage.hooks import background
+            from forestage.system import child
+
+            child.leave_job()
 
         job = Job.from_environ(self.environ)
         if self.name == "step":
@@ -190,6 +213,8 @@ class Hook:
             job = step.named(job)
         work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
         outcomes = work(job, places, clock)
+        if mark:
+            background.forget_hints(places, job)
         self._report(job, outcomes, places, clock)
         failed = any(outcome.result == "failed" for outcome in outcomes)
         return DRAIN if failed and self.drains else 0
@@ -208,6 +233,7 @@ class Hook:
         decided = shown.decided_by(places)
         answers: Sequence[Answer] = ()
         nodes, refusal = self._nodes(job, places, clock)
+        self._note_background(places, decided)
         if refusal is None:
             job, _ = self._begin_import(nodes[0], job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
@@ -227,14 +253,27 @@ class Hook:
             prolog.note_bad_hints(nodes[0], job, outcomes)
         return outcomes
 
+    def _note_background(self, places: Places, decided: Sequence[str]) -> None:
+        """Lets the next Prologs end before their work does, where the companion is loaded."""
+        if self.settings is None or not places.loaded.exists():
+            return
+        from forestage.hooks import background
+
+        try:
+            conf = self.environ.get("SLURM_CONF", "")
+            background.note(places, self.settings, self._has_companion(places), decided, conf)
+        except OSError:  # they do their work first
+            return
+
     def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
         from forestage.cache import shown
-        from forestage.hooks import step
+        from forestage.hooks import background, step
         from forestage.system import child
 
         decided = shown.decided_by(places)
         # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
         child.leave_job()
+        background.wait(background.mark_of(self.environ, os.fspath(places.run)))
         timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
@@ -326,7 +365,8 @@ class Hook:
         """Reads what the admin decided for the job's partition. Raises ConfigError."""
         from forestage.config import decided, load_settings, switch
 
-        found = load_settings(places.etc, places.config).for_partition(job.partition)
+        self.settings = load_settings(places.etc, places.config)
+        found = self.settings.for_partition(job.partition)
         if found.redirect == "auto":
             found = decided(found, self._has_companion(places))
         # Not while it is off: during an upgrade old and new code may meet.

@@ -1,0 +1,277 @@
+"""The Prolog in the background: it lets slurmd start the job at once, and works beside it.
+
+Since Slurm 23.02 srun asks 0.1 s after its allocation whether the Prologs are over, and then a
+second later (`_wait_nodes_ready` in its allocate.c). Where the companion shows the copies, nothing
+that a Prolog does must be over before the job starts: the first step waits for what it needs.
+
+    /run/forestage/background          for which partitions that holds, and the files that say so
+    /run/forestage/leases/JOB.prolog   the mark: there while the process works, which locks it
+                                       (flock(2)) and has left its pid in it
+
+    Prolog   makes the mark, locks it, forks; the child leaves its session, and the script ends
+    step     waits for the lock, for so long; then it does all by itself, as where no Prolog ran
+    Epilog   kills who holds the lock, then takes the mark away and releases the rest as always
+    sweep    takes away marks that nobody locks: of one that was killed
+
+What is left by a process that the Epilog kills is what a Prolog leaves that slurmd kills. Until a
+step has waited, `JOB.hinted` (cache/lease.py) says that the comment may be about steps, too.
+Nothing is imported here: a job with an image pays for little more than one without.
+"""
+
+from __future__ import annotations
+
+import os
+
+from forestage.hooks.boundary import IMAGE_OPTION
+
+TYPE_CHECKING = False  # as in hooks/boundary.py
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from forestage.config import Settings
+    from forestage.paths import Places
+    from forestage.slurm.job import Job
+
+FIRST_LINE = "forestage 1"
+ANY = "*"  # a partition without settings of its own
+PATIENCE = 20.0  # seconds that a step waits: longer than a Prolog's look at a source that hangs
+REST = 2.0  # seconds for the end of a process that was killed
+PAUSE = 0.002  # seconds between two looks whether the process has ended
+PROCESS_NAME = "forestage-prolog"
+
+
+def leave(environ: Mapping[str, str], run: str) -> str:
+    """Ends the script that slurmd waits for, and returns in a process that it does not know.
+
+    Returns the mark, which that process has to `end`. "" where the caller is still the script: the
+    job's start has to wait for it, or nothing could be forked.
+    """
+    if not may_leave(environ, run):
+        return ""
+    mark = mark_of(environ, run)
+    lock = _locked(mark)
+    if lock is None:  # two Prologs of one job: the first one's process is at it
+        os._exit(0)
+    if lock < 0:
+        return ""
+    if "stage" in environ.get("SLURM_JOB_COMMENT", ""):
+        _touch(mark.removesuffix("prolog") + "hinted")
+    ours, theirs = os.pipe()
+    try:
+        child = os.fork()
+    except OSError:
+        child = -1
+    if child == 0:
+        _be_alone(lock)
+        os.write(theirs, b"1")
+        os.close(theirs)
+        return mark
+    os.close(theirs)
+    if child > 0 and os.read(ours, 1):
+        os._exit(0)
+    os.close(ours)
+    return mark  # it could not be forked, or was killed at once: the work is still to be done
+
+
+def _be_alone(lock: int) -> None:
+    """Out of the reach of slurmd, which kills the script's process group when that has ended.
+
+    And without its output: slurmd waits until nobody has that any more.
+    """
+    os.setsid()
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    name = os.open("/proc/self/comm", os.O_WRONLY)
+    os.write(name, PROCESS_NAME.encode())
+    os.close(name)
+    os.pwrite(lock, b"%d" % os.getpid(), 0)
+
+
+def end(mark: str) -> None:
+    """Says that the work is done. To be called by the process that has the mark."""
+    if mark:
+        _remove(mark)
+
+
+def may_leave(environ: Mapping[str, str], run: str) -> bool:
+    """Whether this job may start before its Prolog's work is done; never errs.
+
+    By the record, which is good as long as all of the files in it are as they were. The nodes of a
+    job agree on an image of a registry by what their Prologs have noted (registry/agreed.py), and a
+    user who asks for a wait gets one.
+    """
+    job = environ.get("SLURM_JOB_ID", "")
+    is_path = environ.get(IMAGE_OPTION, "/")[:1] in ("/", ".")
+    if not (job.isascii() and job.isdigit() and is_path):
+        return False
+    if "stage-wait" in environ.get("SLURM_JOB_COMMENT", ""):
+        return False
+    try:
+        fd = os.open(f"{run}/background", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        text = os.read(fd, 1 << 16)
+        os.close(fd)
+        first, *lines = os.fsdecode(text).split("\n")
+        found: dict[str, bool] = {}
+        for line in lines:
+            kind, *fields = line.split("\t")
+            if kind == "file" and facts_of(fields[0]) != tuple(fields[1:]):
+                return False
+            if kind == "partition":
+                found[fields[0]] = fields[1] == "leave"
+    except (OSError, IndexError, ValueError):
+        return False
+    other = found.get(ANY, False)
+    loaded = first == FIRST_LINE and os.path.exists(f"{run}/companion")
+    return loaded and found.get(environ.get("SLURM_JOB_PARTITION", ""), other)
+
+
+def facts_of(path: str) -> tuple[str, ...]:
+    """What changes with a file: inode, size, mtime and ctime in ns; zeros where there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - pathlib is an import
+    except FileNotFoundError:
+        return ("0",) * 4
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return tuple(map(str, (found.st_ino, found.st_size, *times)))
+
+
+def note(
+    places: Places, settings: Settings, companion: bool, decided: Sequence[str], conf: str
+) -> None:
+    """Writes down which partitions' Prologs may leave, if that is not what is there already.
+
+    `companion`: whether Slurm loads it, as `conf`, slurmd's $SLURM_CONF, says. `decided` are the
+    lines of cache/shown.decided_by from before the settings were read. Raises OSError.
+    """
+    from forestage import config
+    from forestage.system import records
+
+    files = [line for line in decided if line.startswith("file\t")]
+    slurms = (conf, f"{os.path.dirname(conf)}/plugstack.conf")  # noqa: PTH120
+    files += ["\t".join(("file", path, *facts_of(path))) for path in slurms]
+    lines = [FIRST_LINE, *files]
+    found = [(name, config.decided(one, companion)) for name, one in settings.everywhere()]
+    # A bind that is out of date has to go before any job of the node starts.
+    bind = any(one.redirect == "bind" for _, one in found)
+    for name, one in found:
+        leaves = one.redirect == "spank" and one.start != "wait" and one.on_error == "continue"
+        lines.append(f"partition\t{name or ANY}\t{'leave' if leaves and not bind else 'stay'}")
+    text = os.fsencode("".join(f"{line}\n" for line in lines))
+    file = places.background
+    if files and not (file.exists() and file.read_bytes() == text):
+        records.write(file, text)
+
+
+def forget_hints(places: Places, job: Job) -> None:
+    """Has the steps of a job ask no helper for its comment's sake, if that says nothing to them.
+
+    Called when the work is done: nobody else writes there meanwhile.
+    """
+    from forestage.cache.lease import Leases
+    from forestage.errors import Failed
+
+    leases = Leases(places.leases)
+    try:
+        lease = leases.read(job.id)
+        if lease is None or not lease.say:
+            leases.end_hinted(job.id)
+    except (Failed, OSError):  # a helper more
+        return
+
+
+def mark_of(environ: Mapping[str, str], run: str) -> str:
+    """The mark of a job's Prolog."""
+    return f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.prolog"
+
+
+def wait(mark: str, seconds: float = PATIENCE, kill: bool = False) -> None:
+    """Waits for the end of a Prolog's work, for so many seconds. At once where there is none."""
+    import contextlib
+    import time
+
+    until = time.monotonic() + seconds
+    while (pid := _worker(mark)) and time.monotonic() < until:
+        if kill and _is_ours(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        time.sleep(PAUSE)
+
+
+def stop(mark: str) -> None:
+    """Ends a Prolog's work: its job is over. Called by the Epilog, before it releases anything.
+
+    Killed, it does nothing any more; one that is stuck in the kernel does nothing when it wakes.
+    """
+    wait(mark, REST, kill=True)
+    _remove(mark)
+
+
+def _worker(mark: str) -> int:
+    """The process that has the mark's lock; 0 for none, -1 for one that has not said its pid."""
+    import fcntl
+
+    try:
+        fd = os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        said = os.read(fd, 10)
+        return int(said) if said.isdigit() else -1
+    finally:
+        os.close(fd)
+    return 0
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether that is a Prolog's process, and not another that has got its number since."""
+    try:
+        fd = os.open(f"/proc/{pid}/comm", os.O_RDONLY)
+    except OSError:
+        return False
+    name = os.read(fd, 16)
+    os.close(fd)
+    return name.strip() == PROCESS_NAME[:15].encode()
+
+
+def _locked(mark: str) -> int | None:
+    """A descriptor that has the mark's lock, None where another has it, -1 where none can be made.
+
+    A sweep may take a mark away that is not locked yet: that one counts for nobody.
+    """
+    import fcntl
+
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    while True:
+        try:
+            os.makedirs(os.path.dirname(mark), 0o700, exist_ok=True)  # noqa: PTH103, PTH120
+            fd = os.open(mark, flags, 0o600)
+        except OSError:
+            return -1
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BlockingIOError:
+            if _worker(mark):  # and not one who looks
+                os.close(fd)
+                return None
+        os.close(fd)
+
+
+def _touch(path: str) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+    except OSError:  # the steps read the shared path
+        return
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except OSError:
+        return
