@@ -11,11 +11,6 @@ class Places(msgspec.Struct, frozen=True):
     root: Path = Path("/")
     munge: str = ""  # the socket of another munged than the node's own
 
-    @classmethod
-    def below(cls, root: str) -> "Places":
-        """`root` is "" for that of the node."""
-        return cls(Path(root or "/"))
-
     @property
     def etc(self) -> Path:
         return self.root / "etc/forestage"

@@ -76,10 +76,12 @@ def _main(name: Name, root: str = "") -> int:
         if name == "prolog":
             mark = background.leave(os.environ, run)
         import_msgspec()
+        from pathlib import Path
+
         from forestage.clock import Clock
         from forestage.paths import Places
 
-        return hook.run(Places.below(root), Clock(), mark)
+        return hook.run(Places(Path(root)) if root else Places(), Clock(), mark)
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
@@ -104,7 +106,7 @@ def import_msgspec() -> None:
     try:
         import msgspec  # noqa: F401
     except (ImportError, AttributeError):  # who needs it next imports it with all that it wants
-        pass
+        background.wait(background.mark_of(self.environ, os.fspath(places.run)))
     finally:
         del sys.modules["typing_extensions"], sys.modules["platform"]
 

@@ -1,0 +1,273 @@
+"""The Prolog as the script that slurmd runs, and its process that works on when that has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage.hooks.background import PROCESS_NAME
+from forestage.system import lock
+from node import ALICE, HANGS, Node, children_left, comm, content, until
+
+# A hook on the test's node instead of the machine.
+SCRIPT = """
+import os, sys
+from forestage.hooks import boundary
+os._exit(boundary._main(sys.argv[1], sys.argv[2]))
+"""
+
+
+class Background:
+    """A node with the companion, whose Prologs leave."""
+
+    def __init__(self, node: Node, job: int = 7) -> None:
+        self.node = node
+        self.job = job
+        self.mark = node.places.leases / f"{job}.prolog"
+
+    def environ(
+        self, image: Path | str | None = None, comment: Path | str | None = None
+    ) -> dict[str, str]:
+        """What slurmd gives its hooks; with a slurm.conf that nobody writes again."""
+        given = self.node.environ(self.job, image, comment=comment)  # type: ignore[arg-type]
+        conf = self.node.places.root / "same/slurm.conf"
+        if not conf.exists():
+            conf.parent.mkdir()
+            conf.write_text("ClusterName=c\n")
+        return given | {"SLURM_CONF": str(conf)}
+
+    def hook(self, name: str, **asked: str | Path | None) -> subprocess.Popen[str]:
+        """Starts one as slurmd does: in a session of its own, whose output somebody reads."""
+        environ = self.environ(**asked)
+        context = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0"}
+        return subprocess.Popen(
+            [sys.executable, "-Ic", SCRIPT, name, str(self.node.places.root)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environ | (context if name == "step" else {}),
+            start_new_session=True,
+            text=True,
+        )
+
+    def prolog(self, image: Path | None = None, comment: str | None = None) -> str:
+        """Runs one to the script's end, then kills its group, as slurmd does; what it said."""
+        script = self.hook("prolog", image=image, comment=comment)
+        said, _ = script.communicate(timeout=HANGS)
+        assert script.returncode == 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        return said
+
+    def ended(self, script: subprocess.Popen[str]) -> str:
+        said, _ = script.communicate(timeout=HANGS)
+        assert script.returncode == 0
+        return said
+
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """No hook takes a lease meanwhile."""
+        with lock.held(self.node.cache.space_lock, 60):
+            yield
+
+    def worker(self) -> int:
+        """The process that works for the job's Prolog."""
+        pid = int(self.mark.read_text())
+        assert comm(pid) == PROCESS_NAME[:15]
+        return pid
+
+    def await_end(self) -> None:
+        until(lambda: not self.mark.exists(), "the Prolog's work to end")
+
+    def left(self) -> list[str]:
+        return sorted(path.name for path in self.node.places.leases.iterdir())
+
+
+@pytest.fixture
+def background(node: Node) -> Background:
+    node.configure(redirect="spank", cold="shared")
+    node.places.loaded.parent.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch()
+    return Background(node)
+
+
+@pytest.fixture
+def image(background: Background) -> Path:
+    """One that the cache has; the job that brought it was the node's first, whose Prolog stayed."""
+    node = background.node
+    path = node.put("alice/image.sqsh")
+    first = Background(node, 1)
+    assert "result=started" in first.prolog(path)
+    key = node.identity(path).key
+    until(lambda: key in node.entries() and node.is_idle(key), "the copy")
+    first.ended(first.hook("epilog"))
+    assert first.left() == []
+    return path
+
+
+def test_first_prolog_works_before_it_ends_and_lets_the_next_one_leave(
+    background: Background, image: Path
+) -> None:
+    node = background.node
+    with background.held_up():
+        assert background.prolog(image) == "", "what it says goes to the log"
+        assert node.lease(7) is None
+        pid = background.worker()
+        assert os.getsid(pid) == pid
+    background.await_end()
+    assert [use.key for use in node.held(7).uses] == [node.identity(image).key]
+    assert node.outcomes("prolog", 7)[0].result == "hit"
+    assert node.leases.shown(7).exists()
+    background.ended(background.hook("epilog"))
+    assert background.left() == []
+
+
+def test_prolog_stays_once_the_configuration_has_changed(
+    background: Background, image: Path
+) -> None:
+    background.node.configure(redirect="spank", cold="shared", max_stage_wait="1m")
+    assert "result=hit" in background.prolog(image)
+    background.prolog(image)
+    background.await_end()
+    background.node.switch_off("by hand")
+    assert "reason=disabled" in background.prolog(image)
+
+
+def test_step_waits_for_what_the_prolog_finds(background: Background, image: Path) -> None:
+    """It names no image, and would not know what the comment says."""
+    with background.held_up():
+        background.prolog(comment=f"stage={image}")
+        assert background.left() == ["7.hinted", "7.prolog"]
+        step = background.hook("step")
+        until(lambda: sleeps(step.pid) or step.poll() is not None, "the step to wait")
+    said = background.ended(step)
+    entry = background.node.cache.image(background.node.identity(image).key)
+    assert f"also\tuse\t{entry}\t{image}\t" in said
+
+
+def test_step_of_a_prolog_that_was_killed_does_all_itself(
+    background: Background, image: Path
+) -> None:
+    with background.held_up():
+        background.prolog(image)
+        pid = background.worker()
+        step = background.hook("step", image=image)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: pid not in children_left(), "its end")
+    entry = background.node.cache.image(background.node.identity(image).key)
+    assert f"use\t{entry}\t{image}\t" in background.ended(step)
+    assert background.node.held(7).uses
+    background.ended(background.hook("epilog"))
+    assert background.left() == []
+
+
+@pytest.mark.parametrize("comment", [None, "stage=/nowhere/else"])
+def test_epilog_ends_the_prolog_that_still_works(
+    background: Background, image: Path, comment: str | None
+) -> None:
+    """Of a job that is over before its Prolog has taken a lease."""
+    with background.held_up():
+        background.prolog(image, comment)
+        pid = background.worker()
+        epilog = background.hook("epilog")
+        background.await_end()
+        assert pid not in children_left()
+    background.ended(epilog)
+    assert background.left() == []
+    assert background.node.outcomes("prolog", 7) == ()
+
+
+def test_epilog_tidies_up_after_a_prolog_that_was_killed(
+    background: Background, image: Path
+) -> None:
+    with background.held_up():
+        background.prolog(image, f"stage={image}")
+        os.kill(background.worker(), signal.SIGKILL)
+    background.ended(background.hook("epilog"))
+    assert background.left() == []
+
+
+def test_second_prolog_of_a_job_leaves_the_work_to_the_first(
+    background: Background, image: Path
+) -> None:
+    with background.held_up():
+        background.prolog(image)
+        pid = background.worker()
+        background.prolog(image)
+        assert background.worker() == pid
+    background.await_end()
+    assert len(background.node.outcomes("prolog", 7)) == 1
+    background.prolog(image)
+    until(lambda: len(background.node.outcomes("prolog", 7)) == 2, "a Prolog after it")
+
+
+def test_job_that_runs_again_is_not_mistaken_for_the_one_before(
+    background: Background, image: Path
+) -> None:
+    """Its Prolog comes after an Epilog which could not wait for the end of the first."""
+    with background.held_up():
+        background.prolog(image)
+        old = background.worker()
+        background.mark.unlink()
+        background.prolog(image)
+        assert background.worker() != old
+        os.kill(old, signal.SIGKILL)
+    background.await_end()
+    assert background.node.held(7).uses
+
+
+@pytest.mark.parametrize("hint", ["stage=/etc/passwd", "the 2nd stage"])
+def test_comment_that_names_nothing_costs_later_steps_no_helper(
+    background: Background, image: Path, hint: str
+) -> None:
+    background.node.configure(redirect="spank", cold="shared", user_messages="none")
+    background.prolog(image, hint)
+    background.prolog(image, hint)
+    background.await_end()
+    assert not background.node.leases.hints(7).exists()
+
+
+def test_cold_image_is_copied_when_the_script_has_ended_long_ago(
+    background: Background, image: Path
+) -> None:
+    node = background.node
+    path = node.put("alice/cold.sqsh", content(2), user=ALICE)
+    background.prolog(path)
+    key = node.identity(path).key
+    until(lambda: key in node.entries() and node.is_idle(key), "the copy")
+    assert node.cache.image(key).read_bytes() == content(2)
+
+
+def test_nothing_is_forked_where_that_fails(
+    background: Background, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script does its work itself, and the mark goes."""
+    from forestage.hooks import boundary
+
+    def fails() -> int:
+        raise OSError(11, "fork")
+
+    for name, value in background.environ(image).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "fork", once(fails, os.fork))
+    assert boundary._main("prolog", str(background.node.places.root)) == 0
+    assert background.node.held(7).uses
+    assert not background.mark.exists()
+
+
+def sleeps(pid: int) -> bool:
+    """Whether a process does nothing but wait for a moment."""
+    return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text()
+
+
+def once(first: Callable[[], int], then: Callable[[], int]) -> Callable[[], int]:
+    """Something else than usual the first time it is called."""
+    calls = iter([first])
+    return lambda: next(calls, then)()

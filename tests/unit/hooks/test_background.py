@@ -1,0 +1,292 @@
+"""Whether a Prolog may end before its work is done, and who waits for that work or ends it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage.cache import shown
+from forestage.cache.lease import Lease, Leases
+from forestage.config import load_settings
+from forestage.hooks import background
+from forestage.hooks.background import PROCESS_NAME, may_leave, note, stop, wait
+from forestage.hooks.boundary import IMAGE_OPTION, nothing_to_do
+from forestage.paths import Places
+from forestage.slurm.job import Job
+from forestage.system.as_user import User
+
+JOB = {"SLURM_JOB_ID": "7", IMAGE_OPTION: "/lustre/a.sqsh"}
+ON = "sources: [/lustre]\nredirect: spank\n"
+
+WORKER = f"""
+import fcntl, os, signal, sys, time
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(fd, fcntl.LOCK_EX)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[2] == "named":
+    open("/proc/self/comm", "w").write("{PROCESS_NAME}")
+os.pwrite(fd, b"%d" % os.getpid(), 0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class Node:
+    """A node's /run and configuration below a folder, and its slurm.conf."""
+
+    def __init__(self, root: Path) -> None:
+        self.places = Places(root)
+        self.run = str(self.places.run)
+        self.conf = root / "slurm/slurm.conf"
+        self.conf.parent.mkdir()
+        self.conf.write_text("ClusterName=c\n")
+        (root / "slurm/plugstack.conf").write_text("optional forestage.so\n")
+        self.places.etc.mkdir(parents=True)
+        self.places.leases.mkdir(parents=True)
+        self.places.loaded.touch()
+
+    def configure(self, text: str, companion: bool = True) -> None:
+        """As a Prolog reads it, which notes who may leave."""
+        (self.places.etc / "forestage.yaml").write_text(text)
+        decided = shown.decided_by(self.places)
+        settings = load_settings(self.places.etc)
+        note(self.places, settings, companion, decided, str(self.conf))
+
+    def may(self, **environ: str) -> bool:
+        return may_leave(JOB | environ, self.run)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    made = Node(tmp_path)
+    made.configure(ON)
+    return made
+
+
+@pytest.fixture
+def mark(node: Node) -> Path:
+    return node.places.leases / "7.prolog"
+
+
+Work = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def work(mark: Path) -> Iterator[Work]:
+    """Processes that hold the mark as a Prolog's does, or as another program of that pid."""
+    started = []
+
+    def start(name: str = "named") -> subprocess.Popen[str]:
+        argv = [sys.executable, "-Ic", WORKER, str(mark), name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen(argv, text=True, **pipes)  # type: ignore[call-overload]
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process  # type: ignore[no-any-return]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
+    assert node.may()
+    assert node.may(**{IMAGE_OPTION: "./a.sqsh"}, SLURM_JOB_PARTITION="gpu")
+    assert may_leave({"SLURM_JOB_ID": "7", "SLURM_JOB_COMMENT": "stage=/lustre/a"}, node.run)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {IMAGE_OPTION: "docker://ubuntu"},
+        {IMAGE_OPTION: ""},
+        {"SLURM_JOB_COMMENT": "stage=/lustre/a stage-wait=10m"},
+        {"SLURM_JOB_ID": "../7"},
+        {"SLURM_JOB_ID": ""},
+    ],
+)
+def test_prolog_stays_where_its_job_waits_for_it(node: Node, environ: dict[str, str]) -> None:
+    assert not node.may(**environ)
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["redirect: bind", "redirect: none", "redirect: spank\ncold: wait", "on_error: drain"],
+)
+def test_prolog_stays_where_the_admin_wants_its_work_done_first(node: Node, more: str) -> None:
+    node.configure(f"sources: [/lustre]\n{more}\n" + "redirect: spank\n" * ("on_error" in more))
+    assert not node.may()
+
+
+@pytest.mark.parametrize("companion", [True, False])
+def test_automatic_redirect_leaves_with_the_companion_only(node: Node, companion: bool) -> None:
+    node.configure("sources: [/lustre]\n", companion)
+    assert node.may() is companion
+
+
+def test_partition_with_settings_of_its_own_has_a_line_of_its_own(node: Node) -> None:
+    node.configure(f"{ON}partitions:\n  slow: {{cold: wait}}\n  dark: {{enabled: false}}\n")
+    assert [node.may(SLURM_JOB_PARTITION=name) for name in ("slow", "dark", "gpu")] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_bind_of_one_partition_keeps_all_prologs(node: Node) -> None:
+    """One that is out of date has to go before any job of the node begins."""
+    node.configure(f"{ON}partitions:\n  old: {{redirect: bind}}\n")
+    assert not node.may(SLURM_JOB_PARTITION="gpu")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "etc/forestage/forestage.yaml",
+        "etc/forestage/conf.d/site.yaml",
+        "run/forestage/disabled",
+        "slurm/slurm.conf",
+        "slurm/plugstack.conf",
+    ],
+)
+def test_prolog_stays_once_a_file_that_decides_has_changed(node: Node, file: str) -> None:
+    path = node.places.root / file
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as opened:
+        opened.write("\n")
+    assert not node.may()
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\n", b"forestage 0\npartition\t*\tleave\n", None])
+def test_prolog_stays_where_the_record_is_missing_damaged_or_of_another_release(
+    node: Node, text: bytes | None
+) -> None:
+    node.places.background.unlink()
+    if text is not None:
+        node.places.background.write_bytes(text)
+    assert not node.may()
+
+
+def test_prolog_stays_where_the_companion_was_never_loaded(node: Node) -> None:
+    node.places.loaded.unlink()
+    assert not node.may()
+
+
+def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
+    before = node.places.background.stat()
+    decided = shown.decided_by(node.places)
+    settings = load_settings(node.places.etc)
+    note(node.places, settings, True, decided, str(node.conf))
+    assert node.places.background.stat() == before
+    note(node.places, settings, False, [], str(node.conf))
+    assert node.may(), "files that cannot be told change nothing"
+
+
+def test_wait_ends_with_the_work(mark: Path, work: Work) -> None:
+    wait(str(mark))
+    process = work()
+    process.stdin.close()  # type: ignore[union-attr]
+    wait(str(mark), 240.0)
+    assert process.wait(60) == 0
+
+
+def test_wait_ends_after_its_time_and_kills_nobody(mark: Path, work: Work) -> None:
+    process = work()
+    wait(str(mark), 0.01)
+    assert process.poll() is None
+
+
+def test_stop_kills_who_works_and_takes_the_mark_away(mark: Path, work: Work) -> None:
+    process = work()
+    stop(str(mark))
+    assert process.wait(60) == -signal.SIGKILL
+    assert not mark.exists()
+    stop(str(mark))
+
+
+def test_stop_kills_no_other_process(
+    mark: Path, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "REST", 0.05)
+    process = work("another")
+    stop(str(mark))
+    assert process.poll() is None
+    assert not mark.exists()
+
+
+def test_mark_is_locked_by_one_process_only(mark: Path, work: Work) -> None:
+    work()
+    assert background._locked(str(mark)) is None
+
+
+def test_look_at_a_mark_keeps_nobody_from_locking_it(mark: Path) -> None:
+    """A sweep or a step looks by a shared lock, for a moment."""
+    mark.touch()
+    looking = os.open(mark, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    real, tries = background._worker, []
+
+    def look(path: str) -> int:
+        tries.append(path)
+        fcntl.flock(looking, fcntl.LOCK_UN)
+        return real(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "_worker", look)
+        fd = background._locked(str(mark))
+    assert tries == [str(mark)]
+    assert fd is not None
+    assert fd >= 0
+    os.close(fd)
+    os.close(looking)
+
+
+def test_mark_that_cannot_be_made_leaves_the_work_to_the_script(tmp_path: Path) -> None:
+    (tmp_path / "leases").touch()
+    assert background._locked(str(tmp_path / "leases/7.prolog")) == -1
+
+
+def test_epilog_has_work_where_a_mark_is_left(mark: Path) -> None:
+    """Of a Prolog that was killed before it took a lease."""
+    mark.touch()
+    assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(mark.parent))
+    assert nothing_to_do("epilog", {"SLURM_JOB_ID": "77"}, str(mark.parent))
+
+
+def test_sweep_takes_away_what_a_killed_prolog_left_and_nothing_of_one_at_work(
+    node: Node, mark: Path, work: Work
+) -> None:
+    leases, hints = Leases(node.places.leases), mark.with_suffix(".hinted")
+    process = work()
+    hints.touch()
+    leases.drop_unfinished()
+    assert mark.exists()
+    assert hints.exists()
+    process.kill()
+    process.wait()
+    leases.drop_unfinished()
+    assert [*node.places.leases.iterdir()] == []
+
+
+@pytest.mark.parametrize(("say", "left"), [((), False), (("a line",), True)])
+def test_hints_are_forgotten_unless_the_first_step_has_a_line_to_say(
+    node: Node, me: User, say: tuple[str, ...], left: bool
+) -> None:
+    leases = Leases(node.places.leases)
+    leases.write(Lease(7, me, time.time(), "/cache", tell=True, say=say))
+    leases.hints(7).touch()
+    job = Job.from_environ({"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1"})
+    background.forget_hints(node.places, job)
+    assert leases.hints(7).exists() is left
+    leases.note_hinted(7, ["/lustre/a"])
+    background.forget_hints(node.places, job)
+    assert leases.hinted(7) == ("/lustre/a",)
