@@ -16,15 +16,15 @@ MAX_TEXT = 1000  # characters of a user's text in a log line or an event
 _PREFIXES = "KMGTP"
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
+# Texts, which re compiles when they are needed: most hooks read no size.
 # re.ASCII: \d would take every script's digits, and K the Kelvin sign. The counts keep
 # a megabyte of digits away from int(), which is quadratic and has a limit of its own.
 _DECIMALS = 9
 _NUMBER = rf"\d{{1,19}}(?:\.\d{{1,{_DECIMALS}}})?"
-_SIZE = re.compile(rf"({_NUMBER}) ?(?:([{_PREFIXES}])(?:I?B)?|B)?", re.ASCII | re.IGNORECASE)
-_DURATION = re.compile("".join(rf"(?:({_NUMBER}){unit})?" for unit in _SECONDS), re.ASCII)
-_PLAIN = re.compile(_NUMBER, re.ASCII)
+_SIZE = rf"({_NUMBER}) ?(?:([{_PREFIXES}])(?:I?B)?|B)?"
+_DURATION = "".join(rf"(?:({_NUMBER}){unit})?" for unit in _SECONDS)
 # Four decimals, because that is what Amount prints: what is read is what is shown.
-_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,4})?)%", re.ASCII)
+_SHARE = r"(\d{1,3}(?:\.\d{1,4})?)%"
 
 _A_SIZE = "a size such as 23GiB or 500M"
 _A_DURATION = "a duration such as 90s or 10m"
@@ -60,6 +60,10 @@ class Amount(msgspec.Struct, frozen=True):
         return f"{self.share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 
+def _matched(pattern: str, value: object, flags: re.RegexFlag = re.ASCII) -> "re.Match[str] | None":
+    return re.fullmatch(pattern, value, flags) if isinstance(value, str) else None
+
+
 def parse_size(value: object) -> int:
     """Returns bytes from "23GiB", "23G", "1.5T", "500 MB", "0" or an int.
 
@@ -70,7 +74,7 @@ def parse_size(value: object) -> int:
     size = -1
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
-    elif match := _SIZE.fullmatch(value) if isinstance(value, str) else None:
+    elif match := _matched(_SIZE, value, re.ASCII | re.IGNORECASE):
         whole, _, decimals = match[1].partition(".")
         if match[2] or not decimals:
             unit = 1 << 10 * (_PREFIXES.index(match[2].upper()) + 1) if match[2] else 1
@@ -89,9 +93,9 @@ def parse_duration(value: object) -> float:
     seconds = -1.0
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = value
-    elif isinstance(value, str) and _PLAIN.fullmatch(value):
+    elif isinstance(value, str) and _matched(_NUMBER, value):
         seconds = float(value)
-    elif match := _DURATION.fullmatch(value) if value and isinstance(value, str) else None:
+    elif match := _matched(_DURATION, value) if value else None:
         counts = zip(match.groups(), _SECONDS.values(), strict=True)
         seconds = sum(float(count) * unit for count, unit in counts if count)
     # Written this way round, because nan compares false with everything.
@@ -103,7 +107,7 @@ def parse_duration(value: object) -> float:
 
 def parse_share(value: object) -> float:
     """Returns 0 to 1 from "80%". A bare 80 or 0.8 is refused: it could mean either."""
-    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    match = _matched(_SHARE, value)
     if match is None or float(match[1]) > 100:
         raise _unexpected(_A_SHARE, value)
     return float(match[1]) / 100

@@ -24,7 +24,7 @@ from forestage.units import (
 MIN_CHUNK = 1 << 20  # bytes; a multiple of every disk's and file system's block
 MAX_CHUNK = 1 << 30
 
-_UNQUOTED = re.compile(r"[\w./+@-]+", re.ASCII)  # paths that YAML reads as they are
+_UNQUOTED = r"[\w./+@-]+"  # paths that YAML reads as they are
 
 
 class Notation(msgspec.Struct, frozen=True):
@@ -125,7 +125,7 @@ def _show_quoted(value: object) -> str:
 
 def _show_path(path: str) -> str:
     """Quotes only what YAML would not read as it is: `: `, ` #`, `, ` or `]`."""
-    return path if _UNQUOTED.fullmatch(path) else _show_quoted(path)
+    return path if re.fullmatch(_UNQUOTED, path, re.ASCII) else _show_quoted(path)
 
 
 def _show_paths(paths: tuple[str, ...]) -> str:

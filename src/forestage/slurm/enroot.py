@@ -16,7 +16,7 @@ CONF = f"{ETC}/enroot.conf"
 MOUNTS = f"{ETC}/mounts.d"
 
 # config::fini(): what says no. All else that is not empty says yes, a 0 too.
-_NO = re.compile(r"no?|N[oO]?|[fF](alse)?|FALSE")
+_NO = r"no?|N[oO]?|[fF](alse)?|FALSE"
 
 
 class Bind(NamedTuple):
@@ -50,7 +50,7 @@ def data_above(settings: Mapping[str, str]) -> str:
 
 def says_yes(value: str) -> bool:
     """Pure: whether enroot takes a setting, or a variable of that name, for true."""
-    return bool(value) and not _NO.fullmatch(value)
+    return bool(value) and not re.fullmatch(_NO, value)
 
 
 def plain_binds(files: Files, variables: Mapping[str, str]) -> Iterator[Bind]:

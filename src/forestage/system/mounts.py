@@ -5,10 +5,11 @@ here keeps a ledger that a crash could make wrong.
 """
 
 import contextlib
-import ctypes
+import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,7 +22,12 @@ CLONE_NEWNS = 0x00020000
 _SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100  # on every architecture
 _SYS_MOVE_MOUNT, _FROM_FD, _TO_FD = 429, 4, 0x40
 
-_libc = ctypes.CDLL(None, use_errno=True)
+
+@functools.cache
+def _libc() -> Any:
+    import ctypes  # most hooks only read the kernel's list
+
+    return ctypes.CDLL(None, use_errno=True)
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -66,17 +72,17 @@ class Mount(msgspec.Struct, frozen=True):
 def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
     """mount(2); without a `kind` of file system a bind, remount or propagation. Raises OSError."""
     words = [os.fsencode(text) if text else None for text in (source, target, kind, options)]
-    _check(_libc.mount(words[0], words[1], words[2], flags, words[3]), target)
+    _check(_libc().mount(words[0], words[1], words[2], flags, words[3]), target)
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
     """umount2(2). Raises OSError."""
-    _check(_libc.umount2(os.fsencode(target), flags), target)
+    _check(_libc().umount2(os.fsencode(target), flags), target)
 
 
 def private_namespace() -> None:
     """Leaves the host's mount table: what this process mounts or takes off, only it sees."""
-    _check(_libc.unshare(CLONE_NEWNS), "mount namespace")
+    _check(_libc().unshare(CLONE_NEWNS), "mount namespace")
     # Private, not slave: what another hook mounts meanwhile must not come in here either.
     mount("none", "/", MS_REC | MS_PRIVATE)
 
@@ -126,7 +132,7 @@ def enter_namespace(namespace: int, root: int) -> None:
 
     Raises OSError; EINVAL in a process with threads.
     """
-    _check(_libc.setns(namespace, CLONE_NEWNS), "mount namespace")
+    _check(_libc().setns(namespace, CLONE_NEWNS), "mount namespace")
     # Its own root first: that of a slurmd in a chroot is another.
     os.fchdir(root)
     os.chroot(".")
@@ -139,7 +145,7 @@ def clone(path: str) -> int:
     Raises OSError; ENOSYS before Linux 5.2.
     """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
-    fd: int = _libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
+    fd: int = _libc().syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
     _check(min(fd, 0), path)
     return fd
 
@@ -147,7 +153,7 @@ def clone(path: str) -> int:
 def attach(tree: int, target: int) -> None:
     """Mounts what `clone` returned on an open file or directory: move_mount(2). Raises OSError."""
     flags = _FROM_FD | _TO_FD
-    _check(_libc.syscall(_SYS_MOVE_MOUNT, tree, b"", target, b"", flags), f"descriptor {target}")
+    _check(_libc().syscall(_SYS_MOVE_MOUNT, tree, b"", target, b"", flags), f"descriptor {target}")
 
 
 def listed(mountinfo: str) -> list[Mount]:
@@ -310,5 +316,7 @@ def _plain(text: str) -> str:
 
 def _check(result: int, what: str) -> None:
     if result != 0:
+        import ctypes
+
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)
