@@ -259,10 +259,13 @@ import forestage.hooks.prolog, forestage.hooks.step, forestage.hooks.epilog
 import forestage.stage.stager, forestage.through.keeper, forestage.cache.shown
 heavy = {"yaml", "filelock", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
 heavy |= {"platform", "decimal", "uuid", "datetime", "urllib.parse", "ipaddress", "ctypes"}
-heavy |= {f"msgspec.{name}" for name in ("inspect", "_json_schema", "msgpack", "toml", "yaml")}
+heavy |= {f"msgspec.{name}" for name in ("inspect", "_json_schema", "toml", "yaml")}
 print(sorted(heavy & set(sys.modules)), {"msgspec", "pathlib"} <= set(sys.modules))
-import datetime, decimal, platform, typing_extensions, urllib.parse, uuid
+import datetime, decimal, msgspec, platform, typing_extensions, urllib.parse, uuid
 datetime.datetime.now(), decimal.Decimal("1.5"), uuid.uuid4(), urllib.parse.quote("a b")
+msgspec.msgpack.decode(msgspec.msgpack.encode([1]))
+from msgspec import inspect, toml, yaml
+inspect.type_info(int), toml.decode, yaml.decode
 """
 
 

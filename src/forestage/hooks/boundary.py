@@ -109,7 +109,6 @@ def import_msgspec() -> None:
         "urllib.parse": _Unused,  # pathlib's, for as_uri()
         "msgspec.inspect": _Unused,
         "msgspec._json_schema": _Unused,
-        "msgspec.msgpack": _Unused,
         "msgspec.toml": _Unused,
         "msgspec.yaml": _Unused,
     }
@@ -119,7 +118,10 @@ def import_msgspec() -> None:
     try:
         import pathlib  # noqa: F401
 
-        import msgspec  # noqa: F401
+        import msgspec
+
+        for part in ("inspect", "toml", "yaml"):
+            delattr(msgspec, part)
     except (ImportError, AttributeError):  # who needs it next imports it with all that it wants
         pass
     finally:
