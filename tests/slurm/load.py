@@ -46,6 +46,8 @@ CONFIG: Mapping[str, object] = {
         "binds": {"redirect": "bind"},
     },
 }
+# Where no partition binds, Prologs end before their work does (hooks/background.py).
+SPANK_ONLY = {**CONFIG, "partitions": {"plain": {"enabled": False}}}
 # As the repository's hooks. The first of a boot gives the node a name for it, of which the kernel
 # has but one for all nodes here.
 HOOK = """#!/bin/sh
@@ -192,10 +194,11 @@ class Plan:
 class Mishap:
     """What the admin does, or a user, or fate, while jobs run. `picture` is None for all.
 
-    `stager` and `server` (of an image that is read through): the next one on the node is killed.
+    `stager`, `server` (of an image that is read through) and `prolog` (whose script has ended): the
+    next one on the node is killed.
     """
 
-    kind: Literal["reboot", "evict", "change", "sweep", "stager", "server"]
+    kind: Literal["reboot", "evict", "change", "sweep", "stager", "server", "prolog"]
     node: str
     picture: Picture | None = None
 
@@ -216,8 +219,9 @@ def script(seed: str, jobs: int, nodes: Sequence[str]) -> Iterator[Plan | Mishap
             yield Mishap("change", node, chance.choice(PICTURES[:-1]))
         if chance.random() < 0.03:
             yield Mishap("sweep", node)
-        if chance.random() < 0.06:
-            yield Mishap("stager", node)
+        draw = chance.random()
+        if draw < 0.12:
+            yield Mishap("stager" if draw < 0.06 else "prolog", node)
         if chance.random() < 0.06:
             yield Mishap("server", node)
 

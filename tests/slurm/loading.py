@@ -11,12 +11,19 @@ from cluster import ClusterError
 from jobs import CLI, SERVER, STAGER, Site
 from load import AGAIN_AFTER, Mishap, Picture, Plan, Sources
 
+from forestage.hooks import background
+
 LOOK = 0.25  # seconds between two looks at the queue
 TICK = 0.02  # seconds in which what is due may be late
 STUCK = 180.0  # seconds in which no job ends: something hangs
 # As squeue names what no job leaves any more; a job is none of these while it is COMPLETING.
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "TIMEOUT")
 ELSEWHERE = " in the mount namespace of process "
+VICTIMS: Mapping[str, str] = {
+    "stager": STAGER,
+    "server": SERVER,
+    "prolog": background.PROCESS_NAME,
+}
 COLUMNS = "JobID:12,State:20,RestartCnt:8,Reason:80"
 
 
@@ -138,7 +145,7 @@ class Load:
 
     def _killed(self, kill: Mishap) -> bool:
         """Whether there was one to be killed."""
-        living = self.site.named(kill.node, STAGER if kill.kind == "stager" else SERVER)
+        living = self.site.named(kill.node, VICTIMS[kill.kind])
         if living:
             # It may have ended just now.
             argv = ["sh", "-c", f"kill -9 {living[0]} && echo killed"]
@@ -172,7 +179,7 @@ class Load:
     # What befalls all
 
     def _befall(self, mishap: Mishap) -> None:
-        if mishap.kind in ("stager", "server"):
+        if mishap.kind in VICTIMS:
             self.kills.append(mishap)
             return
         self.tally[mishap.kind] += 1

@@ -6,14 +6,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import tricks
 from cluster import Cluster
 from host import wait_until
 from jobs import CACHE, CLI, Site
-from load import CONFIG, Sources, script, strained
+from load import CONFIG, SPANK_ONLY, Sources, script, strained
 from loading import Load
 from traces import Traces, failed, misfortunes, misread, shown_elsewhere, tally, wordy
 
@@ -25,16 +25,19 @@ FEW_SEED = "68558"  # of each kind of job, mishap and trick there is one
 
 
 @pytest.fixture
-def load(machine: None) -> Iterator[Load]:
+def load(machine: None, keys: Mapping[str, object]) -> Iterator[Load]:
     """On a cluster of its own: each job that it has seen, and whatever is left, is this load's."""
     with Cluster.up(strained()) as cluster:
         site = Site(cluster)
-        site.configure(**CONFIG)
+        site.configure(**keys)
         yield Load(site, Sources(site))
 
 
+@pytest.mark.parametrize("keys", [CONFIG, SPANK_ONLY], ids=["binds", "spank"])
 @pytest.mark.parametrize("size", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=str)
-def test_nobody_is_the_worse_for_it(load: Load, size: tuple[int, int, int]) -> None:
+def test_nobody_is_the_worse_for_it(
+    load: Load, size: tuple[int, int, int], keys: Mapping[str, object]
+) -> None:
     site, nodes = load.site, load.site.cluster.nodes
     seed = os.environ.get(SEED) or (FEW_SEED if size == FEW else secrets.token_hex(4))
     print(f"\n{SEED}={seed}")
@@ -56,7 +59,7 @@ def test_nobody_is_the_worse_for_it(load: Load, size: tuple[int, int, int]) -> N
     tricks.end(site)
     # Copies go on when their jobs have ended.
     wait_until(lambda: all(Traces.of(site, n).at_rest for n in nodes), 60, lambda: "stagers")
-    site.configure(**{**CONFIG, "bandwidth": None})  # `verify` keeps to it
+    site.configure(**{**keys, "bandwidth": None})  # `verify` keeps to it
     for node in nodes:
         _is_clean(site, node)
         assert Traces.of(site, node).grown(before[node]) == []

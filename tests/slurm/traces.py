@@ -59,7 +59,7 @@ class Traces:
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
         layout = ["called.epilog", "called.prolog", "companion", "config.json"]
-        layout += ["disk.json", "disk.lock"]
+        layout += ["background", "disk.json", "disk.lock"]
         layout += ["leases", "redirects", "through"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
