@@ -70,12 +70,15 @@ Starts = dict[str, list[Start]]  # by variant, one for each round
 class Bench:
     def __init__(self, cluster: Cluster, spec: ClusterSpec) -> None:
         self.site, self.spec = Site(cluster), spec
-        self.site.configure(redirect="spank", cold="auto")
         self.kept = self.site.image("kept", mib=1)
         self.cold = self.site.image("cold", mib=COLD_MIB, seed=1)
         compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
         self.site.root(compiled, NODE)
         self.idle = Idle(self.site)
+        self.site.configure(redirect="spank", cold="wait")
+        self._run(self.kept)
+        self.site.configure(redirect="spank", cold="auto")
+        self._run(self.kept)
 
     def start(self, variant: str) -> Start:
         """Runs a job. Raises ClusterError where it came to its image in another way."""
