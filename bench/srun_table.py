@@ -25,7 +25,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.dont_write_bytecode = True
@@ -39,10 +39,12 @@ from jobs import Site  # noqa: E402
 from memory import printed  # noqa: E402
 from spec import ClusterSpec  # noqa: E402
 
+from forestage.events import Handled  # noqa: E402
+
 JOBS = 50
 NODE = "n1"
 COLD_MIB = 72  # a smaller one than 64 MiB is waited for, up to 1 s
-# By variant: the lines (bench/lines.py), and whether the job has an image.
+# What Slurm has of us (bench/lines.py).
 VARIANTS = {
     "none": "none",
     "alloc": "alloc",
@@ -58,10 +60,15 @@ AGAIN = "still waiting"  # what srun says that goes on asking at 0.1 s
 
 @dataclass(frozen=True)
 class Start:
-    """One job: seconds from srun to its task, and whether its question at 0.1 s was met."""
+    """One job: seconds from srun to its task, and whether its question at 0.1 s was met.
+
+    `helped`: its step found no record of what its Prolog did, or not all that this promises, and
+    asked the companion's helper, which takes longer.
+    """
 
     seconds: float
     met: bool
+    helped: bool = False
 
 
 Starts = dict[str, list[Start]]  # by variant, one for each round
@@ -88,10 +95,12 @@ class Bench:
             self._forget(self.cold)
         image = {"noimage": None, "cold": self.cold}.get(variant, self.kept)
         started, job = self._run(image)
-        came = [one.result for one in self.site.outcomes(job, hook="step")]
+        steps = self.site.outcomes(job, hook="step")
+        came = [one.result for one in steps]
         if (came == ["hit"]) != (variant == "hit"):
             raise ClusterError(f"{variant}: {came}")
-        return started
+        # Only a helper measures what it has waited.
+        return replace(started, helped=any(isinstance(one, Handled) and one.wait for one in steps))
 
     def _run(self, image: str | None) -> tuple[Start, int]:
         options = [f"--container-image={image}"] if image else []
@@ -134,22 +143,23 @@ def met(starts: Starts, name: str) -> float:
 
 
 def table(starts: Starts) -> Iterator[str]:
-    yield "| ms | median | from | to | met | to none | to empty |"
-    yield "|:--" + "|--:" * 6 + "|"
+    """`met` and `helped`: shares of the jobs (see Start)."""
+    yield "| ms | median | from | to | met | helped | to none | to empty |"
+    yield "|:--" + "|--:" * 7 + "|"
     for name, done in starts.items():
         times = [one.seconds * 1000 for one in done]
         spread = f"{statistics.median(times):.0f} | {min(times):.0f} | {max(times):.0f}"
         ratios = " | ".join(f"{ratio(starts, name, to):.2f}" for to in ("none", "empty"))
-        yield f"| {name} | {spread} | {met(starts, name):.2f} | {ratios} |"
+        shares = f"{met(starts, name):.2f} | {statistics.mean(one.helped for one in done):.2f}"
+        yield f"| {name} | {spread} | {shares} | {ratios} |"
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
     load = Load()
-    # Each image, and one more while the older ones of it are evicted.
-    whole = ClusterSpec(
+    spec = ClusterSpec(
         nodes=1, nvme_mib=1024, plugstack=("required {state}/pyxis.so container=no",), companion=""
     )
-    spec = lines.on_release(lines.direct(whole), options.suite)
+    spec = lines.on_release(lines.direct(spec), options.suite)
     with Cluster.up(spec) as cluster:
         release = lines.release(cluster)
         starts = measure(Bench(cluster, spec), options.jobs)
