@@ -5,9 +5,11 @@ unsquashfs writes the image to the node's disk and a program runs in that tree, 
 where the image is mounted and the program hops through some per cent of it. The shared file system
 gives so many bytes a second to everybody together; nodes' disks are in memory, so that it is the
 source that is measured. In each round every variant runs once, each round beginning with another;
-a ratio is the median of the rounds' ratios to `without`, for which no hook and no companion is
-there. Before each run nothing of the image is in the page cache, and before a cold one nothing in
-the node's cache; the copy that a job leaves behind is ended before the next run begins.
+a ratio is the median of the rounds' ratios to `without`, for which Slurm has no line of ours, or to
+`empty`, where it has a Prolog and an Epilog that do nothing, as nearly every site has: what they
+cost is Slurm's. Before each run nothing of the image is in the page cache, and before a cold one
+nothing in the node's cache; the copy that a job leaves behind is ended before the next run begins.
+A job with another image comes first: by what it notes the Prolog of the next may end at once.
 
 On several nodes these have networks of their own, the shared file system is GlusterFS behind one
 shaped link, and nodes get chunks from each other (as in bench/peers); there copies go on to their
@@ -25,22 +27,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
+import lines  # noqa: E402
 import start_image  # noqa: E402
 import start_readers  # noqa: E402
 import start_source  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import Fleet, networked  # noqa: E402
-from host import wait_until  # noqa: E402
-from jobs import CACHE, HOOK, HOOK_LOG, Site, hooked  # noqa: E402
+from idle import Idle, Load  # noqa: E402
+from jobs import CACHE, Site, hooked  # noqa: E402
 from memory import printed  # noqa: E402
-from spec import ClusterSpec, Net, plugstack_conf  # noqa: E402
+from spec import ClusterSpec, Net  # noqa: E402
 from start_image import MIB, PROGRAM, Startable  # noqa: E402
 
 from forestage import events  # noqa: E402
@@ -65,11 +68,16 @@ SHARE, NETWORK_SHARE = 0.05, 0.01
 # The loop device is a local disk, which the file systems that it stands for are not.
 STEP = {"redirect": "spank", "direct": "off"}
 COLD = {name: {**STEP, "cold": name} for name in ("auto", "shared", "through", "wait")}
-VARIANTS: Mapping[str, Mapping[str, object] | None] = {
-    "without": None,
+VARIANTS: Mapping[str, Mapping[str, object]] = {
+    "without": {},
+    "empty": {},
     **COLD,
     "warm": COLD["auto"],
 }
+LINES = {"without": "none", "empty": "empty"}  # see bench/lines.py; all others have ours
+BASES = ("without", "empty")
+NOTHING = ["/bin/sh", "-c", "exit"]
+OTHER_MIB = 1  # of the image that a job has which does not count
 
 
 @dataclass(frozen=True)
@@ -95,15 +103,15 @@ class Bench:
     given: Callable[[], int]  # bytes that the source has given so far
     slow: Callable[[float], None]  # to so many bytes a second
     keys: Mapping[str, object]
-    at_rest: Mapping[str, set[str]] = field(default_factory=dict)
+    other: str
+    idle: Idle
 
     def start(self, mode: str, variant: str) -> Run:
         """Runs a job in the image. Raises ClusterError if it saw anything else than the image."""
         self._prepare(mode, variant)
-        nodes = self.site.cluster.nodes
-        where = [f"--nodes={len(nodes)}", "--ntasks-per-node=1", f"--container-image={self.path}"]
+        nodes, srun = self.site.cluster.nodes, ["srun", *self._where(self.path), *PROGRAM]
         before, start = self.given(), time.perf_counter()
-        ran = self.site.cluster.run(["srun", *where, *PROGRAM])
+        ran = self.site.cluster.run(srun)
         seconds = time.perf_counter() - start
         if ran.stdout.split().count(self.image.answer) != len(nodes):
             raise ClusterError(f"{mode}, {variant}: {ran.stdout}{ran.stderr}")
@@ -133,36 +141,29 @@ class Bench:
         for node in () if in_full else self.site.cluster.nodes:
             end = ["pkill", "--exact", STAGER]
             self.site.cluster.run(end, user="root", node=node, check=False)
-        wait_until(lambda: not self._busy(), 300, lambda: f"live on: {self._busy()}")
+        self.idle.wait()
         for node in self.site.cluster.nodes:
             self.site.root(["sh", "-c", f"rm -rf {UNPACKED}/*"], node)
 
-    def _busy(self) -> list[str]:
-        found = []
-        for node in self.site.cluster.nodes:
-            living = self.site.processes(node)
-            found += [f"{node}: {living[pid]}" for pid in living.keys() - self.at_rest[node]]
-        return found
-
     def _become(self, mode: str, variant: str) -> None:
-        cluster, keys = self.site.cluster, VARIANTS[variant]
-        companion = None if keys is None else ""
-        spec = replace(self.spec, companion=companion, plugstack=(PYXIS[mode],))
-        cluster.write("/etc/slurm/plugstack.conf", plugstack_conf(spec))
-        for hook in ("prolog", "epilog"):
-            script = HOOK.format(hook=REPO / hook / "forestage", log=HOOK_LOG)
-            cluster.write(f"/etc/{hook}", "#!/bin/sh\n" if keys is None else script, mode=0o755)
-        self.site.configure(**{**self.keys, **(keys or {})})
+        spec = lines.KINDS[LINES.get(variant, "ours")](self.spec)
+        self.site.configure(**{**self.keys, **VARIANTS[variant]})
+        lines.become(self.site.cluster, replace(spec, plugstack=(PYXIS[mode],)))
+        self.site.cluster.run(["srun", *self._where(self.other), *NOTHING])
+        self.settle()
+
+    def _where(self, image: str) -> list[str]:
+        nodes = len(self.site.cluster.nodes)
+        return [f"--nodes={nodes}", "--ntasks-per-node=1", f"--container-image={image}"]
 
     def _prepare(self, mode: str, variant: str) -> None:
         nodes = self.site.cluster.nodes
         if variant != "warm":
             for node in nodes:
                 self.site.root(["rm", "-rf", CACHE], node)
-        elif not all(self.site.entries(node) for node in nodes):
+        elif not all(self.path in self.site.cached_paths(node) for node in nodes):
             self._become("outside", "wait")
-            where = [f"--nodes={len(nodes)}", f"--container-image={self.path}"]
-            self.site.cluster.run(["srun", *where, "true"])
+            self.site.cluster.run(["srun", *self._where(self.path), *NOTHING])
             self.settle()
         self._become(mode, variant)
         for node in nodes:
@@ -197,16 +198,19 @@ class Bench:
 def on_a_disk(options: argparse.Namespace) -> Iterator[Bench]:
     """One node, whose shared file system is a slow disk."""
     # The disk has an inode for each MiB, and an image some thousand files.
-    spec = replace(hooked(1, nvme_mib=4096 + 4 * options.mib), companion="")
+    made = replace(hooked(1, nvme_mib=4096 + 4 * options.mib), companion="")
+    spec = lines.on_release(lines.direct(made), options.suite)
     with tempfile.TemporaryDirectory() as directory, Cluster.up(spec) as cluster:
         work, tree = Path(directory), Path(directory, "shared")
         tree.mkdir()
         image = start_image.make(tree / "image.sqsh", options.mib, SHARE, work)
+        start_image.make(tree / "other.sqsh", OTHER_MIB, SHARE, work)
         tree.chmod(0o755)
         with start_source.mounted(cluster, tree, LUSTRE, options.latency, work) as disk:
-            path = f"{LUSTRE}/image.sqsh"
+            path, other = f"{LUSTRE}/image.sqsh", f"{LUSTRE}/other.sqsh"
             keys = {"sources": [LUSTRE], "deadline": "600s"}
-            yield ready(Bench(Site(cluster), spec, image, path, disk.given, disk.slow, keys))
+            idle, site = ready(cluster), Site(cluster)
+            yield Bench(site, spec, image, path, disk.given, disk.slow, keys, other, idle)
 
 
 @contextlib.contextmanager
@@ -214,23 +218,25 @@ def on_a_network(options: argparse.Namespace) -> Iterator[Bench]:
     """Several nodes with the networks of bench/peers."""
     mbit = 8 * options.rates["unpack"]
     made = networked(options.nodes, Net(node_mbit=mbit, store_mbit=mbit))
-    spec = replace(made, nvme_mib=4 * options.mib + 128, companion="")
+    spec = lines.direct(replace(made, nvme_mib=4 * options.mib + 128, companion=""))
     with tempfile.TemporaryDirectory() as work, Cluster.up(spec) as cluster:
         fleet = Fleet(cluster)
-        path = "/shared/alice/image.sqsh"
+        path, other = "/shared/alice/image.sqsh", "/shared/alice/other.sqsh"
         image = start_image.make(cluster.host_path(path), options.mib, NETWORK_SHARE, Path(work))
+        start_image.make(cluster.host_path(other), OTHER_MIB, NETWORK_SHARE, Path(work))
         fleet.configure()
         fleet.serve(cluster.nodes)
-        yield ready(Bench(fleet, spec, image, path, fleet.sent_by_store, lambda _: None, {}))
+        idle, given = ready(cluster), fleet.sent_by_store
+        yield Bench(fleet, spec, image, path, given, lambda _: None, {}, other, idle)
 
 
-def ready(bench: Bench) -> Bench:
-    for node in bench.site.cluster.nodes:
-        bench.site.root(["mkdir", "-m", "1777", UNPACKED], node)
+def ready(cluster: Cluster) -> Idle:
+    site = Site(cluster)
+    for node in cluster.nodes:
+        site.root(["mkdir", "-m", "1777", UNPACKED], node)
     compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
-    bench.site.root(compiled, bench.site.cluster.nodes[0])
-    bench.at_rest = {node: set(bench.site.processes(node)) for node in bench.site.cluster.nodes}
-    return bench
+    site.root(compiled, cluster.nodes[0])
+    return Idle(site)
 
 
 # The table
@@ -248,9 +254,9 @@ def measure(bench: Bench, mode: str, variants: Sequence[str], rounds: int) -> Ru
     return runs
 
 
-def ratios(runs: Runs, variant: str) -> list[float]:
-    pairs = zip(runs[variant], runs["without"], strict=True)
-    return [one.seconds / without.seconds for one, without in pairs]
+def ratios(runs: Runs, variant: str, base: str) -> list[float]:
+    pairs = zip(runs[variant], runs[base], strict=True)
+    return [one.seconds / other.seconds for one, other in pairs]
 
 
 def table(mode: str, rate: float, runs: Runs, size: int) -> Iterator[str]:
@@ -258,22 +264,27 @@ def table(mode: str, rate: float, runs: Runs, size: int) -> Iterator[str]:
 
     `came`: how the image came, as forestage has noted it.
     """
-    yield f"| {mode}, {rate:g} MB/s | s | from | to | ratio | from | to | read | came |"
-    yield "|:--" + "|--:" * 7 + "|:--|"
+    to = "".join(f" to {base} | from | to |" for base in BASES)
+    yield f"| {mode}, {rate:g} MB/s | s | from | to |{to} read | came |"
+    yield "|:--" + "|--:" * 10 + "|:--|"
     for variant, done in runs.items():
-        seconds, relative = [one.seconds for one in done], ratios(runs, variant)
-        figures = [statistics.median(seconds), min(seconds), max(seconds)]
-        figures += [statistics.median(relative), min(relative), max(relative)]
+        figures = spread([one.seconds for one in done])
+        for base in BASES:
+            figures += spread(ratios(runs, variant, base))
         figures += [statistics.median(one.read for one in done) / size]
         came = ", ".join(sorted(frozenset().union(*(one.came for one in done))))
         yield f"| {variant} | {' | '.join(f'{one:.2f}' for one in figures)} | {came} |"
 
 
+def spread(values: Sequence[float]) -> list[float]:
+    return [statistics.median(values), min(values), max(values)]
+
+
 def run(options: argparse.Namespace) -> Iterator[str]:
-    start = time.monotonic()
+    start, load = time.monotonic(), Load()
     place = on_a_disk if options.nodes == 1 else on_a_network
     with place(options) as bench:
-        size = bench.image.size
+        size, release = bench.image.size, lines.release(bench.site.cluster)
         yield (
             f"{options.nodes} nodes, {size / MIB:.0f} MiB, {options.latency} ms for each read,"
             f" {os.cpu_count()} processors; medians of {options.rounds}\n"
@@ -286,21 +297,26 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         if options.nodes == 1:
             yield from (*bench.readers(), "")
     yield f"{time.monotonic() - start:.0f} s\n"
+    yield f"Slurm {release}, {options.rounds} rounds, {load}"
     yield summary(found, size, options.nodes)
 
 
 def summary(found: Mapping[str, Runs], size: int, nodes: int) -> str:
     """The line that others read, for `cold: auto`."""
 
-    def ratio(mode: str, variant: str) -> float:
-        return statistics.median(ratios(found[mode], variant))
+    def words(variant: str, name: str, base: str) -> list[str]:
+        ratio = {mode: statistics.median(ratios(found[mode], variant, base)) for mode in MODES}
+        return [f"{prefix}{mode}_{name}={ratio[mode]:.2f}" for mode in MODES]
 
     prefix = f"n{nodes}_" if nodes > 1 else ""
-    words = [f"{prefix}{mode}_cold={ratio(mode, 'auto'):.2f}" for mode in MODES]
-    if nodes == 1:
-        return " ".join([*words, *(f"{mode}_warm={ratio(mode, 'warm'):.2f}" for mode in MODES)])
-    read = max(one.read for runs in found.values() for one in runs["auto"])
-    return " ".join([*words, f"src_bytes={read / size:.3f}"])
+    line = []
+    for base, against in (("without", ""), ("empty", "_vs_empty")):
+        line += words("auto", f"cold{against}", base)
+        line += words("warm", f"warm{against}", base) if nodes == 1 else []
+    if nodes > 1:
+        read = max(one.read for runs in found.values() for one in runs["auto"])
+        line.append(f"src_bytes={read / size:.3f}")
+    return " ".join(line)
 
 
 def main() -> int:
@@ -315,12 +331,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mbyte", type=float, help="what the source gives in a second, MB")
     parser.add_argument("--latency", type=int, default=0, help="of each read, ms; one node only")
     parser.add_argument("--variants", type=_variants, help=",".join(VARIANTS))
+    lines.add_suite(parser)
     options = parser.parse_args()
     one = options.nodes == 1
+    if options.suite and not one:
+        parser.error("--suite: the trees of other releases have no GlusterFS")
     options.mib = options.mib or (256 if one else NETWORK_MIB)
     rates = RATES if one else dict.fromkeys(MODES, NETWORK_RATE)
     options.rates = dict.fromkeys(MODES, options.mbyte) if options.mbyte else rates
-    needed = {"without", "auto", *(["warm"] if one else [])}
+    needed = {*BASES, "auto", *(["warm"] if one else [])}
     wanted = options.variants or (tuple(VARIANTS) if one else ())
     options.variants = [name for name in VARIANTS if name in {*needed, *wanted}]
     return options

@@ -18,7 +18,7 @@ SMALL = {
         ["--files", "60", "--large", "0", "--rounds", "1", "--jobs", "2", "--nodes", "2"],
         f"dir_vs_rsync={RATIO} tree_vs_tar={RATIO} n2_src_bytes={RATIO} epoch_vs_shared={RATIO}",
     ),
-    "hooks": (["2"], f"noimage={RATIO} hit={RATIO}"),
+    "hooks": (["2"], f"noimage={RATIO} hit={RATIO} epilog={RATIO}"),
     "peers": (
         ["--nodes", "1,2", "--mib", "4"],
         rf"src_bytes={RATIO}\(2\) t2_over_t1={RATIO} speedup2={RATIO}",
@@ -34,7 +34,15 @@ SMALL = {
     ),
     "start": (
         ["8", "--rounds", "1"],
-        f"squashfuse_cold={RATIO} unpack_cold={RATIO} squashfuse_warm={RATIO} unpack_warm={RATIO}",
+        " ".join(
+            f"{mode}_{name}={RATIO}"
+            for name in ("cold", "warm", "cold_vs_empty", "warm_vs_empty")
+            for mode in ("squashfuse", "unpack")
+        ),
+    ),
+    "srun": (
+        ["1"],
+        f"hit_met={RATIO} cold_met={RATIO} hit_vs_empty={RATIO} cold_vs_empty={RATIO}",
     ),
     "window": (
         ["0.0625", "1"],

@@ -1,0 +1,38 @@
+"""When nothing of a job is left on a cluster's nodes, and how busy the machine is otherwise."""
+
+from __future__ import annotations
+
+import os
+
+from host import wait_until
+from jobs import Site
+
+
+class Idle:
+    """Knows how many processes nodes have while no job is there: as many as when this is made.
+
+    Their names and numbers are others when a slurmd has read slurm.conf again.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._at_rest = {node: len(site.processes(node)) for node in site.cluster.nodes}
+
+    def wait(self) -> None:
+        """Waits until jobs, copies, servers and Prologs in the background have ended."""
+        self._site.cluster.wait_idle()
+        wait_until(lambda: not self._busy(), 300, lambda: f"too many live on: {self._busy()}")
+
+    def _busy(self) -> dict[str, list[str]]:
+        living = {node: [*self._site.processes(node).values()] for node in self._at_rest}
+        return {node: names for node, names in living.items() if len(names) > self._at_rest[node]}
+
+
+class Load:
+    """Of the machine, from when this was made on: a figure says little without it."""
+
+    def __init__(self) -> None:
+        self._start = os.getloadavg()[0]
+
+    def __str__(self) -> str:
+        return f"load {self._start:.1f} at the start, {os.getloadavg()[0]:.1f} at the end"
