@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <time.h>
@@ -14,6 +15,9 @@
 #define FIRST_LINE "forestage 2"
 #define RECORD_BYTES 65536
 #define EVENT_BYTES (RECORD_BYTES + 200)
+#define PROLOG_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
+
+static const struct timespec PAUSE = {.tv_nsec = 2000000};
 
 struct note {
 	char *events; /* the event log */
@@ -194,6 +198,19 @@ static bool is_there(const struct step *step, struct copy *copy)
 	return keeper >= 0;
 }
 
+/* Waits until the Prolog that works in the background has noted what it found. */
+static void await_prolog(const char *mark)
+{
+	const long long until = now_us(CLOCK_MONOTONIC) + PROLOG_US;
+	int fd = open(mark, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+
+	if (fd < 0)
+		return;
+	while (flock(fd, LOCK_SH | LOCK_NB) < 0 && now_us(CLOCK_MONOTONIC) < until)
+		nanosleep(&PAUSE, NULL);
+	close(fd);
+}
+
 void recall(const struct asker *who, struct step *step)
 {
 	static char text[RECORD_BYTES], lines[RECORD_BYTES];
@@ -202,6 +219,8 @@ void recall(const struct asker *who, struct step *step)
 	struct copy copy = {.folder = -1, .image = -1};
 	struct note note = {0};
 
+	snprintf(name, sizeof(name), LEASES "/%u.prolog", who->job);
+	await_prolog(name);
 	/* As os.path.join() has it in hooks/step.py. */
 	if (step->image[0] == '/')
 		snprintf(asked, sizeof(asked), "%s", step->image);

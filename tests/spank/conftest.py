@@ -37,6 +37,7 @@ OTHERS = {
         "EXIT_MS": (5000, 500),
         "KILLED_MS": (2000, 60000),
     },
+    "shown.c": {"PROLOG_US": (1000000, 60000000)},
     "through.c": {"ANSWER_SECONDS": (5, 2)},
     "data.c": {"MOST_DATA": ("40", "6")},
     "forestage.c": {"RUN": ('"/run/forestage"', f'"{MARK.parent}"')},

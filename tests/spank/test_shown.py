@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -62,6 +67,47 @@ def test_copy_shows_without_a_helper(noted: Step) -> None:
     assert noted.asked() == 0
     assert ran.logged == ""
     assert ran.said == []
+
+
+@contextlib.contextmanager
+def prolog_at_work() -> Iterator[Path]:
+    """As hooks/background.py has it: the mark of a Prolog whose script has ended."""
+    mark = LEASES / f"{JOB}.prolog"
+    fd = os.open(mark, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield mark
+    finally:
+        mark.unlink()
+        os.close(fd)
+
+
+def openings(file: Path) -> int:
+    """How many descriptors lead there, of all processes."""
+    found = 0
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(fd) == str(file)
+    return found
+
+
+def test_record_that_the_prolog_has_not_made_yet_is_waited_for(noted: Step) -> None:
+    Leases(LEASES).shown(JOB).unlink()
+    with ThreadPoolExecutor(1) as pool:
+        with prolog_at_work() as mark:
+            ran = pool.submit(noted.run, f"task=stat -c %i {noted.image}")
+            while openings(mark) < 2 and not ran.done():
+                time.sleep(0.001)
+            note(noted)
+        assert ran.result().out.split() == [str(noted.entry().stat().st_ino)]
+    assert noted.asked() == 0
+
+
+def test_prolog_that_does_not_end_has_the_helper_asked(noted: Step) -> None:
+    Leases(LEASES).shown(JOB).unlink()
+    with prolog_at_work():
+        ran = noted.run(f"task=stat -c %i {noted.image}")
+    assert (ran.out.split(), noted.asked()) == ([str(noted.entry().stat().st_ino)], 1)
 
 
 def test_such_a_step_is_an_event_and_a_use(noted: Step) -> None:

@@ -38,6 +38,8 @@ HOT_PIECE = 1024 * 1024  # bytes
 Phase = Literal["queued", "copying"]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 
+WAITED = 2.0  # seconds for which the mark of a hook that waits counts
+
 
 class Owner(msgspec.Struct, frozen=True):
     """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
@@ -122,10 +124,10 @@ class Part:
         with contextlib.suppress(OSError):
             os.utime(self.waited, (now, now), follow_symlinks=False)
 
-    def waited_for(self, now: float) -> float:
-        """Seconds since a hook last said that it waits."""
+    def is_waited_for(self, now: float) -> bool:
+        """Whether a hook has said lately that it waits."""
         found = files.facts(self.waited)
-        return now - (found.st_mtime if found else 0.0)
+        return found is not None and now - found.st_mtime < WAITED
 
     def note_peers(self, count: int) -> None:
         """Says how many bytes came from peers; nobody but people reads it."""

@@ -217,6 +217,7 @@ class Hook:
         self.drains = False
         self.answered = name != "step"
         self.settings: Settings | None = None
+        self.in_background = False
 
     def run(self, places: Places, clock: Clock, mark: str = "") -> int:
         """The work, its log line and its events. Expected errors become outcomes; others rise.
@@ -225,6 +226,7 @@ class Hook:
         """
         from forestage.slurm.job import Job
 
+        self.in_background = bool(mark)
         if mark:
             from forestage.hooks import background
             from forestage.system import child
@@ -262,7 +264,7 @@ class Hook:
         if refusal is None:
             job, _ = self._begin_import(nodes[0], job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
-        limit = prolog.waiting(nodes[0], job, limits, refusal)
+        limit = prolog.waiting(nodes[0], job, limits, refusal, self.in_background)
         for node in nodes:
             answers = prolog.prolog(node, job, limit, refusal)
         if nodes[0].config.redirect == "spank":

@@ -52,7 +52,7 @@ class Wait(msgspec.Struct, frozen=True):
     `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
     all the same. `watch` is called now and then during a wait. `fill` is how long a step waits for
     what its job has put into its own directory; `progress` is called now and then while it waits
-    for data.
+    for data. `ready`: whether the hook waits until what is to be read through can be opened.
     """
 
     end: Deadline
@@ -61,14 +61,18 @@ class Wait(msgspec.Struct, frozen=True):
     watch: Progress = quiet
     fill: Deadline | None = None
     progress: Progress = quiet
+    ready: bool = True
 
     @classmethod
-    def of(cls, clock: Clock, end: float, copy: float | None, small: bool = True) -> "Wait":
+    def of(
+        cls, clock: Clock, end: float, copy: float | None, small: bool = True, ready: bool = True
+    ) -> "Wait":
         """From now on, in seconds; `small`: whether small images are waited for."""
         return cls(
             Deadline.after(max(end, copy or 0.0), clock),
             None if copy is None else Deadline.after(copy, clock),
             Deadline.after(SHORTLY if small else 0.0, clock),
+            ready=ready,
         )
 
     def for_copy(self, size: int) -> Deadline:
@@ -251,10 +255,10 @@ def _meanwhile(
         return Answer(of_error(request, late, opened.image), opened.image)
     if way != "spank":
         return _answer(request, opened.image, "started", way)
-    return _through(node, job, request, opened)
+    return _through(node, job, request, opened, limit.ready)
 
 
-def _through(node: Node, job: Job, request: Request, opened: OpenImage) -> Answer:
+def _through(node: Node, job: Job, request: Request, opened: OpenImage, ready: bool) -> Answer:
     """Has the step read through the copy, or leaves it the shared path where that cannot be.
 
     The Prolog has all ready for the first step.
@@ -267,7 +271,7 @@ def _through(node: Node, job: Job, request: Request, opened: OpenImage) -> Answe
     from forestage.through import keeper
 
     try:
-        socket = keeper.start(Task(node, job, opened), wait=job.step is not None)
+        socket = keeper.start(Task(node, job, opened), wait=ready)
     except Declined as why:
         answer = _answer(request, opened.image, "started", way)
         detail = printable(str(why))

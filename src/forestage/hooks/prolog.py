@@ -62,22 +62,24 @@ def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[
     return answers or [Answer(one) for one in bad_hint(job)]
 
 
-def waiting(node: Node, job: Job, limits: Limits, refusal: Declined | None) -> Wait:
+def waiting(
+    node: Node, job: Job, limits: Limits, refusal: Declined | None, ready: bool = False
+) -> Wait:
     """Returns how long this job's Prolog may go on, and wait for copies.
 
-    Where all is refused neither the admin's nor the user's word for that shortens or lengthens the
-    search for stale redirects.
+    `ready`: in the background, where nobody waits for it. Where all is refused neither the admin's
+    nor the user's word for that shortens or lengthens the search for stale redirects.
     """
     config, hint = node.config, job.hints.wait
     if refusal:
         seconds = timeouts.patience(limits, source.HOOK_TIMEOUT)
-        return Wait.of(node.clock, seconds, None, small=False)
+        return Wait.of(node.clock, seconds, None, small=False, ready=ready)
     seconds = timeouts.patience(limits, config.deadline)
     if config.redirect == "spank":  # the steps wait, where no timeout of Slurm's ends that
-        return Wait.of(node.clock, seconds, None, small=False)
+        return Wait.of(node.clock, seconds, None, small=False, ready=ready)
     wish = image.wished(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.patience(limits, wish)
-    return Wait.of(node.clock, seconds, copy, small=hint != 0)
+    return Wait.of(node.clock, seconds, copy, small=hint != 0, ready=ready)
 
 
 def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:

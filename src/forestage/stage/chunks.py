@@ -317,10 +317,13 @@ class Run:
         return now < self.start_ends and not self.readers.wanted((NOW,))
 
     def _awaits_readers(self) -> bool:
-        """Whether a job is about to start: what its first read stands behind is under way now."""
+        """Whether a job is about to start: what its first read stands behind is under way now.
+
+        A step that waits for a small image reads nothing before that is whole.
+        """
         assert self.readers is not None
         early = self.tuning.through and time.monotonic() < self.began + EARLY
-        return early and self.readers.unread()
+        return early and self.readers.unread() and not self.part.is_waited_for(time.time())
 
     def _yields(self) -> bool:
         """Whether a job reads the source, and so the copy does not; but a little it always does."""

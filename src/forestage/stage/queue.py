@@ -33,7 +33,6 @@ from forestage.system import lock
 POLL = 0.1  # seconds
 WATCH = 0.2  # seconds between two looks of a copy under way
 STALLED_AFTER = 60.0  # seconds without a chunk, after which a copy gives up its place
-WAITED = 2.0  # seconds for which the mark of a hook that waits counts
 
 Need = Literal["now", "later", "none"]
 Turn = Literal["go", "wait", "stop"]
@@ -169,7 +168,7 @@ def gather(node: Node, own: str = "") -> list[Copy]:
         ):
             continue
         need: Need = "later" if leased is None or key in leased else "none"
-        waits = readers.is_served(node.places.through / key) or part.waited_for(now) < WAITED
+        waits = readers.is_served(node.places.through / key) or part.is_waited_for(now)
         if need == "later" and waits:  # neither a job that is over nor a keeper that was killed
             need = "now"
         found.append(Copy(key, owner.uid, owner.since, need, owner.placed))

@@ -32,8 +32,9 @@ ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none on
 def start(task: Task, wait: bool = True) -> Path:
     """Returns the socket of the image's keeper, which is started if there is none.
 
-    Without `wait` it listens there soon, or never: for a Prolog, which a source that hangs must not
-    hold up. Raises Declined (no-through) where there can be none, OSError.
+    Without `wait` it listens there soon, or never: for a Prolog for which the job's start waits,
+    and which a source that hangs must not hold up. Raises Declined (no-through) where there can be
+    none, OSError.
     """
     spot = task.node.places.through / task.key
     spot.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -140,6 +140,12 @@ def test_copy_makes_way_at_first_for_a_job_alone(
     assert (run(task).rate == 0.0) is makes_way
 
 
+def test_copy_makes_no_way_for_a_step_that_waits_for_it(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(chunks, "EARLY", 3600.0)
+    monkeypatch.setattr(Part, "is_waited_for", lambda part, now: True)
+    assert run(configured(task, redirect="spank", cold="through")).rate > 0.0
+
+
 @pytest.mark.parametrize("changes", [{"digest": False}, {"engine": "rsync"}])
 def test_every_engine_and_setting_publishes_the_same_bytes(
     task: Task, changes: dict[str, object]

@@ -294,7 +294,7 @@ def test_job_does_not_wait_for_a_place_that_is_free_too_late(
     eta = Eta(node, wanted, Deadline.after(left, node.clock))
     assert eta.hopeless() is hopeless
     assert ("is queued behind other copies for 10s more" in eta.summary()) is (eta.begins > 0)
-    assert node.cache.part(wanted.key).waited_for(node.clock.wall()) < queue.WAITED
+    assert node.cache.part(wanted.key).is_waited_for(node.clock.wall())
 
 
 @pytest.fixture
