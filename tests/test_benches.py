@@ -13,7 +13,13 @@ RATIO = r"-?\d+\.\d+"  # a time that is added to another may be lost in the nois
 
 # As small as they can be: a run of a few seconds each.
 SMALL = {
-    "copy": (["32MiB", "1"], f"vs_rsync={RATIO} vs_cp={RATIO} of_limit={RATIO}"),
+    "copy": (
+        ["32MiB", "1"],
+        (
+            f"vs_rsync={RATIO} vs_cp={RATIO} of_limit={RATIO}"
+            f" vs_cp_cold={RATIO} of_limit_cold={RATIO} cpu={RATIO}"
+        ),
+    ),
     "data": (
         ["--files", "60", "--large", "0", "--rounds", "1", "--jobs", "2", "--nodes", "2"],
         f"dir_vs_rsync={RATIO} tree_vs_tar={RATIO} n2_src_bytes={RATIO} epoch_vs_shared={RATIO}",

@@ -6,6 +6,7 @@ file that turns staging off at once. Other folders import from here.
 
 from forestage.config.keys import KEYS as KEYS
 from forestage.config.keys import Config as Config
+from forestage.config.keys import Direct as Direct
 from forestage.config.keys import Engine as Engine
 from forestage.config.keys import Peering as Peering
 from forestage.config.keys import UserMessages as UserMessages

@@ -134,18 +134,22 @@ def pieces(
 def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
     """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, Unreadable.
 
-    What the page cache has is taken from there; the rest comes past it, or is dropped behind.
+    What the page cache has is taken from there, and stays there for those who brought it in. The
+    rest comes past it, or is dropped behind.
     """
     if source.read is not None:
         source.read(start, want)
         return
-    done = _from_cache(source, start, want) if source.direct is not None else 0
+    cached = _from_cache(source, start, want) if source.direct is not None else 0
+    if cached == len(want):
+        return
+    done = cached
     tries = 0
     while done < len(want):
         try:
             if source.direct is not None and done % BLOCK == 0:
-                rest = buffer[done : -(-len(want) // BLOCK) * BLOCK]
-                count = os.preadv(source.direct, [rest], start + done)
+                blocks = buffer[done : -(-len(want) // BLOCK) * BLOCK]
+                count = os.preadv(source.direct, [blocks], start + done)
             else:
                 count = os.preadv(source.buffered, [want[done:]], start + done)
         except OSError as error:
@@ -159,7 +163,8 @@ def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview)
         done += count
         tries = 0
     with contextlib.suppress(OSError):
-        os.posix_fadvise(source.buffered, start, len(want), os.POSIX_FADV_DONTNEED)
+        rest = len(want) - cached
+        os.posix_fadvise(source.buffered, start + cached, rest, os.POSIX_FADV_DONTNEED)
 
 
 def data_chunks(source: Source, chunk: int) -> set[int]:

@@ -23,7 +23,7 @@ from forestage.cache.image import SUPERBLOCK, Access, Facts, Identity, Image
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.config import Config
+from forestage.config import Config, Direct
 from forestage.errors import Declined
 from forestage.system import as_user, mounts, writers
 from forestage.system.as_user import User
@@ -309,13 +309,6 @@ def _shown(user: User, path: str, node: Node, end: Deadline) -> str:
     return found.path
 
 
-class _Now(msgspec.Struct, frozen=True):
-    """What the file server says of the open source now. `local`: it is a disk of this node."""
-
-    identity: Identity
-    local: bool
-
-
 def settling(wanted: Image, now: float) -> float:
     """Pure: seconds to wait until a further change of the source must show in its times.
 
@@ -335,46 +328,45 @@ def open_source(opened: OpenImage, config: Config) -> Source:
 
     Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
     """
-    found = must_be_same(opened)
-    direct = None
-    if config.direct == "on" or (config.direct == "auto" and found.local):
-        direct = open_direct(opened, STAGER_TIMEOUT)
-    return Source(opened.fd, direct, opened.image.size, opened.image.path)
+    return Source(
+        opened.fd, _look_again(opened, config.direct), opened.image.size, opened.image.path
+    )
 
 
-def must_be_same(opened: OpenImage) -> _Now:
+def must_be_same(opened: OpenImage) -> None:
     """Looks at the open file once more. Raises Declined if it is another, Unreadable, TooSlow."""
+    _look_again(opened, "off")
 
-    def work() -> as_user.Found[_Now]:
+
+def _look_again(opened: OpenImage, direct: Direct) -> int | None:
+    """Looks at the open file once more, and opens it past the page cache where that is a gain.
+
+    As the user again: root may be squashed on the shared file system. In one child, as each takes
+    milliseconds. None also where the file system has no such way. Raises as `open_source` does.
+    """
+
+    def work() -> as_user.Found[Identity]:
         as_user.become(opened.user)
         facts = os.fstat(opened.fd)
         # Major 0 is no block device: what a network file system does past its cache is its affair.
-        return _Now(image.identity(facts, opened.image.path), os.major(facts.st_dev) != 0), []
+        wanted = direct == "on" or (direct == "auto" and os.major(facts.st_dev) != 0)
+        return image.identity(facts, opened.image.path), _direct(opened.fd) if wanted else []
 
     try:
-        found, _ = as_user.call(work, _Now, STAGER_TIMEOUT, keep=(opened.fd,))
+        found, line = as_user.ask(work, Identity, STAGER_TIMEOUT, keep=(opened.fd,))
     except OSError as error:
         raise Unreadable(opened.image.path, error) from None
-    if found.identity != opened.image.identity:
-        raise changed(opened.image.path, difference(opened.image.identity, found.identity))
-    return found
+    if found != opened.image.identity:
+        line.close()
+        raise changed(opened.image.path, difference(opened.image.identity, found))
+    return next(iter(as_user.receive_fds(line)), None)
 
 
-def open_direct(opened: OpenImage, timeout: float) -> int | None:
-    """The source once more, past the page cache; None where its file system cannot do that.
-
-    As the user again: root may be squashed on the shared file system. Raises as_user.TooSlow.
-    """
-
-    def work() -> as_user.Found[None]:
-        as_user.become(opened.user)
-        flags = os.O_RDONLY | os.O_DIRECT
-        return None, [os.open(f"/proc/self/fd/{opened.fd}", flags)]
-
-    try:
-        return as_user.call(work, type(None), timeout, keep=(opened.fd,))[1][0]
-    except OSError:
-        return None
+def _direct(fd: int) -> list[int]:
+    """The same file past the page cache; nothing where its file system cannot do that."""
+    with contextlib.suppress(OSError):
+        return [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)]
+    return []
 
 
 def changed(path: str, how: str = "") -> Declined:

@@ -107,6 +107,27 @@ def test_bytes_that_the_page_cache_lacks_come_past_it(
     assert asked <= {file.direct}
 
 
+@pytest.mark.parametrize("served", [BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK])
+def test_what_the_page_cache_had_of_a_source_is_not_dropped_from_it(
+    file: File, preadv: Replace, monkeypatch: Patch, served: int
+) -> None:
+    def part(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
+        if flags == os.RWF_NOWAIT:
+            return real(fd, [buffers[0][:served]], start)
+        return real(fd, buffers, start, flags)
+
+    def note(fd: int, start: int, length: int, advice: int) -> None:
+        assert (fd, advice) == (file.fd, os.POSIX_FADV_DONTNEED)
+        dropped.update(range(start // BLOCK, -(-(start + length) // BLOCK)))
+
+    dropped: set[int] = set()
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    preadv(part)
+    assert file.read(direct=True) == file.data
+    kept = served // BLOCK  # of each chunk of four blocks, the last one shorter
+    assert dropped == {block for block in range(10) if block % 4 >= kept}
+
+
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EIO])
 def test_page_cache_that_cannot_be_asked_is_no_error(
     file: File, preadv: Replace, naps: list[float], number: int

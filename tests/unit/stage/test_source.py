@@ -31,6 +31,7 @@ SECOND = 1_000_000_000
 NOW = 1_700_000_000
 FINE, COARSE = FINE_TICK_NS / SECOND, COARSE_TICK_NS / SECOND
 SKEW = SKEW_NS // SECOND
+ALWAYS_DIRECT = Config(direct="on")
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,11 @@ def test_sources_page_cache_is_passed_where_that_is_a_gain(
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
     monkeypatch.setattr(os, "major", lambda _: device)
-    monkeypatch.setattr(source, "open_direct", lambda *_: 99)
     found = source.open_source(opened, msgspec.structs.replace(Config(), direct=direct))
-    assert found == Source(opened.fd, 99 if past else None, 5, opened.image.path)
+    assert found == Source(opened.fd, found.direct, 5, opened.image.path)
+    assert (found.direct is not None) == past
+    if found.direct is not None:
+        os.close(found.direct)
     opened.close()
 
 
@@ -125,11 +128,14 @@ def test_file_system_with_a_new_inode_at_each_look_is_named_as_the_cause() -> No
 def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
     shared: Path, look: Look
 ) -> None:
-    (shared / "a").write_bytes(b"12345")
-    opened = look(shared / "a")
-    (shared / "a").rename(shared / "old")
-    (shared / "a").write_bytes(b"other")
-    direct = source.open_direct(opened, 10)
+    folder = shared / "folder"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"12345")
+    opened = look(folder / "a")
+    folder.rename(shared / "old")
+    folder.mkdir()
+    (folder / "a").write_bytes(b"other")
+    direct = source.open_source(opened, ALWAYS_DIRECT).direct
     assert direct is not None
     assert os.path.sameopenfile(direct, opened.fd)
     flags = fcntl.fcntl(direct, fcntl.F_GETFL)
@@ -153,5 +159,5 @@ def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
         return opens(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert source.open_direct(opened, 10) is None
+    assert source.open_source(opened, ALWAYS_DIRECT).direct is None
     opened.close()
