@@ -47,7 +47,10 @@ CONFIG: Mapping[str, object] = {
     },
 }
 # Where no partition binds, Prologs end before their work does (hooks/background.py).
-SPANK_ONLY = {**CONFIG, "partitions": {"plain": {"enabled": False}}}
+# `none` for the jobs that would leave a FUSE behind: in a step's own namespace that would keep the
+# file mounted through which the step has read, as long as it lives.
+NO_BIND = {"plain": {"enabled": False}, "binds": {"redirect": "none"}}
+SPANK_ONLY = {**CONFIG, "partitions": NO_BIND}
 # As the repository's hooks. The first of a boot gives the node a name for it, of which the kernel
 # has but one for all nodes here.
 HOOK = """#!/bin/sh

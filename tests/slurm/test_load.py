@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import tricks
@@ -58,12 +58,18 @@ def test_nobody_is_the_worse_for_it(
     print(*wrong, sep="\n")
     tricks.end(site)
     # Copies go on when their jobs have ended.
-    wait_until(lambda: all(Traces.of(site, n).at_rest for n in nodes), 60, lambda: "stagers")
+    wait_until(lambda: not _at_work(site), 60, lambda: f"live on: {_at_work(site)}")
     site.configure(**{**keys, "bandwidth": None})  # `verify` keeps to it
     for node in nodes:
         _is_clean(site, node)
         assert Traces.of(site, node).grown(before[node]) == []
     assert wrong == []
+
+
+def _at_work(site: Site) -> dict[str, Sequence[str]]:
+    """The nodes that are not at rest, with what lives there."""
+    found = {node: Traces.of(site, node) for node in site.cluster.nodes}
+    return {node: one.processes for node, one in found.items() if not one.at_rest}
 
 
 def _is_clean(site: Site, node: str) -> None:
