@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from busy import Load
 from copy_once import copy_once
 
 from forestage.config import Config, Engine
@@ -192,7 +193,7 @@ def median(runs: list[Run]) -> Run:
 
 def main(size_text: str = "4GiB", rounds: str = "3") -> None:
     size = parse_size(size_text)
-    load = os.getloadavg()[0]
+    load = Load()
     found: Found = {}
     with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
         for kind in ("ext4", "xfs"):
@@ -200,8 +201,8 @@ def main(size_text: str = "4GiB", rounds: str = "3") -> None:
     report(found, size, int(rounds), load)
 
 
-def report(found: Found, size: int, rounds: int, load: float) -> None:
-    """Prints the table. `load` is that of the machine when the bench began."""
+def report(found: Found, size: int, rounds: int, load: Load) -> None:
+    """Prints the table."""
     middle = {key: median(runs) for key, runs in found.items()}
     states = list(dict.fromkeys(state for state, _ in middle))
     names = list(dict.fromkeys(name for _, name in middle))
@@ -236,7 +237,7 @@ def report(found: Found, size: int, rounds: int, load: float) -> None:
 
     print(
         "\nthe worst of ext4 and xfs: vs_rsync warm and cold, vs_cp and of_limit warm; cpu: seconds"
-        f" per GiB; load {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end"
+        f" per GiB; {load}"
     )
     cpu = max(middle[state, OURS].cpu for state in states) / size * 2**30
     warm = f"{worst('vs_rsync')} {worst('vs_cp', 'warm')} {worst('of_limit', 'warm')}"

@@ -1,8 +1,6 @@
-"""When nothing of a job is left on a cluster's nodes, and how busy the machine is otherwise."""
+"""When nothing of a job is left on a cluster's nodes."""
 
 from __future__ import annotations
-
-import os
 
 from host import wait_until
 from jobs import Site
@@ -26,13 +24,3 @@ class Idle:
     def _busy(self) -> dict[str, list[str]]:
         living = {node: [*self._site.processes(node).values()] for node in self._at_rest}
         return {node: names for node, names in living.items() if len(names) > self._at_rest[node]}
-
-
-class Load:
-    """Of the machine, from when this was made on: a figure says little without it."""
-
-    def __init__(self) -> None:
-        self._start = os.getloadavg()[0]
-
-    def __str__(self) -> str:
-        return f"load {self._start:.1f} at the start, {os.getloadavg()[0]:.1f} at the end"

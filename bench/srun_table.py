@@ -33,8 +33,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
 import lines  # noqa: E402
+from busy import Load  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
-from idle import Idle, Load  # noqa: E402
+from idle import Idle  # noqa: E402
 from jobs import Site  # noqa: E402
 from memory import printed  # noqa: E402
 from spec import ClusterSpec  # noqa: E402

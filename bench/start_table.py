@@ -38,9 +38,10 @@ import lines  # noqa: E402
 import start_image  # noqa: E402
 import start_readers  # noqa: E402
 import start_source  # noqa: E402
+from busy import Load  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import Fleet, networked  # noqa: E402
-from idle import Idle, Load  # noqa: E402
+from idle import Idle  # noqa: E402
 from jobs import CACHE, Site, hooked  # noqa: E402
 from memory import printed  # noqa: E402
 from spec import ClusterSpec, Net  # noqa: E402

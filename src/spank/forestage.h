@@ -76,6 +76,9 @@ void await_answer(spank_t sp, struct step *step);
 /* shown.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
 void recall(const struct asker *who, struct step *step);
 
+/* Between two looks at what is about to end. */
+void wait_a_moment(void);
+
 /* through.c. By the path of its socket, as root; -1, and errno. For the step manager too. */
 int connect_keeper(const char *path);
 

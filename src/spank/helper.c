@@ -211,6 +211,11 @@ static pid_t start_child(const struct errand *errand, int *out)
 	return pid;
 }
 
+void wait_a_moment(void)
+{
+	nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
+}
+
 static long long now_ms(void)
 {
 	struct timespec now;
@@ -313,7 +318,7 @@ static bool ends_within(pid_t pid, int ms)
 			return true;
 		if (now_ms() >= end)
 			return false;
-		nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
+		wait_a_moment();
 	}
 }
 

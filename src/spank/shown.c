@@ -17,8 +17,6 @@
 #define EVENT_BYTES (RECORD_BYTES + 200)
 #define PROLOG_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
 
-static const struct timespec PAUSE = {.tv_nsec = 2000000};
-
 struct note {
 	char *events; /* the event log */
 	char *event;  /* the rest of this one's JSON */
@@ -207,7 +205,7 @@ static void await_prolog(const char *mark)
 	if (fd < 0)
 		return;
 	while (flock(fd, LOCK_SH | LOCK_NB) < 0 && now_us(CLOCK_MONOTONIC) < until)
-		nanosleep(&PAUSE, NULL);
+		wait_a_moment();
 	close(fd);
 }
 

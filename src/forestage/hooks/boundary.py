@@ -75,13 +75,14 @@ def _main(name: Name, root: str = "") -> int:
             background.stop(background.mark_of(os.environ, run))
         if name == "prolog":
             mark = background.leave(os.environ, run)
+            hook.in_background = bool(mark)
         import_msgspec()
         from pathlib import Path
 
         from forestage.clock import Clock
         from forestage.paths import Places
 
-        return hook.run(Places(Path(root)) if root else Places(), Clock(), mark)
+        return hook.run(Places(Path(root)) if root else Places(), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
@@ -208,7 +209,10 @@ def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
 
 
 class Hook:
-    """One run of a hook. `drains` is whether the admin wants a failure to drain the node."""
+    """One run of a hook. `drains` is whether the admin wants a failure to drain the node.
+
+    `in_background`: of a Prolog whose script has ended (hooks/background.py).
+    """
 
     def __init__(self, name: Name, environ: Mapping[str, str], start: float) -> None:
         self.name = name
@@ -219,15 +223,11 @@ class Hook:
         self.settings: Settings | None = None
         self.in_background = False
 
-    def run(self, places: Places, clock: Clock, mark: str = "") -> int:
-        """The work, its log line and its events. Expected errors become outcomes; others rise.
-
-        `mark` is that of a Prolog in the background (hooks/background.py).
-        """
+    def run(self, places: Places, clock: Clock) -> int:
+        """The work, its log line and its events. Expected errors become outcomes; others rise."""
         from forestage.slurm.job import Job
 
-        self.in_background = bool(mark)
-        if mark:
+        if self.in_background:
             from forestage.hooks import background
             from forestage.system import child
 
@@ -240,7 +240,7 @@ class Hook:
             job = step.named(job)
         work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
         outcomes = work(job, places, clock)
-        if mark:
+        if self.in_background:
             background.forget_hints(places, job)
         self._report(job, outcomes, places, clock)
         failed = any(outcome.result == "failed" for outcome in outcomes)

@@ -342,7 +342,8 @@ def _look_again(opened: OpenImage, direct: Direct) -> int | None:
     """Looks at the open file once more, and opens it past the page cache where that is a gain.
 
     As the user again: root may be squashed on the shared file system. In one child, as each takes
-    milliseconds. None also where the file system has no such way. Raises as `open_source` does.
+    milliseconds. None also where the file system has no such way. Raises Declined if it is
+    another file, Unreadable, as_user.TooSlow.
     """
 
     def work() -> as_user.Found[Identity]:
