@@ -50,6 +50,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "disabled"
 
     @property
+    def kept_off(self) -> Path:
+        """What `forestage off` writes: it counts as `disabled` does, and outlives a reboot."""
+        return self.etc / "disabled"
+
+    @property
     def loaded(self) -> Path:
         """The companion leaves it when Slurm loads it; see slurm/companion.py."""
         return self.run / "companion"

@@ -19,6 +19,7 @@ from forestage import trace
 from forestage.cache import redirect
 from forestage.cache.lease import Use
 from forestage.clock import Clock
+from forestage.config import switch
 from forestage.events import Event, read
 from forestage.hooks import boundary
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
@@ -581,6 +582,14 @@ def test_node_that_is_switched_off_answers_at_once_and_the_next_step_is_served_a
     assert outcome.detail == f"{spank.places.disabled}: why not"
     assert spank.lease(7) is None
     spank.places.disabled.unlink()
+    assert ask(spank, 7, path)[0] == "use"
+
+
+def test_node_switched_off_for_a_time_serves_again_when_that_is_over(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh")
+    switch.turn_off(spank.places, "INC-42", Clock().wall() + 3600)
+    assert ask(spank, 7, path) == ["leave", "disabled"]
+    spank.places.kept_off.write_text("until 1\nINC-42\n")
     assert ask(spank, 7, path)[0] == "use"
 
 

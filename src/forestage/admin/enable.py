@@ -35,6 +35,7 @@ SHARED = (
     "Other nodes that share such a directory are not seen from here: one that runs a Prolog or"
     " Epilog while the link is removed may drain."
 )
+AT_ONCE = "This stops nothing at once: `forestage off` does, on one node or with -w on many."
 EVERYWHERE = "Every node that reads these files must have forestage: one without it will drain."
 LOGIN = (
     "Login nodes read plugstack.conf as well: without forestage-spank for their Slurm they print"
@@ -319,6 +320,8 @@ def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
         )
     for one in plan.disk:
         shown += [Line(f"{one.file}, {one.place}:", 2), Line(one.text, 4, whole=True)]
+    if not enabling:
+        shown.append(Line(AT_ONCE))
     shown += [Line(note) for note in plan.notes]
     shown += [Line(f"Refused: {why}") for why in plan.refusals]
     if plan.refusals or plan.empty:

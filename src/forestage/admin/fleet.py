@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from forestage.admin import evict, explain, nodes, show, status, verify
+from forestage.admin import evict, explain, nodes, show, status, switching, verify
 from forestage.admin.evict import Evictions
 from forestage.admin.inventory import Item
 from forestage.admin.status import Status
@@ -243,6 +243,10 @@ def _verified(document: str) -> Iterator[Cells]:
         yield short(one.key), format_size(one.size), word, one.path + (f" ({why})" if why else "")
 
 
+def _switched(document: str) -> list[Cells]:
+    return [switching.row(_decoded(document, switching.Switched))]
+
+
 def _explained(document: str) -> Iterator[Cells]:
     """The last cell is the seconds, for `_by_time`."""
     for one in _decoded(document, explain.History).runs:
@@ -276,5 +280,7 @@ VIEWS = {
     "ls": View(("key", "kind", "size", "state", "path"), _entries, "no entry"),
     "evict": View(evict.COLUMNS, _evicted, "nothing to evict"),
     "verify": View(("key", "size", "result", "path"), _verified, "no entry"),
+    "off": View(switching.COLUMNS, _switched),
+    "on": View(switching.COLUMNS, _switched),
     "explain": View(("hook", "result", "took", "path"), _explained, gathered=_by_time),
 }

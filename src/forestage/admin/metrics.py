@@ -124,7 +124,9 @@ def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
             # The cache's disk may be what is wrong; then the rest is wanted all the more.
             with contextlib.suppress(OSError, ForestageError):
                 status = node_status.gather(Node.of(config, places, clock))
-        off = bool(switch.by_file(places)) or (config is not None and not config.enabled)
+        off = bool(switch.by_file(places, clock.wall())) or (
+            config is not None and not config.enabled
+        )
         since = doubt.known(places).since
         written = text(Facts(tally, version, off, config, status, since))
         textfile = (config or Config()).metrics.textfile

@@ -136,9 +136,9 @@ def gather(node: Node) -> Status:
 
 
 def _off(node: Node) -> str:
-    by_file = switch.by_file(node.places)
+    by_file = switch.by_file(node.places, node.clock.wall())
     if by_file:
-        return f"{by_file} (remove the file to switch it on)"
+        return f"{by_file} (`forestage on` switches it on)"
     return "" if node.config.enabled else "`enabled: false` (set it to true to switch it on)"
 
 

@@ -175,7 +175,7 @@ def _mount_once(
             if step == "unmount" or any(unmount.is_going(cache, bind) for bind in bound):
                 return None
             # `unredirect` switches staging off, then takes this lock: no bind is made after that.
-            if step == "mount" and (off := switch.by_file(places)):
+            if step == "mount" and (off := switch.by_file(places, deadline.clock.wall())):
                 raise Declined("disabled", off)
             if step == "mount" and identity != wanted.identity:
                 raise Declined("changed", f"{wanted.path} was changed or replaced just now")

@@ -56,7 +56,7 @@ def decided_by(places: Places) -> list[str]:
     No line where something is unusual: then there is no record.
     """
     parts = places.etc / "conf.d"
-    files = [places.disabled, places.etc / "forestage.yaml", parts]
+    files = [places.disabled, places.kept_off, places.etc / "forestage.yaml", parts]
     with contextlib.suppress(OSError, Failed):
         if parts.exists():
             files += sorted(parts.iterdir())

@@ -87,7 +87,7 @@ def _findings(target: Target) -> Iterator[Finding]:
     yield from enroot.findings(files, config.sources)
     origin = of_settings.origin(settings, target.places, "sources")
     yield from sources.findings(files, config.sources, used.images, origin)
-    yield from node.findings(files, target.places, settings.of_node)
+    yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     stack = sites.with_conf(files, conf).stack if conf else None
     if stack is not None and stack.pyxis is not None:
         origin = of_settings.origin(settings, target.places, "registry.store")

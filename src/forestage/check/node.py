@@ -14,15 +14,15 @@ TIMER = "forestage-sweep.timer"
 _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 
 
-def findings(files: Files, places: Places, config: Config) -> Iterator[Finding]:
+def findings(files: Files, places: Places, config: Config, now: float) -> Iterator[Finding]:
     """Looks at /proc, /sys and programs; proves itself to itself where peers are on."""
-    if off := switch.by_file(places) or ("" if config.enabled else "enabled: false"):
+    if off := switch.by_file(places, now) or ("" if config.enabled else "enabled: false"):
         yield Finding(
             "switched-off",
             "warning",
             f"staging is switched off: {off}",
             "Every job reads its image from the shared file system",
-            "rm /run/forestage/disabled, or `enabled: true`, when the reason for it is gone",
+            "`forestage on`, or `enabled: true`, when the reason for it is gone",
         )
     for name in ("setpriv", *(["rsync"] if config.engine == "rsync" else [])):
         if not files.program(name):

@@ -81,7 +81,8 @@ def _words(ctx: click.Context, given: dict[str, Any]) -> list[str]:
             values = value if isinstance(value, tuple) else (value,)
             arguments += [_absolute(word) if one.name == "words" else str(word) for word in values]
         else:
-            options.append(one.opts[-1])
+            flag = isinstance(one, click.Option) and one.is_flag
+            options += [one.opts[-1]] if flag else [one.opts[-1], str(value)]
     return [*options, "--", *arguments] if arguments else options
 
 

@@ -1,4 +1,4 @@
-"""`forestage enable`, `disable`, `unredirect`: how Slurm calls us, and what jobs see of us."""
+"""`forestage enable`, `off`, `unredirect` …: how Slurm calls us, and what jobs see of us."""
 
 import contextlib
 import os
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import Exit, as_json, show
+from forestage.cli.many import on_nodes
+from forestage.cli.world import Exit, as_json, seconds, show
 from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> No
     """Stop Slurm from calling forestage.
 
     Prints the lines to remove; --yes removes the links that `enable` has made. Refuses what would
-    drain nodes, with exit status 9.
+    drain nodes, with exit status 9. What stops staging at once is `forestage off`.
     """
     from forestage.admin import enable as work
 
@@ -117,4 +118,46 @@ def unredirect(ctx: click.Context, as_json: bool) -> None:
         ctx.exit(Exit.FAILED)
 
 
-COMMANDS = (enable, disable, unredirect)
+def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A duration, as it was written: the nodes of -w read it themselves."""
+    if value is not None and not seconds(ctx, parameter, value):
+        raise click.BadParameter("expected a duration such as 6h or 30m")
+    return value
+
+
+@click.command()
+@as_json
+@on_nodes("1m")
+@click.option("--until", metavar="TIME", callback=_lasting, help="For so long: 6h, 30m.")
+@click.argument("reason", required=False)
+@click.pass_context
+def off(ctx: click.Context, reason: str | None, until: str | None, as_json: bool) -> None:
+    """Switch staging off on this node, now: `forestage off "INC-42"`.
+
+    From the next Prolog and step on, jobs read the original path. It is kept over reboots, and
+    works with a broken configuration. `forestage on` ends it.
+    """
+    from forestage.admin import switching as work
+    from forestage.units import parse_duration
+
+    lasts = None if until is None else parse_duration(until)
+    done = work.off(ctx.obj.places, ctx.obj.clock, reason or work.BY_HAND, lasts)
+    show(done, work.pieces(done, "off"), as_json)
+
+
+@click.command()
+@as_json
+@on_nodes("1m")
+@click.pass_context
+def on(ctx: click.Context, as_json: bool) -> None:
+    """Switch staging on again, after `forestage off`.
+
+    Says what else keeps it off.
+    """
+    from forestage.admin import switching as work
+
+    done = work.on(ctx.obj.places, ctx.obj.clock)
+    show(done, work.pieces(done, "on"), as_json)
+
+
+COMMANDS = (enable, disable, off, on, unredirect)

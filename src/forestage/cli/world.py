@@ -99,6 +99,7 @@ class Commands(Listed):
     headings: ClassVar[dict[str, tuple[str, ...]]] = {
         "What is going on": ("status", "explain", "ls", "show", "path"),
         "Is it set up well": ("check", "config", "enable", "disable"),
+        "When something is wrong": ("off", "on"),
         "The cache": ("evict", "pin", "unpin", "verify", "sweep", "unredirect"),
         "Images before a job": ("warm", "stage", "publish", "pack", "registry"),
         "The whole cluster": ("report", "metrics", "peer", "answer"),

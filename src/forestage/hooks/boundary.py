@@ -381,14 +381,14 @@ class Hook:
         from forestage.slurm import timeouts
 
         try:
-            config = self._config(job, places)
+            config = self._config(job, places, clock)
         except ConfigError as error:
             self.say(f"result=failed reason=config detail={error.one_line!r}")
             config = None
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
         return epilog.epilog(config, places, clock, job, limits)
 
-    def _config(self, job: Job, places: Places) -> Config:
+    def _config(self, job: Job, places: Places, clock: Clock) -> Config:
         """Reads what the admin decided for the job's partition. Raises ConfigError."""
         from forestage.config import decided, load_settings, switch
 
@@ -397,7 +397,7 @@ class Hook:
         if found.redirect == "auto":
             found = decided(found, self._has_companion(places))
         # Not while it is off: during an upgrade old and new code may meet.
-        off = switch.by_file(places)
+        off = switch.by_file(places, clock.wall())
         self.drains = found.on_error == "drain" and self.name != "step" and not off
         return found
 
@@ -423,9 +423,9 @@ class Hook:
         from forestage.errors import ConfigError, Declined, Failed
 
         # First, as the configuration may be why somebody has switched it off.
-        off = switch.by_file(places)
+        off = switch.by_file(places, clock.wall())
         try:
-            config = self._config(job, places)
+            config = self._config(job, places, clock)
         except ConfigError as error:
             leases = Leases(places.leases)
             bare = Config(sources=("/",))

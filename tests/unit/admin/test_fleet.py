@@ -115,6 +115,16 @@ def test_evict_on_nodes_is_a_dry_run_where_that_was_asked_for(nodes: dict[str, S
     assert done.exit_code == Exit.NOT_FOUND
 
 
+def test_off_on_nodes_reaches_each_with_its_reason_and_time(nodes: dict[str, Site]) -> None:
+    done = nodes["n1"].run("off", "-w", "n[2-3]", "INC-42: it's slow", "--until", "6h")
+    assert [row[:2] for row in table(done.output)[1:]] == [["n2", "off"], ["n3", "off"]]
+    for name in ("n2", "n3"):
+        assert nodes[name].places.kept_off.read_text().splitlines()[1] == "INC-42: it's slow"
+    assert not nodes["n1"].places.kept_off.exists()
+    done = nodes["n1"].run("on", "-w", "n[2-3]")
+    assert [row[:2] for row in table(done.output)[1:]] == [["n2", "on"], ["n3", "on"]]
+
+
 def test_verify_on_nodes_names_where_it_is_bad(nodes: dict[str, Site]) -> None:
     _, key = shared(nodes, "n1", "n2")
     copy = nodes["n2"].node.cache.image(key)

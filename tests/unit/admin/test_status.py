@@ -161,6 +161,6 @@ def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
     assert "switched off" not in site.run("status").output
     site.places.disabled.parent.mkdir(parents=True, exist_ok=True)
     site.places.disabled.write_text("INC-42\n")
-    printed = f"{site.places.disabled}: INC-42 (remove the file to switch it on)"
+    printed = f"{site.places.disabled}: INC-42 (`forestage on` switches it on)"
     assert f"switched off: {printed}" in site.run("status").output
     assert site.json("status")["off"] == printed

@@ -53,6 +53,7 @@ def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places
     site = places.etc / "conf.d/site.yaml"
     assert [line[1] for line in files] == [
         str(places.disabled),
+        str(places.kept_off),
         str(places.etc / "forestage.yaml"),
         str(places.etc / "conf.d"),
         str(site),
@@ -60,8 +61,8 @@ def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places
     ]
     facts = site.stat()
     numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-    assert files[3][2:] == [str(number) for number in numbers]
-    assert files[0][2:] == files[1][2:] == ["0"] * 4
+    assert files[4][2:] == [str(number) for number in numbers]
+    assert files[0][2:] == files[1][2:] == files[2][2:] == ["0"] * 4
     assert found == ["image", "/a", "1", "{}", *image().answer]
     assert leases.shown(JOB).stat().st_mode & 0o777 == 0o600
 
@@ -124,7 +125,7 @@ def test_damaged_record_is_replaced(leases: Leases, places: Places) -> None:
     assert not leases.shown(JOB).exists()
     leases.write(lease(*KEYS))
     leases.shown(JOB).write_bytes(b"\xff\n")
-    assert len(note(leases, places, image())) == 9
+    assert len(note(leases, places, image())) == 10
 
 
 def test_record_goes_with_the_lease(leases: Leases, places: Places) -> None:

@@ -1,0 +1,101 @@
+"""The off switch: which file counts, until when, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage.config import switch
+from forestage.paths import Places
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    places = Places(tmp_path)
+    for file in (places.kept_off, places.disabled):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    return places
+
+
+def test_without_a_file_nothing_is_switched_off(tmp_path: Path) -> None:
+    assert switch.by_file(Places(tmp_path), NOW) == ""
+
+
+@pytest.mark.parametrize("name", ["kept_off", "disabled"])
+def test_either_file_switches_off_and_gives_its_first_line(places: Places, name: str) -> None:
+    file: Path = getattr(places, name)
+    file.write_text("INC-42: wrong bytes?\nsee the ticket\n")
+    assert switch.by_file(places, NOW) == f"{file}: INC-42: wrong bytes?"
+    file.write_text("")
+    assert switch.by_file(places, NOW) == f"{file} is there"
+
+
+def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(places: Places) -> None:
+    places.kept_off.write_text(f"until {int(NOW)}\nINC-42\n")
+    assert switch.by_file(places, NOW - 1).startswith(f"{places.kept_off}: INC-42 (until 2027-01-")
+    assert switch.by_file(places, NOW) == ""
+    places.disabled.write_text("forestage is being upgraded\n")
+    assert switch.by_file(places, NOW) == f"{places.disabled}: forestage is being upgraded"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "until\n",
+        "until tomorrow\n",
+        "until -1\n",
+        "until 1.5\n",
+        "until ٣\n",
+        "\0\n",
+        "until 9" * 99,
+    ],
+)
+def test_time_that_cannot_be_read_never_ends(places: Places, text: str) -> None:
+    places.kept_off.write_text(text)
+    assert switch.by_file(places, NOW).startswith(str(places.kept_off))
+
+
+def test_time_of_the_far_future_is_said_in_seconds(places: Places) -> None:
+    places.kept_off.write_text(f"until {'9' * 20}\nx\n")
+    assert switch.by_file(places, NOW) == f"{places.kept_off}: x (until {'9' * 20})"
+
+
+@pytest.mark.parametrize("name", ["kept_off", "disabled"])
+@pytest.mark.parametrize("kind", ["directory", "link", "fifo"])
+def test_file_that_cannot_be_read_switches_off_and_holds_nobody(
+    places: Places, name: str, kind: str
+) -> None:
+    file: Path = getattr(places, name)
+    made = {"directory": file.mkdir, "link": lambda: file.symlink_to("/nonexistent")}
+    made.get(kind, lambda: os.mkfifo(file))()
+    assert switch.by_file(places, NOW) == f"{file} is there"
+
+
+def test_turned_off_it_is_kept_where_a_reboot_leaves_it(places: Places) -> None:
+    assert switch.turn_off(places, "INC-42", NOW + 60) == places.kept_off
+    assert places.kept_off.read_text() == f"until {int(NOW) + 60}\nINC-42\n"
+    assert not places.disabled.exists()
+
+
+def test_turned_off_where_etc_cannot_be_written_it_is_kept_in_run(places: Places) -> None:
+    places.kept_off.mkdir()
+    (places.kept_off / "x").touch()
+    assert switch.turn_off(places, "INC-42\nuntil 0", None) == places.disabled
+    assert places.disabled.read_text() == "INC-42\\nuntil 0\n"
+
+
+def test_reason_that_looks_like_a_time_is_one_only_after_a_time(places: Places) -> None:
+    switch.turn_off(places, "until 0", NOW + 60)
+    assert "until 0 (until " in switch.by_file(places, NOW)
+
+
+def test_turned_on_both_files_go_and_are_named(places: Places) -> None:
+    places.disabled.write_text("forestage is being upgraded\n")
+    switch.turn_off(places, "INC-42", None)
+    assert switch.turn_on(places) == [places.kept_off, places.disabled]
+    assert switch.turn_on(places) == []
+    assert switch.by_file(places, NOW) == ""
