@@ -16,8 +16,10 @@ import re
 import signal
 import socket
 import struct
+import sys
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from forestage.admin import asked
 from forestage.admin.asked import Answer
@@ -144,7 +146,10 @@ async def _serve(desk: Desk, listening: socket.socket, ends: bool) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = await asyncio.start_unix_server(desk.serve, sock=listening, limit=LINE)
+    # From 3.13 on asyncio would remove the socket's name with the server, which systemd, who has
+    # made it, does not see: nobody could ask any more.
+    stays: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+    server = await asyncio.start_unix_server(desk.serve, sock=listening, limit=LINE, **stays)
     while not stop.is_set() and not (ends and desk.is_idle):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), 1.0)
