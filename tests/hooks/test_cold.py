@@ -272,3 +272,48 @@ def test_job_that_cannot_read_through_starts_from_the_shared_path(
     assert (*ran.ended, *result(ran.outcome)) == (0, "started", "no-through", "started", "spank")
     assert step(through, 7, path) == ("started", "none")
     assert (noted(through, 7), keepers(through)) == ([], set())
+
+
+@pytest.fixture
+def slow(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """No copy ends before the step looks: its first MiB takes half a second."""
+    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    through.configure(redirect="spank", cold=None, bandwidth="2M", threads=1)
+    return through
+
+
+@pytest.mark.parametrize(
+    ("comment", "found"),
+    [
+        ("stage-wait=5m", ("joined", "spank")),
+        ("stage-wait=0", ("started", "none")),
+        ("stage-tell=yes", ("started", "none")),
+    ],
+)
+def test_job_that_cannot_read_through_has_its_copy_only_if_it_asked_to_wait(
+    slow: Node, monkeypatch: pytest.MonkeyPatch, comment: str, found: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(keeper, "MOST_OF_USER", 0)
+    path = slow.put("alice/image.sqsh", content(size=3 << 20))
+    slow.prolog(7, path, comment=comment)
+    assert step(slow, 7, path) == found
+
+
+def test_job_that_reads_through_waits_for_nothing_even_if_it_asked_to(
+    through: Node, gate: Callable[[], None]
+) -> None:
+    path = through.put("alice/image.sqsh")
+    through.prolog(7, path, comment="stage-wait=5m")
+    assert step(through, 7, path) == ("through", "spank")
+
+
+@pytest.mark.parametrize(("wait", "found"), [("stage-wait=5m", "hit"), ("", "started")])
+def test_step_with_default_configuration_waits_for_a_directory_if_it_was_asked_to(
+    slow: Node, wait: str, found: str
+) -> None:
+    for number in range(3):
+        slow.put(f"alice/set/{number}", content(number, 1 << 20))
+    slow.prolog(7, comment=f"stage={slow.shared}/alice/set/ {wait}")
+    given = slow.environ(7, None, ALICE) | {"SLURM_STEP_ID": "0"}
+    Hook("step", given, 0.0).run(slow.places, Clock())
+    assert [one.result for one in slow.outcomes("step", 7)] == [found]

@@ -50,9 +50,10 @@ class Wait(msgspec.Struct, frozen=True):
     """How long a hook goes on: `end` limits everything, `copy` waiting for copies.
 
     `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
-    all the same. `watch` is called now and then during a wait. `fill` is how long a step waits for
-    what its job has put into its own directory; `progress` is called now and then while it waits
-    for data. `ready`: whether the hook waits until what is to be read through can be opened.
+    all the same. `through`: what can be read through is not waited for until `copy`. `watch` is
+    called now and then during a wait. `fill` is how long a step waits for what its job has put into
+    its own directory; `progress` is called now and then while it waits for data. `ready`: whether
+    the hook waits until what is to be read through can be opened.
     """
 
     end: Deadline
@@ -62,6 +63,7 @@ class Wait(msgspec.Struct, frozen=True):
     fill: Deadline | None = None
     progress: Progress = quiet
     ready: bool = True
+    through: bool = False
 
     @classmethod
     def of(
@@ -76,9 +78,10 @@ class Wait(msgspec.Struct, frozen=True):
         )
 
     def for_copy(self, size: int) -> Deadline:
-        """Returns how long to wait for the copy of an image of `size` bytes."""
+        """Returns how long to wait for the copy of an image of `size` bytes, at first."""
         none = Deadline(0.0, self.end.clock)
-        return self.copy or (self.small if size <= SMALL else none)
+        asked = None if self.through else self.copy
+        return asked or (self.small if size <= SMALL else none)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -96,14 +99,13 @@ def wished(config: Config, hint: float | None, longest: float) -> float | None:
     """Pure: seconds that a job wants to wait for its copies; None: not at all.
 
     `hint` is its stage-wait=. It replaces the admin's `deadline:`, also where the job would start
-    from the shared path; one that reads through has nothing to wait for. `longest` is what
-    `deadline: auto` means.
+    from the shared path. `longest` is what `deadline: auto` means.
     """
-    if config.start == "through" or hint == 0:
+    if hint == 0:
         return None
     if hint is not None:
         return min(hint, config.max_stage_wait)
-    if config.start == "shared":
+    if config.start != "wait":
         return None
     return longest if config.deadline is None else config.deadline
 
@@ -222,22 +224,31 @@ def _served(
 ) -> Answer:
     """The entry, if it comes in time; else what the job does meanwhile."""
     found = opened.image
-    until = limit.for_copy(found.size)
+    first = limit.for_copy(found.size)
     try:
-        came = wait.obtain(node, job, opened, copying, until, limit.watch)
+        came = wait.obtain(node, job, opened, copying, first, limit.watch)
     except Declined as late:
         if late.reason != "deadline":
             raise
         meanwhile = _meanwhile(node, job, request, opened, limit, late)
-        if meanwhile:
+        if meanwhile is None:
+            came = "joined"
+        elif until := _rather(node, job, found, meanwhile, limit):
+            came = wait.obtain(node, job, opened, copying, until, limit.watch)
+        else:
             return meanwhile
-        came = "joined"
     with contextlib.suppress(FileNotFoundError):  # only a note for evict
         node.cache.touch(found.key, node.clock.wall())
     way = _way(node, job, found)
     if way == "bind":
         way = redirect.mount(node.cache, node.places, node.leases, lease, found, limit.end)
     return _answer(request, opened.image, came, way)
+
+
+def _rather(node: Node, job: Job, found: Image, meanwhile: Answer, limit: Wait) -> Deadline | None:
+    """How long the job would rather wait for its copy than read the source meanwhile, if at all."""
+    reads_source = limit.through and not meanwhile.socket
+    return limit.copy if reads_source and _way(node, job, found) == "spank" else None
 
 
 def _meanwhile(
@@ -251,7 +262,7 @@ def _meanwhile(
         if limit.copy is None and node.cache.find(opened.image):
             return None
         way = "later"
-    if limit.copy is not None:
+    if limit.copy is not None and not limit.through:
         return Answer(of_error(request, late, opened.image), opened.image)
     if way != "spank":
         return _answer(request, opened.image, "started", way)

@@ -86,7 +86,7 @@ def waiting(
     wish = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
     longest = max(0.0, timeouts.step_patience(math.inf, timeout) - SPARE)
     fill = Deadline.after(min(wish, longest), node.clock)
-    limit = msgspec.structs.replace(limit, fill=fill)
+    limit = msgspec.structs.replace(limit, fill=fill, through=config.start == "through")
     if config.user_messages == "none":
         return limit
     if progress is not None:

@@ -313,7 +313,9 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         ("wait", 0.0, None, "900", 0, HOOK_TIMEOUT),
         ("wait", None, 0.0, "900", None, HOOK_TIMEOUT),
         ("shared", 600.0, None, "900", None, HOOK_TIMEOUT),
-        ("auto", 600.0, 20.0, "900", None, HOOK_TIMEOUT),
+        ("auto", 600.0, None, "900", None, HOOK_TIMEOUT),
+        ("auto", 600.0, 20.0, "900", 20, 20),
+        ("auto", 600.0, 0.0, "900", None, HOOK_TIMEOUT),
         ("auto", None, None, "10", None, 5),
     ],
 )
@@ -337,6 +339,7 @@ def test_step_waits_where_somebody_asks_for_it_and_no_longer_than_the_companion(
     (given,) = [one.limit for one in handled]
     assert (given.copy and given.copy.end - 1000, given.end.end - 1000) == (copy, end)
     assert given.small.left() == (0.0 if hint == 0 else image.SHORTLY)
+    assert given.through is (cold == "auto")
 
 
 @pytest.mark.parametrize(("messages", "watched"), [("none", False), ("problems", True)])
