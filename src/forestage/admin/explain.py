@@ -353,11 +353,5 @@ def _now(found: History, now: float) -> list[Piece]:
             ]
         return []
     since = f"{moment(found.lease.since)} ({age(now - found.lease.since)})"
-    uses = tuple(
-        (
-            short(one.key),
-            f"{one.path or 'an image'} ({'redirected' if one.redirected else 'not redirected'})",
-        )
-        for one in found.lease.images
-    )
+    uses = tuple((short(one.key), one.path or "an image") for one in found.lease.images)
     return [Line(""), Line(f"Now: holds a lease since {since}", heading=True), Facts(uses, 2)]

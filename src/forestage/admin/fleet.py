@@ -6,6 +6,7 @@ does not answer in time is named and makes the exit status 11; all others are sh
 """
 
 import contextlib
+import operator
 import re
 import shlex
 import shutil
@@ -30,6 +31,8 @@ OURS = "forestage: "  # how a message of the command itself begins
 # A job beside others, where the partition allows that, which is over in a moment. It has no
 # comment: a hint, even stage=off, would leave a lease for the answer to show.
 SRUN = ("--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet")
+NONE = ("-", "0")  # cells that say nothing
+FEW = ("damaged", "leases", "copies", "failure", "why")
 CONNECT = 10  # seconds for a node's sshd to answer
 
 By = Literal["ssh", "srun"]
@@ -200,15 +203,26 @@ def pieces(answers: Sequence[Answer], view: "View") -> list[Piece]:
 
 
 class View(msgspec.Struct, frozen=True):
-    """How one command's documents become rows, the columns of these, and what no row means."""
+    """How one command's documents become rows, the columns of these, and what no row means.
+
+    Columns named `few` are left out where all nodes have none: a terminal is 80 columns wide.
+    """
 
     columns: Cells
     rows: Callable[[str], Iterable[Cells]]
     nothing: str = "nothing"
+    few: Cells = ()
     gathered: Callable[[list[tuple[str, Cells]]], Iterable[Cells]] = folded
 
     def table(self, rows: list[tuple[str, Cells]]) -> Table:
-        return Table(("nodes", *self.columns), tuple(self.gathered(rows)))
+        columns, found = ("nodes", *self.columns), tuple(self.gathered(rows))
+        said = [
+            number
+            for number, column in enumerate(columns)
+            if not column.startswith(self.few) or any(row[number] not in NONE for row in found)
+        ]
+        pick = operator.itemgetter(*said)
+        return Table(pick(columns), tuple(map(pick, found)))
 
 
 def _decoded(document: str, kind: type[T]) -> T:
@@ -275,7 +289,7 @@ def _by_time(rows: list[tuple[str, Cells]]) -> Iterator[Cells]:
 
 
 VIEWS = {
-    "status": View((*status.COLUMNS, "why"), _status),
+    "status": View((*status.COLUMNS, "why"), _status, few=FEW),
     "status --oneline": View(("status",), _oneline),
     "ls": View(("key", "kind", "size", "state", "path"), _entries, "no entry"),
     "evict": View(evict.COLUMNS, _evicted, "nothing to evict"),

@@ -104,7 +104,7 @@ def _facts(found: Shown, now: float) -> Facts:
     ]
     for one in found.leases:
         is_redirected = any(use.redirected for use in one.images if use.key == item.key)
-        word = "redirected" if is_redirected else "not redirected"
-        held = f"job {one.job} of {one.user}, for {age(now - one.since)}, {word}"
+        held = f"job {one.job} of {one.user}, for {age(now - one.since)}"
+        held += ", redirected" * is_redirected
         facts.append(("lease", held))
     return Facts(tuple(facts))

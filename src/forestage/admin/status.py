@@ -65,7 +65,7 @@ class Status(msgspec.Struct, frozen=True):
     trusted. `data` are the bytes of directories, copies under way included, of `room.data` at most.
     `reclaimable` are the bytes of entries that may be evicted now. `calls` says who was called
     since boot, `starts` how jobs began lately. `imports` are steps that wait for an image of a
-    registry.
+    registry. `in_steps`: the steps of jobs show copies, and the node sees no redirect.
     """
 
     cache: str
@@ -88,6 +88,7 @@ class Status(msgspec.Struct, frozen=True):
     calls: recent.Calls = recent.Calls()
     starts: recent.Starts = recent.Starts()
     imports: tuple[UnderWay, ...] = ()
+    in_steps: bool = False
 
 
 def gather(node: Node) -> Status:
@@ -104,6 +105,7 @@ def gather(node: Node) -> Status:
     paths |= {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
     disk = doubt.known(node.places)
+    calls = recent.calls(node.places)
     found = Status(
         cache=str(node.cache.root),
         unusable=unusable,
@@ -113,7 +115,8 @@ def gather(node: Node) -> Status:
         served=stats.read(node.places.peer),
         off=_off(node),
         doubt=Doubt(disk.since, disk.why) if disk.since else None,
-        calls=recent.calls(node.places),
+        calls=calls,
+        in_steps=node.config.redirect in ("auto", "spank") and calls.companion is not None,
         starts=recent.starts(node.places.events, node.clock.wall()),
         through=tuple(spot.name for spot, _ in living.states(node.places.through)),
         imports=imports.gather(node.places),
@@ -173,7 +176,7 @@ def pieces(status: Status, now: float) -> list[Piece]:
         *(Line(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
         *_imports(status.imports, now),
-        *_leases(status.leases, now),
+        *_leases(status, now),
     ]
 
 
@@ -325,7 +328,8 @@ def _imports(found: tuple[UnderWay, ...], now: float) -> list[Piece]:
     ]
 
 
-def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:
+def _leases(status: Status, now: float) -> list[Piece]:
+    holders, elsewhere = status.leases, "in its steps" if status.in_steps else "no"
     if not holders:
         return [Line("No job holds a lease.")]
     columns = ("job", "user", "age", "redirected", "image")
@@ -333,7 +337,8 @@ def _leases(holders: tuple[Holder, ...], now: float) -> list[Piece]:
     for one in holders:
         head = (str(one.job), one.user, age(now - one.since))
         for image in one.images:
-            rows.append((*head, "yes" if image.redirected else "no", image.path or image.key))
+            word = "yes" if image.redirected else elsewhere
+            rows.append((*head, word, image.path or image.key))
         if not one.images:
             rows.append((*head, "-", "-"))
     number = count(len(holders), "lease")

@@ -21,6 +21,8 @@ FOLDED = frozenset(
     ("for", "image", "image or reason", "jobs", "origin", "path", "result", "state", "value")
 )
 
+FOLD = 16  # the least width of these
+
 T = TypeVar("T")
 
 if TYPE_CHECKING:
@@ -88,7 +90,10 @@ def follow(documents: Iterable[T], view: Callable[[T], Iterable[Piece]], as_json
 
     with Live(console=_console(), auto_refresh=False) as live:
         for document in documents:
-            live.update(Group(*map(_indented, view(document))), refresh=True)
+            parts = (
+                part for piece in view(document) for part in _narrow(piece, live.console.width)
+            )
+            live.update(Group(*map(_indented, parts)), refresh=True)
 
 
 @contextlib.contextmanager
@@ -120,7 +125,21 @@ def write(pieces: Iterable[Piece], out: IO[str]) -> None:
 def draw(pieces: Iterable[Piece], console: "Console") -> None:
     """For a terminal: folded to its width; nothing is cut off."""
     for piece in pieces:
-        console.print(_indented(piece), soft_wrap=isinstance(piece, Line) and piece.whole)
+        for part in _narrow(piece, console.width):
+            console.print(_indented(part), soft_wrap=isinstance(part, Line) and part.whole)
+
+
+def _narrow(piece: Piece, width: int) -> Iterable[Piece]:
+    """Pure: a table that does not fit the terminal as names and values, row by row."""
+    if not isinstance(piece, Table):
+        return [piece]
+    cells = zip(piece.columns, *piece.rows, strict=True)
+    needs = [FOLD if name in FOLDED else max(map(len, (name, *rest))) for name, *rest in cells]
+    if piece.indent + sum(needs) + 2 * (len(needs) - 1) <= width:
+        return [piece]
+    blank = Line("")
+    rows = (Facts(tuple(zip(piece.columns, row, strict=True)), piece.indent) for row in piece.rows)
+    return [one for row in rows for one in (row, blank)]
 
 
 def _indented(piece: Piece) -> "RenderableType":

@@ -96,11 +96,14 @@ def test_status_is_a_row_for_each_state(nodes: dict[str, Site]) -> None:
     done = nodes["n1"].run("status", "-w", "n[1-3]")
     rows = {row[0]: row for row in table(done.stdout)}
     assert (rows["n[1-2]"][1], rows["n3"][1]) == ("ok", "unusable")
+    assert ("DAMAGED" in done.stdout, "WHY" in done.stdout) == (False, True)
     assert "is not a directory of root's" in done.stdout
     assert done.exit_code == Exit.CACHE
     lines = nodes["n1"].run("status", "-w", "n[1-2]", "--oneline").stdout
     assert "n[1-2]  forestage state=ok " in lines
     assert nodes["n1"].run("status", "-w", "n1", "--watch").exit_code == Exit.USAGE
+    (nodes["n2"].node.cache.entries / "00").mkdir()
+    assert "DAMAGED" in nodes["n1"].run("status", "-w", "n[1-3]").stdout
 
 
 def test_evict_on_nodes_is_a_dry_run_where_that_was_asked_for(nodes: dict[str, Site]) -> None:

@@ -151,6 +151,28 @@ def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site
     assert site.json("status")["doubt"] == {"since": NOW, "why": "I/O error, dev nvme0n1, sector 8"}
 
 
+@pytest.mark.parametrize(
+    ("redirect", "companion", "word"),
+    [
+        ("auto", True, "in its steps"),
+        ("spank", True, "in its steps"),
+        ("auto", False, "no"),
+        ("none", True, "no"),
+        ("bind", True, "no"),
+    ],
+)
+def test_lease_says_where_the_copy_is_shown(
+    site: Site, redirect: str, companion: bool, word: str
+) -> None:
+    site.configure(f"redirect: {redirect}\n")
+    key = site.publish(site.image("a.sqsh"))
+    site.lease(7, Use(key))
+    if companion:
+        site.places.loaded.write_text("")
+    (row,) = [one for one in site.run("status").output.splitlines() if one.split()[:1] == ["7"]]
+    assert word in row
+
+
 def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
     assert "switched off" not in site.run("status").output
     site.configure("enabled: false\n")

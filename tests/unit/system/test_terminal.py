@@ -57,6 +57,19 @@ def test_keys_and_sizes_are_never_folded(width: int) -> None:
     assert drawn(a_table(PATH), width)[1].startswith(f"{KEY}  23 GiB  /lustre")
 
 
+@pytest.mark.parametrize("width", [40, 80, 96, 200])
+def test_table_that_is_wider_than_the_terminal_is_names_and_values(width: int) -> None:
+    columns = tuple(f"column-{number}" for number in range(8))
+    rows = tuple(tuple(f"{row}-{number}" for number in range(8)) for row in range(2))
+    lines = drawn(Table(columns, rows), width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert all(text.count(cell) == 1 for row in rows for cell in row)
+    assert (lines[0].split() == [name.upper() for name in columns]) is (width >= 8 * 10 - 2)
+    if width < 78:
+        assert lines[0].split() == ["column-0", "0-0"]
+
+
 def test_whole_line_is_never_folded() -> None:
     assert drawn(Line(PATH, whole=True), 80) == [PATH]
 
