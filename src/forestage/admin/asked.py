@@ -18,7 +18,7 @@ from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError, NotFound
-from forestage.events import Copied, Event, Handled, read
+from forestage.events import Bad, Copied, Event, Handled, read
 from forestage.paths import Places
 from forestage.slurm.hints import MAX_HINTED
 from forestage.system.terminal import Facts, Piece, count
@@ -83,8 +83,11 @@ def own(places: Places, job: int, uid: int) -> History:
 
 
 def own_events(events: Iterator[Event], uid: int) -> Iterator[Event]:
-    """Pure: a user's own events. Job ids come again, so the job alone does not say whose it is."""
-    return (event for event in events if event.uid == uid)
+    """Pure: a user's own events, and those of bad entries, of which they see what their jobs read.
+
+    Job ids come again, so the job alone does not say whose it is.
+    """
+    return (event for event in events if event.uid == uid or isinstance(event.outcome, Bad))
 
 
 def about_images(node: Node, job: int, uid: int) -> bytes:

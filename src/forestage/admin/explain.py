@@ -11,7 +11,7 @@ import msgspec
 from forestage.admin.inventory import Holder, holder
 from forestage.cache.lease import Lease, Leases
 from forestage.errors import Failed, NotFound
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, read, saved
+from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released, read, saved
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
@@ -84,8 +84,12 @@ def history(
     """
     own: list[Event] = []
     copies: list[Event] = []
+    bad: list[Event] = []
     images: dict[str, str] = {}
     for event in events:
+        if isinstance(event.outcome, Bad):  # of job 0, and not for every user to read
+            bad.append(event)
+            continue
         if not isinstance(event.outcome, Released) and event.outcome.key:
             images[event.outcome.key] = event.outcome.image
         if event.job == job:
@@ -112,7 +116,7 @@ def history(
     # By their beginning: the stager is done, and on record, before the hook that started it.
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
-    return History(job, tuple(_run(run, images, missed) for run in runs), held, problems)
+    return History(job, tuple(_run(run, images, missed, bad) for run in runs), held, problems)
 
 
 def _missed(copy: Event, deadline: Event) -> bool:
@@ -125,7 +129,7 @@ def _missed(copy: Event, deadline: Event) -> bool:
     return alike and copy.time - copy.total <= deadline.time <= copy.time
 
 
-def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Run:
+def _run(events: list[Event], images: dict[str, str], missed: list[Event], bad: list[Event]) -> Run:
     first = events[0]
     late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
     more: tuple[str, ...] = ()
@@ -135,7 +139,8 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
             f"The job had stopped waiting {format_duration(late)} before; the next one has it.",
         )
     explained = tuple(
-        Explained(event.outcome, (*sentences(event, images), *more)) for event in events
+        Explained(event.outcome, (*sentences(event, images), *more, *_found_bad(event, bad)))
+        for event in events
     )
     return Run(
         time=first.time,
@@ -151,10 +156,27 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event]) -> Ru
     )
 
 
+def _found_bad(start: Event, bad: Iterable[Event]) -> Iterator[str]:
+    """Pure: what a job must know that began with an entry which was found to be bad later."""
+    for event in bad:
+        outcome = event.outcome
+        if not (isinstance(outcome, Bad) and isinstance(start.outcome, Handled)):
+            continue
+        if outcome.key == start.outcome.key and outcome.since <= start.time <= event.time:
+            right = f"its bytes were last right {moment(outcome.since)}" if outcome.since else ""
+            what = count(outcome.chunks, "chunk") if outcome.chunks else "its record or its rights"
+            yield (
+                f"WRONG BYTES? {moment(event.time)} `{event.hook}` found this entry bad: {what}"
+                + (f"; {right}" if right else "")
+            )
+
+
 def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
     made_room = tuple(f"{text}, to free space" for text in _evicted(outcome.evicted, images))
+    if isinstance(outcome, Bad):
+        return (outcome.detail,)
     if isinstance(outcome, Released):
         if outcome.result == "released":
             return _released(outcome, images)
@@ -293,7 +315,7 @@ def _request(explained: Explained, starts: bool) -> list[Piece]:
         facts.append(("request", f"{request} ({via})" if via else request))
     if isinstance(outcome, Handled) and outcome.digest:
         facts.append(("digest", outcome.digest))
-    if not isinstance(outcome, Released):
+    if isinstance(outcome, Handled | Copied):
         if outcome.image and outcome.image != request:
             facts.append(("data" if outcome.data else "image", outcome.image))
         if outcome.key:
@@ -302,7 +324,7 @@ def _request(explained: Explained, starts: bool) -> list[Piece]:
     facts += [
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
-    if not isinstance(outcome, Released) and outcome.wait and outcome.result not in STAGED:
+    if isinstance(outcome, Handled | Copied) and outcome.wait and outcome.result not in STAGED:
         facts.append(("took", format_duration(outcome.wait)))
     if isinstance(outcome, Handled) and starts:
         facts.append(("saved", _saved(outcome)))

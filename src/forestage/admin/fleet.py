@@ -20,7 +20,7 @@ from forestage.admin.evict import Evictions
 from forestage.admin.inventory import Item
 from forestage.admin.status import Status
 from forestage.errors import ForestageError, SlurmError
-from forestage.events import Handled, Released
+from forestage.events import Bad, Handled, Released
 from forestage.slurm.queue import Slurm
 from forestage.system.terminal import Line, Piece, Table, count, short
 from forestage.units import format_duration, format_size
@@ -268,7 +268,7 @@ def _explained(document: str) -> Iterator[Cells]:
         for made in one.explained:
             outcome = made.outcome
             result = outcome.result + (f" ({outcome.reason})" if outcome.reason else "")
-            if isinstance(outcome, Released):
+            if isinstance(outcome, Released | Bad):
                 yield hook, result, "-", f"{one.total:.6f}"
                 continue
             request = outcome.request if isinstance(outcome, Handled) else ""

@@ -105,12 +105,14 @@ def _read(file: Path) -> Record:
         return Record()
 
 
-def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
+def export(
+    places: Places, clock: Clock, version: str, conf: str = "", is_shown: bool = False
+) -> bytes:
     """Writes the file that node exporter reads, if one is configured; returns its text.
 
-    `conf` is $SLURM_CONF or "": what `redirect: auto` means depends on it.
-    Raises OSError and lock.Busy; ConfigError, once the file says so too; MetricsError where nobody
-    would read the file.
+    `conf` is $SLURM_CONF or "": what `redirect: auto` means depends on it. `is_shown`: the caller
+    prints the text. Raises OSError and lock.Busy; ConfigError, once the file says so too;
+    MetricsError where nobody would read either.
     """
     config, wrong = None, None
     try:
@@ -135,6 +137,8 @@ def export(places: Places, clock: Clock, version: str, conf: str = "") -> bytes:
             try:
                 records.write(file, written, READABLE)
             except FileNotFoundError:
+                if is_shown and wrong is None:
+                    return written
                 hint = "install node exporter, or set metrics.textfile"
                 raise wrong or MetricsError(f"{file.parent} is not there", hint) from None
     if wrong:
@@ -246,6 +250,7 @@ def counters(tally: Tally) -> Iterator[Metric]:
     declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
     errors = _by_reason(tally.errors, sorted(FAILURES))
     copied = _filled(("source", "peers"), tally.copied)
+    bad = _filled(("sweep", "verify"), tally.bad)
     spared = _filled(("hit", "joined"), tally.spared) | {"peers": copied["peers"]}
     for name, text, label, numbers in (
         ("starts", "Images that jobs and their further steps began with.", "result", starts),
@@ -260,6 +265,7 @@ def counters(tally: Tally) -> Iterator[Metric]:
         ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),
         ("copied_bytes", "Bytes copied into the cache.", "from", copied),
         ("spared_bytes", "Bytes not read from the shared file system.", "by", spared),
+        ("bad_entries", "Entries with wrong bytes, by who found them.", "by", bad),
         ("evictions", "Entries evicted, by the hook.", "hook", _filled(EVICTORS, tally.evicted)),
     ):
         yield _by(CounterMetricFamily, name, text, label, numbers)

@@ -88,6 +88,6 @@ def starts(file: Path, now: float) -> Starts:
         since = since or event.time
         tally.add(event)
         outcome = event.outcome
-        if outcome.result == "failed":
+        if outcome.result in ("failed", "bad"):
             failure = Failure(event.time, event.job, outcome.reason, outcome.detail)
     return Starts(since, tally.tried, tally.starts.get("hit", 0), tally.hit_ratio, failure)

@@ -45,7 +45,7 @@ from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.registry import kept, place
 from forestage.slurm.queue import Slurm, why_over
-from forestage.system import files, lock
+from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.through import leftover
@@ -382,11 +382,8 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
         event(one, events.Released("released", unmounted=one.redirects, detail=one.why))
         for one in done.released
     ]
-    bad = tuple(one.key for one in done.verified if one.evicted)
-    if done.redirects or done.evicted or bad:
-        rest = events.Released(
-            "released", unmounted=len(done.redirects), evicted=(*done.evicted, *bad)
-        )
+    if done.redirects or done.evicted:  # what was bad has an event of its own
+        rest = events.Released("released", unmounted=len(done.redirects), evicted=done.evicted)
         found.append(event(ReleasedLease(0, ""), rest))
     events.append(node.places.events, found)
 
@@ -396,14 +393,15 @@ def due_entries(node: Node) -> tuple[Due, ...]:
     since, now = doubt.known(node.places).since, node.clock.wall()
     unproven, doubted, old = [], [], []
     for item in inventory.gather(node).items:
-        directory = node.cache.entry_dir(item.key)
-        read = _read_at(directory)
+        read = node.cache.last_read(item.key)
         if since and read < since:
-            doubted.append(Due(item, Manner("after an error of the disk", doubted=True)))
+            doubted.append(
+                Due(item, Manner("after an error of the disk", doubted=True, by="sweep"))
+            )
         elif not node.cache.is_proven(item.key):
-            unproven.append(Due(item, Manner("after a restart")))
+            unproven.append(Due(item, Manner("after a restart", by="sweep")))
         elif now - read > PROVE_EVERY:
-            old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE))))
+            old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE, by="sweep"))))
     old.sort(key=lambda one: one[0])
     return (*doubted, *unproven, *(due for _, due in old))
 
@@ -431,7 +429,7 @@ def end_doubt(node: Node) -> None:
     """Ends the doubt in the disk once no entry is left that was not read since it began."""
     since = doubt.known(node.places).since
     items = inventory.gather(node).items if since else ()
-    if since and all(_read_at(node.cache.entry_dir(item.key)) >= since for item in items):
+    if since and all(node.cache.last_read(item.key) >= since for item in items):
         doubt.end(node.places, since)
 
 
@@ -478,12 +476,6 @@ def _open_note(here: int) -> int:
     """Opens an entry's `boot` for writing, as it is. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open("boot", flags, 0o600, dir_fd=here)
-
-
-def _read_at(directory: Path) -> float:
-    """When an entry was last read whole, in seconds since the epoch; 0 where that is unknown."""
-    found = files.facts(directory / "boot")
-    return found.st_mtime if found else 0.0
 
 
 def pieces(done: SweepReport) -> list[Piece]:

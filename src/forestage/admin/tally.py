@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.events import Copied, Event, Handled
+from forestage.events import Bad, Copied, Event, Handled
 from forestage.peers.stats import Uploaded
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -70,7 +70,7 @@ class Tally(msgspec.Struct):
     `evicted` by the hook that made room.
     `spared` are bytes that a job had from the cache instead of the shared file system, by result.
     `registry` are images of registries that steps named, by how they came, `imports` what the
-    steps waited that did not begin at once.
+    steps waited that did not begin at once. `bad` are entries with wrong bytes, by who found them.
     `swept` are leases whose Epilog never ran, `given` is what the peer service sent to others, over
     its restarts.
     """
@@ -88,6 +88,7 @@ class Tally(msgspec.Struct):
     evicted: dict[str, int] = {}
     registry: dict[str, int] = {}
     imports: Histogram = msgspec.field(default_factory=lambda: Histogram.of(IMPORTS))
+    bad: dict[str, int] = {}
     swept: int = 0
     given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
     last_given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
@@ -100,6 +101,8 @@ class Tally(msgspec.Struct):
             self._copy(outcome)
         elif isinstance(outcome, Handled):
             start = self._request(event, outcome)
+        elif isinstance(outcome, Bad):
+            _more(self.bad, event.hook)
         else:
             self.expected.pop(event.job, None)
             # Job 0 stands for what belonged to no job.

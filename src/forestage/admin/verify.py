@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from forestage import events, log
 from forestage.admin import compare, sources
 from forestage.admin.compare import Compared, SourceFailed
 from forestage.admin.inventory import Item
@@ -26,6 +27,7 @@ from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
 from forestage.cache.part import chunk_count
 from forestage.errors import ForestageError
+from forestage.events import Bad, Event
 from forestage.stage import engines
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
@@ -80,12 +82,13 @@ class Manner(msgspec.Struct, frozen=True):
     """How entries are verified.
 
     `no_source` says why the sources are left alone: then only the checksums count. `doubted`: what
-    cannot be verified is bad. The copies are read at `rate` bytes per second.
+    cannot be verified is bad. The copies are read at `rate` bytes per second, on behalf of `by`.
     """
 
     no_source: str = ""
     doubted: bool = False
     rate: int | None = None
+    by: Literal["verify", "sweep"] = "verify"
 
 
 THOROUGH = Manner()
@@ -140,7 +143,7 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Mann
 
     def bad(detail: str) -> Verdict:
         found = msgspec.structs.replace(verdict, result="bad", detail=detail)
-        return found if dry_run else _evicted(node, item, found, None)
+        return found if dry_run else _evicted(node, item, found, None, manner)
 
     if item.entry is None:
         return bad("its record cannot be read, or is not of this image")
@@ -162,7 +165,7 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Mann
             verdict = msgspec.structs.replace(verdict, result="bad")
         # `fd` is still open, so no other file can have this one's inode number.
         is_kept = verdict.result != "bad" or dry_run
-        return verdict if is_kept else _evicted(node, item, verdict, fd)
+        return verdict if is_kept else _evicted(node, item, verdict, fd, manner)
 
 
 def _judged(
@@ -268,9 +271,12 @@ def _acl(raw: bytes) -> str:
     return raw.hex() if len(raw) > PLAIN_ACL else "none"
 
 
-def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdict:
-    """Evicts a bad entry, leased and pinned or not; the verdict says so, or why it stays."""
-    cache = node.cache
+def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None, manner: Manner) -> Verdict:
+    """Evicts a bad entry, leased and pinned or not; the verdict says so, or why it stays.
+
+    Everybody hears of it: jobs may have read it since its bytes were last right.
+    """
+    cache, since = node.cache, node.cache.last_read(item.key)
     user = sources.owner(item.entry.access) if item.entry else sources.invoking_user()
     stays = ""
     going: list[unmount.Going] = []
@@ -289,7 +295,27 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None) -> Verdic
         cache.delete_evicted()
     except (ForestageError, OSError) as error:
         stays = str(error)
-    return msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
+    done = msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
+    _tell(node, done, since, manner)
+    return done
+
+
+def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
+    """One event and one line in the log."""
+    found = Bad(
+        "bad",
+        reason="wrong-bytes",
+        detail="; ".join(filter(None, (verdict.detail, verdict.stays))),
+        image=verdict.path,
+        key=verdict.key,
+        size=verdict.size,
+        chunks=len(verdict.chunks),
+        since=since,
+        evicted=(verdict.key,) if verdict.evicted else (),
+    )
+    log.say(f"{manner.by} {events.words(found)}", by_slurm=True)
+    with contextlib.suppress(OSError):  # of the log's disk; the verdict is shown all the same
+        events.append(node.places.events, [Event(round(node.clock.wall(), 3), manner.by, 0, found)])
 
 
 def _is_still_there(node: Node, item: Item, fd: int | None) -> bool:

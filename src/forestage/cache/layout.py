@@ -201,6 +201,11 @@ class Cache:
         except (FileNotFoundError, NotADirectoryError, records.Damaged):
             return False
 
+    def last_read(self, key: str) -> float:
+        """When an entry was last read whole and right; seconds since the epoch, 0: unknown."""
+        found = files.facts(self.entry_dir(key) / "boot")
+        return found.st_mtime if found else 0.0
+
     def take_back(self, key: str) -> None:
         """Makes an entry a part again, so that a stager proves it. Under the key's and space lock.
 

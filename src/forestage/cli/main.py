@@ -360,7 +360,7 @@ def metrics(world: World, is_shown: bool) -> None:
     from forestage.admin import metrics as work
 
     conf = os.environ.get("SLURM_CONF", "")
-    written = work.export(world.places, world.clock, version("forestage"), conf)
+    written = work.export(world.places, world.clock, version("forestage"), conf, is_shown)
     if is_shown:
         click.echo(written, nl=False)
 

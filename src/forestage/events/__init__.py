@@ -5,6 +5,7 @@ reason of an outcome. The counters made of events are those of `tally`. `reasons
 here, since no hook needs it.
 """
 
+from forestage.events.log import Bad as Bad
 from forestage.events.log import Came as Came
 from forestage.events.log import Copied as Copied
 from forestage.events.log import Event as Event
@@ -22,3 +23,4 @@ from forestage.events.log import read as read
 from forestage.events.log import record as record
 from forestage.events.log import summary as summary
 from forestage.events.log import unread as unread
+from forestage.events.log import words as words

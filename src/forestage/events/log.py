@@ -18,9 +18,11 @@ from forestage.slurm.job import Job
 from forestage.system.files import opened
 from forestage.units import printable
 
-Result = Literal["hit", "joined", "copied", "started", "through", "declined", "failed", "released"]
+Result = Literal[
+    "hit", "joined", "copied", "started", "through", "declined", "failed", "released", "bad"
+]
 Came = Literal["", "kept", "stored", "imported", "waited", "enroot"]
-Hook = Literal["prolog", "step", "stager", "epilog", "sweep"]
+Hook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
 MAX_LINE = 1024 * 1024  # bytes; an event is below 64 KiB, whatever its user wrote
@@ -102,7 +104,22 @@ class Released(_Outcome, frozen=True, omit_defaults=True, tag="released"):
     evicted: tuple[str, ...] = ()
 
 
-Outcome = Handled | Copied | Released
+class Bad(_Outcome, frozen=True, omit_defaults=True, tag="bad"):
+    """An entry whose bytes or rights were found not to be its source's, by a sweep or `verify`.
+
+    `chunks` is how many differ, `since` when all were last read and right, in seconds since the
+    epoch (0: never). `evicted` is its key, unless it stays; `detail` says what differs, or why.
+    """
+
+    image: str = ""
+    key: str = ""
+    size: int = 0
+    chunks: int = 0
+    since: float = 0.0
+    evicted: tuple[str, ...] = ()
+
+
+Outcome = Handled | Copied | Released | Bad
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,12 +140,15 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
     """Returns the log line of a hook run, after its name and job, in logfmt. Pure."""
-    parts = [f"user={job.user.name}"]
-    for outcome in outcomes:
-        facts = _facts(outcome)
-        parts += [f"{name}={field(value)}" for name, value in facts.items() if value]
+    parts = [f"user={job.user.name}", *map(words, outcomes)]
     parts += [f"problem={field(problem)}" for problem in job.hints.problems]
     return " ".join([*parts, f"total={total:.3f}s"])
+
+
+def words(outcome: Outcome) -> str:
+    """Returns the outcome's part of a log line, in logfmt. Pure."""
+    found = _facts(outcome).items()
+    return " ".join(f"{name}={field(value)}" for name, value in found if value)
 
 
 def _facts(outcome: Outcome) -> dict[str, object]:
@@ -141,6 +161,9 @@ def _facts(outcome: Outcome) -> dict[str, object]:
             "evicted": evicted,
             "detail": outcome.detail,
         }
+    if isinstance(outcome, Bad):
+        entry = {"image": outcome.image, "key": outcome.key, **ended, "chunks": outcome.chunks}
+        return entry | {"evicted": ",".join(outcome.evicted), "detail": outcome.detail}
     wait = f"{outcome.wait:.3f}s" if outcome.wait else ""
     if isinstance(outcome, Handled):
         image = {"image": outcome.image or outcome.request, "key": outcome.key}

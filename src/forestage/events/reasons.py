@@ -28,6 +28,7 @@ REASONS = {
     "store-full": "There was no space for the image, or the user's quota was exhausted.",
     "store-gone": "The store of images could not be reached, or be written to.",
     "store-foreign": "The user's directory in the store is not theirs alone.",
+    "wrong-bytes": "The entry's bytes or rights were not those of its source.",
     "bad-path": "This is no path that can be staged.",
     "missing": "The file was not there when the job started.",
     "no-permission": "The job's user could not read the file.",

@@ -13,7 +13,7 @@ from forestage.admin.explain import history, pieces, sentences
 from forestage.admin.inventory import Holder, Leased
 from forestage.cache import image
 from forestage.cache.lease import Lease, Use
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result
+from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released, Result
 from forestage.events.reasons import REASONS
 from forestage.system.as_user import User
 from forestage.system.terminal import write
@@ -286,6 +286,21 @@ def test_running_job_shows_its_lease() -> None:
     assert history(7, [], lease).lease == Holder(
         7, "1000", NOW - 60, (Leased(KEY, "", False), Leased("f" * 32, "/b.sqsh", True))
     )
+
+
+def test_job_that_began_with_an_entry_that_was_bad_is_told_and_no_other() -> None:
+    bad = Bad("bad", "wrong-bytes", key=KEY, image="/a.sqsh", chunks=2, since=NOW - 100)
+    found = event(bad, hook="verify", job=0, time=NOW + 50)
+    text = printed(event(hit()), found)
+    assert "WRONG BYTES? 2027-01-15 08:00:50 `verify` found this entry bad: 2 chunks" in text
+    assert "its bytes were last right 2027-01-15 07:58:20" in text
+    others = (
+        event(hit(), time=NOW - 101),  # before they were last right
+        event(hit(), time=NOW + 51),  # a newer copy
+        event(hit(key="f" * 32)),
+    )
+    for one in others:
+        assert "WRONG BYTES" not in printed(one, found)
 
 
 def test_lease_lost_without_epilog_is_noticed() -> None:

@@ -422,6 +422,8 @@ def test_missing_textfile_directory_is_an_error_unless_disabled(site: Site) -> N
     done = site.run("metrics")
     assert done.exit_code == Exit.FAILED
     assert "node exporter" in done.stderr
+    shown = site.run("metrics", "--print")
+    assert (shown.exit_code, samples(shown.stdout)["forestage_config_valid"]) == (Exit.OK, 1)
     site.configure("metrics: {textfile: null}\n")
     done = site.run("metrics", "--print")
     assert done.exit_code == Exit.OK

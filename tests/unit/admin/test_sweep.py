@@ -696,13 +696,15 @@ def test_released_lease_is_an_event_that_explain_prints(site: Site) -> None:
     assert "released the job's lease: the job is NODE_FAIL" in printed
 
 
-def test_strays_and_evictions_are_an_event_of_job_0(site: Site, bound: list[Bind]) -> None:
+def test_strays_and_bad_entries_are_events_of_job_0(site: Site, bound: list[Bind]) -> None:
     key = from_earlier_boot(site)
     spoil(site, key)
     bound.append(bind("/lustre/stray"))
     swept(site)
-    (event,) = events.read(site.places.events)
-    assert (event.job, event.outcome.unmounted, event.outcome.evicted) == (0, 1, (key,))
+    bad, rest = events.read(site.places.events)
+    assert (bad.job, bad.hook, bad.outcome.result) == (0, "sweep", "bad")
+    assert (bad.outcome.key, bad.outcome.evicted, bad.outcome.chunks) == (key, (key,), 1)
+    assert (rest.job, rest.outcome.unmounted, rest.outcome.evicted) == (0, 1, ())
 
 
 # --- the command

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from commands import CHUNK, Site
+from commands import CHUNK, NOW, Site
+from forestage import events, log
 from forestage.admin import compare, verify
 from forestage.cache import digest, unmount
 from forestage.cache.layout import Entry
@@ -23,6 +24,7 @@ from forestage.cli.main import World, main
 from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.errors import Failed
+from forestage.events import Bad
 from forestage.stage import reading
 from forestage.stage.source import Unreadable
 from forestage.system import lock
@@ -109,6 +111,38 @@ def test_bad_entry_is_evicted_even_if_leased_and_pinned(site: Site, source: Path
         assert len(still.read()) == len(DATA)
     assert not kept(site, key)
     assert site.node.leases.read(7) is not None
+
+
+def test_bad_entry_is_news_to_log_events_status_and_metrics(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    key = site.publish(source)
+    os.utime(site.node.cache.entry_dir(key) / "boot", (NOW - 50, NOW - 50))
+    spoil(site, key)
+    site.run("verify", "--all", "--dry-run")
+    assert (said, list(events.read(site.places.events))) == ([], [])
+    site.run("verify", "--all")
+    (event,) = events.read(site.places.events)
+    assert (event.hook, event.job, event.outcome) == (
+        "verify",
+        0,
+        Bad(
+            "bad",
+            "wrong-bytes",
+            image=str(source),
+            key=key,
+            size=len(DATA),
+            chunks=1,
+            since=NOW - 50,
+            evicted=(key,),
+        ),
+    )
+    (line,) = said
+    assert f"verify image={source} key={key} result=bad reason=wrong-bytes chunks=1" in line
+    assert "wrong-bytes" in site.run("status").output
+    assert 'forestage_bad_entries_total{by="verify"} 1.0' in site.run("metrics", "--print").output
 
 
 # --- against the digests
