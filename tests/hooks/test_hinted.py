@@ -138,7 +138,7 @@ def said(text: str) -> list[str]:
     [
         ("stage-wait=10parsecs", "n1: ignored in --comment: stage-wait: expected"),
         ("stage-tell=loud", "n1: ignored in --comment: stage-tell: expected yes or no"),
-        ("stagewait=1 stage-weit=1m", "n1: ignored in --comment: unknown hint stage-weit="),
+        ("upstage=1 stage-weit=1m", "n1: ignored in --comment: unknown hint stage-weit="),
         ("stage=/typo.sqsh", "n1: stage=/typo.sqsh is not staged: /typo.sqsh does not exist; it"),
         (
             "stage=typo.sqsh",

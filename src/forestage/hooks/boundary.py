@@ -153,7 +153,8 @@ def nothing_to_do(
     """Whether this job is none of ours; costs no import, and never errs."""
     if name == "prolog":
         asked = IMAGE_OPTION in environ or SAVE_OPTION in environ
-        return not asked and "stage" not in environ.get("SLURM_JOB_COMMENT", "")
+        comment = environ.get("SLURM_JOB_COMMENT", "")
+        return not asked and not (comment and _may_be_hinted(comment))
     if name == "step":
         hinted = f"{leases}/{environ.get('SLURM_JOB_ID', '')}.hinted"
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
@@ -164,6 +165,17 @@ def nothing_to_do(
     if os.path.lexists(window + number):
         return False
     return not os.path.exists(f"{images}/{number}.agreed")  # registry/place.py
+
+
+def _may_be_hinted(comment: str) -> bool:
+    """Whether a job's comment has to be read: it says stage, or a path follows a `=`."""
+    if "stage" in comment.lower():
+        return True
+    if "=/" not in comment:
+        return False
+    from forestage.slurm import near
+
+    return near.is_missed(comment)
 
 
 def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:

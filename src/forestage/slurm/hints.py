@@ -4,7 +4,7 @@
     stage=FILE@/mount/point     a squashfs file, mounted there
     stage=PATH@job              a tree copied, a tar archive unpacked, into the job's own directory
     stage=TREE@seed:NAME        a tree copied there, and the variable NAME says where
-    stage=off
+    stage=off                   or no, or none
     stage-list=FILE             more of them, a line each, in a file that the user can read
     stage-dir=SIZE[,ram]        the job's own directory on the node's disk, or in memory
     stage-wait=DURATION
@@ -20,6 +20,7 @@ from typing import Literal
 
 import msgspec
 
+from forestage.slurm.near import KNOWN, misses, words
 from forestage.units import parse_duration, parse_size, printable, quote
 
 MAX_HINTED = 16
@@ -28,7 +29,8 @@ MAX_HINTED = 16
 MAX_PROBLEMS = 8
 """Problems reported for one comment."""
 
-KNOWN = ("stage", "stage-dir", "stage-list", "stage-tell", "stage-wait")
+ABSOLUTE = "the path from / on"
+OFF = ("off", "no", "none")  # values of stage=
 
 Via = Literal["option", "hint"]
 
@@ -102,7 +104,8 @@ def read_hints(comment: str, rank: Rank = NOWHERE) -> Hints:
     hints = Hints()
     wanted: list[Request] = []
     problems: list[str] = []
-    for token in comment.replace(";", " ").split():
+    tokens = words(comment)
+    for token in tokens:
         name, equals, value = token.partition("=")
         if not equals or not (name == "stage" or name.startswith("stage-")):
             continue
@@ -110,12 +113,16 @@ def read_hints(comment: str, rank: Rank = NOWHERE) -> Hints:
             problems.append(f"unknown hint {name}= (known: {', '.join(map('{}='.format, KNOWN))})")
             continue
         try:
-            if name == "stage" and value != "off":
-                wanted += requests(value.split(","), rank, problems)
+            if name == "stage" and value not in OFF:
+                if not _is_another_tools(value):
+                    wanted += requests(value.split(","), rank, problems)
+                elif "stage-tell=yes" in tokens:
+                    problems.append(f"stage={value} names no path: a path begins with /")
             else:
                 hints = msgspec.structs.replace(hints, **_setting(name, value, rank))
         except ValueError as error:
             problems.append(f"{name}: {error}")
+    problems += misses(tokens)
     unique = tuple(dict.fromkeys(wanted))
     images = tuple(one for one in unique if not one.is_data)
     data = tuple(one for one in unique if one.is_data)
@@ -127,6 +134,11 @@ def read_hints(comment: str, rank: Rank = NOWHERE) -> Hints:
         wanted=(*images[:MAX_HINTED], *data[:MAX_HINTED]),
         problems=tuple(printable(problem) for problem in problems[:MAX_PROBLEMS]),
     )
+
+
+def _is_another_tools(value: str) -> bool:
+    """Pure: whether it is a word as others write one: stage=prod, stage=build_2."""
+    return value.isascii() and value.replace("-", "").replace("_", "").isalnum()
 
 
 def _setting(name: str, value: str, rank: Rank) -> dict[str, object]:
@@ -155,6 +167,10 @@ def requests(parts: Sequence[str], rank: Rank, problems: list[str]) -> list[Requ
     for part in filter(None, parts):
         path, at = _split(part)
         try:
+            if part.startswith(("~", "$", '"', "'")):
+                raise ValueError(
+                    f"{quote(part)}: ~, $HOME and quotes mean nothing here, write {ABSOLUTE}"
+                )
             request = Request(_path(path, rank), "hint", _decoded(at))
             # Data is noted for the job's steps, as JSON, which takes no other.
             if request.is_data and not _is_text(request.path + request.at):
