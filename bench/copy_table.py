@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from busy import Load
+import busy
 from copy_once import copy_once
 
 from forestage.config import Config, Engine
@@ -191,17 +191,20 @@ def median(runs: list[Run]) -> Run:
     return Run(*(statistics.median(values) for values in zip(*runs, strict=True)))
 
 
-def main(size_text: str = "4GiB", rounds: str = "3") -> None:
-    size = parse_size(size_text)
-    load = Load()
+def main() -> None:
+    options = busy.Bench("copy", __doc__, "5 minutes; 4GiB an hour")
+    options.add_argument("size", nargs="?", type=parse_size, default="512MiB", help="of the file")
+    options.add_argument("rounds", nargs="?", type=int, default=5)
+    given, load = options.begin(), busy.Load()
+    size, rounds = given.size, given.rounds
     found: Found = {}
     with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
         for kind in ("ext4", "xfs"):
-            found |= measure(kind, size, int(rounds), Path(folder))
-    report(found, size, int(rounds), load)
+            found |= measure(kind, size, rounds, Path(folder))
+    report(found, size, rounds, load)
 
 
-def report(found: Found, size: int, rounds: int, load: Load) -> None:
+def report(found: Found, size: int, rounds: int, load: busy.Load) -> None:
     """Prints the table."""
     middle = {key: median(runs) for key, runs in found.items()}
     states = list(dict.fromkeys(state for state, _ in middle))
@@ -237,11 +240,12 @@ def report(found: Found, size: int, rounds: int, load: Load) -> None:
 
     print(
         "\nthe worst of ext4 and xfs: vs_rsync warm and cold, vs_cp and of_limit warm; cpu: seconds"
-        f" per GiB; {load}"
+        " per GiB"
     )
     cpu = max(middle[state, OURS].cpu for state in states) / size * 2**30
     warm = f"{worst('vs_rsync')} {worst('vs_cp', 'warm')} {worst('of_limit', 'warm')}"
-    print(f"{warm} {worst('vs_cp', 'cold')} {worst('of_limit', 'cold')} cpu={cpu:.2f}")
+    cold = f"{worst('vs_cp', 'cold')} {worst('of_limit', 'cold')}"
+    print(load.last(f"{warm} {cold} cpu={cpu:.2f}"))
 
 
 def ratios(found: Found, state: str, rival: str) -> list[float]:
@@ -251,4 +255,4 @@ def ratios(found: Found, state: str, rival: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

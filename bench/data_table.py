@@ -24,6 +24,7 @@ sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
+import busy  # noqa: E402
 import data_nodes  # noqa: E402
 from data_place import KIB, LARGE, LARGEST, SMALLEST, Place, fill, made, reap  # noqa: E402
 from memory import MEMORY, printed  # noqa: E402
@@ -209,7 +210,7 @@ def table(title: str, found: Mapping[str, list[float]], to: str) -> Iterator[str
 
 
 def run(options: argparse.Namespace, top: Path) -> Iterator[str]:
-    start = time.monotonic()
+    start, load = time.monotonic(), busy.Load()
     files = top / "files"
     bytes_of = fill(files, options.files, options.large)
     _link_few(files, options.files // 4)
@@ -232,7 +233,7 @@ def run(options: argparse.Namespace, top: Path) -> Iterator[str]:
     progress(f"{options.nodes} nodes with peers")
     source_bytes = yield from data_nodes.table(options.nodes, files / "few")
     yield f"\n{time.monotonic() - start:.0f} s\n"
-    yield (
+    yield load.last(
         f"dir_vs_rsync={ratio(small, 'rsync -a', OURS):.2f}"
         f" tree_vs_tar={ratio(small, 'tar, untar', OURS):.2f}"
         f" n{options.nodes}_src_bytes={source_bytes:.3f}"
@@ -248,8 +249,7 @@ def _told(options: argparse.Namespace, bytes_of: Mapping[str, int]) -> Iterator[
     )
     yield (
         f"{options.latency} ms for each lookup, stat, open and read, {options.mbyte:g} MB/s;"
-        f" {os.cpu_count()} processors, load {os.getloadavg()[0]:.0f}; medians of"
-        f" {options.rounds}\n"
+        f" {os.cpu_count()} processors; medians of {options.rounds}\n"
     )
 
 
@@ -268,15 +268,15 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/data")
-    parser.add_argument("--files", type=int, default=20_000, help="small ones")
+    parser = busy.Bench("data", __doc__, "9 minutes; --files 20000: 13")
+    parser.add_argument("--files", type=int, default=12_000, help="small ones")
     parser.add_argument("--large", type=int, default=16, help="MiB of each large file; 0: none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.5, help="ms")
     parser.add_argument("--mbyte", type=float, default=500.0, help="what the source gives, MB/s")
     parser.add_argument("--jobs", type=int, default=100, help="in a row, on a quarter; 0: none")
     parser.add_argument("--nodes", type=int, default=8, help="with peers, on a quarter")
-    return parser.parse_args()
+    return parser.begin()
 
 
 if __name__ == "__main__":

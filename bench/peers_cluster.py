@@ -22,6 +22,7 @@ sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
+import busy  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import MIB, Fleet, networked  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
@@ -141,6 +142,7 @@ def hostile(fleet: Fleet, nodes: int, mib: int) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
+    load = busy.Load()
     links = Net(node_mbit=options.node_mbit, store_mbit=options.store_mbit)
     yield (
         f"{options.mib} MiB, node links {links.node_mbit:g} Mbit/s, file server's"
@@ -158,18 +160,18 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             direct, peers = (measure(fleet, count, options.mib, on) for on in (False, True))
             results[count] = (direct, peers)
     size = options.mib * MIB
-    yield from (*times(results, size), "", *costs(results), "", summary(results, size))
+    yield from (*times(results, size), "", *costs(results), "", load.last(summary(results, size)))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench/peers")
+    parser = busy.Bench("peers", __doc__, "8 minutes")
     parser.add_argument("--nodes", default="1,2,4,8,16", type=_counts)
     parser.add_argument("--mib", type=int, default=192)
     parser.add_argument("--chunk-mib", type=float, default=1)
     parser.add_argument("--node-mbit", type=float, default=Net.node_mbit)
     parser.add_argument("--store-mbit", type=float, default=Net.store_mbit)
     parser.add_argument("--hostile", action="store_true", help="what the faults of one node cost")
-    options = parser.parse_args()
+    options = parser.begin()
     exit_on_sigterm()
     try:
         for line in run(options):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import busy
 from peers_model import Case, Found, World
 
 MIB = 1 << 20
@@ -101,7 +101,9 @@ def plot(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    options = busy.Bench("peers-model", __doc__, "5 minutes; rewrites docs/peers-model.svg")
+    options.add_argument("nodes", nargs="?", type=int, default=10_000, help="at most")
+    most, load = options.begin().nodes, busy.Load()
     start, rows = time.process_time(), []
     print("| nodes | trouble | read : image | bound s | direct s | half s | 99.9 % s | : bound |")
     print("|--:|---|--:|--:|--:|--:|--:|--:|")
@@ -112,7 +114,7 @@ def main() -> None:
     if most >= 10_000:
         (Path(__file__).parent.parent / "docs/peers-model.svg").write_text(plot(rows))
     worst = max(row.found.read for row in rows if row.trouble == "all well")
-    print(f"cpu={time.process_time() - start:.0f}s worst_read={worst:.2f}")
+    print(load.last(f"cpu={time.process_time() - start:.0f}s worst_read={worst:.2f}"))
     if worst > 1.1:
         raise SystemExit("peers-model: more than 1.1 images out of the source")
 

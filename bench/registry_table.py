@@ -35,6 +35,7 @@ sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
+import busy  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from host import wait_until  # noqa: E402
 from jobs import CACHE, HOOK, HOOK_LOG, Site  # noqa: E402
@@ -244,13 +245,12 @@ def most_gets(done: list[Run], one: Run) -> float:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    start = time.monotonic()
+    start, load = time.monotonic(), busy.Load()
     yield (
         f"{options.mib} MiB, {options.mbyte:g} MB/s for each connection to the registry, jobs of"
         f" {options.steps} steps; {os.cpu_count()} processors for all nodes; medians of"
         f" {options.rounds}"
     )
-    yield f"load at the start {os.getloadavg()[0]:.0f}"
     with ready(options) as bench:
         bench.job("pyxis", "cold", 1, 1)  # reads all programs once; does not count
         bench.job("ours", "cold", 1, 1)
@@ -262,10 +262,10 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         yield from (*table(runs, nodes, one), "")
     first = statistics.median(ratio(runs, 1, "cold"))
     yield f"on 1 node: first={first:.2f}; below: on {options.nodes}"
-    yield f"{time.monotonic() - start:.0f} s, load at the end {os.getloadavg()[0]:.0f}\n"
+    yield f"{time.monotonic() - start:.0f} s\n"
     cold, warm = (statistics.median(ratio(runs, options.nodes, when)) for when in WHEN)
     pulls = most_gets(runs[options.nodes, "ours", "cold"], one)
-    yield f"first={cold:.2f} warm={warm:.2f} pulls={pulls:.2f}"
+    yield load.last(f"first={cold:.2f} warm={warm:.2f} pulls={pulls:.2f}")
 
 
 def main() -> int:
@@ -273,13 +273,13 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/registry")
+    parser = busy.Bench("registry", __doc__, "10 minutes; --rounds 3: 15")
     parser.add_argument("--nodes", type=int, default=8, help="besides one")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of each job")
     parser.add_argument("--mib", type=int, default=64, help="of the image; none can be compressed")
     parser.add_argument("--mbyte", type=float, default=16.0, help="each connection, MB/s")
-    return parser.parse_args()
+    return parser.begin()
 
 
 if __name__ == "__main__":

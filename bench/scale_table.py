@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import busy
 import msgspec
 
 from forestage import events
@@ -190,7 +191,12 @@ def reap() -> None:
             return
 
 
-def main(most: int = 10_000, hooks: int = 200) -> None:
+def main() -> None:
+    options = busy.Bench("scale", __doc__, "3 minutes")
+    options.add_argument("entries", nargs="?", type=int, default=10_000, help="at most")
+    options.add_argument("hooks", nargs="?", type=int, default=200, help="at once")
+    given, load = options.begin(), busy.Load()
+    most, hooks = given.entries, given.hooks
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     print(f"{'entries':>8} {'hit ms':>9} {'read all ms':>12} {'plan ms':>9}")
     rows = {}
@@ -203,13 +209,15 @@ def main(most: int = 10_000, hooks: int = 200) -> None:
     for images, one in storms.items():
         results = ", ".join(f"{number} {word}" for word, number in sorted(one.results.items()))
         print(f"{images:8} {one.copies:7} {one.wall:7.1f} {one.cpu:7.1f}  {results}")
-    print(
-        f"\nhit_{most}_over_{FEW}={rows[most][0] / rows[FEW][0]:.2f}"
+    print()
+    figures = (
+        f"hit_{most}_over_{FEW}={rows[most][0] / rows[FEW][0]:.2f}"
         f" plan_{most}_ms={rows[most][2]:.0f}"
         f" copies_1={storms[1].copies} copies_20={storms[20].copies}"
         f" work_20_over_1={storms[20].cpu / storms[1].cpu:.2f}"
     )
+    print(load.last(figures))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

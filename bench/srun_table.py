@@ -32,8 +32,8 @@ sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
+import busy  # noqa: E402
 import lines  # noqa: E402
-from busy import Load  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from idle import Idle  # noqa: E402
 from jobs import Site  # noqa: E402
@@ -156,7 +156,7 @@ def table(starts: Starts) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    load = Load()
+    load = busy.Load()
     spec = ClusterSpec(
         nodes=1, nvme_mib=1024, plugstack=("required {state}/pyxis.so container=no",), companion=""
     )
@@ -165,17 +165,17 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         release = lines.release(cluster)
         starts = measure(Bench(cluster, spec), options.jobs)
     yield from (*table(starts), "")
-    yield f"Slurm {release}, {options.jobs} rounds, {load}"
+    yield f"Slurm {release}, {options.jobs} rounds"
     words = [f"{name}_met={met(starts, name):.2f}" for name in ("hit", "cold")]
     words += [f"{name}_vs_empty={ratio(starts, name, 'empty'):.2f}" for name in ("hit", "cold")]
-    yield " ".join(words)
+    yield load.last(" ".join(words))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench/srun")
+    parser = busy.Bench("srun", __doc__, "6 minutes")
     parser.add_argument("jobs", nargs="?", type=int, default=JOBS, help="of each kind")
     lines.add_suite(parser)
-    return printed(run(parser.parse_args()))
+    return printed(run(parser.begin()))
 
 
 if __name__ == "__main__":

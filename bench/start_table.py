@@ -34,11 +34,11 @@ sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
+import busy  # noqa: E402
 import lines  # noqa: E402
 import start_image  # noqa: E402
 import start_readers  # noqa: E402
 import start_source  # noqa: E402
-from busy import Load  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import Fleet, networked  # noqa: E402
 from idle import Idle  # noqa: E402
@@ -282,7 +282,7 @@ def spread(values: Sequence[float]) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    start, load = time.monotonic(), Load()
+    start, load = time.monotonic(), busy.Load()
     place = on_a_disk if options.nodes == 1 else on_a_network
     with place(options) as bench:
         size, release = bench.image.size, lines.release(bench.site.cluster)
@@ -298,8 +298,8 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         if options.nodes == 1:
             yield from (*bench.readers(), "")
     yield f"{time.monotonic() - start:.0f} s\n"
-    yield f"Slurm {release}, {options.rounds} rounds, {load}"
-    yield summary(found, size, options.nodes)
+    yield f"Slurm {release}, {options.rounds} rounds"
+    yield load.last(summary(found, size, options.nodes))
 
 
 def summary(found: Mapping[str, Runs], size: int, nodes: int) -> str:
@@ -325,7 +325,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/start")
+    parser = busy.Bench("start", __doc__, "10 minutes, with --nodes 8 as long")
     parser.add_argument("mib", nargs="?", type=int, help="of the image")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
@@ -333,7 +333,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--latency", type=int, default=0, help="of each read, ms; one node only")
     parser.add_argument("--variants", type=_variants, help=",".join(VARIANTS))
     lines.add_suite(parser)
-    options = parser.parse_args()
+    options = parser.begin()
     one = options.nodes == 1
     if options.suite and not one:
         parser.error("--suite: the trees of other releases have no GlusterFS")

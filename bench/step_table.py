@@ -23,6 +23,7 @@ sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "tests/slurm"))
 
+import busy  # noqa: E402
 from cluster import Cluster, ClusterSpec  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
 from images import make_image  # noqa: E402
@@ -49,10 +50,12 @@ def main() -> int:
         with_it, without, rounds = sys.argv[2:]
         json.dump(measure(with_it, without, int(rounds)), sys.stdout)
         return 0
-    rounds = int(sys.argv[1]) if sys.argv[1:] else ROUNDS
+    options = busy.Bench("step", __doc__, "2 minutes")
+    options.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
+    rounds, load = options.begin().rounds, busy.Load()
     exit_on_sigterm()
     try:
-        show(*on_a_cluster(rounds))
+        show(*on_a_cluster(rounds), load)
     except KeyboardInterrupt:
         return 130
     return 0
@@ -118,7 +121,7 @@ def timed(node: str, options: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def show(times: Times, helped: list[float]) -> None:
+def show(times: Times, helped: list[float], load: busy.Load) -> None:
     rounds = len(times["first"])
     print(f"{rounds} rounds; milliseconds from the start of srun to its end, medians:\n")
     print(f"  {'':18}{'with':>8}{'without':>9}{'added':>8}{'ratio':>8}")
@@ -135,7 +138,8 @@ def show(times: Times, helped: list[float]) -> None:
     )
     print(f"each further task of a step adds {task * 1e6:.0f} microseconds")
     print("milliseconds added to a step's start, 1 task:")
-    print(" ".join(f"{name}={adds[name] * 1000:.1f}" for name in ("noimage", "first", "further")))
+    figures = (f"{name}={adds[name] * 1000:.1f}" for name in ("noimage", "first", "further"))
+    print(load.last(" ".join(figures)))
 
 
 if __name__ == "__main__":

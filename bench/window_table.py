@@ -26,6 +26,7 @@ sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / name) for name in ("src/window", "tests/window", "tests/slurm", "tests")]
 
+import busy  # noqa: E402
 import start_source  # noqa: E402
 from copiers import usage  # noqa: E402
 from forestage_window import window  # noqa: E402
@@ -107,6 +108,7 @@ class _Peak:
 
 
 def table(mib: float, rounds: int) -> Iterator[str]:
+    busied = busy.Load()
     subprocess.run(["mount", "-t", "tmpfs", "memory", MEMORY], check=True)
     tree, size = MEMORY / "tree", int(mib * MIB)
     tree.mkdir()
@@ -134,15 +136,20 @@ def table(mib: float, rounds: int) -> Iterator[str]:
     faster = statistics.median(shared.seconds / ours.seconds for shared, ours in pairs)
     read = statistics.median(ours.read / shared.read for shared, ours in pairs)
     peak = max(ours.peak for _, ours in pairs)
-    yield f"stalls_vs_shared={stalls:.1f} speedup={faster:.2f} src_bytes={read:.2f} peak={peak:.3f}"
+    yield busied.last(
+        f"stalls_vs_shared={stalls:.1f} speedup={faster:.2f} src_bytes={read:.2f} peak={peak:.3f}"
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["--load"]:
         print(load(*json.loads(sys.stdin.readline())))
         return
-    mib, rounds = float(arguments[0]) if arguments else 2.0, int(*arguments[1:2] or ["3"])
-    for line in table(mib, rounds):
+    options = busy.Bench("window", __doc__, "4 minutes")
+    options.add_argument("mib", nargs="?", type=float, default=2.0, help="of each file")
+    options.add_argument("rounds", nargs="?", type=int, default=3)
+    given = options.begin()
+    for line in table(given.mib, given.rounds):
         print(line, flush=True)
 
 

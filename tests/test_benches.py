@@ -11,6 +11,8 @@ import pytest
 BENCH = Path(__file__).parent.parent / "bench"
 RATIO = r"-?\d+\.\d+"  # a time that is added to another may be lost in the noise
 
+LOAD = r" load=\d+\.\d-\d+\.\d"  # of the machine, before and after
+
 # As small as they can be: a run of a few seconds each.
 SMALL = {
     "copy": (
@@ -70,4 +72,14 @@ def test_bench_ends_with_the_line_that_it_promises(machine: None, bench: str) ->
         [BENCH / bench, *options], capture_output=True, text=True, check=False, timeout=240
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.fullmatch(promised, ran.stdout.splitlines()[-1]), ran.stdout
+    assert re.fullmatch(promised + LOAD, ran.stdout.splitlines()[-1]), ran.stdout
+
+
+@pytest.mark.parametrize("bench", SMALL)
+def test_bench_says_beforehand_what_it_measures_and_how_long(bench: str) -> None:
+    ran = subprocess.run(
+        [BENCH / bench, "--help"], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert re.match(rf"usage: bench/{bench} ", ran.stdout)
+    assert re.search(r"^Takes .*\d|^Takes a ", ran.stdout, re.MULTILINE)
