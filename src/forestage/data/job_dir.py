@@ -179,8 +179,8 @@ def _must_fit(node: Node, size: int, most: int) -> None:
 def _make_mount_point(target: Path) -> None:
     """Makes the empty directory over which each task mounts; nobody but root may replace it."""
     for directory in (target.parent, target):
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
+        if not directory.exists():  # mkdir(2) of what exists waits for the lock of `/`
+            directory.mkdir(exist_ok=True)
             directory.chmod(0o755)  # whatever the umask is
         facts = os.lstat(directory)
         others = stat.S_IWGRP | stat.S_IWOTH
