@@ -171,7 +171,7 @@ def held(cache: Cache) -> Held:
     works = [functools.partial(_size, mount) for mount in gone.values()]
     found = as_user.each(works, int, unmount.TIMEOUT, LOOKS, unmount.AT_ONCE)
     # A bind that was covered stays beneath.
-    others = elsewhere.find(cache, covered=True)
+    others = elsewhere.find(cache, covered=True).found
     hidden = {one.mount.root for one in others if not one.key} - gone.keys()
     return Held(sum(size or 0 for size in found), found.count(None) + len(hidden))
 

@@ -175,7 +175,8 @@ def _release(over: _Over) -> Released:
             if going or (lease is not None and lease.uses):
                 # What stays in other mount namespaces the sweep tells, and tries again.
                 with contextlib.suppress(Failed, OSError):
-                    elsewhere.clear(cache, leases, over.clock.wall())
+                    now = over.clock.wall()
+                    elsewhere.clear(cache, leases, now, first=over.job.user.uid)
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
