@@ -338,7 +338,7 @@ class Hook:
             _write("also", *words)
         if os.path.exists(nodes[0].leases.data(job.id)):
             outcomes += self._show_data(nodes[0], job, limit, refusal)
-        step.tell(nodes[0], job, outcomes, say)
+        step.tell(nodes[0], job, outcomes, say, say.always)
         # At once: the log can wait, the step does not.
         self.answer(*(later or done.answer))
         step.note_shown(nodes[0], job, decided, done.answers)

@@ -69,7 +69,11 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     noted = wanted.read(node.leases, job.id)
     own, lines, outcomes = _own_dir(node, job, noted)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    requests = () if refusal or noted.off else noted.requests
+    off = refusal or (Declined("no-mount", noted.refused) if noted.off else None)
+    if off:
+        mounts = [one for one in noted.requests if one.at.startswith("/")]
+        outcomes += [_of_error(one, off) for one in mounts]
+    requests = () if off else noted.requests
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
         found, outcome = _shown(node, job, noted, request, own, limit)
         lines += found
@@ -181,12 +185,19 @@ def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
 
 
 def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
-    """Has the steps of a job that gets nothing unset its variables: they may be another job's."""
+    """Has the steps of a job that gets nothing unset its variables: they may be another job's.
+
+    And say that there are no mounts.
+    """
     asked = job.hints
-    seeds = tuple(one for one in asked.data if one.at.startswith("seed:"))
-    if asked.room is None and not seeds:
+    told = tuple(
+        one
+        for one in asked.data
+        if one.at.startswith("seed:") or (one.at.startswith("/") and not asked.off)
+    )
+    if asked.room is None and not told:
         return
-    refused = Wanted(seeds, asked.room, refused=printable(str(why)), off=True, restart=job.restart)
+    refused = Wanted(told, asked.room, refused=printable(str(why)), off=True, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
         _note(node, job, refused, end)
 
