@@ -235,7 +235,7 @@ def _shown(
                 node, job, request, path, limit.copy, limit.end, limit.progress
             )
             for line in lines:
-                _must_not_be_in(job, line[-2])
+                _must_not_be_in(job, line[-2], _some_time(node, limit))
                 binds.must_not_hold(line[-2], job, node.places.root, _some_time(node, limit))
             return lines, outcome
         if request.at.startswith("/"):
@@ -260,9 +260,19 @@ def _some_time(node: Node, limit: Wait) -> Deadline:
     return Deadline.after(max(limit.end.left(), source.HOOK_TIMEOUT), node.clock)
 
 
-def _must_not_be_in(job: Job, directory: str) -> None:
-    """Raises Declined where the job works in the directory: it would become read-only."""
-    for own in (job.work_dir, job.home):
+def _must_not_be_in(job: Job, directory: str, end: Deadline) -> None:
+    """Raises Declined where the job works in the directory: it would become read-only.
+
+    Wherever links lead: the directory is resolved. Raises as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[bytes]:  # it need not be text
+        as_user.become(job.user)
+        return os.fsencode(os.path.realpath(job.work_dir)), []
+
+    home = binds.home(job, min(binds.LOOK, end.left()))
+    resolved = os.fsdecode(as_user.call(work, bytes, min(binds.LOOK, end.left()))[0])
+    for own in (*home, job.work_dir, resolved):
         if f"{own}/".startswith(f"{directory}/"):
             raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
 
