@@ -72,10 +72,9 @@ def find(
     cache: Cache,
     thorough: bool = False,
     first: int | None = None,
-    covered: bool = False,
     proc: Path = HOST,
 ) -> Looked:
-    """The binds of this cache in other namespaces than ours; `covered`: those that are, as well.
+    """The binds of this cache in other namespaces than ours that nothing covers.
 
     Within LOOK seconds, or, where it is to be `thorough`, as long as a sweep may take. Namespaces
     of the user `first`, a uid, are looked at before the others.
@@ -103,7 +102,7 @@ def find(
             table = mounts.listed(os.fsdecode(raw))
             over = {(mount.parent, mount.point) for mount in table}
             for mount, inside in mounts.binds_of(table, origin):
-                if covered or (mount.id, mount.point) not in over:
+                if (mount.id, mount.point) not in over:
                     source = mounts.same_place(here, table, mount)
                     found.append(Foreign(pid, namespace, mount, unmount.key_of(inside), source))
     return Looked(tuple(found), unread)
