@@ -17,7 +17,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def run(self) -> Path:
-        """On a tmpfs: gone after a reboot, as jobs are."""
+        """On a tmpfs: gone after a reboot, as jobs are. Users cannot list it."""
         return self.root / "run/forestage"
 
     @property
@@ -94,8 +94,8 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def images(self) -> Path:
-        """A file for each step with an image of a registry, see hooks/registry.py. Any user may
-        look into it."""
+        """A file for each step with an image of a registry, see hooks/registry.py. A user reaches
+        their own by its name, and cannot list them."""
         return self.run / "images"
 
     @property

@@ -62,7 +62,13 @@ static bool understand_argument(const char *argument)
 /* In slurmd, so that the first job after a boot finds it; in steps, for one that is added later. */
 static void leave_mark(void)
 {
-	mkdir(RUN, 0755);
+	struct stat found;
+
+	/* Looked at first: mkdir(2) of what exists waits for the lock of /run (system/folders.py). */
+	if (stat(RUN, &found) != 0 && (mkdir(RUN, 0711) != 0 || stat(RUN, &found) != 0))
+		return;
+	if ((found.st_mode & 07777) != 0711)
+		chmod(RUN, 0711);
 	int fd = open(MARK, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
 
 	if (fd < 0)

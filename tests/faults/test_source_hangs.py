@@ -9,8 +9,11 @@ import pytest
 from far import Far
 from fault import MIB, Beside, Points, Until, beside, image
 
+from forestage import check
+from forestage.check import Report, Target
 from forestage.clock import Clock, Deadline
 from forestage.stage import source, wait
+from forestage.system import mounts, tree
 from node import Node, until
 
 
@@ -182,3 +185,33 @@ def test_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
     until(node.entries, "the copy to go on and publish")
     assert node.prolog(2, path).outcome.result in ("hit", "joined")
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("name", ["far", "far/images", "link"])
+def test_check_ends_and_names_the_source_that_hangs(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also what else leads there is not walked to: enroot's binds, and the cache's own path."""
+    monkeypatch.setattr(check.sources, "TIMEOUT", 0.3)
+    monkeypatch.setattr(tree, "HANGS", 0.3)
+    far.put("image.sqsh", image())
+    (far.folder / "images").mkdir()
+    (node.server / "link").symlink_to("far/images")
+    node.configure(sources=[str(node.shared / name)])
+    etc = node.places.root / "etc/enroot"
+    (etc / "mounts.d").mkdir(parents=True)
+    (etc / "mounts.d/a.fstab").write_text(f"{node.shared / name} /x none bind\n")
+
+    def ids() -> list[str]:
+        done: Report = check.check(Target(node.places, Clock()))
+        return [one.id for one in done.findings if one.id.startswith(("source", "check"))]
+
+    # All that it looks at is below the node's root.
+    seen = node.places.root / str(node.shared).lstrip("/")
+    seen.mkdir(parents=True)
+    mounts.mount(str(node.shared), str(seen), mounts.MS_BIND | mounts.MS_REC)
+    assert "source-hangs" not in ids()
+    far.hang()
+    assert ids() == ["source-hangs"]
+    far.answer()
+    until(far.is_left_alone, "the children that were left behind")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from forestage.cache import unmount
+from forestage.cache import elsewhere, unmount
+from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
 from forestage.stage import source
 from forestage.system import lock
@@ -17,6 +18,8 @@ LIMITS = (
     (source, "HOOK_TIMEOUT"),
     (source, "STAGER_TIMEOUT"),
     (unmount, "TIMEOUT"),
+    (elsewhere, "LOOK"),
+    (epilog, "IMAGES_TIME"),
     (connection, "CONNECT"),
     (connection, "STALL"),
     (protocol, "HANDSHAKE"),

@@ -14,7 +14,7 @@ from forestage.cache import elsewhere, unmount
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.system import mounts
-from node import BOB, Arrange, Node, content, until
+from node import BOB, SIZE, Arrange, Node, content, until
 
 USERS = ("--user", "--map-root-user")
 
@@ -37,7 +37,7 @@ class Private:
 
     def binds(self, node: Node) -> int:
         """How many redirects it sees."""
-        return len([one for one in elsewhere.find(node.cache) if one.pid == self.program.pid])
+        return len([one for one in elsewhere.find(node.cache).found if one.pid == self.program.pid])
 
     def end(self) -> None:
         self.program.kill()
@@ -159,7 +159,7 @@ def test_bind_of_an_evicted_entry_is_told_and_counted(
     left = elsewhere.clear(node.cache, node.leases)
     assert left.off == 0
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
-    assert inventory.held(node.cache) == Held(0, unknown=1)
+    assert inventory.held(node.cache) == Held(1, SIZE)
 
 
 def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
@@ -186,7 +186,7 @@ def test_space_of_a_covered_bind_is_counted_once_its_entry_is_evicted(
     assert inventory.held(node.cache) == Held()
     node.cache.evict(node.identity(path).key)
     node.cache.delete_evicted()
-    assert inventory.held(node.cache) == Held(0, unknown=1)
+    assert inventory.held(node.cache) == Held(1, SIZE)
 
 
 HOSTILE = {
@@ -208,7 +208,7 @@ def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
     assert node.epilog(1).said == ("released", "")
     assert set(node.binds()) == {str(other)}
     key = node.identity(other).key
-    left = [one for one in elsewhere.find(node.cache) if one.pid == container.program.pid]
+    left = [one for one in elsewhere.find(node.cache).found if one.pid == container.program.pid]
     assert [one.mount.point for one in left if one.key == key] == [str(other)]
     hidden = "parent" in first
     assert len(left) == 1 + hidden
@@ -254,3 +254,49 @@ def test_no_later_redirect_is_laid_over_an_older_one(
     node.epilog(2)
     node.put("alice/image.sqsh", content(3))
     assert container.reads(path) == content(3)
+
+
+def test_epilog_looks_as_far_as_it_has_time_and_the_sweep_at_the_rest(
+    node: Node, private: Callable[..., Private], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users may make hundreds of namespaces, which cost a second each."""
+    node.staged(1)
+    container = private(*USERS)
+    with monkeypatch.context() as hurried:
+        hurried.setattr(elsewhere, "LOOK", 0.0)
+        assert node.epilog(1).said == ("released", "")
+        assert elsewhere.find(node.cache).unread > 0
+    assert container.binds(node) == 1
+    left = elsewhere.clear(node.cache, node.leases)
+    assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
+
+
+def test_of_a_long_list_of_mounts_an_epilog_reads_some_and_the_sweep_more(
+    node: Node, private: Callable[..., Private], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.staged(1)
+    container = private(*USERS)
+    monkeypatch.setattr(elsewhere, "MOST", 200)
+    assert node.epilog(1).said == ("released", "")
+    monkeypatch.setattr(elsewhere, "MOST", 1 << 20)
+    assert container.binds(node) == 1
+    with monkeypatch.context() as hurried:
+        hurried.setattr(elsewhere, "SWEEP_MOST", 200)
+        left = elsewhere.clear(node.cache, node.leases)
+    assert left.off == 0
+    assert "not looked through" in left.problems[-1]
+    left = elsewhere.clear(node.cache, node.leases)
+    assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
+
+
+def test_namespaces_of_the_jobs_user_are_looked_at_first(
+    node: Node, private: Callable[..., Private], tmp_path: Path
+) -> None:
+    """Others' may take all the time: what this user's job has left goes all the same."""
+    node.staged(1)
+    containers = [private(*USERS), private()]
+    for first in (BOB.uid, 0):
+        found = elsewhere.find(node.cache, first=first).found
+        users = [Path(f"/proc/{one.pid}").stat().st_uid for one in found]
+        assert sorted(users) == [0, BOB.uid]
+        assert users[0] == first, containers

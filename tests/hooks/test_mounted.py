@@ -323,7 +323,7 @@ def test_file_that_comes_in_is_mounted_through_its_keeper(
     job = Job.from_environ(mounting.node.environ(1) | {"SLURM_STEP_ID": "0"})
     with serving.Bytes() as content:
         content.through = through.sock
-        name = serving.start(mounting.node.places.served, job, content)
+        name = serving.start(mounting.node.places.served, job, 1, content)
     assert mounting.show(name).read_text() == TEXT
     mounting.hide()
     mounting.ended()
@@ -338,7 +338,7 @@ def test_private_file_is_mounted_for_who_can_read_it_alone(mounting: Mounting) -
     with serving.Bytes() as content:
         content.entry = mounting.node.cache.image(mounting.node.identity(mounting.path).key)
         with pytest.raises(Declined, match="Permission denied"):
-            serving.start(mounting.node.places.served, job, content)
+            serving.start(mounting.node.places.served, job, 1, content)
 
 
 def declined(mounting: Mounting, why: str, job: int = 1, **environ: str) -> None:
@@ -374,8 +374,10 @@ def no_clones(*_: object) -> int:
         (serving, "PROGRAMS", ("no-such-program",), "squashfuse is not installed"),
         (fuse, "DEVICE", "/dev/none", "this node has no /dev/none"),
         (mounts, "clone", no_clones, "Function not implemented"),
-        (serving, "MOST", 0, "0 files are mounted on this node already"),
-        (serving, "MOST_OF_USER", 0, "0 files are mounted on this node already"),
+        (serving, "MOST", 0, "0 files of this user and 0 of all are mounted on this node"),
+        (serving, "MOST_OF_USER", 0, "0 files of this user and 0 of all are mounted on this node"),
+        (serving, "SERVERS", 0, "steps on this node have 0 files mounted"),
+        (serving, "SERVERS_OF_USER", 0, "steps on this node have 0 files mounted"),
     ],
 )
 def test_node_that_cannot_mount_says_why_and_the_step_goes_on(
@@ -390,6 +392,53 @@ def test_node_that_cannot_mount_says_why_and_the_step_goes_on(
     monkeypatch.setattr(where, name, value)
     declined(mounting, why)
     mounting.ended()
+
+
+def test_file_counts_once_for_all_steps_of_its_job(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """17 packed jobs with one environment have 34 servers: batch scripts are steps as well."""
+    monkeypatch.setattr(serving, "MOST_OF_USER", 1)
+    mounting.staged(1)
+    with connected(mounting.socket(1)), connected(mounting.socket(1)):
+        mounting.staged(2)
+        declined(mounting, "1 files of this user and 1 of all are mounted on this node", 2)
+
+
+@pytest.mark.parametrize("messages", ["problems", "all", "none"])
+def test_mount_that_is_missing_is_said_by_each_step_and_node(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch, messages: str
+) -> None:
+    """… though the user has read their line: of another step, or of what went well."""
+    mounting.node.configure(redirect="spank", user_messages=messages)
+    mounting.staged(1)
+    mounting.socket(1) if messages != "all" else mounting.step(1)
+    monkeypatch.setattr(serving, "MOST", 0)
+    elsewhere = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_STEP_NODELIST": "n[0-1]"}
+    for environ in ({}, {}, elsewhere):
+        said = [line for line in mounting.step(1, **environ) if line[0] == "say"]
+        assert len(said) == (messages != "none")
+        assert all("is not mounted: 0 files" in line[1] for line in said)
+
+
+@pytest.mark.parametrize("when", ["Prolog", "step"])
+def test_mount_of_a_job_that_gets_nothing_is_said_to_be_missing(
+    mounting: Mounting, when: str
+) -> None:
+    if when == "Prolog":
+        mounting.node.switch_off("INC-1")
+        mounting.node.prolog(1, comment=mounting.comment())
+        mounting.node.places.disabled.unlink()
+    else:
+        mounting.staged(1)
+        mounting.node.switch_off("INC-1")
+    said, last = mounting.step(1)
+    assert said[:1] == ["say"]
+    assert "is not mounted: " in said[1]
+    assert "INC-1" in said[1]
+    assert last == ["leave", "no-image"]
+    assert mounting.node.epilog(1).code == 0
+    assert mounting.node.lease(1) is None
 
 
 def test_program_that_hangs_at_its_start_is_given_up(

@@ -595,3 +595,23 @@ def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch
     with lock.held(tree._life(bare, 1, 0, f"{path}/"), 240.0):  # as if it went on
         lines, outcome = tree.show(bare, job, request, f"{path}/", until_now, until_now)
     assert (lines, outcome.result) == ([], "started")
+
+
+@pytest.mark.parametrize("own", ["FORESTAGE_HOME", "SLURM_JOB_WORK_DIR"])
+@pytest.mark.parametrize("written", ["link", "resolved"])
+def test_directory_that_holds_the_jobs_own_is_not_shown_wherever_links_lead(
+    spank: Node, own: str, written: str
+) -> None:
+    """It would become read-only, and with it the home or the directory that the job works in."""
+    path = fill(spank)
+    link = spank.shared / "home"
+    (spank.server / "home").symlink_to("alice/set/a")
+    assert staged(spank, 1, path).state == "ready"
+    environ = spank.environ(1) | {"SLURM_STEP_ID": "1"}
+    environ[own] = str(link if written == "link" else path / "a")
+    limit = Wait.of(Clock(), 600.0, None)
+    shown = data.show(ready(spank, 1), Job.from_environ(environ), limit, None)
+    assert shown.lines == []
+    (outcome,) = shown.outcomes
+    assert outcome.reason == "no-mount"
+    assert "holds the job's own directory" in outcome.detail

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from host import wait_until
 from jobs import Site, device_and_inode
 from spec import BOB, ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
@@ -24,6 +25,27 @@ __attribute__((constructor)) static void mark(void)
 }
 """
 MODULE = f"import os\nif 0 in (os.getuid(), os.geteuid()): open({MARK!r}, 'w')\n"
+LISTS = "/shared/alice/lists"
+LIST = f"""
+import ctypes, mmap, os, platform, signal, subprocess, sys, time
+point = "/tmp/page"
+os.makedirs(point)
+os.makedirs("/tmp/of-page")
+open("/tmp/of-page/page", "wb").write(os.urandom(4096))
+subprocess.run(["mksquashfs", "/tmp/of-page", "/tmp/page.sqsh", "-quiet"], check=True)
+server = subprocess.Popen(["squashfuse", "-f", "/tmp/page.sqsh", point])
+while not os.path.ismount(point):
+    time.sleep(0.05)
+file = os.open(point + "/page", os.O_RDONLY)
+page = mmap.mmap(file, 4096, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+there = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+server.send_signal(signal.SIGSTOP)
+os.waitpid(server.pid, os.WUNTRACED)
+folder = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)
+open({LISTS!r}, "w").close()
+number = dict(x86_64=217, aarch64=61)[platform.machine()]  # getdents64(2)
+ctypes.CDLL(None).syscall(number, folder, there, 4096)
+"""
 SHELL = f"test $(id -u) != 0 || touch {MARK}\n"
 
 
@@ -138,3 +160,32 @@ def test_task_may_not_make_the_copy_its_own(spank: Site) -> None:
     assert copy.stat().st_mode & 0o777 == 0o644
     late = spank.srun(image)
     assert spank.saw(late.job).sha256 == before
+
+
+@contextlib.contextmanager
+def listing(site: Site, folder: str) -> Iterator[None]:
+    """While it lasts, a job of alice's lists a directory into memory that does not come."""
+    site.source(LISTS).unlink(missing_ok=True)
+    argv = ["srun", "--nodelist=n1", "--ntasks=1", "python3", "-c", LIST, folder]
+    job = site.cluster.popen(argv)
+    try:
+        wait_until(site.source(LISTS).exists, 90, site.cluster.overview)
+        yield
+    finally:
+        # Without its server the page is an error, and the look ends.
+        site.root(["kill", "-KILL", *site.named("n1", "squashfuse")], "n1")
+        job.communicate()
+        site.root(["umount", "/tmp/page"], "n1")
+        site.root(["rm", "-r", "/tmp/page", "/tmp/of-page", "/tmp/page.sqsh"], "n1")
+
+
+@pytest.mark.parametrize("folder", ["/run", "/var/log"])
+def test_user_who_lists_run_holds_up_no_job(site: Site, folder: str) -> None:
+    """The list holds the directory's lock; mkdir(2) waits for it, whatever is there."""
+    site.configure(redirect="spank")
+    image = site.image("image", owner=BOB)
+    site.srun(image, user="bob")
+    with listing(site, folder):
+        assert site.srun(None, "true", user="bob").code == 0
+        ran = site.srun(image, user="bob")
+        assert site.saw(ran.job).sha256 == site.sha256(image)

@@ -71,6 +71,22 @@ def test_boot_does_not_wait_for_images() -> None:
     assert values("Type", "forestage-boot") == ["exec"]
 
 
+@pytest.mark.parametrize("name", ["sweep", "room"])
+def test_unit_that_comes_before_the_caches_disk_has_not_failed(name: str) -> None:
+    assert values("SuccessExitStatus", f"forestage-{name}") == [str(int(Exit.UNMOUNTED))]
+
+
+def test_directory_of_sockets_cannot_be_listed_by_users() -> None:
+    assert "\nDirectoryMode=0711\n" in unit("forestage-ask.socket")
+    assert values("RuntimeDirectoryMode") == ["0711"]
+    tmpfiles = (UNITS.parent / "tmpfiles.d/forestage.conf").read_text()
+    assert re.findall(r"^(.) /run/forestage(\S*) (\d+)", tmpfiles, re.MULTILINE) == [
+        ("d", "", "0711"),
+        ("z", "/images", "0711"),
+        ("z", "/through", "0700"),
+    ]
+
+
 @pytest.mark.parametrize("name", ["sweep", "metrics", "room"])
 def test_timer_starts_its_service_again_and_again(name: str) -> None:
     timer = unit(f"forestage-{name}.timer")

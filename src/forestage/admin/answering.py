@@ -28,6 +28,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import ForestageError
 from forestage.paths import Places
+from forestage.system import folders
 
 PER_USER = 4  # connections
 MOST = 64  # connections of all users
@@ -133,7 +134,7 @@ def run(places: Places, clock: Clock, environ: Mapping[str, str]) -> None:
 def listen(places: Places) -> socket.socket:
     """The socket, where nobody else has made it."""
     path = places.ask
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folders.keep(path.parent, folders.PASSABLE)
     path.unlink(missing_ok=True)
     made = socket.socket(socket.AF_UNIX)
     made.bind(os.fspath(path))

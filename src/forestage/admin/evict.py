@@ -106,7 +106,7 @@ def plan_at_rest(node: Node, leased: frozenset[str]) -> evict.Plan:
     stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
     goal = evict.room_at_rest(room)
-    return evict.plan(stored, leased, room, goal, copies=evict.copies(node.cache))
+    return evict.plan(stored, leased, room, goal, copies=evict.of_users(node.cache))
 
 
 def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:

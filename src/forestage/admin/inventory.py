@@ -5,23 +5,20 @@ with it, and every command must expect that.
 """
 
 import contextlib
-import errno
-import functools
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 
 import msgspec
 
-from forestage.cache import elsewhere, evict, unmount
+from forestage.cache import evict
+from forestage.cache import held as deleted
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.errors import Failed, NotFound
-from forestage.system import as_user, mounts
 
-LOOKS = 10.0  # seconds for looking at all redirects of evicted entries
 MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
 
 _PREFIX = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},32}}", re.ASCII | re.IGNORECASE)
@@ -66,13 +63,10 @@ class Holdings(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Bytes on disk of entries that were evicted, while redirects that stay show them.
+    """Evicted entries that something has open, and their bytes on disk."""
 
-    `unknown` is how many of these could not be looked at.
-    """
-
+    number: int = 0
     bytes: int = 0
-    unknown: int = 0
 
 
 class Leased(msgspec.Struct, frozen=True):
@@ -165,35 +159,9 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[It
 
 
 def held(cache: Cache) -> Held:
-    """What redirects of evicted entries keep on the disk. As root; 0 bytes for other users."""
-    # Each once: one entry may be shown at several paths.
-    gone = {bind.mount.root: bind.mount for bind in unmount.binds(cache) if not bind.key}
-    works = [functools.partial(_size, mount) for mount in gone.values()]
-    found = as_user.each(works, int, unmount.TIMEOUT, LOOKS, unmount.AT_ONCE)
-    # A bind that was covered stays beneath.
-    others = elsewhere.find(cache, covered=True)
-    hidden = {one.mount.root for one in others if not one.key} - gone.keys()
-    return Held(sum(size or 0 for size in found), found.count(None) + len(hidden))
-
-
-def _size(hidden: mounts.Mount) -> int:
-    """In a child: the bytes of what a mount shows, whatever users have mounted over it."""
-    mounts.private_namespace()
-    for _ in range(unmount.COVERS):
-        # Here it has another number.
-        (here,) = (
-            one
-            for one in mounts.current()
-            if (one.root, one.device, one.point) == (hidden.root, hidden.device, hidden.point)
-        )
-        cover = mounts.cover(mounts.current(), here)
-        if cover is None:
-            break
-        mounts.umount(cover.point)
-    shown = os.open(hidden.point, os.O_PATH | os.O_NOFOLLOW)
-    if mounts.mount_id(shown) != here.id:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), hidden.point)
-    return os.fstat(shown).st_blocks * 512
+    """What deleted images still take of the disk. Raises OSError."""
+    found = deleted.gather(cache.held)
+    return Held(len(found), sum(one.bytes for one in found))
 
 
 def is_key(word: str) -> bool:

@@ -22,7 +22,7 @@ from forestage.paths import Places
 from forestage.registry import collect, worker
 from forestage.registry.collect import Done
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Word
-from forestage.system import as_user
+from forestage.system import as_user, folders
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, age, count
 from forestage.units import format_size, printable
@@ -267,7 +267,7 @@ def clean_some(config: Config, places: Places, now: float) -> list[Collected]:
         if abs(now - os.lstat(stamp).st_mtime) < EVERY:
             return []
     # Before it is looked at: a store that hangs is not visited every ten minutes.
-    stamp.parent.mkdir(parents=True, exist_ok=True)
+    folders.keep(stamp.parent, folders.PASSABLE)
     stamp.touch()
     os.utime(stamp, (now, now))
 

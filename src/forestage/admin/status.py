@@ -301,8 +301,8 @@ COLUMNS = tuple(facts(Status("", "", (), (), ())))
 def _held(held: inventory.Held) -> list[tuple[str, str]]:
     if held == inventory.Held():
         return []
-    more = f", and {held.unknown} that cannot be reached" if held.unknown else ""
-    return [("held", f"{format_size(held.bytes)} by redirects of evicted entries{more}")]
+    number = count(held.number, "evicted entry", "evicted entries")
+    return [("held", f"{format_size(held.bytes)} by {number} that something has open")]
 
 
 def _job_dirs(taken: job_dir.Taken) -> list[tuple[str, str]]:

@@ -92,9 +92,11 @@ class SweepReport(msgspec.Struct, frozen=True):
     `job_dirs` are directories of jobs that are over. `kept` is how many leases stay. `keepers`
     hung: their keys. `doubt` says why no lease was released. `unproven` are the entries that a dry
     run would read. `collected` is what went of users' directories in the store of images.
+    `unmounted` says that the cache's disk is not mounted, and may come later.
     """
 
     dry_run: bool
+    unmounted: str = ""
     released: tuple[ReleasedLease, ...] = ()
     kept: int = 0
     redirects: tuple[str, ...] = ()
@@ -128,7 +130,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     """
     start = node.clock.monotonic()
     run = _Run(node, dry_run)
-    made = run.tried(inventory.is_made, node)
+    made = run.tried(run.is_made, node)
     stale: tuple[StaleLease, ...] = ()
     unanswered = ""
     try:
@@ -163,9 +165,10 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     collected = () if dry_run else run.tried(collect, node) or ()
     done = SweepReport(
         dry_run=dry_run,
+        unmounted=run.unmounted,
         released=released,
         kept=len(node.leases.jobs()) - (len(released) if dry_run else 0),
-        redirects=tuple(run.unmounted),
+        redirects=tuple(run.unredirected),
         parts=parts,
         job_dirs=job_dirs,
         keepers=keepers,
@@ -212,13 +215,14 @@ def _raise_if_not_root(error: Exception) -> None:
 
 
 class _Run:
-    """One sweep at work. `problems` and `unmounted` (paths no longer redirected) grow meanwhile."""
+    """One sweep at work. `problems` and `unredirected` (paths) grow meanwhile."""
 
     def __init__(self, node: Node, dry_run: bool) -> None:
         self.node = node
         self.dry_run = dry_run
         self.problems: list[str] = []
-        self.unmounted: list[str] = []
+        self.unredirected: list[str] = []
+        self.unmounted = ""
 
     def tried(self, work: Callable[[T], R], subject: T) -> R | None:
         """What `work` returns; None, and a problem noted, where it fails in an expected way."""
@@ -228,6 +232,16 @@ class _Run:
             _raise_if_not_root(error)
             self.problems.append(str(error))
             return None
+
+    def is_made(self, node: Node) -> bool:
+        """Whether the cache exists; that its disk is not mounted is no problem of the sweep's."""
+        try:
+            return inventory.is_made(node)
+        except Failed as failed:
+            if failed.reason != "cache-not-mounted":
+                raise
+            self.unmounted = str(failed)
+            return False
 
     def each(self, stale: tuple[StaleLease, ...]) -> Iterator[ReleasedLease]:
         """Releases them one by one; a hook that waits gets the lock in between."""
@@ -266,7 +280,7 @@ class _Run:
         if self.dry_run:
             needed = {use.path for lease in self._staying(stale) for use in lease.uses}
             bound = unmount.binds(node.cache)
-            self.unmounted += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
+            self.unredirected += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
             return
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
@@ -275,7 +289,7 @@ class _Run:
                 going = redirect.claim_unneeded(node.cache, node.leases, node.places, None, claims)
             self._unmount(node.cache, going, functools.partial(owner_of, node.cache))
         left = {bind.mount.id for bind in unmount.binds(node.cache)}
-        self.unmounted += [one.bind.path for one in going if one.bind.mount.id not in left]
+        self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]
         self.problems += elsewhere.clear(
             node.cache, node.leases, total=unmount.SWEEP_TOTAL
         ).problems
@@ -503,15 +517,19 @@ def pieces(done: SweepReport) -> list[Piece]:
     lines += [f"store of {text}" for text in registry.lines(done.collected, done.dry_run)]
     if done.doubt:
         lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")
+    if done.unmounted:
+        lines.append(f"The cache was left alone: {done.unmounted}")
     lines += [f"Problem: {problem}" for problem in done.problems]
     lines.append(f"{count(len(done.released), 'lease')} {would}released, {done.kept} kept.")
     return [Line(text) for text in lines]
 
 
 def exit_code(done: SweepReport) -> int:
-    """Pure: bad bytes before all else, then what the node could not do, then Slurm's silence."""
+    """Pure: bad bytes before all else, then what the node could not do, then what may come yet."""
     if done.bad:
         return 7
     if done.problems:
         return 6
-    return 8 if done.doubt else 0
+    if done.doubt:
+        return 8
+    return 12 if done.unmounted else 0

@@ -22,7 +22,7 @@ from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
-from forestage.system import lock, records
+from forestage.system import folders, lock, records
 from forestage.system.files import opened
 
 KERNEL_LOG = Path("/dev/kmsg")
@@ -180,7 +180,7 @@ def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:
 
     Raises OSError, Failed.
     """
-    places.run.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folders.keep(places.run, folders.PASSABLE)
     with lock.held(places.disk.with_suffix(".lock"), LOCK_TIMEOUT):
         before = known(places)
         now = changed(before)

@@ -18,7 +18,8 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,11 @@ from forestage.system.sha256 import sha256
 
 HOST = Path("/proc")
 HUNG = ".hung"  # of a file beside the locks
+
+# A user may make hundreds of namespaces with 100,000 mounts each (fs.mount-max).
+LOOK = 1.0  # seconds in which a hook looks through all of them
+MOST = 1 << 20  # bytes of one's mounts that it reads, some 10,000 mounts
+SWEEP_MOST = 64 << 20
 
 
 class Foreign(msgspec.Struct, frozen=True):
@@ -48,6 +54,13 @@ class Foreign(msgspec.Struct, frozen=True):
     source: str = ""
 
 
+class Looked(msgspec.Struct, frozen=True):
+    """What was found, and how many namespaces were not looked through to the end."""
+
+    found: tuple[Foreign, ...] = ()
+    unread: int = 0
+
+
 class Left(msgspec.Struct, frozen=True):
     """How many were taken off or covered, and sentences about those that stay."""
 
@@ -55,38 +68,74 @@ class Left(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-def find(cache: Cache, proc: Path = HOST, covered: bool = False) -> list[Foreign]:
-    """The binds of this cache in other namespaces than ours; `covered`: those that are, as well."""
+def find(
+    cache: Cache,
+    thorough: bool = False,
+    first: int | None = None,
+    proc: Path = HOST,
+) -> Looked:
+    """The binds of this cache in other namespaces than ours that nothing covers.
+
+    Within LOOK seconds, or, where it is to be `thorough`, as long as a sweep may take. Namespaces
+    of the user `first`, a uid, are looked at before the others.
+    """
+    end = time.monotonic() + (unmount.SWEEP_TOTAL if thorough else LOOK)
+    most = SWEEP_MOST if thorough else MOST
     here = mounts.current()
     origin = mounts.origin(here, cache.real)
     if origin is None:
-        return []
-    found = []
-    for pid, namespace in _namespaces(proc):
+        return Looked()
+    found: list[Foreign] = []
+    mark = mounts.mark_of(origin)
+    namespaces, all_known = _namespaces(proc, first, end)
+    unread = int(not all_known)
+    for pid, namespace in namespaces:
+        if time.monotonic() >= end:
+            unread += 1
+            continue
         with contextlib.suppress(OSError):  # it has just ended
-            raw = (proc / str(pid) / "mountinfo").read_bytes()
+            raw, whole = _mountinfo(proc / str(pid) / "mountinfo", most)
+            unread += not whole
             # Nearly all have none of ours: not even parsed.
-            if os.fsencode(origin.root) not in raw:
+            if mark not in raw:
                 continue
             table = mounts.listed(os.fsdecode(raw))
             over = {(mount.parent, mount.point) for mount in table}
             for mount, inside in mounts.binds_of(table, origin):
-                if covered or (mount.id, mount.point) not in over:
+                if (mount.id, mount.point) not in over:
                     source = mounts.same_place(here, table, mount)
                     found.append(Foreign(pid, namespace, mount, unmount.key_of(inside), source))
-    return found
+    return Looked(tuple(found), unread)
 
 
-def _namespaces(proc: Path) -> Iterator[tuple[int, int]]:
-    """A process of each mount namespace but ours."""
-    seen = {os.readlink(f"{proc}/self/ns/mnt")}
+def _mountinfo(file: Path, most: int) -> tuple[bytes, bool]:
+    """Whole lines of some of it, and whether that is all. Raises OSError.
+
+    The kernel makes it as it is read.
+    """
+    with file.open("rb") as opened:
+        raw = opened.read(most + 1)
+    whole = len(raw) <= most
+    return (raw if whole else raw[: raw.rfind(b"\n") + 1]), whole
+
+
+def _namespaces(proc: Path, first: int | None, end: float) -> tuple[list[tuple[int, int]], bool]:
+    """A process of each mount namespace but ours, with that; and whether the time was enough."""
+    ours = os.readlink(f"{proc}/self/ns/mnt")
+    known: dict[str, tuple[bool, int]] = {}
+    in_time = True
     for directory in os.scandir(proc):  # of thousands, perhaps: no Path for each
         if directory.name.isdigit():
             with contextlib.suppress(OSError):  # it has just ended
                 name = os.readlink(f"{directory.path}/ns/mnt")  # mnt:[4026531841]
-                if name not in seen:
-                    seen.add(name)
-                    yield int(directory.name), int(name[5:-1])
+                other = first is not None and directory.stat().st_uid != first
+                if name != ours and (name not in known or not other):
+                    known[name] = other, int(directory.name)
+        in_time = time.monotonic() < end
+        if not in_time:
+            break
+    by_user = sorted(known.items(), key=lambda one: one[1][0])
+    return [(pid, int(name[5:-1])) for name, (_, pid) in by_user], in_time
 
 
 def unneeded(found: Iterable[Foreign], keys: frozenset[str]) -> list[Foreign]:
@@ -94,15 +143,22 @@ def unneeded(found: Iterable[Foreign], keys: frozenset[str]) -> list[Foreign]:
     return [one for one in found if one.key not in keys]
 
 
-def clear(cache: Cache, leases: Leases, now: float | None = None, total: float = 0.0) -> Left:
+def clear(
+    cache: Cache,
+    leases: Leases,
+    now: float | None = None,
+    total: float = 0.0,
+    first: int | None = None,
+) -> Left:
     """Takes off, or covers, what no lease holds in other namespaces. Not under a lock.
 
     Within unmount.TIMEOUT or `total` seconds: what is not reached is for the sweep. With `now`
-    (seconds since the epoch), what hung a while ago is left to it too: by its path, as each new
-    namespace has mounts with new ids. Raises OSError; Failed for a damaged lease, which may hold
-    any entry.
+    (seconds since the epoch), a hook's, what hung a while ago is left to it too: by its path, as
+    each new namespace has mounts with new ids. `first` is the uid of the job's user. Raises
+    OSError; Failed for a damaged lease, which may hold any entry.
     """
-    found = find(cache)
+    looked = find(cache, now is None, first)
+    found = looked.found
     gone = unneeded(found, leases.keys()) if found else []
     if now is not None:
         gone = [one for one in gone if not _hung_lately(_note(cache, one), now)]
@@ -113,6 +169,9 @@ def clear(cache: Cache, leases: Leases, now: float | None = None, total: float =
     if now is None:  # all were tried
         for file in set(cache.locks.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:
             file.unlink(missing_ok=True)
+    if looked.unread:
+        told = f"mount namespaces that were not looked through: {looked.unread}"
+        left = msgspec.structs.replace(left, problems=(*left.problems, told))
     return left
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.cache import held
 from forestage.cache.layout import Cache, StoredEntry, tree_bytes
 from forestage.cache.lease import Leases
 from forestage.cache.part import Part, boot_id
@@ -30,7 +31,9 @@ class Room(msgspec.Struct, frozen=True):
     """Bytes: free on the file system, used by the cache, and the limits of the configuration.
 
     `low`, `share` (of one user) and `data` are parts of what the cache may take: `max_size`, or
-    less where others have filled the disk. `data_under_way` are the parts of directories.
+    less where others have filled the disk. `data_under_way` are the parts of directories. For the
+    share what is held of evicted entries is the cache's, too: who fills the disk with that must not
+    make everybody's share small.
     """
 
     free: int
@@ -92,7 +95,8 @@ def plan(
     other data goes until all of it, copies under way included, is within its share, and no image.
 
     A user takes what is only theirs: entries that nobody else has used, and `copies`, the bytes
-    that their copies will have. Root has no share to keep to: what it warms is for all.
+    that their copies will have and their evicted entries still take. Root has no share to keep to:
+    what it warms is for all.
     """
     everything = list(stored)
     old = superseded(everything, superseded_path)
@@ -160,7 +164,8 @@ def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> Room
     """The cache's room now. Parts under way count as used: their space is reserved."""
     parts = {part: _bytes_if_there(part) for part in cache.parts.iterdir()}
     data = sum(size for part, size in parts.items() if _is_data(Part(part)))
-    room = _room(cache, config, sum(one.bytes for one in stored) + sum(parts.values()))
+    used = sum(one.bytes for one in stored) + sum(parts.values())
+    room = _room(cache, config, used, held.of_users(cache.held).total())
     return msgspec.structs.replace(room, data_under_way=data)
 
 
@@ -174,7 +179,7 @@ def at_least(cache: Cache, config: Config) -> Room:
     return _room(cache, config, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
 
 
-def _room(cache: Cache, config: Config, used: int) -> Room:
+def _room(cache: Cache, config: Config, used: int, kept_open: int = 0) -> Room:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
@@ -188,7 +193,7 @@ def _room(cache: Cache, config: Config, used: int) -> Room:
         max_size=max_size,
         min_free=min_free,
         low=config.low_watermark.of(may_take),
-        share=config.max_user_share.of(may_take),
+        share=config.max_user_share.of(max(0, min(max_size, used + kept_open + free - min_free))),
         data=config.data.share.of(may_take),
     )
 
@@ -203,6 +208,11 @@ def copies(cache: Cache) -> Counter[int]:
     return found
 
 
+def of_users(cache: Cache) -> Counter[int]:
+    """The bytes that are one user's beside entries, by uid: copies, and what of evicted is held."""
+    return copies(cache) + held.of_users(cache.held)
+
+
 def make_room(
     cache: Cache,
     leases: Leases,
@@ -215,14 +225,22 @@ def make_room(
     """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
     `user` is the uid of who asks, `data` whether it is no image. Raises Declined, and evicts
-    nothing, where even everything that may go for them would not do.
+    nothing, where even everything that may go for them would not do, and where what they hold of
+    evicted entries is their share already: it cannot be evicted.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        kept_open = held.of_users(cache.held)[user] if user else 0
         room = at_least(cache, config)
-        if not data and _met(room, room_for_copy(room, size), 0):
+        if not data and not kept_open and _met(room, room_for_copy(room, size), 0):
             return ()
         stored = cache.stored_entries()
         room = measure(cache, stored, config)
+        if kept_open and kept_open + size > room.share:
+            raise Declined(
+                "no-room",
+                f"needs {format_size(size)}; processes of this user have evicted entries of"
+                f" {format_size(kept_open)} open, and one user may take {format_size(room.share)}",
+            )
         goal = room_for_copy(room, size)
         if not _met(room, goal, 0):
             # What might be resumed one day goes before anything that is whole.
@@ -233,7 +251,7 @@ def make_room(
             room = measure(cache, stored, config)
         if not data and _met(room, goal, 0):
             return ()
-        under_way = copies(cache)
+        under_way = of_users(cache)
         under_way[user or 0] += size
         made = plan(stored, leases.keys(), room, goal, path, under_way, user, size if data else 0)
         if not made.enough:
@@ -267,7 +285,7 @@ def leave_room(
     """
     with lock.held(cache.space_lock, timeout):
         stored = cache.stored_entries()
-        under_way = copies(cache) + Counter(others)
+        under_way = of_users(cache) + Counter(others)
         under_way[user] += need
         room = measure(cache, stored, config)
         goal = Goal(free=room.min_free + need, used=room.used)
@@ -295,7 +313,7 @@ def tidy(
             stored = cache.stored_entries()
             room = measure(cache, stored, config)
             goal = room_at_rest(room)
-            made = plan(stored, leases.keys(), room, goal, copies=copies(cache))
+            made = plan(stored, leases.keys(), room, goal, copies=of_users(cache))
             _evict(cache, made)
             victims = made.victims
     cache.delete_evicted()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.cache import held
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Failed
@@ -96,6 +97,7 @@ class Cache:
         self.jobs = root / "jobs"
         self.looks = root / "looks"
         self.evicted = root / "evicted"
+        self.held = root / "held"
         self.locks = root / "locks"
         self.space_lock = self.locks / "space.lock"
 
@@ -289,7 +291,12 @@ class Cache:
     def delete_evicted(self) -> None:
         """Deletes what was evicted, also what a crash left. Two at once do no harm."""
         for evicted in self.evicted.iterdir():
-            delete(evicted)
+            self.delete(evicted)
+
+    def delete(self, evicted: Path) -> None:
+        """Deletes one of these, as far as it can; what something holds of it is noted."""
+        with held.noted(self.held, evicted / "image", _whose(evicted)):
+            _delete(evicted)
 
     def drop_part(self, key: str) -> None:
         """Deletes a part. The caller holds the key's lock.
@@ -298,7 +305,7 @@ class Cache:
         """
         gone = self.move_aside(self.part_dir(key))
         if gone is not None:
-            delete(gone)
+            self.delete(gone)
 
     def move_aside(self, directory: Path) -> Path | None:
         """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
@@ -365,7 +372,21 @@ def tree_bytes(directory: Path) -> int:
     return total * 512
 
 
-def delete(evicted: Path) -> None:
+class _Whose(msgspec.Struct, frozen=True):
+    """Of the record of a part."""
+
+    uid: int
+
+
+def _whose(evicted: Path) -> int | None:
+    """The uid of the only user of an entry or a part; None where that is unknown."""
+    with contextlib.suppress(OSError):
+        if found := records.find(evicted / "owner.json", _Whose):
+            return found.uid
+    return _only_user(evicted / "used")
+
+
+def _delete(evicted: Path) -> None:
     """Deletes what it can; the next hook tries again."""
     if evicted.is_dir() and not evicted.is_symlink():
         import shutil  # few hooks delete something

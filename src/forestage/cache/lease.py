@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.errors import Failed
-from forestage.system import files, lock, records
+from forestage.system import files, folders, lock, records
 from forestage.system.as_user import User
 
 
@@ -174,7 +174,7 @@ class Leases:
 
     def write(self, lease: Lease) -> None:
         """Takes or extends a job's lease. Under the space lock."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders.keep(self.directory)
         records.write(self.file(lease.job), msgspec.json.encode(lease))
 
     def put(self, lease: Lease) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from forestage.cache.part import chunk_count
+from forestage.system import folders
 from forestage.system.files import opened
 
 PIECE = 1024 * 1024  # bytes; chunks are multiples of it
@@ -174,7 +175,8 @@ class Readers:
 def make(directory: Path, size: int, chunk: int, image: Path) -> Readers | None:
     """The memory for a copy to a part's `image`; None, and no files, where /run is full."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders.keep(directory.parent)
+        folders.keep(directory)
         return Readers(directory, size, chunk, image.stat().st_ino)
     except OSError:
         remove(directory)

@@ -26,7 +26,7 @@ from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
-from forestage.system import as_user, lock, mounts
+from forestage.system import as_user, folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
 
@@ -263,7 +263,7 @@ def _bind(source: Path, spot: Path, target: int) -> None:
     two hooks may hold each the lock of another cache. Declined where the target was replaced since
     it was opened.
     """
-    spot.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folders.keep(spot.parent)
     _free(spot)
     spot.touch(mode=0o600)
     mounts.mount(str(source), str(spot), mounts.MS_BIND)

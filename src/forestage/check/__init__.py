@@ -4,9 +4,16 @@ The door of this folder is `check`, with a `Target`; `pieces` renders its `Repor
 module with `findings`, which reads and may take seconds. Facts are read from files; of Slurm's
 programs only `slurmd -V` is run, which asks no daemon. In the store of images a directory is made
 and removed, and a registry that was silent is connected to: both as nobody.
+
+All of it happens in a child: whatever file a part reads may lie on a file system that hangs.
 """
 
+import contextlib
+import os
+import signal
+import socket
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 
@@ -25,15 +32,19 @@ from forestage.check import (
     uses,
 )
 from forestage.check import settings as of_settings
-from forestage.check.finding import Finding, Level, Report, pieces, report
+from forestage.check.finding import Finding, Level, Report, pieces, plain, report
 from forestage.check.uses import Uses
 from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
-from forestage.errors import ConfigError
+from forestage.errors import ConfigError, Failed
 from forestage.paths import Places
+from forestage.system import child
 from forestage.system.tree import Files
 
 __all__ = ["Finding", "Level", "Report", "Target", "check", "pieces", "report"]
+
+PATIENCE = 60.0  # seconds in which the child says something; each part has limits of its own
+LONGEST = 128 * 1024  # bytes of what it says at once
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -45,12 +56,75 @@ class Target(msgspec.Struct, frozen=True):
     is_root: bool = True
 
 
+class _Said(msgspec.Struct, frozen=True):
+    """What the child says: what it looks at next, what it has found, or that it is over."""
+
+    at: str = ""
+    found: Finding | None = None
+    over: bool = False
+    error: str = ""
+
+
 def check(target: Target) -> Report:
-    """Looks at the node and leaves all as it was. Takes seconds where a source does not answer."""
-    return report(_findings(target))
+    """Looks at the node and leaves all as it was. Takes seconds where a source does not answer.
+
+    Raises Failed.
+    """
+    return report(_heard(target))
 
 
-def _findings(target: Target) -> Iterator[Finding]:
+def _heard(target: Target) -> Iterator[Finding]:
+    """The findings of the child, as far as it comes."""
+    pid, line = child.begin(partial(_look, target), _failed)
+    line.settimeout(PATIENCE)
+    at = ""
+    with line:
+        while True:
+            try:
+                said = msgspec.json.decode(line.recv(LONGEST) or b"{}", type=_Said)
+            except TimeoutError:
+                os.kill(pid, signal.SIGKILL)  # it may stay in the kernel, and is left there
+                yield _hangs(at)
+                return
+            at = said.at or at
+            if said.found is not None:
+                yield said.found
+            if said.over:
+                break
+            if said == _Said():
+                said = _Said(error="its process died")
+            if said.error:
+                raise Failed("helper", f"{at} could not be looked at: {said.error}")
+    os.waitpid(pid, 0)
+
+
+def _look(target: Target, line: socket.socket) -> None:
+    """The child's whole life."""
+    child.let_go({line.fileno()})
+    for one in _findings(target):
+        said = _Said(at=one) if isinstance(one, str) else _Said(found=plain(one))
+        line.send(msgspec.json.encode(said))
+    line.send(msgspec.json.encode(_Said(over=True)))
+
+
+def _failed(line: socket.socket, error: BaseException | None) -> None:
+    with contextlib.suppress(OSError):
+        line.send(msgspec.json.encode(_Said(error=ascii(error)[: LONGEST // 2])))
+
+
+def _hangs(at: str) -> Finding:
+    return Finding(
+        "check-hangs",
+        "unknown",
+        f"{at} could not be looked at: no answer after {PATIENCE:.0f} s",
+        "A file system that holds some of it hangs; what comes after it was not looked at either",
+        "`dmesg`, and `cat /proc/PID/stack` of the process forestage that is in state D",
+    )
+
+
+def _findings(target: Target) -> Iterator[Finding | str]:
+    """What is found, and before each part what it looks at."""
+    yield "slurm.conf"
     files = Files(target.places.root)
     if not target.is_root:
         yield Finding(
@@ -63,7 +137,9 @@ def _findings(target: Target) -> Iterator[Finding]:
     conf = sites.find_conf(files, target.conf)
     if conf is not None:
         conf = sites.with_release(files, conf)
+    yield "the event log"
     used = uses.gather(target.places)
+    yield "the configuration"
     try:
         settings = load_settings(target.places.etc)
     except ConfigError as error:
@@ -77,19 +153,26 @@ def _findings(target: Target) -> Iterator[Finding]:
             )
         yield from _slurm(files, conf, used, Settings(Config(), {}, {}), target.clock)
         return
+    # First, as what hangs is a source most likely.
+    yield "a source"
+    origin = of_settings.origin(settings, target.places, "sources")
+    yield from sources.findings(files, settings.config.sources, used.images, origin)
+    yield "plugstack.conf"
     settings = plugins.decided(files, conf, settings)
     yield from _slurm(files, conf, used, settings, target.clock)
     config = settings.config
     hidden = slurm_conf.hidden_below(files, conf)
+    yield "the cache"
     origin = of_settings.origin(settings, target.places, "cache")
     yield from disk.findings(files, config, hidden, used.images, origin)
     yield from of_settings.findings(files, conf, settings, used.images, target.places)
+    yield "enroot's configuration"
     yield from enroot.findings(files, config.sources)
-    origin = of_settings.origin(settings, target.places, "sources")
-    yield from sources.findings(files, config.sources, used.images, origin)
+    yield "the node"
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     stack = sites.with_conf(files, conf).stack if conf else None
     if stack is not None and stack.pyxis is not None:
+        yield "the store of images"
         origin = of_settings.origin(settings, target.places, "registry.store")
         yield from registry.findings(files, stack.pyxis, config, origin)
         if config.registry.enabled:
@@ -98,7 +181,8 @@ def _findings(target: Target) -> Iterator[Finding]:
 
 def _slurm(
     files: Files, conf: Conf | None, used: Uses, settings: Settings, clock: Clock
-) -> Iterator[Finding]:
+) -> Iterator[Finding | str]:
+    yield "what slurm.conf and plugstack.conf name"
     yield from slurm_conf.findings(conf, settings)
     if conf is None:
         return

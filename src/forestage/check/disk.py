@@ -35,7 +35,7 @@ def findings(
     `hidden` are directories that jobs see as others than the node does, `origin` is the file that
     sets `cache:`.
     """
-    real = files.real(config.cache)
+    real = files.reals((config.cache,))[config.cache]
     under = files.under(real)
     if under is None:
         return

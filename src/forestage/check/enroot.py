@@ -1,7 +1,7 @@
 """Findings about enroot's own files: binds that a redirect breaks, and what dead jobs left."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from forestage.system.terminal import count
 from forestage.system.tree import Files
 
 MOST = 3  # lines that are told of; the others go with them
+HOMES = "/home"
 
 _VARIABLE = re.compile(r"\$\([^)]*\)|\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
 _OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c: job and step
@@ -19,14 +20,16 @@ _OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c:
 def findings(files: Files, sources: tuple[str, ...]) -> Iterator[Finding]:
     """Nothing where enroot has no configuration."""
     settings = enroot.settings(files)
-    binds = enroot.plain_binds(files, {})
-    for bind in islice((one for one in binds if _holds(files, one.source, sources)), MOST):
+    binds = tuple(enroot.plain_binds(files, {}))
+    reals = files.reals((HOMES, *sources, *(one.source for one in binds)))
+    below = [f"{reals[source].rstrip('/')}/" for source in sources]
+    for bind in islice((one for one in binds if _holds(reals[one.source], below)), MOST):
         yield _breaks(
             f"{bind.file}:{bind.line} binds {bind.source}, where images lie, without what is"
             " mounted below it",
             f"{bind.file}: rbind instead of bind in line {bind.line}",
         )
-    if enroot.says_yes(settings.get("ENROOT_MOUNT_HOME", "")) and _holds(files, "/home", sources):
+    if enroot.says_yes(settings.get("ENROOT_MOUNT_HOME", "")) and _holds(reals[HOMES], below):
         yield _breaks(
             f"{enroot.CONF} has ENROOT_MOUNT_HOME, and images may lie in users' home directories",
             f"{enroot.CONF}: ENROOT_MOUNT_HOME no (users who need theirs:"
@@ -43,11 +46,10 @@ def _breaks(what: str, change: str) -> Finding:
     return Finding("bind-over-redirects", "warning", what, consequence, change)
 
 
-def _holds(files: Files, bound: str, sources: tuple[str, ...]) -> bool:
-    """Whether a redirect may lie below a bound directory."""
-    real = f"{files.real(bound).rstrip('/')}/"
-    below = [f"{files.real(source).rstrip('/')}/" for source in sources]
-    return any(one.startswith(real) or real.startswith(one) for one in below)
+def _holds(bound: str, sources: Sequence[str]) -> bool:
+    """Pure: whether a redirect may lie below a bound directory; sources end in a slash."""
+    real = f"{bound.rstrip('/')}/"
+    return any(one.startswith(real) or real.startswith(one) for one in sources)
 
 
 def _left_behind(files: Files, settings: dict[str, str]) -> Iterator[Finding]:

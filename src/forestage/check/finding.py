@@ -40,18 +40,16 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report(findings: Iterable[Finding]) -> Report:
-    """Pure: the findings in order, their text made harmless; the first one's level is the status.
-
-    Names of files may be anything but text, which JSON has no way to say.
-    """
-    found = tuple(
-        msgspec.structs.replace(
-            one, what=harmless(one.what), why=harmless(one.why), change=harmless(one.change)
-        )
-        for one in sorted(findings, key=lambda one: _ORDER.index(one.level))
-    )
+    """Pure: the findings in order, with harmless text; the first one's level is the status."""
+    found = tuple(map(plain, sorted(findings, key=lambda one: _ORDER.index(one.level))))
     status: Status = found[0].level if found else "ok"
     return Report(status, _CODES[status], found)
+
+
+def plain(one: Finding) -> Finding:
+    """Pure: with its text made harmless: names of files may be anything but what JSON can say."""
+    what, why, change = harmless(one.what), harmless(one.why), harmless(one.change)
+    return msgspec.structs.replace(one, what=what, why=why, change=change)
 
 
 def pieces(report: Report) -> list[Piece]:

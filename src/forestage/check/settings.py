@@ -70,9 +70,10 @@ def _waits(conf: Conf, settings: Settings) -> Iterator[Finding]:
 
 
 def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
-    cache = files.real(config.cache).rstrip("/")
+    reals = files.reals((config.cache, *config.sources))
+    cache = reals[config.cache].rstrip("/")
     for source in config.sources:
-        real = files.real(source).rstrip("/")
+        real = reals[source].rstrip("/")
         if f"{real}/".startswith(f"{cache}/"):
             yield Finding(
                 "source-in-cache",

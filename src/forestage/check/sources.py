@@ -41,7 +41,7 @@ def findings(
 
 def _source(files: Files, path: str, origin: str) -> Finding | None:
     try:
-        _enter(str(files.at(path)))
+        real = _enter(files, path)
     except (FileNotFoundError, NotADirectoryError):
         return Finding(
             "source-missing",
@@ -51,7 +51,9 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
             f"mount it (/etc/fstab), or {origin}: sources without {path}",
         )
     except PermissionError:
-        pass  # as where the file server squashes root: jobs read as their users
+        real = files.reals((path,))[
+            path
+        ]  # as where the file server squashes root: jobs read as their users
     except (OSError, Failed, as_user.TooSlow) as error:
         word = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
         return Finding(
@@ -62,7 +64,7 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
             f"look at its server and network; `dmesg`; umount -l {path} and mount it again",
         )
     # Only now, when an automounter has had its chance.
-    under = files.under(files.real(path))
+    under = files.under(real)
     if under is None or under.point != "/":
         return None
     return Finding(
@@ -75,14 +77,17 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
     )
 
 
-def _enter(place: str) -> None:
-    """In a process of its own, which may hang. Raises what the system says, Failed or TooSlow."""
+def _enter(files: Files, path: str) -> str:
+    """Returns where it leads, found in a process of its own, which may hang.
+
+    Raises what the system says, Failed or TooSlow.
+    """
 
     def work() -> as_user.Found[str]:
-        os.stat(f"{place}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
-        return "", []
+        os.stat(f"{files.at(path)}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
+        return files.real(path), []
 
-    as_user.call(work, str, TIMEOUT)
+    return as_user.call(work, str, TIMEOUT)[0]
 
 
 def _striping(files: Files, images: tuple[Used, ...]) -> Iterator[Finding]:

@@ -65,13 +65,14 @@ class Exit(IntEnum):
     USAGE = 2, "The command line is wrong."
     CONFIG = 3, "The configuration cannot be used."
     PERMISSION = 4, "This user may not see or do it: run as root."
-    CACHE = 5, "The cache is not mounted, or must not be used."
+    CACHE = 5, "The cache is not in use: forestage status says why."
     FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, a port in use, I/O."
     BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
     SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
     REFUSED = 9, "Slurm's configuration was not changed: the manual steps were printed."
     TRIED = 10, "enroot tried to import the image, and failed."
     UNREACHED = 11, "A node of -w was not reached, or did not answer in time."
+    UNMOUNTED = 12, "The cache's disk is not mounted: it may come later."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."
 
@@ -132,6 +133,8 @@ def status_of(error: Exception) -> Exit:
     if isinstance(error, PermissionError):
         return Exit.PERMISSION
     if isinstance(error, Failed):
+        if error.reason == "cache-not-mounted":
+            return Exit.UNMOUNTED
         return Exit.CACHE if error.reason.startswith("cache-") else Exit.FAILED
     if isinstance(error, ForestageError):
         return Exit(error.exit_code)

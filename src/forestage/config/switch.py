@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from forestage.paths import Places
-from forestage.system import records
+from forestage.system import folders, records
 from forestage.system.files import opened
 from forestage.units import printable
 
@@ -46,7 +46,7 @@ def turn_off(places: Places, reason: str, until: float | None) -> Path:
         records.write(places.kept_off, data, 0o644)
         return places.kept_off
     except OSError:  # a node whose /etc is read-only, as of an image that all nodes boot
-        places.disabled.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+        folders.keep(places.run, folders.PASSABLE)
         records.write(places.disabled, data, 0o644)
         return places.disabled
 

@@ -29,7 +29,7 @@ import msgspec
 
 from forestage import trace
 from forestage.cache import doubt, evict, room
-from forestage.cache.layout import Cache, delete
+from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
@@ -179,8 +179,8 @@ def _must_fit(node: Node, size: int, most: int) -> None:
 def _make_mount_point(target: Path) -> None:
     """Makes the empty directory over which each task mounts; nobody but root may replace it."""
     for directory in (target.parent, target):
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
+        if not directory.exists():  # mkdir(2) of what exists waits for the lock of `/`
+            directory.mkdir(exist_ok=True)
             directory.chmod(0o755)  # whatever the umask is
         facts = os.lstat(directory)
         others = stat.S_IWGRP | stat.S_IWOTH
@@ -341,7 +341,7 @@ def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
         until = Deadline.after(min(hold.END, end.left()), end.clock)
         _let_go(gone, until.left())
         if gone.now is not None:
-            delete(gone.now)
+            cache.delete(gone.now)
         # The kernel lets go of a device, and so of the file's room, once it was last used. Not of
         # one that a task still has mounted: that run may not have ended for all of its processes.
         while gone.disk and job_disk.devices(gone.disk) and until.left():

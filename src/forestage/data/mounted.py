@@ -92,13 +92,13 @@ def show(
     found = staged.image
     is_here = found is not None and staged.outcome.result in HERE
     with serving.Bytes() as content:
-        if staged.through is not None:
+        if found is not None and staged.through is not None:
             content.through = staged.through
         elif found is not None and is_here:
             content.entry = node.cache.image(found.key)
         else:
-            content.line = _shared(node, job, path, end)
-        name = serving.start(node.places.served, job, content)
+            found, content.line = _shared(node, job, path, end)
+        name = serving.start(node.places.served, job, found.identity.inode, content)
     outcome = msgspec.structs.replace(
         staged.outcome,
         request=printable(f"{request.path}@{request.at}"),
@@ -107,7 +107,7 @@ def show(
     return place.lines(str(name)), outcome
 
 
-def _shared(node: Node, job: Job, path: str, end: Deadline) -> socket.socket:
+def _shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, socket.socket]:
     """The user's own file, opened as them beneath our redirects."""
     try:
         facts, line = source.open_as_user(
@@ -118,7 +118,7 @@ def _shared(node: Node, job: Job, path: str, end: Deadline) -> socket.socket:
     if facts.image is None:
         line.close()
         raise Declined("not-a-file", f"{printable(path)} is not a regular file")
-    return line
+    return facts.image, line
 
 
 def place(node: Node, job: Job, at: str, end: Deadline) -> Place:

@@ -1,6 +1,6 @@
 """The process that holds a squashfs file's mount for one step, and the user's program beneath it.
 
-    /run/forestage/served/<uid>-<job>-<step>-<pid>     where it listens; root's alone
+    /run/forestage/served/<uid>-<job>-<step>-<inode>-<pid>    where it listens; root's alone
 
 It mounts the file by a descriptor of /dev/fuse in a hidden mount namespace, so that nobody on the
 node meets the mount, and has squashfuse answer that descriptor as the user, with all three ids:
@@ -18,19 +18,21 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from forestage import log
 from forestage.errors import Declined
 from forestage.slurm.job import Job
-from forestage.system import as_user, child, fuse, mounts
+from forestage.system import as_user, child, folders, fuse, mounts
 from forestage.through import clones
 
 PROCESS_NAME = "forestage-mount"
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
 TYPE = "fuse.squashfuse"  # in mountinfo
 
-MOST, MOST_OF_USER = 64, 32  # files of a node, and of one user on it, that are mounted at once
+MOST, MOST_OF_USER = 256, 128  # files of jobs that a node, and one user on it, has mounted at once
+SERVERS, SERVERS_OF_USER = 512, 256  # each step has one for each file: 10 MiB
 MOST_TASKS = 512  # connections at once; others stand in line
 START = 10.0  # seconds until the first look into the file
 FIRST = 60.0  # seconds in which somebody must connect
@@ -63,14 +65,14 @@ class Bytes:
             self.line.close()
 
 
-def start(folder: Path, job: Job, content: Bytes) -> Path:
-    """Returns the socket of a new process that serves this file to the job's step.
+def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
+    """Returns the socket of a new process that serves the file of that inode to the job's step.
 
     Raises Declined (no-mount), OSError.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    program = _must_be_possible(folder, job.user.uid)
-    name = f"{job.user.uid}-{job.id}-{job.step}-"
+    folders.keep(folder)
+    program = _must_be_possible(folder, job, inode)
+    name = f"{job.user.uid}-{job.id}-{job.step}-{inode}-"
     pid, ours = child.begin(
         lambda hook: _live(folder / f"{name}{os.getpid()}", job, program, content, hook),
         lambda hook, error: child.tell(hook, str(error)),
@@ -82,7 +84,7 @@ def start(folder: Path, job: Job, content: Bytes) -> Path:
     return folder / f"{name}{pid}"
 
 
-def _must_be_possible(folder: Path, uid: int) -> str:
+def _must_be_possible(folder: Path, job: Job, inode: int) -> str:
     """Returns the program that serves."""
     from forestage.system import run
 
@@ -92,10 +94,30 @@ def _must_be_possible(folder: Path, uid: int) -> str:
     if not os.path.exists(fuse.DEVICE):
         raise Declined("no-mount", f"this node has no {fuse.DEVICE}")
     clones.must_be_possible("no-mount")
-    users = [name.split("-")[0] for name in _living(folder)]
-    if len(users) >= MOST or users.count(str(uid)) >= MOST_OF_USER:
-        raise Declined("no-mount", f"{len(users)} files are mounted on this node already")
+    must_be_room(_living(folder), job, inode)
     return program
+
+
+def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
+    """Pure: raises Declined where the node serves too much already, by the names of sockets.
+
+    A file counts once for each job, however many of its steps have it.
+    """
+    files, servers = [], []
+    for name in names:
+        uid, number, _, *rest = name.split("-")
+        servers.append(uid)
+        files.append((uid, number, *rest[:1]))
+    user = str(job.user.uid)
+    wanted = (user, str(job.id), str(inode))
+    others = set(files) - {wanted}
+    own = {one for one in others if one[0] == user}
+    if len(others) >= MOST or len(own) >= MOST_OF_USER:
+        told = f"{len(own)} files of this user and {len(others)} of all are mounted on this node"
+        raise Declined("no-mount", f"{told}, at most {MOST_OF_USER} and {MOST}")
+    if len(servers) >= SERVERS or servers.count(user) >= SERVERS_OF_USER:
+        told = f"steps on this node have {len(servers)} files mounted"
+        raise Declined("no-mount", f"{told}, {servers.count(user)} of them this user's")
 
 
 def _living(folder: Path) -> list[str]:

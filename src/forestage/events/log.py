@@ -15,6 +15,7 @@ import msgspec
 
 from forestage.slurm.hints import Via
 from forestage.slurm.job import Job
+from forestage.system import folders
 from forestage.system.files import opened
 from forestage.units import printable
 
@@ -228,7 +229,7 @@ def append(file: Path, events: Iterable[Event]) -> None:
     lines = [msgspec.json.encode(event) + b"\n" for event in events]
     if not lines:
         return
-    file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    folders.make(file.parent, 0o750)
     _rotate(file)
     # No link is followed, and a FIFO without a reader is an error and no wait.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -33,7 +33,7 @@ def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
     if wanted is None:
         wanted = enroot.says_yes(enroot.settings(files).get("ENROOT_MOUNT_HOME", ""))
     if wanted or any(HOME in one for one in bound):
-        written, resolved = _home(job, min(LOOK, end.left()))
+        written, resolved = home(job, min(LOOK, end.left()))
         bound = [one.replace(HOME, written) for one in bound]
         bound += [written, resolved] if wanted and written else []
     for directory in bound:
@@ -45,7 +45,7 @@ def must_not_hold(path: str, job: Job, root: Path, end: Deadline) -> None:
             )
 
 
-def _home(job: Job, timeout: float) -> tuple[str, str]:
+def home(job: Job, timeout: float) -> tuple[str, str]:
     """The home directory, and where it leads, as it is a link often; both "" for none.
 
     In a child: users may be known to a directory server, and their homes lie on one that may hang.

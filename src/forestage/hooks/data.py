@@ -69,7 +69,11 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     noted = wanted.read(node.leases, job.id)
     own, lines, outcomes = _own_dir(node, job, noted)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    requests = () if refusal or noted.off else noted.requests
+    off = refusal or (Declined("no-mount", noted.refused) if noted.off else None)
+    if off:
+        mounts = [one for one in noted.requests if one.at.startswith("/")]
+        outcomes += [_of_error(one, off) for one in mounts]
+    requests = () if off else noted.requests
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
         found, outcome = _shown(node, job, noted, request, own, limit)
         lines += found
@@ -181,12 +185,19 @@ def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
 
 
 def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
-    """Has the steps of a job that gets nothing unset its variables: they may be another job's."""
+    """Has the steps of a job that gets nothing unset its variables: they may be another job's.
+
+    And say that there are no mounts.
+    """
     asked = job.hints
-    seeds = tuple(one for one in asked.data if one.at.startswith("seed:"))
-    if asked.room is None and not seeds:
+    told = tuple(
+        one
+        for one in asked.data
+        if one.at.startswith("seed:") or (one.at.startswith("/") and not asked.off)
+    )
+    if asked.room is None and not told:
         return
-    refused = Wanted(seeds, asked.room, refused=printable(str(why)), off=True, restart=job.restart)
+    refused = Wanted(told, asked.room, refused=printable(str(why)), off=True, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
         _note(node, job, refused, end)
 
@@ -224,7 +235,7 @@ def _shown(
                 node, job, request, path, limit.copy, limit.end, limit.progress
             )
             for line in lines:
-                _must_not_be_in(job, line[-2])
+                _must_not_be_in(job, line[-2], _some_time(node, limit))
                 binds.must_not_hold(line[-2], job, node.places.root, _some_time(node, limit))
             return lines, outcome
         if request.at.startswith("/"):
@@ -249,9 +260,19 @@ def _some_time(node: Node, limit: Wait) -> Deadline:
     return Deadline.after(max(limit.end.left(), source.HOOK_TIMEOUT), node.clock)
 
 
-def _must_not_be_in(job: Job, directory: str) -> None:
-    """Raises Declined where the job works in the directory: it would become read-only."""
-    for own in (job.work_dir, job.home):
+def _must_not_be_in(job: Job, directory: str, end: Deadline) -> None:
+    """Raises Declined where the job works in the directory: it would become read-only.
+
+    Wherever links lead: the directory is resolved. Raises as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[bytes]:  # it need not be text
+        as_user.become(job.user)
+        return os.fsencode(os.path.realpath(job.work_dir)), []
+
+    home = binds.home(job, min(binds.LOOK, end.left()))
+    resolved = os.fsdecode(as_user.call(work, bytes, min(binds.LOOK, end.left()))[0])
+    for own in (*home, job.work_dir, resolved):
         if f"{own}/".startswith(f"{directory}/"):
             raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
 

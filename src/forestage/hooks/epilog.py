@@ -25,6 +25,7 @@ from forestage.system import files, lock
 from forestage.units import printable
 
 WINDOW_TIME = 5.0  # seconds to delete what a window left
+IMAGES_TIME = 5.0  # seconds to delete what steps were shown of registries' images
 
 
 class _Over(msgspec.Struct, frozen=True):
@@ -118,11 +119,19 @@ def _forget_images(over: _Over) -> None:
     Before the lease goes: who takes one for a step later knows by that to give it back
     (hooks/registry.py).
     """
-    if over.places.images.exists():
-        from forestage.registry import place
+    if not over.places.images.exists():
+        return
+    from forestage.registry import place
+    from forestage.system import as_user, child
 
-        with contextlib.suppress(OSError):  # the sweep does it
-            place.forget(over.places, over.job.id)
+    def work() -> None:
+        child.leave_job()
+        place.forget(over.places, over.job.id)
+
+    # In a child: users once could list that directory, and hold its lock (system/folders.py). What
+    # is not done in time is for the sweep, also where the child has failed.
+    timeout = min(IMAGES_TIME, over.patience)
+    as_user.each([work], type(None), timeout, timeout, at_once=1)
 
 
 def _clear(over: _Over) -> None:
@@ -166,7 +175,8 @@ def _release(over: _Over) -> Released:
             if going or (lease is not None and lease.uses):
                 # What stays in other mount namespaces the sweep tells, and tries again.
                 with contextlib.suppress(Failed, OSError):
-                    elsewhere.clear(cache, leases, over.clock.wall())
+                    now = over.clock.wall()
+                    elsewhere.clear(cache, leases, now, first=over.job.user.uid)
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))

@@ -34,7 +34,7 @@ from forestage.registry.words import Importing, Order, Present, Progress, Refuse
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import child
+from forestage.system import child, folders
 from forestage.units import printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
@@ -80,7 +80,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
-    node.places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folders.keep(node.places.images, folders.PASSABLE)
     path = node.places.images / f"{job.id}.{job.step}.sock"
     _start(job, partial(_serve, node, job, asked, report, path))
     return "later", str(path)

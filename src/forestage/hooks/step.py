@@ -110,12 +110,23 @@ def step(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Done:
     return Done(answers, own, tuple(also))
 
 
-def tell(node: Node, job: Job, outcomes: Sequence[Handled], say: Say) -> None:
-    """Says what the requests came to, what went wrong first: a user may read one line only."""
+def tell(
+    node: Node, job: Job, outcomes: Sequence[Handled], say: Say, always: Say | None = None
+) -> None:
+    """Says what the requests came to, what went wrong first: a user may read one line only.
+
+    That a mount is missing they read `always`: each step finds an empty directory there.
+    """
     for one in sorted(outcomes, key=lambda one: one.result not in UNSERVED):
         line = message(one, node.config.user_messages, job.waited)
         if line:
-            say(line)
+            (always if always and is_unmounted(one) else say)(line)
+
+
+def is_unmounted(outcome: Handled) -> bool:
+    """Pure: whether a squashfs file was to be mounted, and is not."""
+    is_mount = outcome.data and "@/" in outcome.request
+    return is_mount and outcome.result in UNSERVED and not outcome.redirect
 
 
 def named(job: Job) -> Job:
@@ -222,7 +233,8 @@ class Patience:
 class Once:
     """Says a line to a job's user: one for each job, from the first node of the step.
 
-    `progress` says any number; why something failed is still said after it.
+    `progress` says any number; why something failed is still said after it. `always` does so from
+    each node.
     """
 
     def __init__(self, node: Node, job: Job, say: Say) -> None:
@@ -237,6 +249,9 @@ class Once:
     def progress(self, text: str) -> None:
         if is_first_node(self.job):
             self.say(f"{self.job.node}: {text}")
+
+    def always(self, text: str) -> None:
+        self.say(f"{self.job.node}: {text}")
 
     def _is_first(self) -> bool:
         """Whether the user has read nothing yet; notes in the lease that now they do."""
@@ -267,7 +282,7 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
         # Of a directory pyxis tells nothing.
         is_directory = outcome.data and outcome.request.endswith("/")
         quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
-        if outcome.reason == "no-mount":
+        if outcome.reason == "no-mount" or is_unmounted(outcome):
             return f"{name} is not mounted: {outcome.detail}"
         if outcome.reason == "registry" and not quiet:
             return f"{name} is imported by enroot, as without forestage"

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.system import records
+from forestage.system import folders, records
 from forestage.units import printable
 
 KEYS = 64  # with a count of their own: those uploaded last
@@ -74,6 +74,6 @@ class Counters:
         if self._written == self._uploaded:
             return
         with contextlib.suppress(OSError):  # a full /run is no reason to stop the service
-            self._file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            folders.keep(self._file.parent, folders.PASSABLE)
             records.write(self._file, msgspec.json.encode(self._uploaded))
             self._written = msgspec.structs.replace(self._uploaded)

@@ -3,6 +3,7 @@
     /run/forestage/images/JOB.STEP.sqsh
                           JOB.agreed      the job's nodes agree on digests, see registry/agreed.py
 
+Users pass through the directory, and cannot list it (system/folders.py).
 Where nothing is bound over it, it has no byte that is not zero: an importer knows by the missing
 magic number that it has to look elsewhere.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.paths import Places
+from forestage.system import folders
 from forestage.system.files import opened
 
 OLD = 86400.0  # seconds; no import takes so long
@@ -33,7 +35,7 @@ def make(places: Places, job: int, step: int | None, size: int) -> Place:
     It has the copy's size in bytes, of which it takes nothing: a file that is read through must
     have the size of what it is mounted over.
     """
-    places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folders.keep(places.images, folders.PASSABLE)
     path = places.images / f"{job}.{step}.sqsh"
     path.unlink(missing_ok=True)
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE) as fd:
@@ -50,7 +52,7 @@ def note_agreed(places: Places, job: int) -> None:
     Best effort: else the sweep deletes what was agreed on.
     """
     with contextlib.suppress(OSError):
-        places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folders.keep(places.images, folders.PASSABLE)
         (places.images / f"{job}.agreed").touch()
 
 
@@ -61,6 +63,7 @@ def agreed(places: Places) -> frozenset[int]:
 
 def forget(places: Places, job: int) -> None:
     """Deletes those of a job's steps, and its note. Raises OSError."""
+    folders.keep(places.images, folders.PASSABLE)
     for path in places.images.glob(f"{job}.*"):
         path.unlink(missing_ok=True)
 

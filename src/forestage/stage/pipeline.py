@@ -272,12 +272,36 @@ def _uploaded(task: Task) -> int:
 @contextlib.contextmanager
 def _progress_logged(task: Task, owner: Owner) -> Iterator[None]:
     """Writes a line to the log now and then during a long copy."""
+    due = Due()
 
     def say() -> None:
-        log.say(f"stager job={owner.job} {progress_line(task, owner)}", by_slurm=True)
+        if due.now(task.part.copied(owner)):
+            log.say(f"stager job={owner.job} {progress_line(task, owner)}", by_slurm=True)
 
     with meanwhile(say, PROGRESS_EVERY, "progress"):
         yield
+
+
+class Due:
+    """When a line is worth writing: at each look while the copy grows, else ever more seldom.
+
+    A source may hang for days.
+    """
+
+    def __init__(self) -> None:
+        self._last = -1
+        self._pause = self._left = 0  # looks without a line
+
+    def now(self, copied: int) -> bool:
+        """Whether to write one, `copied` being the bytes that are here at this look."""
+        if copied != self._last:
+            self._last, self._pause, self._left = copied, 0, 0
+            return True
+        if self._left:
+            self._left -= 1
+            return False
+        self._pause = self._left = 2 * self._pause + 1
+        return True
 
 
 def progress_line(task: Task, owner: Owner) -> str:

@@ -194,6 +194,17 @@ def origin(mounts: list[Mount], directory: str) -> Origin | None:
     return Origin(base.device, base.root.rstrip("/") + inside + "/")
 
 
+def mark_of(origin: Origin) -> bytes:
+    """Pure: what mountinfo has in each line of a bind from below it, and in no other line.
+
+    No name that a user chooses holds a space there: the kernel writes \\040.
+    """
+    root = origin.root
+    for sign in "\\ \t\n":  # what show_mountinfo() escapes, first what escapes
+        root = root.replace(sign, f"\\{ord(sign):03o}")
+    return os.fsencode(f" {origin.device} {root}")
+
+
 def binds_of(mounts: list[Mount], origin: Origin) -> list[tuple[Mount, str]]:
     """Pure: binds of files below `origin`, each with its path inside it, wherever they are mounted.
 

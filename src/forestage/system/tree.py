@@ -1,16 +1,20 @@
 """A node's file system tree as `check` reads it: below a root, bounded, and never failing."""
 
+import functools
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from forestage.system import mounts
+from forestage.system import as_user, mounts
 from forestage.system.files import opened
 from forestage.system.mounts import Mount
 
 LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
+HANGS = 5.0  # seconds for a path; a file server that takes longer makes jobs wait as well
+AT_ONCE = 16  # children
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -26,6 +30,16 @@ class Files(msgspec.Struct, frozen=True):
         found = os.path.realpath(self.at(path))
         top = os.path.realpath(self.root).rstrip("/")
         return (found[len(top) :] or "/") if found.startswith(f"{top}/") else found
+
+    def reals(self, paths: Iterable[str]) -> dict[str, str]:
+        """Where paths lead that may lie on a shared file system; as they are where that hangs.
+
+        In children, which may hang.
+        """
+        wanted = list(dict.fromkeys(paths))
+        works = [functools.partial(self.real, path) for path in wanted]
+        found = as_user.each(works, str, HANGS, HANGS, AT_ONCE)
+        return {path: real or path for path, real in zip(wanted, found, strict=True)}
 
     def data(self, path: str, most: int = LONGEST) -> bytes | None:
         """What a regular file begins with; None where it cannot be read."""

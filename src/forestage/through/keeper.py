@@ -13,7 +13,7 @@ from pathlib import Path
 from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import Task
-from forestage.system import child, fuse, lock
+from forestage.system import child, folders, fuse, lock
 from forestage.through import living
 from forestage.through.living import PROCESS_NAME, states
 
@@ -37,7 +37,8 @@ def start(task: Task, wait: bool = True) -> Path:
     none, OSError.
     """
     spot = task.node.places.through / task.key
-    spot.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folders.keep(spot.parent)
+    folders.keep(spot)
     if listens(spot / "sock"):
         return spot / "sock"
     if child.is_in_job():  # others may come to read, and it would take them with it

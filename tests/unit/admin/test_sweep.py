@@ -31,7 +31,7 @@ from forestage.data import looks
 from forestage.errors import Failed, SlurmError
 from forestage.registry import kept, place
 from forestage.slurm.queue import JobState, Slurm
-from forestage.system import lock
+from forestage.system import lock, mounts
 from forestage.system.as_user import TooSlow, User
 from forestage.system.terminal import Line
 
@@ -761,3 +761,25 @@ def test_command_exit_status_is_of_the_worst(
     assert printed in done.stdout
     # A lease goes also where the cache must not be used.
     assert jobs(site) == (() if script == UNKNOWN else (7,))
+
+
+@pytest.mark.parametrize(("script", "code"), [(UNKNOWN, Exit.UNMOUNTED), ("exit 1", Exit.SLURM)])
+def test_disk_that_is_not_mounted_yet_is_no_failure_of_the_sweep(
+    site: Site,
+    squeue: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    code: Exit,
+) -> None:
+    """The array may come later than systemd has waited; leases are released all the same."""
+    squeue(script)
+    hold(site, 7)
+    site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
+    monkeypatch.setattr(mounts, "current", lambda: [mounts.Mount(1, 0, "8:1", "/", "/")])
+    done = site.run("sweep")
+    assert done.exit_code == code
+    assert "The cache was left alone: " in done.stdout
+    assert "its disk is not mounted" in done.stdout
+    assert "Problem: " not in done.stdout
+    assert jobs(site) == (() if code is Exit.UNMOUNTED else (7,))
+    assert site.run("evict").exit_code == Exit.UNMOUNTED

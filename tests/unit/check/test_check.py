@@ -25,6 +25,7 @@ from forestage.admin.site import COMPANION_CONF
 from forestage.check import Finding, Level
 from forestage.cli.main import main
 from forestage.cli.world import World
+from forestage.errors import Failed
 from forestage.events import Event, Handled
 from forestage.paths import Places
 from forestage.system import as_user
@@ -557,7 +558,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     made = findings_made()
     assert len(made) > 40
     elsewhere = {"source-hangs", "striping", "max-size-small"}
-    elsewhere |= {"store-hangs", "store-unwritable"}
+    elsewhere |= {"check-hangs", "store-hangs", "store-unwritable"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
 
@@ -680,6 +681,35 @@ def test_source_that_does_not_answer_is_found_and_not_asked_again(
     monkeypatch.setattr(as_user, "call", call)
     assert [one for one in node.ids() if one != "cache-small"] == found
     assert bool(asked.read_text()) == (not found)
+
+
+def test_part_that_hangs_is_told_after_what_was_found(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any file that is read may lie on a file system that hangs, slurm.conf as well."""
+    node.config("enabled: true\nmax_size: 60\n")
+    monkeypatch.setattr(check, "PATIENCE", 5.0)
+    monkeypatch.setattr(check.node, "findings", lambda *_: signal.pause())
+    done = node.check()
+    assert [one.id for one in done.findings] == ["max-size-small", "check-hangs"]
+    assert "the node could not be looked at: no answer after 5 s" in done.findings[-1].what
+    monkeypatch.setattr(check.sites, "find_conf", lambda *_: signal.pause())
+    done = node.check()
+    assert ([one.id for one in done.findings], done.code) == (["check-hangs"], 3)
+
+
+def test_part_that_fails_is_an_error_that_names_it(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(check.node, "findings", fails)
+    with pytest.raises(Failed, match=r"the node could not be looked at: RuntimeError\('odd'\)"):
+        node.check()
+    monkeypatch.setattr(check.node, "findings", lambda *_: os._exit(1))
+    with pytest.raises(Failed, match="its process died"):
+        node.check()
 
 
 @pytest.mark.usefixtures("as_root")

@@ -111,7 +111,8 @@ def test_manual_page_names_every_command_and_option() -> None:
         (JobError("x"), Exit.USAGE),
         (ConfigError((Problem("f", "k", "w"),)), Exit.CONFIG),
         (PermissionError(13, "Permission denied", "/x"), Exit.PERMISSION),
-        (Failed("cache-not-mounted", "x"), Exit.CACHE),
+        (Failed("cache-not-mounted", "x"), Exit.UNMOUNTED),
+        (Failed("cache-not-ours", "x"), Exit.CACHE),
         (Failed("lease-damaged", "x"), Exit.FAILED),
         (PeerError("x"), Exit.FAILED),
         (OSError(5, "Input/output error", "/x"), Exit.FAILED),
@@ -186,7 +187,7 @@ def test_disk_that_is_not_mounted_ends_with_its_own_status(
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
     monkeypatch.setattr(mounts, "current", lambda: [mounts.Mount(1, 0, "8:1", "/", "/")])
     done = site.run(*args)
-    assert (done.exit_code, done.stdout) == (Exit.CACHE, "")
+    assert (done.exit_code, done.stdout) == (Exit.UNMOUNTED, "")
     assert "its disk is not mounted" in done.stderr
 
 

@@ -182,6 +182,21 @@ def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_
     assert ["no room" in line for line in heard] == [True, False]
 
 
+@pytest.mark.parametrize("reason", ["no-mount", "missing", "disabled", "deadline", "too-large"])
+def test_mount_that_is_missing_is_said_whatever_the_reason(
+    configured: Configured, image_asked: Job, reason: str
+) -> None:
+    heard, always = list[str](), list[str]()
+    missing = Handled("declined", "missing", request="/a.sqsh@/point", detail="why", data=True)
+    missing = msgspec.structs.replace(missing, reason=reason)
+    outcomes = [hit(), missing, msgspec.structs.replace(missing, redirect="none")]
+    for messages in ("problems", "all", "none"):
+        node = configured(user_messages=messages)
+        step.tell(node, image_asked, outcomes, heard.append, always.append)
+    assert always == ["/a.sqsh@/point is not mounted: why"] * 2
+    assert not any("not mounted" in line for line in heard if reason != "no-mount")
+
+
 class ManualClock(Clock):
     """A clock that goes where a test puts it."""
 

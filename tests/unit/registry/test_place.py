@@ -22,10 +22,10 @@ def test_place_begins_with_no_magic_number(tmp_path: Path) -> None:
         assert file.read() == bytes(100)
 
 
-def test_every_user_reaches_it(tmp_path: Path) -> None:
+def test_every_user_reaches_it_and_lists_nothing(tmp_path: Path) -> None:
     places = Places(tmp_path)
     place.make(places, 7, 0, 1)
-    assert places.images.stat().st_mode & 0o777 == 0o755
+    assert places.images.stat().st_mode & 0o777 == 0o711
 
 
 def test_place_of_an_earlier_run_of_the_job_is_replaced(tmp_path: Path) -> None:

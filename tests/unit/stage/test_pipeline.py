@@ -558,3 +558,34 @@ def test_long_copy_logs_its_progress_until_it_ends(
     run(task)
     assert said[0].startswith(f"stager job=7 image={task.image.path} ")
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+def test_copy_that_stands_still_is_logged_ever_more_seldom() -> None:
+    due = pipeline.Due()
+    assert [due.now(copied) for copied in (0, 1, 2)] == [True] * 3
+    looks = [due.now(3) for _ in range(100)]
+    assert [number for number, one in enumerate(looks) if one] == [0, 1, 3, 7, 15, 31, 63]
+    assert due.now(4), "it goes on"
+    assert [due.now(4) for _ in range(3)] == [True, False, True]
+
+
+def test_progress_of_a_source_that_hangs_is_not_logged_each_time(
+    task: Task, after_copy: AfterCopy, monkeypatch: Patch
+) -> None:
+    said: list[str] = []
+    looks: list[int] = []
+    enough = threading.Event()
+    real = type(task.part).copied
+
+    def copied(part: Part, owner: Owner) -> int:
+        if threading.current_thread().name == "progress":
+            looks.append(1)
+            enough.set() if len(looks) == 40 else None
+        return real(part, owner)
+
+    monkeypatch.setattr(pipeline, "PROGRESS_EVERY", 0.001)
+    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    monkeypatch.setattr(type(task.part), "copied", copied)
+    after_copy(lambda: enough.wait(600) or None)  # type: ignore[func-returns-value]
+    run(task)
+    assert 2 <= len(said) < 20

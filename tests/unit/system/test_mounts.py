@@ -196,3 +196,22 @@ def test_place_of_what_a_mount_hides_is_on_the_same_mount_where_there_is_one() -
     assert mounts.same_place([whole, part], [part, hides], hides) == "/pub/i.sqsh"
     assert mounts.same_place([whole], [part, hides], hides) == "/root-only/all/pub/i.sqsh"
     assert mounts.same_place([], [part, hides], hides) == ""
+
+
+@pytest.mark.parametrize("directory", ["/nvme/cache", "/nvme/odd\\ name\t\n"])
+def test_mark_is_in_the_line_of_a_bind_and_in_no_line_of_a_users_making(directory: str) -> None:
+    def line(root: str, point: str, source: str = "x", device: str = "8:1") -> str:
+        for sign in "\\ \t\n":
+            root, point = (one.replace(sign, f"\\{ord(sign):03o}") for one in (root, point))
+        return f"9 1 {device} {root} {point} rw - ext4 {source} rw"
+
+    mark = mounts.mark_of(mounts.Origin("8:1", f"{directory}/"))
+    assert mark in line(f"{directory}/entries/0a/image", "/lustre/a").encode()
+    for other in (
+        line("/", f"/tmp{directory}/x"),
+        line("/", f"/tmp/ 8:1 {directory}/x"),
+        line("/", "/tmp/x", source="8:1"),
+        line(f"{directory}/entries/0a/image", "/lustre/a", device="8:17"),
+        line(f"{directory}2/x", "/lustre/a"),
+    ):
+        assert mark not in other.encode()

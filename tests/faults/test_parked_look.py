@@ -1,0 +1,121 @@
+"""A user lists one of our directories into memory that never comes: its lock is held meanwhile.
+
+getdents(2) writes to the caller's memory under the lock of the directory; here the memory is mapped
+from a file system that does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from far import Far
+from fault import beside, image
+
+from forestage.hooks import boundary, epilog
+from forestage.registry import place
+from node import BOB, Node, until
+
+GETDENTS64 = {"x86_64": 217, "aarch64": 61}
+
+PARK = """\
+import ctypes, mmap, os, platform, sys
+file = os.open(sys.argv[1], os.O_RDONLY)
+page = mmap.mmap(file, 4096, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+there = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+folder = os.open(sys.argv[2], os.O_RDONLY | os.O_DIRECTORY)
+print("lists", flush=True)
+ctypes.CDLL(None).syscall(int(sys.argv[3]), folder, there, 4096)
+"""
+
+
+@contextlib.contextmanager
+def parked(far: Far, folder: Path) -> Iterator[None]:
+    """Bob lists a directory, until the block ends; a directory that he may not open ends it."""
+    page = far.put("page", bytes(4096))
+    far.hang_reads()
+    before = far.calls()["read"]
+    number = GETDENTS64[platform.machine()]
+    argv = [sys.executable, "-ISc", PARK, page, folder, str(number)]
+    lister = subprocess.Popen(
+        argv, user=BOB.uid, group=BOB.gid, extra_groups=[], stdout=subprocess.PIPE
+    )
+    with lister:
+        assert lister.stdout is not None
+        if not lister.stdout.readline():
+            raise PermissionError(folder)
+        until(lambda: far.calls()["read"] > before, "the kernel to want the page")
+        try:
+            yield
+        finally:
+            far.behaves()
+    assert lister.returncode == 0
+
+
+@pytest.fixture
+def run(node: Node) -> Path:
+    """As an earlier release has made it, with the images that a step of job 1 was shown."""
+    run = node.places.run
+    run.mkdir(parents=True)
+    for folder in (run, node.places.images, node.places.through):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+    (node.places.images / "1.0.sqsh").touch()
+    return run
+
+
+def called(node: Node, name: str, job: int) -> None:
+    """What a hook does first."""
+    boundary.note_call(name, node.environ(job), str(node.places.run))  # type: ignore[arg-type]
+
+
+def test_user_can_hold_no_directory_in_which_hooks_make_names(
+    node: Node, far: Far, run: Path
+) -> None:
+    """After jobs of many kinds there is none; in tests/slurm/jobs.py after all of the tests'."""
+    node.staged(2)
+    called(node, "prolog", 2)
+    place.make(node.places, 2, 0, 100)
+    node.configure(cold="shared")
+    node.prolog(3, node.put("alice/other.sqsh"))
+    ours = [one for one in (run, *run.rglob("*")) if one.is_dir()]
+    assert {run, node.places.images, node.places.through} < set(ours)
+    for folder in ours:
+        with pytest.raises(PermissionError), parked(far, folder):
+            pass
+
+
+def test_epilog_ends_while_a_user_who_opened_it_before_an_upgrade_lists_the_images(
+    node: Node, far: Far, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epilog, "IMAGES_TIME", 0.3)
+    assert node.prolog(1, node.put("alice/image.sqsh", image())).code == 0
+    with parked(far, node.places.images):
+        assert beside(lambda: node.epilog(1)).said == ("released", "")
+        assert node.lease(1) is None
+        assert node.binds() == {}
+    until(far.is_left_alone, "the child that was left behind")
+    assert (node.places.images / "1.0.sqsh").exists(), "it is the sweep's"
+
+
+def test_hook_makes_nothing_in_a_directory_that_users_can_list(
+    node: Node, far: Far, run: Path
+) -> None:
+    """/run itself, and /var/log: what is there is not made again."""
+    path = node.staged(1)
+    called(node, "prolog", 1)
+    for folder in (run.parent, node.places.events.parent.parent):
+        folder.chmod(0o755)
+    with parked(far, run.parent):
+        called(node, "prolog", 2)
+        assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
+        assert beside(lambda: node.epilog(2)).said == ("released", "")
+    far.answer()
+    with parked(far, node.places.events.parent.parent):
+        assert beside(lambda: node.prolog(3, path)).said == ("hit", "")
+        assert beside(lambda: node.epilog(3)).said == ("released", "")

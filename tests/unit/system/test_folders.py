@@ -1,0 +1,60 @@
+"""Directories in which hooks make names: made once, and never one that users can list."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage.system import folders
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_directory_has_its_mode_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folders.keep(tmp_path / "run/images", folders.PASSABLE)
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "run/images") == 0o711
+    assert mode(tmp_path / "run") & 0o044 == 0
+
+
+def test_directory_of_an_earlier_release_gets_the_mode(tmp_path: Path) -> None:
+    (tmp_path / "through").mkdir(mode=0o755)
+    folders.keep(tmp_path / "through")
+    assert mode(tmp_path / "through") == 0o700
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mkdir(2) would wait for the lock of the directory above, which a user may hold."""
+    (tmp_path / "log").mkdir(mode=0o750)
+    monkeypatch.setattr(os, "mkdir", pytest.fail)
+    folders.make(tmp_path / "log", 0o700)
+    assert mode(tmp_path / "log") == 0o750
+
+
+def test_directory_that_another_hook_makes_at_the_same_moment_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.mkdir
+
+    def twice(path: str, mode: int) -> None:
+        real(path, mode)
+        real(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", twice)
+    folders.keep(tmp_path / "a", folders.PASSABLE)
+    assert mode(tmp_path / "a") == 0o711
+
+
+def test_file_in_its_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").touch(mode=0o600)
+    with pytest.raises(NotADirectoryError):
+        folders.keep(tmp_path / "run", folders.PASSABLE)
+    assert mode(tmp_path / "run") == 0o600
