@@ -124,7 +124,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
     store: Annotated[
         str | None,
         Key(
-            "A shared directory for imported images; null: each node imports for itself.",
+            "A shared directory for imported images; null: enroot imports, in each step.",
             values.PATH,
             "null",
         ),

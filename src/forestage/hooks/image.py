@@ -356,20 +356,6 @@ def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> Non
         raise
 
 
-def kept(node: Node, job: Job, request: Request, found: Image, limit: Wait) -> Answer | None:
-    """What a request comes to whose entry is known without a source; None where it went meanwhile.
-
-    Raises Declined, Failed, OSError.
-    """
-    node.cache.prepare(node.config.require_mount)
-    doubt.must_not_be(node.places)
-    with leased(node, job, found.key, limit):
-        if node.cache.find(found) is None:
-            return None
-        node.cache.touch(found.key, node.clock.wall())
-        return measured(node, _answer(request, found, "hit", "spank"))
-
-
 def fetch(node: Node, job: Job, request: Request, limit: Wait) -> Answer:
     """Has an image copied that the job may use later, and does not hold yet.
 

@@ -344,6 +344,15 @@ def asked_in_vain(node: GoodNode) -> None:
     outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
     events.append(node.places.events, [Event(NOW - 3600, "step", 7, outcome)])
 
+LOCAL = "mnt/nvme/store"  # beside the cache
+
+
+def local_store(node: GoodNode) -> None:
+    node.at(LOCAL).mkdir()
+    node.at(LOCAL).chmod(0o1777)
+    node.config(f"registry:\n  store: /{LOCAL}\n")
+
+
 
 REGISTRY = [
     critical(
@@ -365,6 +374,33 @@ REGISTRY = [
         "registry-not-asked",
         settings("registry:\n  store: /lustre\n"),
         "install pyxis 0.21 or later",
+    ),
+    warning(
+        "no-store",
+        both(importing(), settings("")),
+        f"mkdir -m 1777 /lustre/forestage; {YAML}: registry: {{store: /lustre/forestage}}",
+    ),
+    warning(  # no directory for users is proposed on the disk of the cache
+        "no-store",
+        both(
+            importing(),
+            wrote("/etc/forestage/conf.d/x.yaml", "sources: [/mnt/nvme/images]\n"),
+            lambda node: node.at("/mnt/nvme/images").mkdir(),
+            settings(""),
+        ),
+        f"{YAML}: registry.store, a directory of mode 1777 that all nodes share",
+    ),
+    critical("store-local", both(importing(), local_store)),
+    critical("store-local", both(importing(), local_store, lambda node: node.at(LOCAL).rmdir())),
+    critical(
+        "store-local",
+        both(
+            importing(),
+            local_store,
+            lambda node: node.link("/lustre/link", f"../{LOCAL}"),
+            settings("registry:\n  store: /lustre/link\n"),
+        ),
+        f"{YAML}: registry.store on a file system that the nodes share",
     ),
     warning(
         "registry-not-asked",
