@@ -86,7 +86,7 @@ def _findings(target: Target) -> Iterator[Finding]:
     yield from of_settings.findings(files, conf, settings, used.images, target.places)
     yield from enroot.findings(files, config.sources)
     origin = of_settings.origin(settings, target.places, "sources")
-    yield from sources.findings(files, config.sources, used.images, origin)
+    yield from sources.findings(files, config, used.images, origin)
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     stack = sites.with_conf(files, conf).stack if conf else None
     if stack is not None and stack.pyxis is not None:

@@ -101,6 +101,11 @@ def changed(path: str, old: str, new: str) -> Callable[[GoodNode], object]:
 
 without_companion = both(wrote(OURS, ""), settings("redirect: bind\n"))
 mount_of_cache = functools.partial(changed, "/proc/self/mountinfo")
+users_lustre = changed(
+    "/proc/self/mountinfo",
+    "lustre 10.0.0.1@o2ib:/big rw,flock",
+    "fuse.juicefs big rw,user_id=994,group_id=994,allow_other",
+)
 
 
 def peers(text: str = "") -> Callable[[GoodNode], object]:
@@ -339,11 +344,6 @@ def importing(text: str = "", mode: int = 0o1777) -> Callable[[GoodNode], object
     return plant
 
 
-def asked_in_vain(node: GoodNode) -> None:
-    """A step an hour ago; nobody listens there now either."""
-    outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
-    events.append(node.places.events, [Event(NOW - 3600, "step", 7, outcome)])
-
 LOCAL = "mnt/nvme/store"  # beside the cache
 
 
@@ -352,6 +352,11 @@ def local_store(node: GoodNode) -> None:
     node.at(LOCAL).chmod(0o1777)
     node.config(f"registry:\n  store: /{LOCAL}\n")
 
+
+def asked_in_vain(node: GoodNode) -> None:
+    """A step an hour ago; nobody listens there now either."""
+    outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
+    events.append(node.places.events, [Event(NOW - 3600, "step", 7, outcome)])
 
 
 REGISTRY = [
@@ -370,11 +375,6 @@ REGISTRY = [
     warning("store-mode", importing(mode=0o755), "chmod 1777 /lustre/store"),
     warning("store-mode", importing(mode=0o777), "chmod 1777 /lustre/store"),
     warning("registry-no-spank", importing("redirect: bind\n")),
-    warning(
-        "registry-not-asked",
-        settings("registry:\n  store: /lustre\n"),
-        "install pyxis 0.21 or later",
-    ),
     warning(
         "no-store",
         both(importing(), settings("")),
@@ -401,6 +401,11 @@ REGISTRY = [
             settings("registry:\n  store: /lustre/link\n"),
         ),
         f"{YAML}: registry.store on a file system that the nodes share",
+    ),
+    warning(
+        "registry-not-asked",
+        settings("registry:\n  store: /lustre\n"),
+        "install pyxis 0.21 or later",
     ),
     warning(
         "registry-not-asked",
@@ -467,6 +472,24 @@ REST = [
     ),
     critical("source-missing", lambda node: node.at("/lustre").rmdir()),
     warning("source-not-mounted", lambda node: node.unmount("/lustre")),
+    critical(
+        "source-of-user",
+        users_lustre,
+        f'if it is a service of the site, {YAML}: user_mounts: {{"/lustre":"fuse.juicefs 994"}}',
+    ),
+    critical(
+        "source-of-user",
+        both(
+            users_lustre,
+            lambda node: node.at("/lustre/a").mkdir(),
+            wrote(
+                "/etc/forestage/conf.d/x.yaml",
+                "sources: [/lustre/a]\nuser_mounts: {/x: fuse 9, /lustre: fuse.juicefs 5}\n",
+            ),
+        ),
+        "if it is a service of the site, /etc/forestage/conf.d/x.yaml: user_mounts:"
+        ' {"/x":"fuse 9","/lustre":"fuse.juicefs 994"}',
+    ),
     warning("switched-off", wrote("/run/forestage/disabled", "INC-42\n")),
     warning("switched-off", settings("enabled: false\n")),
     critical("program-missing", removed("/usr/bin/setpriv")),
@@ -618,6 +641,9 @@ def test_required_companion_that_cannot_be_loaded_is_critical(node: GoodNode, wh
 
 GOOD: dict[str, Callable[[GoodNode], object]] = {
     "images of registries go to a store": importing(),
+    "a service's FUSE is named": both(
+        users_lustre, settings("user_mounts: {/lustre: fuse.juicefs 994}\n")
+    ),
     "pyxis asks another importer": both(
         changed(PYXIS, "use_squashfuse=1", "use_squashfuse=1 importer=/opt/other"),
         settings("registry:\n  store: /none\n"),
