@@ -353,14 +353,19 @@ def test_enroot_without_digests_discards_what_moved_meanwhile(
     assert "sqsh" not in site.names()
 
 
-def test_store_on_the_disk_of_the_cache_is_not_used(site: Site, open_path: Path) -> None:
+@pytest.mark.parametrize("by_link", [False, True])
+def test_store_on_the_disk_of_the_cache_is_not_used(
+    site: Site, open_path: Path, by_link: bool
+) -> None:
     """Whoever has a directory there fills the disk, and nothing bounds it."""
-    word = last(site.start(cache=str(open_path / "cache")))
+    cache = Path("/mnt/link" if by_link else open_path, "cache")
+    Path("/mnt/link").symlink_to(open_path)
+    word = last(site.start(cache=str(cache)))
     assert isinstance(word, Refused)
     assert word.reason == "store-local"
     assert not site.folder().exists()
     mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "mode=1777")
-    assert isinstance(last(site.start(cache=str(open_path / "cache"))), Present)
+    assert isinstance(last(site.start(cache=str(cache))), Present)
 
 
 def test_reference_that_is_none_is_refused(site: Site) -> None:

@@ -168,7 +168,7 @@ def _store(files: Files, store: str, cache: str, origin: str) -> Iterator[Findin
     except PermissionError as error:
         found = Tried(SHARED, str(error.strerror))
     except (OSError, Failed):
-        found = None
+        pass  # it is not there
     if _is_local(files, store, cache):
         yield Finding(
             "store-local",

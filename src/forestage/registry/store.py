@@ -221,7 +221,7 @@ def _must_be_elsewhere(base: Path, cache: str) -> None:
     """Raises Declined where both lie on one file system; OSError."""
     with opened(base, os.O_PATH | os.O_DIRECTORY) as fd:
         here = mounts.of(fd)
-    there = mounts.holder(mounts.current(), cache) if cache else None
+    there = mounts.holder(mounts.current(), os.path.realpath(cache)) if cache else None
     if here and there and here.device == there.device:
         what = f"the store of images, {base}, lies on the disk of this node's cache"
         raise Declined("store-local", what, "the admin can move it to a shared file system")
