@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -24,6 +26,16 @@ from forestage.system.as_user import User
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 
+def users_may_mount(node: Node) -> None:
+    """Device and configuration as they may be on a site's machines."""
+    device, conf = node.server / "fuse", node.server / "fuse.conf"
+    os.mknod(device, stat.S_IFCHR, os.makedev(10, 229))
+    device.chmod(0o666)
+    mounts.mount(str(device), "/dev/fuse", mounts.MS_BIND)
+    conf.write_text("user_allow_other\n")
+    mounts.mount(str(conf), "/etc/fuse.conf", mounts.MS_BIND)
+
+
 class Own:
     """Alice's squashfuse, in her folder, of a squashfs with an image; as `user`."""
 
@@ -36,13 +48,7 @@ class Own:
         os.chown(folder / "image.sqsh", ALICE.uid, ALICE.gid)
         os.utime(folder / "image.sqsh", (1e9, 1e9))
         subprocess.run(["mksquashfs", folder, file, "-quiet", "-no-progress"], check=True)
-        # Both as they may be on a site's machines.
-        device, conf = node.server / "fuse", node.server / "fuse.conf"
-        os.mknod(device, stat.S_IFCHR, os.makedev(10, 229))
-        device.chmod(0o666)
-        mounts.mount(str(device), "/dev/fuse", mounts.MS_BIND)
-        conf.write_text("user_allow_other\n")
-        mounts.mount(str(conf), "/etc/fuse.conf", mounts.MS_BIND)
+        users_may_mount(node)
         self.server = self.serve(file, self.point, *options, user=user)
 
     @staticmethod
@@ -106,13 +112,73 @@ def test_users_mount_for_all_is_staged_for_nobody(node: Node, mount: Callable[..
     assert node.entries() == set()
 
 
-def test_users_mount_that_is_itself_a_source_is_staged(
-    node: Node, mount: Callable[..., Own]
+@contextlib.contextmanager
+def forged(node: Node, program: Path) -> Iterator[Path]:
+    """Alice's FUSE over a directory of hers, in which Bob's image has the same identity and other
+    bytes; its path."""
+    path = node.put("proj/images/tools/tool.sqsh", user=BOB)
+    above, control = node.server / "proj", node.places.root / "control"
+    own_program = shutil.copy(program, node.places.root / "farfs")
+    os.chown(above, ALICE.uid, ALICE.gid)
+    users_may_mount(node)
+    control.write_text("forges 1\n")
+    calls = control.with_name("control.calls")
+    calls.touch()
+    calls.chmod(0o666)
+    point = node.shared / "proj"
+    options = "allow_other,default_permissions"
+    ids = {"user": ALICE.uid, "group": ALICE.gid, "extra_groups": []}
+    server = subprocess.Popen([own_program, above, control, point, options], **ids)  # type: ignore[call-overload]
+    until(lambda: f" {point} " in Path("/proc/self/mounts").read_text(), "the mount")
+    yield path
+    mounts.umount(str(point))
+    server.wait()
+
+
+@pytest.mark.parametrize("source", ["proj/images", "proj", "."])
+def test_file_in_a_users_mount_is_staged_for_nobody_wherever_the_sources_are(
+    node: Node, farfs: Path, source: str
+) -> None:
+    """What it says of Bob's file is what the file is, but for its bytes."""
+    sources = [str(node.shared / source)]
+    with forged(node, farfs) as path:
+        facts = [os.stat(file) for file in (path, node.server / "proj/images/tools/tool.sqsh")]
+        assert (
+            len({(one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in facts}) == 1
+        )
+        assert read_as(BOB, path) != content()
+        node.configure(sources=sources)
+        assert node.prolog(1, path).ended == (0, "declined", "bad-path")
+        node.configure(sources=sources, redirect="spank")
+        node.prolog(2, comment=f"stage={path.parent}/")
+
+        def declined() -> bool:
+            tree = wanted.read(node.leases, 2).trees[f"{path.parent}/"]
+            return (tree.state, tree.reason) == ("declined", "bad-path")
+
+        until(declined, "the directory to be declined")
+        assert node.entries() == set()
+    node.configure(sources=sources)
+    assert node.prolog(3, path, user=BOB).said == ("copied", "")
+    assert read_as(BOB, path) == content()
+
+
+@pytest.mark.parametrize(
+    ("kind", "uid", "said"),
+    [
+        ("fuse.squashfuse", ALICE.uid, ("copied", "")),
+        ("fuse.squashfuse", BOB.uid, ("declined", "bad-path")),
+        ("fuse.other", ALICE.uid, ("declined", "bad-path")),
+    ],
+)
+def test_service_that_the_admin_names_is_staged_from(
+    node: Node, mount: Callable[..., Own], kind: str, uid: int, said: tuple[str, str]
 ) -> None:
     own = mount("-o", "allow_other")
-    node.configure(sources=[str(own.point)])
-    assert node.prolog(1, own.image).said == ("copied", "")
-    assert node.epilog(1).outcome.unmounted == 1
+    node.configure(sources=[str(own.point)], user_mounts={str(own.point): f"{kind} {uid}"})
+    assert node.prolog(1, own.image).said == said
+    assert node.epilog(1).code == 0
+    assert node.binds() == {}
 
 
 def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
@@ -120,7 +186,8 @@ def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
 ) -> None:
     # Names are known for long: else, once a second is over, the Epilog has to ask for them.
     own = mount("-o", "allow_other,entry_timeout=3600,attr_timeout=3600")
-    keys = {"sources": [str(own.point)], "on_error": "drain"}
+    services = {str(own.point): f"fuse.squashfuse {ALICE.uid}"}
+    keys = {"sources": [str(own.point)], "user_mounts": services, "on_error": "drain"}
     node.configure(**keys)
     assert node.prolog(1, own.image).outcome.result == "copied"
     assert read_as(ALICE, own.image) == content(5)

@@ -66,14 +66,20 @@ def test_image_of_the_job_that_started_this_step_is_not_the_steps(login: Login) 
     assert found.startswith(str(login.site.store))
 
 
-@pytest.mark.parametrize("store", ["null", "/not/mounted"])
+@pytest.mark.parametrize("store", ["null", "/not/mounted", "of the cache"])
 def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, store: str) -> None:
-    login.configure(f"registry: {{store: {store}}}")
+    if store == "of the cache":
+        login.configure(
+            f"{{cache: {login.site.store.parent}/cache, registry: {{store: {login.site.store}}}}}"
+        )
+    else:
+        login.configure(f"registry: {{store: {store}}}")
     done = login.importer("get", IMAGE)
     assert done.returncode == 0, done.stderr
     path = Path(done.stdout.strip())
     assert path.read_bytes() == login.site.image.read_bytes()
     assert path.is_relative_to(login.runtime / str(ALICE.uid) / "forestage-12.0")
+    assert not login.site.folder().exists()
     other = login.runtime / str(ALICE.uid) / "other"
     other.mkdir()
     for _ in range(2):

@@ -282,16 +282,6 @@ def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
     assert found == {"12.0": [OLD], "13.0": [NEW]}
 
 
-def test_digest_that_another_node_was_told_is_used_and_no_registry_asked(
-    site: Site, registry: Callable[..., Registry]
-) -> None:
-    there = registry(digest=OLD)
-    with site.start(reference=there.reference(), job="12", digest=NEW) as one:
-        assert [word.digest for word in until(one) if isinstance(word, Resolved)] == [NEW]
-    assert there.asked == 0
-    assert f"@{NEW}" in site.imports[0]
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -363,20 +353,19 @@ def test_enroot_without_digests_discards_what_moved_meanwhile(
     assert "sqsh" not in site.names()
 
 
-def test_worker_that_was_told_to_ask_waits_for_go(site: Site) -> None:
-    with site.start(ask=True) as at_work:
-        assert isinstance(until(at_work, Resolved)[-1], Resolved)
-        assert not site.imports
-        at_work.go()
-        assert isinstance(until(at_work)[-1], Present)
-
-
-def test_worker_that_asks_ends_when_nobody_waits(site: Site) -> None:
-    at_work = site.start(ask=True)
-    until(at_work, Resolved)
-    at_work.kill()
-    assert not os.path.exists(f"/proc/{at_work.pid}")
-    assert not site.imports
+@pytest.mark.parametrize("by_link", [False, True])
+def test_store_on_the_disk_of_the_cache_is_not_used(
+    site: Site, open_path: Path, by_link: bool
+) -> None:
+    """Whoever has a directory there fills the disk, and nothing bounds it."""
+    cache = Path("/mnt/link" if by_link else open_path, "cache")
+    Path("/mnt/link").symlink_to(open_path)
+    word = last(site.start(cache=str(cache)))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-local"
+    assert not site.folder().exists()
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "mode=1777")
+    assert isinstance(last(site.start(cache=str(cache))), Present)
 
 
 def test_reference_that_is_none_is_refused(site: Site) -> None:
@@ -416,11 +405,10 @@ def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
 def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, open_path: Path) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "never")}
     with site.start(environ=wait) as first:
-        name = until(first, Importing)[0]
-        assert isinstance(name, Resolved)
-        while not any(one.endswith("part") for one in site.names()):
+        until(first, Importing)
+        while not (parts := list(site.folder().glob("*.part"))):
             os.sched_yield()
-        younger = site.folder() / f"{name.name}.lease.2"
+        younger = site.folder() / f"{parts[0].name.partition('.')[0]}.lease.2"
         younger.touch()
         os.chown(younger, ALICE.uid, ALICE.gid)
         while any(one.endswith("part") for one in site.names()):

@@ -83,13 +83,6 @@ def test_kill_ends_all_of_the_session_whatever_groups_it_made() -> None:
     assert run.in_session(at_work.pid) == []
 
 
-def test_go_to_a_worker_that_has_died_is_no_error() -> None:
-    with saying("exit 0") as at_work:
-        while _runs(at_work.pid):
-            os.sched_yield()
-        at_work.go()
-
-
 @pytest.mark.usefixtures("machine")
 def test_worker_is_the_user_in_all_ids_and_has_no_privilege() -> None:
     program = run.start_piped(CAROL, ("sh", "-c", "cat /proc/self/status; id -G; read end"), ())

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ NODES = 4
 ALL = f"n[1-{NODES}]"
 SHOW = " ".join(RELEASE)
 DENIED = "refuses"
+NVME_STORE = "/mnt/nvme/store"  # beside the cache
 
 
 @pytest.fixture(scope="module")
@@ -111,36 +111,16 @@ def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
     assert len(stored) == 1
 
 
-@pytest.fixture
-def without_store(site: Site, registry: Registry) -> Iterator[None]:
-    """No store, and n1 gives other nodes what it was told."""
-    peers = {"enabled": True, "listen": "{node}"}
-    site.configure(redirect="spank", cold="through", peers=peers)
-    log = site.cluster.state / "log/peer"
-    with log.open("w") as out:
-        argv = [CLI, "peer", "--node", "n1"]
-        service = site.cluster.popen(argv, user="root", node="n1", stdout=out, stderr=out)
-    wait_until(lambda: "serves at" in log.read_text(), 60, log.read_text)
-    yield
-    site.cluster.signal(service, signal.SIGTERM)
-    service.communicate(timeout=60)
-
-
-@pytest.mark.parametrize("where", ["store", "without_store"])
 def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
-    site: Site, registry: Registry, request: pytest.FixtureRequest, where: str
+    site: Site, registry: Registry
 ) -> None:
-    if where == "without_store":
-        request.getfixturevalue(where)
     first = registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"
     flag, pushed = (f"/shared/alice/{name}" for name in ("ran", "pushed"))
     wait = f"touch {flag}; until test -e {pushed}; do sleep 0.05; done"
     for name in (flag, pushed):
         site.source(name).unlink(missing_ok=True)
-    # Without a store each node has a record of its own: n2 has none yet when the tag has moved.
-    begins = ("-w", "n1", "-N1") if where == "without_store" else ()
-    script = f"{step(image, *begins)}\n{wait}\n{step(image)}"
+    script = f"{step(image)}\n{wait}\n{step(image)}"
     job = site.cluster.submit(
         f"#!/bin/sh\n{environment()}\n{script}\n",
         "--output=moved",
@@ -152,7 +132,7 @@ def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
     site.source(pushed).touch()
     site.wait_over(job)
     out = site.cluster.read("/shared/alice/moved")
-    assert re.findall(r'NAME="(\S+)"', out) == ["first"] * (3 if begins else 4)
+    assert re.findall(r'NAME="(\S+)"', out) == ["first"] * 4
     assert {one.digest for node in ("n1", "n2") for one in handled(site, job, node)} == {first}
 
     later = batch(site, step(image), nodes="n1")
@@ -358,19 +338,26 @@ def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
     assert names(refused) == [], refused.stdout
 
 
-def test_node_without_a_store_imports_once_for_itself(site: Site, registry: Registry) -> None:
+@pytest.mark.parametrize("store", ["none", "on the cache's disk"])
+def test_without_a_store_that_is_shared_enroot_imports_and_nothing_is_left(
+    site: Site, registry: Registry, store: str
+) -> None:
     registry.push("team/tool:1", "first")
     configure(site, store=None)
+    if store != "none":
+        site.cluster.run(["mkdir", "-p", "-m", "1777", NVME_STORE], user="root", node="n1")
+        configure(site, store=NVME_STORE)
     image = f"{registry.host}#team/tool:1"
-    for expected in (1, 1):
-        ran = batch(site, f"{step(image)}\n{step(image)}", nodes="n1")
-        assert names(ran) == ["first"] * 2, ran.stdout
-        assert len(imports(site.cluster)) == expected
-        site.await_stagers()
-    assert [one.result for one in handled(site, ran.job)] == ["hit", "hit"]
-    site.command("sweep")
-    left = site.cluster.host_path("/mnt/nvme/forestage.imports", "n1").rglob("*.sqsh")
-    assert list(left) == []
+    ran = batch(site, f"{step(image)}\n{step(image)}", nodes="n1")
+    assert names(ran) == ["first"] * 2, ran.stdout
+    assert len(imports(site.cluster)) == 2
+    found: list[Outcome] = site.outcomes(ran.job, "n1", "step")
+    reasons = {one.reason for one in found if isinstance(one, Handled)}
+    assert reasons == {"registry" if store == "none" else "store-local"}
+    assert (site.leases("n1"), site.entries("n1")) == ([], {})
+    nvme = site.cluster.host_path("/mnt/nvme", "n1")
+    assert not (nvme / "forestage.imports").exists()
+    assert list(nvme.glob("store/*")) == []
 
 
 def test_step_without_the_jobs_first_node_resolves_for_itself(

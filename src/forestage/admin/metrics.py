@@ -44,7 +44,7 @@ STARTS = (*REQUESTS, "excluded")
 ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
 EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
-CAME = ("kept", "stored", "imported", "waited", "enroot")
+CAME = ("stored", "imported", "waited", "enroot")
 PHASES = ("queued", "copying", "publishing")
 OTHER = "other"
 """For a reason that this release does not know: another one wrote the event."""

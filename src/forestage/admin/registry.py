@@ -35,7 +35,7 @@ VISITED = 100  # users whose directories it visits, in VISITS seconds at the mos
 LISTED, VISIT, VISITS = 20.0, 60.0, 120.0
 NOBODY = 65534  # the group of an account that is gone
 MOST = 300  # images of a user that are listed
-ELSEWHERE = ("store-full", "store-gone", "store-foreign")
+ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
 """Why a job has its image imported for itself alone instead."""
 
 UNSAID = ("registry-denied", "registry-missing", "registry-busy", "registry-silent", "registry-odd")
@@ -73,20 +73,21 @@ class Collected(msgspec.Struct, frozen=True):
 def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Say) -> str:
     """Returns the path of an image for a step of pyxis, as its user.
 
-    It is looked for and imported in the store, or on this node where there is none. Where that
-    cannot be used, below pyxis' runtime path: the importer deletes that. Raises Declined.
+    It is looked for and imported in the store. Where that cannot be used, below pyxis' runtime
+    path: the importer deletes that. Raises Declined; NotFound where enroot is to do it alone.
     """
+    if not (config.registry.store and config.registry.enabled):
+        raise NotFound("there is no store of images: enroot imports it, as without forestage")
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
     order = msgspec.structs.replace(order, offline=config.registry.offline)
-    shared = config.registry.store or _imports(config)
-    if shared and config.registry.enabled:
-        try:
-            return _either(msgspec.structs.replace(order, directory=shared), environ, say)
-        except Declined as error:
-            if error.reason not in ELSEWHERE:
-                raise
-            say(f"{error}; the image is imported for this step alone")
+    shared = {"directory": config.registry.store, "cache": config.cache}
+    try:
+        return _either(msgspec.structs.replace(order, **shared), environ, say)
+    except Declined as error:
+        if error.reason not in ELSEWHERE:
+            raise
+        say(f"{error}; the image is imported for this step alone")
     own = _own(environ, job, step)
     return _either(msgspec.structs.replace(order, directory=own), environ, say)
 
@@ -105,18 +106,11 @@ def _either(order: Order, environ: Mapping[str, str], say: Say) -> str:
         return obtain(msgspec.structs.replace(order, by_tag=True), environ, say)
 
 
-def _imports(config: Config) -> str:
-    """Where a node without a store has this user import (registry/kept.py), if it was made."""
-    place = Path(f"{config.cache}.imports")
-    return str(place) if (place / str(os.geteuid())).is_dir() else ""
-
-
 def _own(environ: Mapping[str, str], job: str, step: str) -> str:
     """A directory for one step's import, as the importer knows it. Raises Declined."""
     above = environ.get("PYXIS_RUNTIME_PATH", "")
     if not (above.startswith("/") and job.isdigit() and step.isdigit()):
-        what = "there is no store, and this is no step of pyxis"
-        raise Declined("store-gone", what, "set `registry: store:`")
+        raise Declined("store-gone", "this is no step of pyxis")
     path = Path(above, str(os.geteuid()), f"forestage-{job}.{step}")
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,9 +122,14 @@ def _own(environ: Mapping[str, str], job: str, step: str) -> str:
 def bring(config: Config, text: str, environ: Mapping[str, str], host: str, say: Say) -> str:
     """Has the store hold an image before a job wants it. Raises Declined, NotFound."""
     if not config.registry.store:
-        raise NotFound("there is no store of images", "the admin can set `registry: store:`")
-    order = Order(reference=text, directory=config.registry.store, host=host)
+        raise _no_store()
+    store = config.registry.store
+    order = Order(reference=text, directory=store, cache=config.cache, host=host)
     return obtain(order, environ, say)
+
+
+def _no_store() -> NotFound:
+    return NotFound("there is no store of images", "the admin can set `registry: store:`")
 
 
 def obtain(order: Order, environ: Mapping[str, str], say: Say) -> str:
@@ -246,7 +245,7 @@ def clean(config: Config, now: float, dry_run: bool) -> list[Collected]:
     Raises NotFound.
     """
     if not config.registry.store:
-        raise NotFound("there is no store of images", "the admin can set `registry: store:`")
+        raise _no_store()
     base = Path(config.registry.store)
     users = owners(base)
     works = [partial(_collected, config, user, now, dry_run) for user in users]

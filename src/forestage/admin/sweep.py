@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import evict, inventory, registry, verify
+from forestage.admin import evict, inventory, old_imports, registry, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -43,7 +43,7 @@ from forestage.data import job_dir, looks, tree
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
-from forestage.registry import kept, place
+from forestage.registry import place
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import lock
 from forestage.system.as_user import User
@@ -328,19 +328,17 @@ class _Run:
         staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
         for path in place.leftover(self.node.places, staying, self.node.clock.wall()):
             path.unlink(missing_ok=True)
-        kept.tidy(self.node.cache)
 
     def imports(self, node: Node) -> None:
-        """Bounds what users have in their directories of imports on this node."""
-        room = eviction.measure(node.cache, node.cache.stored_entries(), node.config)
-        self.problems += kept.bound(node.cache, room.share, node.clock.wall())
+        """Removes what users have of imports from when this node had no store."""
+        self.problems += old_imports.remove(node)
 
     def job_dirs(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
         """Removes what jobs that are over had of data; returns the names of their directories."""
         node = self.node
         if not self.dry_run:
             tree.let_go(node.cache, node.leases, lock.SPACE_TIMEOUT)
-            looks.sweep(node.cache, node.leases, place.agreed(node.places))
+            looks.sweep(node.cache, node.leases)
             return job_dir.sweep(node.cache, node.leases)
         staying = frozenset(node.leases.jobs()) - {one.job for one in stale}
         return tuple(one.directory.name for one in job_dir.leftover(node.cache, staying))

@@ -130,7 +130,7 @@ def judge(found: Facts, max_size: int | None) -> Image:
     """Pure: the image, or Declined with the reason that the user and the admin will read."""
     if not found.path:
         what = "the path resolves to a name that is not UTF-8, or in a mount that a user made"
-        raise Declined("bad-path", what)
+        raise Declined("bad-path", what, "the admin can name that of a service in `user_mounts:`")
     if not stat.S_ISREG(found.mode):
         raise Declined("not-a-file", f"{found.path} is {_kind(found.mode)}, not a regular file")
     if not found.sources:

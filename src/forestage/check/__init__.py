@@ -156,7 +156,7 @@ def _findings(target: Target) -> Iterator[Finding | str]:
     # First, as what hangs is a source most likely.
     yield "a source"
     origin = of_settings.origin(settings, target.places, "sources")
-    yield from sources.findings(files, settings.config.sources, used.images, origin)
+    yield from sources.findings(files, settings.config, used.images, origin)
     yield "plugstack.conf"
     settings = plugins.decided(files, conf, settings)
     yield from _slurm(files, conf, used, settings, target.clock)

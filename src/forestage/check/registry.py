@@ -68,8 +68,10 @@ def findings(files: Files, pyxis: Plugin, config: Config, origin: str) -> Iterat
             "Images of registries are imported once, and read from the store by each node",
             "`redirect: spank`, with the companion in plugstack.conf before pyxis",
         )
-    if store is not None:
-        yield from _store(files, store, origin)
+    if store is None:
+        yield _no_store(files, config, origin)
+    else:
+        yield from _store(files, store, config.cache, origin)
 
 
 def _not_asked(files: Files, pyxis: Plugin) -> Finding:
@@ -85,6 +87,32 @@ def _not_asked(files: Files, pyxis: Plugin) -> Finding:
         "Each step on each node imports its image anew, 15 minutes for 30 GiB",
         change,
     )
+
+
+def _no_store(files: Files, config: Config, origin: str) -> Finding:
+    shared = [
+        source
+        for source in map(files.real, config.sources)
+        if not _is_local(files, source, config.cache) and not _is_local(files, source, "/")
+    ]
+    if shared:
+        place = f"{shared[0]}/forestage"
+        change = f"mkdir -m 1777 {place}; {origin}: registry: {{store: {place}}}"
+    else:
+        change = f"{origin}: registry.store, a directory of mode 1777 that all nodes share"
+    return Finding(
+        "no-store",
+        "warning",
+        "importer= is forestage's, and there is no store for what it imports",
+        "Each step on each node imports its image anew, as without forestage",
+        change,
+    )
+
+
+def _is_local(files: Files, path: str, cache: str) -> bool:
+    """Whether a path lies, or would lie, on the cache's file system."""
+    here, there = (files.under(files.real(one)) for one in (path, cache))
+    return here is not None and there is not None and here.device == there.device
 
 
 def _enroot(files: Files) -> Iterator[Finding]:
@@ -124,7 +152,8 @@ class Tried(msgspec.Struct, frozen=True):
     wrong: str = ""
 
 
-def _store(files: Files, store: str, origin: str) -> Iterator[Finding]:
+def _store(files: Files, store: str, cache: str, origin: str) -> Iterator[Finding]:
+    found: Tried | None = None
     try:
         found = as_user.call(lambda: (_tried(files.at(store)), []), Tried, TIMEOUT)[0]
     except as_user.TooSlow:
@@ -139,15 +168,25 @@ def _store(files: Files, store: str, origin: str) -> Iterator[Finding]:
     except PermissionError as error:
         found = Tried(SHARED, str(error.strerror))
     except (OSError, Failed):
+        pass  # it is not there
+    if _is_local(files, store, cache):
+        yield Finding(
+            "store-local",
+            "critical",
+            f"the store {store} lies on the disk of the cache",
+            "It is not used, and enroot imports: users could fill that disk in it, and all entries"
+            " would be evicted",
+            f"{origin}: registry.store on a file system that the nodes share",
+        )
+    elif found is None:
         yield Finding(
             "store-missing",
             "critical",
             f"the store {store} is not there",
-            "Each node imports images for itself, once for each step",
+            "Each step on each node imports its image for itself",
             f"mount its file system, or mkdir -m 1777 {store}, or {origin}: registry.store",
         )
-        return
-    if found.mode & SHARED != SHARED:
+    elif found.mode & SHARED != SHARED:
         yield Finding(
             "store-mode",
             "warning",

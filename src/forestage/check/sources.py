@@ -7,8 +7,10 @@ from pathlib import Path
 
 from forestage.check.finding import Finding
 from forestage.check.uses import Used
+from forestage.config import KEYS, Config
 from forestage.errors import Failed
-from forestage.system import as_user, run
+from forestage.system import as_user, mounts, run
+from forestage.system.mounts import Mount
 from forestage.system.terminal import count
 from forestage.system.tree import Files
 from forestage.units import format_size
@@ -22,9 +24,10 @@ STRIPE = ("lfs", "setstripe", "-E", "-1", "-c", "-1", "-S", "1M")
 
 
 def findings(
-    files: Files, sources: tuple[str, ...], images: tuple[Used, ...], origin: str
+    files: Files, config: Config, images: tuple[Used, ...], origin: str
 ) -> Iterator[Finding]:
     """Takes seconds where a source does not answer. `origin` is the file that sets `sources:`."""
+    sources = config.sources
     if not sources:
         yield Finding(
             "no-sources",
@@ -35,7 +38,8 @@ def findings(
         )
     found = [finding for path in sources if (finding := _source(files, path, origin))]
     yield from found
-    if all(finding.id != "source-hangs" for finding in found):  # lfs would hang with them
+    if all(finding.id != "source-hangs" for finding in found):  # what follows would hang with them
+        yield from _of_users(files, config, origin)
         yield from _striping(files, images)
 
 
@@ -75,6 +79,28 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
         " save nothing",
         f"mount it (/etc/fstab), or {origin}: sources without {path}",
     )
+
+
+def _of_users(files: Files, config: Config, origin: str) -> Iterator[Finding]:
+    """Sources on a FUSE of a user: of a service of the site, or of anybody."""
+    listed = files.mounts()
+    found: dict[Mount, str] = {}
+    for path, real in files.reals(config.sources).items():
+        under = mounts.holder(listed, real)
+        users = under and mounts.users_fuse(listed, under.id, config.user_mounts)
+        if users:
+            found.setdefault(users, path)
+    for mount, path in found.items():
+        named = {**config.user_mounts, mount.point: f"{mount.kind} {mount.fuse_user}"}
+        line = f"{origin}: user_mounts: {KEYS['user_mounts'].show(named)}"
+        yield Finding(
+            "source-of-user",
+            "critical",
+            f"the source {path} lies on a file system that the user {mount.fuse_user} has mounted"
+            f" ({mount.kind} at {mount.point})",
+            "Nothing below it is staged: its user could show other users any bytes",
+            f"if it is a service of the site, {line}",
+        )
 
 
 def _enter(files: Files, path: str) -> str:

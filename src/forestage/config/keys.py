@@ -124,7 +124,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
     store: Annotated[
         str | None,
         Key(
-            "A shared directory for imported images; null: each node imports for itself.",
+            "A shared directory for imported images; null: enroot imports, in each step.",
             values.PATH,
             "null",
         ),
@@ -167,6 +167,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         JobKey("Absolute directories; only what is below them is staged.", values.PATHS),
     ] = ()
+    user_mounts: Annotated[
+        Mapping[str, str],
+        Key(
+            "FUSE mounts of a service's user to stage from: {/juice: fuse.juicefs 994}, type, uid.",
+            values.USER_MOUNTS,
+        ),
+    ] = msgspec.field(default_factory=dict)
     cache: Annotated[
         str, Key("The cache's directory on the node; not below /tmp or /dev/shm.", values.CACHE)
     ] = "/mnt/nvme/forestage"

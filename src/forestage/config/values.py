@@ -24,6 +24,7 @@ from forestage.units import (
 MIN_CHUNK = 1 << 20  # bytes; a multiple of every disk's and file system's block
 MAX_CHUNK = 1 << 30
 
+_FUSE = r"fuse(\.[!-~]+|blk)? [1-9][0-9]{0,9}"
 _UNQUOTED = r"[\w./+@-]+"  # paths that YAML reads as they are
 
 
@@ -118,6 +119,19 @@ def _read_addresses(raw: object) -> Mapping[str, str]:
     return raw
 
 
+def _read_user_mounts(raw: object) -> Mapping[str, str]:
+    if not isinstance(raw, dict):
+        raise ValueError(f"expected mount points, each with a type and a uid, got {quote(raw)}")
+    for point, mount in raw.items():
+        _read_path(point)
+        # As mountinfo has it; what root has mounted needs no word here.
+        if not isinstance(mount, str) or not re.fullmatch(_FUSE, mount):
+            raise ValueError(
+                f"expected a type and a uid such as fuse.juicefs 994, got {quote(mount)}"
+            )
+    return raw
+
+
 def _show_quoted(value: object) -> str:
     """JSON is YAML, and quotes a name such as `no`, which YAML would take for false."""
     return msgspec.json.encode(value).decode()
@@ -198,3 +212,4 @@ LISTEN = _limited(
 )
 PATTERN = Notation(_read_pattern, _show_quoted)
 ADDRESSES = Notation(_read_addresses, _show_quoted)
+USER_MOUNTS = Notation(_read_user_mounts, _show_quoted)

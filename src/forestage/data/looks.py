@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -141,11 +141,11 @@ def end(cache: Cache, job: int) -> None:
     shutil.rmtree(cache.looks / str(job), ignore_errors=True)
 
 
-def sweep(cache: Cache, leases: Leases, others: Iterable[int] = ()) -> None:
-    """Deletes what was found for jobs that have no lease, but `others`. Raises Failed, OSError."""
+def sweep(cache: Cache, leases: Leases) -> None:
+    """Deletes what was found for jobs that have no lease. Raises Failed, OSError."""
     # A Prolog notes its lease first.
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        jobs = {str(job) for job in (*leases.jobs(), *others)}
+        jobs = set(map(str, leases.jobs()))
         with contextlib.suppress(FileNotFoundError):
             for directory in cache.looks.iterdir():
                 if directory.name not in jobs:

@@ -446,8 +446,12 @@ def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
         )
     if image.is_below(str(node.cache.real), [resolved]):
         raise Declined("outside-sources", f"{resolved} holds the cache itself")
-    if mounts.is_users(root, resolved, sources):
-        raise Declined("bad-path", f"{resolved} is in a file system that a user has mounted")
+    if mounts.is_users(root, resolved, node.config.user_mounts):
+        raise Declined(
+            "bad-path",
+            f"{resolved} is in a file system that a user has mounted",
+            "the admin can name that of a service in `user_mounts:`",
+        )
 
 
 def _must_have_bytes(found: Manifest) -> None:

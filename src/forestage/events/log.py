@@ -22,7 +22,7 @@ from forestage.units import printable
 Result = Literal[
     "hit", "joined", "copied", "started", "through", "declined", "failed", "released", "bad"
 ]
-Came = Literal["", "kept", "stored", "imported", "waited", "enroot"]
+Came = Literal["", "stored", "imported", "waited", "enroot", "kept"]  # kept: of old events
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
@@ -44,10 +44,10 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
     spent on staging. `started`: the copy goes on without the hook; `through`: and the step reads
     through it. `evicted` are the keys that made room for the container that is unpacked from it.
-    `digest` is what a registry's reference meant. `came` is how its image came: an entry was `kept`
-    here, a file was `stored`, this node `imported` it or `waited` for another that did, or it was
-    left to `enroot`. `baseline`: seconds that reading the image from its source takes here; 0 where
-    that is not known (cache/baseline.py).
+    `digest` is what a registry's reference meant. `came` is how its image came: a file was
+    `stored`, this node `imported` it or `waited` for another that did, or it was left to `enroot`.
+    `baseline`: seconds that reading the image from its source takes here; 0 where that is not known
+    (cache/baseline.py).
     `data`: it is no container's image, but what the comment names besides (hooks/data.py).
     """
 

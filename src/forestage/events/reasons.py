@@ -11,7 +11,7 @@ FAILURES = frozenset(
 
 REASONS = {
     "registry": "An image of a registry is staged when a step starts, where pyxis asks forestage's"
-    " importer for it (`importer=`), with `redirect: spank`.",
+    " importer for it (`importer=`), with `redirect: spank` and a store (`registry: store:`).",
     "bad-reference": "This is no reference to an image of a registry.",
     "registry-denied": "The registry refuses this user; `enroot import` would be refused as well.",
     "registry-missing": "The registry has no such image, or hides it from this user.",
@@ -27,6 +27,8 @@ REASONS = {
     "import-failed": "`enroot import` ended with an error; the detail has its last words.",
     "store-full": "There was no space for the image, or the user's quota was exhausted.",
     "store-gone": "The store of images could not be reached, or be written to.",
+    "store-local": "The store of images lies on the disk of the node's cache, which users could"
+    " fill.",
     "store-foreign": "The user's directory in the store is not theirs alone.",
     "wrong-bytes": "The entry's bytes or rights were not those of its source.",
     "bad-path": "This is no path that can be staged.",

@@ -98,8 +98,8 @@ def end(mark: str) -> None:
 def may_leave(environ: Mapping[str, str], run: str) -> bool:
     """Whether this job may start before its Prolog's work is done; never errs.
 
-    By the record, which is good as long as all of the files in it are as they were. The nodes of a
-    job agree on an image of a registry by what their Prologs have noted (registry/agreed.py), and a
+    By the record, which is good as long as all of the files in it are as they were. Which node of a
+    job resolves an image of a registry is what their Prologs have noted (hooks/registry.py), and a
     user who asks for a wait gets one.
     """
     job = environ.get("SLURM_JOB_ID", "")

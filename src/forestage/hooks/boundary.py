@@ -164,7 +164,8 @@ def nothing_to_do(
         return False
     if os.path.lexists(window + number):
         return False
-    return not os.path.exists(f"{images}/{number}.agreed")  # registry/place.py
+    # Of a job that began with a release in which nodes agreed on digests without a store.
+    return not os.path.exists(f"{images}/{number}.agreed")
 
 
 def _may_be_hinted(comment: str) -> bool:
@@ -359,12 +360,12 @@ class Hook:
     ) -> tuple[Job, tuple[str, ...]]:
         """Has a process obtain the registry's image that the job names: that may take long.
 
-        Returns the job without it, and a step's answer. The job as it is, where it names none, or
-        pyxis would not ask our importer for it.
+        Returns the job without it, and a step's answer. The job as it is, where it names none,
+        there is no store, or pyxis would not ask our importer for it.
         """
         request, config = job.reference, node.config
-        wanted = config.registry.enabled and config.redirect == "spank" and not job.hints.off
-        if request is None or not wanted:
+        asked = config.registry.enabled and config.registry.store and not job.hints.off
+        if request is None or not asked or config.redirect != "spank":
             return job, ()
         from forestage.errors import ForestageError
         from forestage.slurm import companion
@@ -380,8 +381,8 @@ class Hook:
         try:
             if self.name == "prolog":
                 registry.guess(node, job, request, report)
-            elif asked := registry.Asked.of(request, self.environ):
-                later = registry.begin(node, job, asked, report)
+            elif found := registry.Asked.of(request, self.environ):
+                later = registry.begin(node, job, found, report)
         except (ForestageError, OSError) as error:
             self.say(f"result=failed reason=registry detail={str(error)!r}")
         return job.without_reference(), later

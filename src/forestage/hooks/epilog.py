@@ -135,8 +135,8 @@ def _forget_images(over: _Over) -> None:
 
 
 def _clear(over: _Over) -> None:
-    """Removes what few jobs have: data, and what was kept of registries' images."""
-    cache, places, job = over.cache, over.places, over.job
+    """Removes what few jobs have of data."""
+    cache, job = over.cache, over.job
     if over.lease is None or over.lease.data:
         from forestage.data import job_dir, looks, tree
 
@@ -144,15 +144,6 @@ def _clear(over: _Over) -> None:
             tree.let_go(cache, over.leases, over.patience)
         looks.end(cache, job.id)
         job_dir.end(cache, job.id)
-    if places.images.exists():
-        from forestage.registry import kept
-
-        if (cache.looks / str(job.id)).exists():  # registry/agreed.py
-            from forestage.data import looks
-
-            looks.end(cache, job.id)
-        with contextlib.suppress(OSError):  # the sweep does it
-            kept.tidy(cache)
 
 
 def _failed(failed: Failed) -> Released:

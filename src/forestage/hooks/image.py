@@ -43,7 +43,6 @@ SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what rea
 UNSERVED = ("declined", "failed")
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
-MAX_USES = 1000  # of one job, some 200 bytes each: a job must not fill /run
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -356,20 +355,6 @@ def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> Non
         raise
 
 
-def kept(node: Node, job: Job, request: Request, found: Image, limit: Wait) -> Answer | None:
-    """What a request comes to whose entry is known without a source; None where it went meanwhile.
-
-    Raises Declined, Failed, OSError.
-    """
-    node.cache.prepare(node.config.require_mount)
-    doubt.must_not_be(node.places)
-    with leased(node, job, found.key, limit):
-        if node.cache.find(found) is None:
-            return None
-        node.cache.touch(found.key, node.clock.wall())
-        return measured(node, _answer(request, found, "hit", "spank"))
-
-
 def fetch(node: Node, job: Job, request: Request, limit: Wait) -> Answer:
     """Has an image copied that the job may use later, and does not hold yet.
 
@@ -408,8 +393,6 @@ def leased(node: Node, job: Job, key: str, limit: Wait) -> Iterator[Lease]:
         if not is_new:
             # A requeued job's, perhaps, which a sweep takes for that of the job as it was.
             node.leases.confirm(job.id)
-        elif len(lease.uses) >= MAX_USES:
-            raise Declined("too-many", f"the job holds {MAX_USES} images of this node already")
         else:
             lease = lease.with_use(Use(key))
             node.leases.write(lease)
@@ -468,7 +451,7 @@ def _note_saves(node: Node, job: Job, limit: Wait) -> Job:
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
             lease = lease_of(node, job)
             # Who cannot write there is in nobody's way, and nobody in theirs.
-            if not may or len(lease.saves) >= MAX_USES:
+            if not may:
                 return job
             # Before those that lie there go: the stager may lay one.
             node.leases.put(lease.saving(saved))

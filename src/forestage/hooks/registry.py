@@ -28,7 +28,7 @@ from forestage.events import Came, Handled
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
 from forestage.hooks.waiting import GONE, Nobody, Tasks, Waiting
-from forestage.registry import kept, place, under_way, worker
+from forestage.registry import place, under_way, worker
 from forestage.registry.under_way import PROCESS_NAME, UnderWay
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
@@ -45,7 +45,6 @@ PATIENCE = 30.0  # seconds for the word of the node that resolves for all
 
 CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
 
-Tell = Callable[[str], None]
 Report = Callable[[Sequence[Handled]], None]
 
 
@@ -92,8 +91,7 @@ def guess(node: Node, job: Job, request: Request, report: Report) -> None:
     No registry is asked: the job's environment, by which that would be done, is not known here.
     Raises Declined.
     """
-    if node.config.registry.store:  # what the node imports for itself lies here already
-        _start(job, partial(_foresee, node, job, request, report))
+    _start(job, partial(_foresee, node, job, request, report))
 
 
 def _start(job: Job, life: Callable[[socket.socket], None]) -> None:
@@ -194,47 +192,33 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
 
 
 class Worked(msgspec.Struct, frozen=True):
-    """What came of a worker: what the reference means, and the image's path, or a whole answer."""
+    """What came of a worker: the digest that the reference means, and where the image lies."""
 
-    meant: Resolved
+    digest: str
     came: Came
-    path: str = ""
-    answer: Answer | None = None
+    path: str
 
 
 def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
-    order = order_of(node, job, asked)
-    tell: Tell | None = None
     try:
-        with contextlib.ExitStack() as undo:
-            if order.ask:  # there is no store, in which the nodes would agree on a digest
-                from forestage.registry import agreed
-
-                nodes = agreed.nodes_of(node, job, asked.request.path, asked.batch)
-                tell = undo.enter_context(agreed.telling(nodes))
-                order = msgspec.structs.replace(order, digest=agreed.asked(node, nodes))
-            done = _worked(node, job, asked, order, tasks, tell)
+        done = _worked(node, job, asked, tasks)
     finally:
         # Of what the worker runs a user's words are part: nothing of it outlives it, in whatever
         # session it is. Before anything of ours is started that has to live on.
         child.end_descendants()
-    answer = done.answer or _staged(node, job, done.path, asked, tasks)
-    if order.ask and answer.image and not done.answer:
-        kept.note(node.cache, job.user, done.meant.name, answer.image)
-    outcome = msgspec.structs.replace(answer.outcome, digest=done.meant.digest, came=done.came)
+    answer = _staged(node, job, done.path, asked, tasks)
+    outcome = msgspec.structs.replace(answer.outcome, digest=done.digest, came=done.came)
     return msgspec.structs.replace(answer, outcome=outcome)
 
 
-def _worked(
-    node: Node, job: Job, asked: Asked, order: Order, tasks: Waiting, tell: Tell | None
-) -> Worked:
-    """Has a worker obtain the image; `tell`, if any, hears its digest. Raises Declined, Failed."""
+def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
+    """Has a worker obtain the image. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and step.is_first_node(job)
-    meant = Resolved("", "")
+    digest = ""
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
-    at_work = worker.start(job.user, order, asked.environment)
+    at_work = worker.start(job.user, order_of(node, job, asked), asked.environment)
     shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
     with at_work, contextlib.ExitStack() as undo:
         undo.callback(under_way.forget, node.places, shown)
@@ -243,16 +227,9 @@ def _worked(
                 child.join(at_work.pid, asked.step)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
-                meant = word
-                if tell is not None:
-                    tell(word.digest)
-                has = kept.find(node.cache, job.user, word.name) if order.ask else None
-                answer = has and image.kept(node, job, asked.request, has, _limit(node, job, asked))
-                if answer:
-                    return Worked(meant, "kept", answer=answer)
-                at_work.go()
+                digest = word.digest
             elif isinstance(word, Present):
-                return Worked(meant, came, word.path)
+                return Worked(digest, came, word.path)
             elif isinstance(word, Refused):
                 raise Declined(printable(word.reason), printable(word.detail))
             else:
@@ -280,18 +257,16 @@ def _progress(request: Request, word: Progress | Importing) -> str:
 
 
 def order_of(node: Node, job: Job, asked: Asked) -> Order:
-    """What the worker is to do; without a store it imports to this node. Raises Failed, OSError."""
+    """Pure: what the worker is to do."""
     config = node.config
-    store = config.registry.store
     return Order(
         reference=asked.request.path,
-        directory=store or str(kept.prepare(node.cache, job.user)),
+        directory=config.registry.store or "",
+        cache=config.cache,
         job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
-        # Of the step: in a batch job, too, the job's first node may have no part in it. Without a
-        # store there is no record that nodes share.
-        leads=store is None or step.is_first_node(job),
+        # Of the step: in a batch job, too, the job's first node may have no part in it.
+        leads=step.is_first_node(job),
         patience=PATIENCE,
-        ask=store is None,
         offline=config.registry.offline,
         environ_fd=asked.environment,
         max_size=config.max_image_size,
@@ -324,10 +299,6 @@ def _words(at_work: Worker, tasks: Waiting) -> Iterator[Word]:
 
 def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Waiting) -> Answer:
     """The file, as any other that a user names: only where they may read it."""
-    if node.config.registry.store is None:
-        own = (*node.config.sources, str(kept.directory(node.cache)))
-        config = msgspec.structs.replace(node.config, sources=own)
-        node = msgspec.structs.replace(node, config=config)
     request = Request(path, asked.request.via)
     job = msgspec.structs.replace(job, requests=(request,), saves=None)
     if job.step is None:

@@ -12,7 +12,6 @@
     flight       who imports, by leases that a dead importer loses
     importing    enroot, with bounds
     collect      what goes of the store
-    agreed       one digest for the nodes of a job where there is no store
     under_way    imports that steps of this node wait for
 
 Root never parses what a registry or a user wrote: the worker has all three ids of the user.

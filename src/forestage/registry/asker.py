@@ -1,4 +1,4 @@
-"""The other side of a worker: who started it, reads its words, and lets it go on or ends it."""
+"""The other side of a worker: who started it, reads its words, and ends it."""
 
 import os
 import signal
@@ -20,25 +20,20 @@ class Asker:
     """The other side: who started this process, and reads what it says."""
 
     def __init__(self) -> None:
-        self.gone, self.went = threading.Event(), threading.Event()
+        self.gone = threading.Event()
         # In the step's cgroup, where scancel's SIGTERM comes to enroot as well: it dies with us.
-        signal.signal(signal.SIGTERM, lambda *_: self._leave())
+        signal.signal(signal.SIGTERM, lambda *_: self.gone.set())
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        while said := os.read(0, words.LONGEST):
-            if words.GO in said:
-                self.went.set()
-        self._leave()
+        while os.read(0, words.LONGEST):
+            pass
+        self.gone.set()
         time.sleep(GRACE)
         # It hangs in a file system or a program, which must not go on for nobody.
         if os.getsid(0) == os.getpid():
             run.end_session(os.getpid(), spare=os.getpid())
         os._exit(1)
-
-    def _leave(self) -> None:
-        self.gone.set()
-        self.went.set()
 
     def say(self, word: Word) -> None:
         """Raises Gone, Odd."""
@@ -53,8 +48,3 @@ class Asker:
         """Raises Gone."""
         if self.gone.is_set():
             raise Gone
-
-    def ask(self) -> None:
-        """Waits until it says go. Raises Gone."""
-        self.went.wait()
-        self.must_wait()

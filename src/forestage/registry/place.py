@@ -1,7 +1,6 @@
 """The file over which a step's copy of a registry's image is bound, and which the importer names.
 
     /run/forestage/images/JOB.STEP.sqsh
-                          JOB.agreed      the job's nodes agree on digests, see registry/agreed.py
 
 Users pass through the directory, and cannot list it (system/folders.py).
 Where nothing is bound over it, it has no byte that is not zero: an importer knows by the missing
@@ -46,23 +45,8 @@ def make(places: Places, job: int, step: int | None, size: int) -> Place:
     return Place(os.fspath(path), facts)
 
 
-def note_agreed(places: Places, job: int) -> None:
-    """Notes that a job agrees on digests here: it may have no lease, and its Epilog is to act.
-
-    Best effort: else the sweep deletes what was agreed on.
-    """
-    with contextlib.suppress(OSError):
-        folders.keep(places.images, folders.PASSABLE)
-        (places.images / f"{job}.agreed").touch()
-
-
-def agreed(places: Places) -> frozenset[int]:
-    """The jobs that do so. Raises OSError."""
-    return frozenset(int(path.stem) for path in places.images.glob("*.agreed"))
-
-
 def forget(places: Places, job: int) -> None:
-    """Deletes those of a job's steps, and its note. Raises OSError."""
+    """Deletes those of a job's steps, and all else of it there. Raises OSError."""
     folders.keep(places.images, folders.PASSABLE)
     for path in places.images.glob(f"{job}.*"):
         path.unlink(missing_ok=True)

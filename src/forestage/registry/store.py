@@ -28,7 +28,7 @@ from forestage.cache.image import SUPERBLOCK, is_squashfs
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.registry.reference import is_digest
-from forestage.system import records
+from forestage.system import mounts, records
 from forestage.system.files import opened
 from forestage.units import format_size
 
@@ -89,8 +89,11 @@ def full(what: str) -> Declined:
 class Store:
     """The images of the user whom this process is, below `base`."""
 
-    def __init__(self, base: Path, clock: Clock) -> None:
-        """Makes the directory. Raises Declined: store-foreign, store-full, store-gone."""
+    def __init__(self, base: Path, clock: Clock, cache: str = "") -> None:
+        """Makes the directory; none on the disk of `cache`, which its user could fill.
+
+        Raises Declined: store-foreign, store-full, store-gone, store-local.
+        """
         self.uid = os.geteuid()
         self.clock = clock
         self.folder = base / str(self.uid)
@@ -99,6 +102,7 @@ class Store:
                 "store-gone", "no store of images is configured", "set `registry: store:`"
             )
         with told(base):
+            _must_be_elsewhere(base, cache)
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(MODE)
             self._must_be_own()
@@ -213,6 +217,16 @@ class Store:
         return found.digest if not found.digest or is_digest(found.digest) else None
 
 
+def _must_be_elsewhere(base: Path, cache: str) -> None:
+    """Raises Declined where both lie on one file system; OSError."""
+    with opened(base, os.O_PATH | os.O_DIRECTORY) as fd:
+        here = mounts.of(fd)
+    there = mounts.holder(mounts.current(), os.path.realpath(cache)) if cache else None
+    if here and there and here.device == there.device:
+        what = f"the store of images, {base}, lies on the disk of this node's cache"
+        raise Declined("store-local", what, "the admin can move it to a shared file system")
+
+
 def _make(folder: Path) -> None:
     """Raises OSError, also where a link has its name."""
     with contextlib.suppress(FileExistsError):
@@ -313,7 +327,7 @@ def _must_be_image(part: Path, max_size: int | None) -> int:
     """The size of what was imported. Raises Declined."""
     size = _squashfs_size(part)
     if size is None and not os.path.lexists(part):
-        # By the sweep (kept.bound), or by its user: an import elsewhere may fare better.
+        # By its user, or where it was taken for a dead one's: an import elsewhere may fare better.
         raise Declined("store-gone", f"{part.name} was deleted while it was written")
     if size is None:
         raise Declined(

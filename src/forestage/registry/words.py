@@ -1,6 +1,6 @@
 """What a registry worker is told, and the lines of JSON that it answers.
 
-    Resolved     the reference means this digest; the image would have this name
+    Resolved     the reference means this digest
     Present      the image lies at this path
     Importing    it is imported: on this host, by this worker or by another one
     Progress     how far that is, for the user to read
@@ -18,11 +18,9 @@ import msgspec
 from forestage.units import printable
 
 LONGEST = 4096  # bytes of a line, its end included; a path of PATH_MAX does not fit, and is refused
-GO = b"go\n"  # what the worker waits for after Resolved, where it was told to ask
 LONGEST_TEXT = 900  # characters, of four bytes each: a line with other fields has room for them
 
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(sha256:[0-9a-f]{64})?\Z")]
-Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z][0-9A-Za-z_-]{0,199}\Z")]
 Path: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]{1,3500}\Z")]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
 Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}\Z")]
@@ -31,30 +29,28 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}\Z")
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is to do, as its one argument. Times are seconds, sizes bytes.
 
-    `directory` is the base of the store, or of this node's own imports. `job` is "123" for all of a
-    batch job, which has one digest on all nodes, or "123.4" for a step; "" for a user at a login
-    node. Where `leads` is false, the word of the node that leads is waited for, `patience` long.
-    Of a `container` that is there already, no image is wanted. Without `imports`, no registry is
-    asked: what the tag meant last is looked for in the directory. `environ_fd` is open on the job's
-    environment, NUL between its entries; -1 for the worker's own. `host` is this node's name for
-    the other nodes. `digest` is what another node of the job was told: then nobody is asked.
-    `by_tag` has a job's image imported by its tag, where the registry did not say
-    a digest.
+    `directory` is the base of the store, which must not lie on the file system of `cache`. `job` is
+    "123" for all of a batch job, which has one digest on all nodes, or "123.4" for a step; "" for a
+    user at a login node. Where `leads` is false, the word of the node that leads is waited for,
+    `patience` long. Of a `container` that is there already, no image is wanted. Without `imports`,
+    no registry is asked: what the tag meant last is looked for in the directory. `environ_fd` is
+    open on the job's environment, NUL between its entries; -1 for the worker's own. `host` is this
+    node's name for the other nodes. `by_tag` has a job's image imported by its tag, where the
+    registry did not say a digest.
     """
 
     reference: str
     directory: str
+    cache: str = ""
     job: str = ""
     leads: bool = True
     patience: float = 10.0
-    ask: bool = False
     offline: Literal["fail", "use-last"] = "fail"
     environ_fd: int = -1
     max_size: int | None = None
     host: str = ""
     container: str = ""
     imports: bool = True
-    digest: Digest = ""
     by_tag: bool = False
 
 
@@ -62,7 +58,6 @@ class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
     """`digest` is "" where the registry does not say it and the image is imported by its tag."""
 
     digest: Digest
-    name: Name
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):

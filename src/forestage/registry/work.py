@@ -3,7 +3,6 @@
     python3 -I -m forestage.registry.work ORDER
 
     order -> environment -> reference -> digest (the job's record, or resolved)    says Resolved
-          -> waits for "go", where it was told to ask
           -> in the store, or imported by one worker for all (obtain.py)           says Present
 
 Words are lines of JSON on stdout (words.py); what goes wrong is the last of them, Refused. It ends,
@@ -55,11 +54,9 @@ def main(argv: list[str]) -> int:
 def work(order: Order, asker: Asker, clock: Clock) -> Path:
     """Returns where the image lies. Raises Declined, Gone, Odd, OSError."""
     task = understood(order, clock)
-    store = Store(Path(order.directory), clock)
+    store = Store(Path(order.directory), clock, order.cache)
     digest = digest_of(task, store, asker, clock)
-    asker.say(Resolved(digest, task.name(digest)))
-    if order.ask:
-        asker.ask()
+    asker.say(Resolved(digest))
     return Image(task, digest, store, asker, clock).obtain()
 
 
@@ -115,8 +112,6 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
-    if task.order.digest:
-        return task.order.digest
     if not task.order.imports:
         return _meant_last(task, store)
     said = _said(task, store, asker, clock)

@@ -60,11 +60,6 @@ class Worker:
             found.append(Refused("registry-odd", f"the worker gave an invalid answer: {error}"))
         return found
 
-    def go(self) -> None:
-        """Has it go on after Resolved, where it was told to ask."""
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it died, or never reads
-            os.write(self._program.given, words.GO)
-
     def kill(self) -> None:
         """Ends it and all that it started; takes GRACE at most, and a little more.
 

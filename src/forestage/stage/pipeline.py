@@ -326,7 +326,12 @@ def must_be_unchanged(task: Task) -> None:
     caches = [node.cache.real]
     try:
         found, line = source.open_as_user(
-            wanted.path, task.job.user, node.config.staged_from, caches, source.STAGER_TIMEOUT
+            wanted.path,
+            task.job.user,
+            node.config.staged_from,
+            caches,
+            source.STAGER_TIMEOUT,
+            services=node.config.user_mounts,
         )
     except OSError:
         raise source.changed(wanted.path) from None

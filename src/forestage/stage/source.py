@@ -12,7 +12,7 @@ import functools
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -107,9 +107,11 @@ def open_as_user(
     caches: Sequence[str],
     timeout: float,
     copied_head: Callable[[Image], bytes] | None = None,
+    services: Mapping[str, str] | None = None,
 ) -> tuple[Facts, socket.socket]:
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
+    Of users' FUSE mounts those count that are `services` (mounts.users_fuse), below `/` all.
     With `copied_head` all is wanted that `Facts` may say. It returns the first bytes of the image's
     copy on this node, or b"" where there is none: a hit reads nothing of the source,
     unless its copy is no squashfs, as it may be damaged.
@@ -123,7 +125,7 @@ def open_as_user(
             trace.point("looking")
             try:
                 with as_user.acting(user):
-                    found, fds = _open(path, tuple(sources), caches)
+                    found, fds = _open(path, tuple(sources), caches, services or {})
                 if copied_head is not None and found.image is not None:
                     head = copied_head(found.image)
                     head = head if image.is_squashfs(head) else _head(fds[0], user)
@@ -158,7 +160,9 @@ def open_file(
     return found, fds[0] if fds else None
 
 
-def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user.Found[Facts]:
+def _open(
+    path: str, sources: tuple[str, ...], caches: Sequence[str], services: Mapping[str, str]
+) -> as_user.Found[Facts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH)
     if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
@@ -172,8 +176,9 @@ def _open(path: str, sources: tuple[str, ...], caches: Sequence[str]) -> as_user
         resolved.encode()
     except UnicodeEncodeError:
         return Facts("", sources, mode), []
+    only_looks = "/" in sources  # a source of a configuration never is
     sources = _resolved(sources, resolved)
-    if caches and mounts.is_users(handle, resolved, sources):
+    if caches and mounts.is_users(handle, resolved, None if only_looks else services):
         return Facts("", sources, mode), []
     found = Facts(resolved, sources, mode)
     if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
@@ -267,7 +272,9 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None
     try:
-        found, line = open_as_user(path, user, node.config.staged_from, caches, limit, head)
+        found, line = open_as_user(
+            path, user, node.config.staged_from, caches, limit, head, node.config.user_mounts
+        )
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.

@@ -7,7 +7,7 @@ here keeps a ledger that a crash could make wrong.
 import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -300,21 +300,36 @@ def mount_id(fd: int, proc: str = "/proc") -> int:
     raise OSError(f"no mnt_id for descriptor {fd}")
 
 
-def is_users(fd: int, path: str, sources: Iterable[str] = ()) -> bool:
+def is_users(fd: int, path: str, services: Mapping[str, str] | None = None) -> bool:
     """Whether an open file, of this resolved path, lies on a mount that a user has made.
 
     Such a mount gives other users' names to what its user likes, and a file system of theirs says
     what inode, times and owner it likes. A link of /proc leads into a mount namespace of theirs; in
-    this one it is a FUSE below one of the `sources`. Raises OSError.
+    this one it is a FUSE, see `users_fuse`. Without `services` that counts for none: who only looks
+    has to find what is served to its own user alone. Raises OSError.
     """
-    under = of(fd)
-    if under is not None:
-        # Below `/` commands look, and what is served to its own user alone is looked for.
-        above = [source for source in sources if source not in ("/", under.point)]
-        return bool(under.fuse_user) and any(is_below(under.point, source) for source in above)
+    listed, number = current(), mount_id(fd)
+    if any(mount.id == number for mount in listed):
+        return services is not None and users_fuse(listed, number, services) is not None
     # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
     with opened(path, os.O_PATH | os.O_NOFOLLOW) as found:
-        return mount_id(found) != mount_id(fd)
+        return mount_id(found) != number
+
+
+def users_fuse(mounts: list[Mount], number: int, services: Mapping[str, str]) -> Mount | None:
+    """Pure: the FUSE of a user that the mount of this id is, or lies on, however far above.
+
+    Not one of the `services`: mount points, each with the type and the uid of what is mounted there
+    for all, such as "fuse.juicefs 994".
+    """
+    by_id = {mount.id: mount for mount in mounts}
+    at = by_id.get(number)
+    while at is not None:
+        if at.fuse_user and services.get(at.point) != f"{at.kind} {at.fuse_user}":
+            return at
+        parent = by_id.get(at.parent)
+        at = parent if parent is not at else None
+    return None
 
 
 def _plain(text: str) -> str:

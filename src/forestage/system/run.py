@@ -79,20 +79,14 @@ def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
 
 
 class Piped:
-    """A program that runs beside us, and its pipes: `given` to write to, `out` to read.
-
-    `out` is its stdout, or its stderr where that is what counts. Neither blocks.
-    """
+    """A program that runs beside us; `out`, to read and not blocking, is its stdout or stderr."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.pid = process.pid
-        self.given = process.stdin.fileno() if process.stdin else -1
         out = process.stdout or process.stderr
         assert out is not None
         self.out = out.fileno()
         os.set_blocking(self.out, False)
-        if process.stdin:
-            os.set_blocking(self.given, False)
         self._process = process  # whose end closes the pipes
 
     @property

@@ -96,7 +96,10 @@ class Files(msgspec.Struct, frozen=True):
                 return f"{folder}/{name}"
         return ""
 
+    def mounts(self) -> list[Mount]:
+        """Those of the node; none where its /proc cannot be read."""
+        return mounts.listed(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
+
     def under(self, path: str) -> Mount | None:
         """The mount that a resolved path lies on; None where none is known."""
-        listed = mounts.listed(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
-        return mounts.holder(listed, path)
+        return mounts.holder(self.mounts(), path)

@@ -60,6 +60,16 @@ def _open_files(pid: str) -> Iterator[tuple[str, str]]:
                 yield os.readlink(number, dir_fd=folder), number
 
 
+def open_below(directory: str) -> set[str]:
+    """The paths below a directory that processes have open, or work in. As root."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # it has ended
+            paths = {path for path, _ in _open_files(pid)} | {os.readlink(f"/proc/{pid}/cwd")}
+            found |= {path for path in paths if mounts.is_below(path, directory)}
+    return found
+
+
 def _flags(pid: str, number: str) -> int:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/fdinfo/{number}").read_text().splitlines():

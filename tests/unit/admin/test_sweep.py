@@ -27,9 +27,7 @@ from forestage.cache.part import boot_id
 from forestage.cache.unmount import Bind, Going, StillMounted
 from forestage.cli.main import World
 from forestage.cli.world import Exit
-from forestage.data import looks
 from forestage.errors import Failed, SlurmError
-from forestage.registry import kept, place
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, mounts
 from forestage.system.as_user import TooSlow, User
@@ -623,24 +621,13 @@ def everything(site: Site) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_what_users_have_in_their_imports_is_bounded(site: Site, dry_run: bool) -> None:
+def test_imports_from_when_there_was_no_store_are_removed(site: Site, dry_run: bool) -> None:
     site.node.cache.prepare(require_mount=False)
-    own = kept.prepare(site.node.cache, User("", os.getuid(), os.getgid())) / str(os.getuid())
-    (own / "by hand").mkdir()
-    (own / "by hand/file").touch()
+    own = site.node.cache.root.with_name("forestage.imports") / str(os.getuid())
+    own.mkdir(parents=True)
+    (own / "file").touch()
     assert swept(site, dry_run=dry_run).problems == ()
-    assert (own / "by hand").exists() == dry_run
-
-
-def test_what_a_jobs_nodes_agree_on_stays_though_its_import_holds_no_lease(site: Site) -> None:
-    site.node.cache.prepare(require_mount=False)
-    for job in (41, 42):
-        looks.prepare(site.node.cache, job)
-    place.note_agreed(site.places, 41)
-    now = site.node.clock.wall()
-    os.utime(site.places.images / "41.agreed", (now, now))
-    assert swept(site).problems == ()
-    assert [path.name for path in site.node.cache.looks.iterdir()] == ["41"]
+    assert own.parent.exists() == dry_run
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

@@ -190,13 +190,13 @@ def test_requests_for_data_are_counted_twice_over() -> None:
 
 def test_images_of_registries_are_counted_by_how_they_came() -> None:
     steps = (
-        Handled("hit", came="kept", digest="x", wait=1.0),
+        Handled("hit", came="stored", digest="x", wait=1.0),
         Handled("copied", came="imported", digest="x", wait=700.0),
         Handled("through", came="waited", digest="x", wait=70.0),
         Handled("declined", "registry-silent", came="enroot", wait=30.0),
     )
     guess = event("prolog", Handled("started", came="stored", digest="x"))
     found = counted(guess, *(event("step", one) for one in steps), event("step", served("hit")))
-    assert found.registry == {"kept": 1, "imported": 1, "waited": 1, "enroot": 1}
+    assert found.registry == {"stored": 1, "imported": 1, "waited": 1, "enroot": 1}
     assert (sum(found.imports.counts), found.imports.sum) == (2, 770.0)
     assert found.declined == {"registry-silent": 1}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.cache.lease import Lease, Leases, Use
-from forestage.errors import Failed
+from forestage.cache.lease import MAX_BYTES, Lease, Leases, Use
+from forestage.errors import Declined, Failed
 from forestage.system.as_user import User
 
 ALICE = User("alice", 1000, 100)
@@ -66,6 +68,32 @@ def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: Lea
     leases.put(held.without("k").without("l"))
     assert leases.read(1) is None
     assert not leases.file(1).exists()
+
+
+@pytest.mark.parametrize("what", ["saves", "uses"])
+def test_lease_is_bounded_in_bytes_however_long_its_paths_are(leases: Leases, what: str) -> None:
+    """As many as a job likes, of 4 KiB each; what it holds stays, and may be given up."""
+    grown = lease(1, Use("k"))
+    for number in range(100):
+        path = f"/{number}/{'d' * 3800}"
+        grown = grown.saving(path) if what == "saves" else grown.with_use(Use("k", path))
+        with contextlib.suppress(Declined):
+            leases.write(grown)
+    with pytest.raises(Declined, match="holds what one may hold"):
+        leases.write(grown)
+    assert MAX_BYTES - 4000 < leases.file(1).stat().st_size <= MAX_BYTES
+    assert leases.keys() == {"k"}
+
+
+def test_larger_lease_of_an_earlier_build_may_shrink(
+    leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases.write(lease(1, Use("k"), Use("l"), Use("m")))
+    monkeypatch.setattr("forestage.cache.lease.MAX_BYTES", 10)
+    leases.put(lease(1, Use("k"), Use("l")))
+    with pytest.raises(Declined):
+        leases.put(lease(1, Use("k"), Use("l"), Use("m")))
+    assert leases.keys() == {"k", "l"}
 
 
 @pytest.mark.parametrize("note", [{"off": True}, {"wait": 0.0}, {"told": True}, {"saves": ("/x",)}])

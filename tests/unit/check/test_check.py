@@ -102,6 +102,11 @@ def changed(path: str, old: str, new: str) -> Callable[[GoodNode], object]:
 
 without_companion = both(wrote(OURS, ""), settings("redirect: bind\n"))
 mount_of_cache = functools.partial(changed, "/proc/self/mountinfo")
+users_lustre = changed(
+    "/proc/self/mountinfo",
+    "lustre 10.0.0.1@o2ib:/big rw,flock",
+    "fuse.juicefs big rw,user_id=994,group_id=994,allow_other",
+)
 
 
 def peers(text: str = "") -> Callable[[GoodNode], object]:
@@ -340,6 +345,15 @@ def importing(text: str = "", mode: int = 0o1777) -> Callable[[GoodNode], object
     return plant
 
 
+LOCAL = "mnt/nvme/store"  # beside the cache
+
+
+def local_store(node: GoodNode) -> None:
+    node.at(LOCAL).mkdir()
+    node.at(LOCAL).chmod(0o1777)
+    node.config(f"registry:\n  store: /{LOCAL}\n")
+
+
 def asked_in_vain(node: GoodNode) -> None:
     """A step an hour ago; nobody listens there now either."""
     outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
@@ -362,6 +376,33 @@ REGISTRY = [
     warning("store-mode", importing(mode=0o755), "chmod 1777 /lustre/store"),
     warning("store-mode", importing(mode=0o777), "chmod 1777 /lustre/store"),
     warning("registry-no-spank", importing("redirect: bind\n")),
+    warning(
+        "no-store",
+        both(importing(), settings("")),
+        f"mkdir -m 1777 /lustre/forestage; {YAML}: registry: {{store: /lustre/forestage}}",
+    ),
+    warning(  # no directory for users is proposed on the disk of the cache
+        "no-store",
+        both(
+            importing(),
+            wrote("/etc/forestage/conf.d/x.yaml", "sources: [/mnt/nvme/images]\n"),
+            lambda node: node.at("/mnt/nvme/images").mkdir(),
+            settings(""),
+        ),
+        f"{YAML}: registry.store, a directory of mode 1777 that all nodes share",
+    ),
+    critical("store-local", both(importing(), local_store)),
+    critical("store-local", both(importing(), local_store, lambda node: node.at(LOCAL).rmdir())),
+    critical(
+        "store-local",
+        both(
+            importing(),
+            local_store,
+            lambda node: node.link("/lustre/link", f"../{LOCAL}"),
+            settings("registry:\n  store: /lustre/link\n"),
+        ),
+        f"{YAML}: registry.store on a file system that the nodes share",
+    ),
     warning(
         "registry-not-asked",
         settings("registry:\n  store: /lustre\n"),
@@ -432,6 +473,24 @@ REST = [
     ),
     critical("source-missing", lambda node: node.at("/lustre").rmdir()),
     warning("source-not-mounted", lambda node: node.unmount("/lustre")),
+    critical(
+        "source-of-user",
+        users_lustre,
+        f'if it is a service of the site, {YAML}: user_mounts: {{"/lustre":"fuse.juicefs 994"}}',
+    ),
+    critical(
+        "source-of-user",
+        both(
+            users_lustre,
+            lambda node: node.at("/lustre/a").mkdir(),
+            wrote(
+                "/etc/forestage/conf.d/x.yaml",
+                "sources: [/lustre/a]\nuser_mounts: {/x: fuse 9, /lustre: fuse.juicefs 5}\n",
+            ),
+        ),
+        "if it is a service of the site, /etc/forestage/conf.d/x.yaml: user_mounts:"
+        ' {"/x":"fuse 9","/lustre":"fuse.juicefs 994"}',
+    ),
     warning("switched-off", wrote("/run/forestage/disabled", "INC-42\n")),
     warning("switched-off", settings("enabled: false\n")),
     critical("program-missing", removed("/usr/bin/setpriv")),
@@ -583,6 +642,9 @@ def test_required_companion_that_cannot_be_loaded_is_critical(node: GoodNode, wh
 
 GOOD: dict[str, Callable[[GoodNode], object]] = {
     "images of registries go to a store": importing(),
+    "a service's FUSE is named": both(
+        users_lustre, settings("user_mounts: {/lustre: fuse.juicefs 994}\n")
+    ),
     "pyxis asks another importer": both(
         changed(PYXIS, "use_squashfuse=1", "use_squashfuse=1 importer=/opt/other"),
         settings("registry:\n  store: /none\n"),

@@ -102,6 +102,13 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
+def test_epilog_has_work_where_an_earlier_build_has_noted_a_digest(tmp_path: Path) -> None:
+    (tmp_path / "7.agreed").touch()
+    for job, nothing in (("7", False), ("77", True)):
+        environ = {"SLURM_JOB_ID": job}
+        assert nothing_to_do("epilog", environ, "/nowhere", "/nowhere", str(tmp_path)) is nothing
+
+
 def test_epilog_has_work_where_a_window_left_something_in_memory(tmp_path: Path) -> None:
     left = Places(tmp_path).window(7)
     left.parent.mkdir(parents=True)

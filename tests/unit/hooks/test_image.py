@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import squashfs
+from forestage.cache import lease as leases
 from forestage.cache import redirect, unmount
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
@@ -299,9 +300,11 @@ def test_only_a_small_image_is_waited_for_where_nobody_asks_to_wait(
 def test_job_that_holds_too_many_images_gets_no_more(
     node: Node, asking: Job, handle: Handle, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(image, "MAX_USES", 1)
-    node.leases.write(Lease(7, asking.user, 0.0, str(node.cache.root), (Use("0a"),)))
+    held = Lease(7, asking.user, 0.0, str(node.cache.root), (Use("0a"),))
+    node.leases.write(held)
+    monkeypatch.setattr(leases, "MAX_BYTES", node.leases.file(7).stat().st_size)
     assert said(handle()) == ("declined", "too-many")
+    assert node.leases.read(7) == held
 
 
 @pytest.fixture

@@ -120,17 +120,7 @@ def test_first_node_asks_the_registry_for_all(
     asking = msgspec.structs.replace(asking, step=2, nodelist=nodes, step_nodelist=step_nodes)
     order = order_of(stored(staging_node), asking, msgspec.structs.replace(asked, batch=batch))
     assert (order.job, order.leads, order.reference) == (job, leads, REFERENCE)
-
-
-def test_without_a_store_the_worker_asks_before_it_imports(
-    staging_node: Node, asking: Job, asked: Asked, tmp_path: Path
-) -> None:
-    asking = msgspec.structs.replace(asking, step=2, nodelist="n[0-4]")
-    alone = order_of(staging_node, asking, asked)
-    shared = order_of(stored(staging_node), asking, asked)
-    assert (alone.ask, Path(alone.directory).parent) == (True, tmp_path)
-    assert (alone.leads, shared.leads) == (True, False)  # nobody else's word can be read
-    assert (shared.ask, shared.directory) == (False, "/lustre/store")
+    assert (order.directory, order.cache) == ("/lustre/store", staging_node.config.cache)
 
 
 def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:

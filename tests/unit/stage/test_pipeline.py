@@ -284,7 +284,9 @@ def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
 ) -> None:
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
     seen = image.Facts(task.image.path, task.node.config.sources, 0, task.image)
-    monkeypatch.setattr("forestage.stage.source.open_as_user", lambda *_: (seen, socket.socket()))
+    monkeypatch.setattr(
+        "forestage.stage.source.open_as_user", lambda *_, **__: (seen, socket.socket())
+    )
     pipeline.must_be_unchanged(task)
     change(source)
     with pytest.raises(Declined) as caught:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.system import mounts
-from forestage.system.mounts import Mount, binds_from, cover, holder, listed
+from forestage.system.mounts import Mount, binds_from, cover, holder, listed, users_fuse
 
 TABLE = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -144,6 +144,37 @@ def test_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expecte
     found = holder(table, path)
     assert found is not None
     assert found.id == expected
+
+
+USERS = {
+    1: Mount(1, 0, "0:1", "/", "/", "rw - ext4 /dev/vda rw"),
+    2: Mount(2, 1, "0:2", "/", "/a", of_user(1000)),
+    3: Mount(3, 2, "0:3", "/", "/a/b", "rw - tmpfs none rw"),
+    4: Mount(4, 1, "0:4", "/", "/c", of_user(0)),
+    5: Mount(5, 5, "0:5", "/", "/", of_user(7)),  # its own parent, as the first of a namespace
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "services", "found"),
+    [
+        (1, {}, None),
+        (2, {}, 2),
+        (3, {}, 2),  # root's, on a user's
+        (4, {}, None),
+        (5, {}, 5),
+        (9, {}, None),
+        (3, {"/a": "fuse.sshfs 1000"}, None),
+        (2, {"/a": "fuse.sshfs 1001"}, 2),
+        (2, {"/a": "fuse 1000"}, 2),
+        (2, {"/a/b": "fuse.sshfs 1000"}, 2),
+        (2, {"/": "fuse.sshfs 1000"}, 2),
+    ],
+)
+def test_users_fuse_is_found_however_far_above(
+    number: int, services: dict[str, str], found: int | None
+) -> None:
+    assert users_fuse(list(USERS.values()), number, services) == USERS.get(found or 0)
 
 
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
