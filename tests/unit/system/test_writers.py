@@ -145,6 +145,16 @@ def test_lease_proves_something_on_local_file_systems_alone(
     assert writers.proves(0) is proves
 
 
+def test_lease_proves_nothing_where_the_admin_forbids_leases(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "_kind", lambda fd: 0xEF53)
+    for said, proves in (("0\n", False), ("1\n", True)):
+        file.write_text(said)
+        monkeypatch.setattr(writers, "ENABLED", file)
+        assert writers.proves(0) is proves
+
+
 def test_kind_of_a_file_system_is_the_kernels_number() -> None:
     fd = os.open("/proc", os.O_RDONLY)
     try:
