@@ -76,17 +76,28 @@ def machine() -> None:
         pytest.fail(f"missing: {', '.join(missing)} (run tests/prepare)")
 
 
-@pytest.fixture(scope="session")
-def farfs(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of the file system that can be slow, hang and die."""
-    program = tmp_path_factory.mktemp("farfs") / "farfs"
+def _built(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program of tests/faults, which is a FUSE file system."""
+    program = tmp_path_factory.mktemp(name) / name
     argv = ["pkg-config", "--cflags", "--libs", "fuse3"]
     flags = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
-    source = Path(__file__).parent / "faults/farfs.c"
+    source = Path(__file__).parent / f"faults/{name}.c"
     subprocess.run(
         ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, source, *flags], check=True
     )
     return program
+
+
+@pytest.fixture(scope="session")
+def farfs(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of the file system that can be slow, hang and die."""
+    return _built("farfs", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def nfslike(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of the file system that keeps attributes, names and listings."""
+    return _built("nfslike", tmp_path_factory)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from forestage.admin.tally import Tally
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
-from forestage.data import erofs, tree, wanted
+from forestage.data import erofs, retry, tree, wanted
 from forestage.data.wanted import Tree
 from forestage.events import Copied, Handled
 from forestage.hooks import data
@@ -352,6 +352,31 @@ def test_tree_that_changes_while_it_is_copied_is_no_entry(
     found = staged(spank, 1, path)
     assert (found.state, found.reason) == ("declined", "changed")
     assert spank.entries() == set()
+
+
+def test_tree_with_a_file_that_is_open_for_writing_is_not_tried_again_for_a_while(
+    spank: Node,
+) -> None:
+    """A database or a log is open for ever: else each job would read all that lies before it."""
+    path = fill(spank)
+    file = "alice/set/a/020"
+    with (spank.server / file).open("ab"):
+        found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "written")
+    assert str(spank.shared / file) in found.detail
+    (outcome,) = show(spank, 1).outcomes
+    assert (outcome.result, outcome.reason, outcome.detail) == (
+        *("declined", "written"),
+        found.detail,
+    )
+    again = staged(spank, 2, path)
+    assert (again.state, again.reason) == ("declined", "written")
+    assert again.detail.startswith(f"{found.detail}; {path} is not tried again for ")
+    assert len(spank.outcomes("stager")) == 1
+
+    (noted,) = spank.cache.locks.glob(f"*{retry.SUFFIX}")
+    os.utime(noted, (0, 0))
+    assert staged(spank, 3, path).state == "ready"
 
 
 def test_file_that_is_swapped_before_it_is_read_is_no_entry(

@@ -39,7 +39,7 @@ from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import Part, boot_id
-from forestage.data import job_dir, looks, tree
+from forestage.data import job_dir, looks, retry, tree
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
@@ -339,6 +339,7 @@ class _Run:
         if not self.dry_run:
             tree.let_go(node.cache, node.leases, lock.SPACE_TIMEOUT)
             looks.sweep(node.cache, node.leases)
+            retry.tidy(node.cache, node.clock.wall())
             return job_dir.sweep(node.cache, node.leases)
         staying = frozenset(node.leases.jobs()) - {one.job for one in stale}
         return tuple(one.directory.name for one in job_dir.leftover(node.cache, staying))

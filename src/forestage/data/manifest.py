@@ -23,7 +23,7 @@ from forestage.cache import image
 from forestage.errors import Declined, Failed
 from forestage.system import mounts
 from forestage.system.as_user import User
-from forestage.system.files import opened
+from forestage.system.files import Asked, asked, opened
 from forestage.units import printable
 
 THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
@@ -144,10 +144,14 @@ def _open_root(path: str) -> tuple[int, str]:
 def take(root: int, path: str, user: User, max_files: int) -> Manifest:
     """Looks at all below the open directory. Raises Declined.
 
-    The caller's process has the user's groups.
+    The caller's process has the user's groups. Each directory is asked for before it is listed, and
+    its names after that: else NFS says of all of them what it knew a while ago.
     """
     disk = os.fstat(root).st_dev
-    found = [_file(b"", os.fstat(root))]
+    try:
+        found = [_top(root, disk, user)]
+    except OSError as error:
+        raise image.declined_by(error, printable(path)) from None
     bound = _Bound(path, max_files)
 
     def look(todo: _Todo) -> list[_Todo]:
@@ -210,6 +214,22 @@ def sample(found: Manifest) -> list[File]:
     return [found.files[0], *drawn]
 
 
+def _top(root: int, disk: int, user: User) -> File:
+    """The directory itself, asked for as the user: its names count as of now. Raises OSError."""
+    (found,) = each_as(user, [root], lambda fd: _file(b"", _facts(fd, b"", disk)))
+    return found
+
+
+def _facts(fd: int, name: bytes, disk: int) -> os.stat_result | Asked:
+    """What is known of a name in an open directory, or of that itself.
+
+    Of a disk of this node the kernel knows all; else the file server is asked. Raises OSError.
+    """
+    if not os.major(disk):
+        return asked(fd, name)
+    return os.stat(name, dir_fd=fd, follow_symlinks=False) if name else os.fstat(fd)
+
+
 def still(root: int, files: Sequence[File], user: User) -> bool:
     """Whether these are what they were, and this user may read them. Raises Declined, OSError."""
     disk = os.fstat(root).st_dev
@@ -217,7 +237,7 @@ def still(root: int, files: Sequence[File], user: User) -> bool:
     def same(some: Sequence[File]) -> bool:
         return all(_look(root, one.path, one.path, disk, user) == one for one in some if one.path)
 
-    top = _file(b"", os.fstat(root))
+    top = _top(root, disk, user)
     if any(one != top for one in files if not one.path):
         return False
     turns = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
@@ -321,7 +341,7 @@ def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:
 
 
 def _look(fd: int, path: bytes, name: bytes, disk: int, user: User) -> File:
-    facts = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    facts = _facts(fd, name, disk)
     kind = stat.S_IFMT(facts.st_mode)
     shown = os.fsdecode(path)
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
@@ -336,7 +356,7 @@ def _look(fd: int, path: bytes, name: bytes, disk: int, user: User) -> File:
     return _file(path, facts)
 
 
-def _grants(facts: os.stat_result, wanted: int, user: User) -> bool:
+def _grants(facts: os.stat_result | Asked, wanted: int, user: User) -> bool:
     """Whether the owner's own bits say yes: no ACL takes that away."""
     return facts.st_uid == user.uid and (facts.st_mode >> 6) & wanted == wanted
 
@@ -354,7 +374,7 @@ def _may(fd: int, name: bytes, wanted: int) -> bool:
     return True
 
 
-def _file(path: bytes, facts: os.stat_result, link: bytes = b"") -> File:
+def _file(path: bytes, facts: os.stat_result | Asked, link: bytes = b"") -> File:
     return File(
         path,
         facts.st_mode,

@@ -30,7 +30,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases, Use
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
-from forestage.data import erofs, looks, manifest, wanted
+from forestage.data import erofs, looks, manifest, retry, wanted
 from forestage.data.erofs import Layout
 from forestage.data.manifest import Manifest
 from forestage.data.wanted import Fields, Tree
@@ -229,12 +229,14 @@ class OpenTree:
     def open(self) -> Source:
         """Returns it as the engines read it, once a further change must show in its times.
 
-        What had not changed for long when it was first looked at needs no other look now.
+        What had not changed for long when it was first looked at needs no other look now. Whether
+        somebody writes is asked of each file as it is opened; here where that says too little.
         """
         pause = looks.settling(self.found, self.looked)
         if pause:
             self.clock.sleep(pause)
             self.must_be_unchanged()
+        source.must_be_written_nowhere(self.root, self.found.path)
         head = len(self.made.head)
         return Source(-1, None, self.made.size, self.found.path, self.read, head)
 
@@ -243,6 +245,7 @@ class OpenTree:
 
         Raises Declined.
         """
+        source.must_be_written_nowhere(self.root, self.found.path)
         if self.lent:
             some = [self.found.files[number] for number in sorted(self.seen)]
             try:
@@ -281,8 +284,7 @@ class OpenTree:
             at += count
 
     def _read_file(self, number: int, offset: int, want: memoryview) -> None:
-        file = self.found.files[number]
-        name = os.path.join(self.found.path, os.fsdecode(file.path))
+        name = self._name(number)
         try:
             with manifest.acting(self.user):
                 if self.own.number != number:
@@ -291,14 +293,23 @@ class OpenTree:
                 while done < len(want):
                     count = os.preadv(self.own.fd, [want[done:]], offset + done)
                     if count == 0:
-                        raise Truncated(printable(name))
+                        raise Truncated(name)
                     done += count
+                source.must_have_no_writer(self.own.fd, name)
             os.posix_fadvise(self.own.fd, offset, len(want), os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise Unreadable(printable(name), error) from None
+            raise Unreadable(name, error) from None
+
+    def _name(self, number: int) -> str:
+        """A file's path, for messages."""
+        path = os.fsdecode(self.found.files[number].path)
+        return printable(os.path.join(self.found.path, path))
 
     def _open(self, number: int) -> None:
-        """Makes a file this thread's open one. Raises OSError, Declined where it has changed."""
+        """Makes a file this thread's open one.
+
+        Raises OSError, Declined where it has changed, or somebody writes to it.
+        """
         file = self.found.files[number]
         if self.own.fd >= 0:
             os.close(self.own.fd)
@@ -311,7 +322,8 @@ class OpenTree:
         seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         # A file system that a user mounts there for a moment says what inode and times it likes.
         if seen != (self.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
-            raise source.changed(printable(os.path.join(self.found.path, os.fsdecode(file.path))))
+            raise source.changed(self._name(number))
+        source.must_have_no_writer(self.own.fd, self._name(number))
         self.own.number = number
         self.seen.add(number)
 
@@ -405,6 +417,7 @@ def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
         # Nothing that takes much memory before: another job's copy may take hours.
         if node.cache.read(key) is not None and node.cache.is_proven(key):
             return ready
+        retry.must_be_due(node.cache, resolved, node.clock.wall())
         acls = manifest.acls(root, found, job.user) if seen.acls is None else seen.acls
         made = erofs.layout(found, acls)
         # Of what an earlier copy has read nobody here knows which files those were.
@@ -418,6 +431,8 @@ def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
         task = Task(here, job, OpenImage(opened.image, job.user, root), opened)
         ended = stager.copy(task, stop)
     if ended.state == "failed":
+        if ended.reason == "written":
+            retry.note(node.cache, resolved, ended.detail, node.clock.wall())
         raise (Failed if ended.node_failed else Declined)(ended.reason, ended.detail)
     return ready
 

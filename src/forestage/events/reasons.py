@@ -40,8 +40,8 @@ REASONS = {
     "set-id": "With `redirect: bind` nothing is staged that gives another user's rights, since the"
     " redirect would take them from everybody on the node.",
     "unlisted": "With `redirect: bind` only files are staged whose directory the user can list.",
-    "written": "A process of this node had the file open for writing, and a redirect for the whole"
-    " node would have been in its way.",
+    "written": "A process of this node had the file open for writing: a copy might lack what it"
+    " writes, and a redirect for the whole node would be in its way.",
     "outside-sources": "The admin has not named this directory in `sources:`.",
     "empty": "There is nothing to copy.",
     "below-bind": "A redirect would have kept the job's container from starting.",

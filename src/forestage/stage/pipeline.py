@@ -133,12 +133,23 @@ def _take_back(task: Task, owner: Owner) -> None:
 
 
 def _open_settled(task: Task) -> Source:
-    """Opens the source once a further change of it would show in its times."""
+    """Opens the source once a further change of it would show in its times, and none is under way.
+
+    In this order: a write that began before the times were known may be in none of them.
+    """
     if task.tree is not None:
         return task.tree.open()
     clock = task.node.clock
     clock.sleep(source.settling(task.image, clock.wall()))
-    return source.open_source(task.opened, task.node.config)
+    opened = source.open_source(task.opened, task.node.config)
+    _must_have_no_writer(task)
+    return opened
+
+
+def _must_have_no_writer(task: Task) -> None:
+    fd, path = task.opened.fd, task.image.path
+    source.must_have_no_writer(fd, path)
+    source.must_be_written_nowhere(fd, path)
 
 
 def _begin(task: Task, owner: Owner) -> Owner:
@@ -316,10 +327,14 @@ def progress_line(task: Task, owner: Owner) -> str:
 
 
 def must_be_unchanged(task: Task) -> None:
-    """Raises Declined unless both the open file and what the path leads to now are as before."""
+    """Raises Declined unless both the open file and what the path leads to now are as before.
+
+    And where somebody has begun to write: their next bytes need no other times.
+    """
     if task.tree is not None:
         task.tree.must_be_unchanged()
         return
+    _must_have_no_writer(task)
     wanted, node = task.image, task.node
     known = (wanted.identity, wanted.access)
     source.must_be_same(task.opened)

@@ -27,6 +27,7 @@ from forestage.config import Config, Direct
 from forestage.errors import Declined
 from forestage.system import as_user, mounts, writers
 from forestage.system.as_user import User
+from forestage.units import printable
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
 HOOK_TIMEOUT = 15.0  # seconds; no copy takes part in it, so a file server that needs longer hangs
@@ -338,6 +339,34 @@ def open_source(opened: OpenImage, config: Config) -> Source:
     return Source(
         opened.fd, _look_again(opened, config.direct), opened.image.size, opened.image.path
     )
+
+
+def must_have_no_writer(fd: int, path: str) -> None:
+    """Raises Declined where a process of this node has the open file open for writing.
+
+    A write(2) sets the file's times when it begins. Its bytes come when the kernel has read them
+    from the writer's memory, which may be whenever the writer likes: to nobody's eyes the file is
+    then another. So this is asked once the times are known, and settled: a write that is under way
+    then still has the file open, and one that begins later changes them.
+    """
+    if writers.by_lease(fd):
+        raise written(path)
+
+
+def must_be_written_nowhere(fd: int, path: str) -> None:
+    """Raises Declined where a process has what lies at or below a path open for writing.
+
+    `fd` is open in its file system. Where leases prove that nobody has, nothing is looked at.
+    """
+    if not writers.proves(fd):
+        found = writers.find(path, writers.SCAN)
+        if found:
+            raise written(printable(found))
+
+
+def written(path: str) -> Declined:
+    """Pure: a process of this node has the file open for writing."""
+    return Declined("written", f"{path} is open for writing on this node")
 
 
 def must_be_same(opened: OpenImage) -> None:

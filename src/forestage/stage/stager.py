@@ -156,7 +156,7 @@ def copy(task: Task, stop: threading.Event) -> Message:
     _report(task, figures, error, task.node.clock.monotonic() - start)
     if error is None:
         return Message("published")
-    if error.reason in ("changed", "no-room") or not task.part.digests().strip(b"\0"):
+    if error.reason in ("changed", "written", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
     elif error.reason == "stopped":
         with contextlib.suppress(OSError):  # then its keeper has it go on

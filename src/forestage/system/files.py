@@ -6,10 +6,19 @@ No descriptor that Python opens is inherited by a program (PEP 446), so no call 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import struct
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
+
+_SYMLINK_NOFOLLOW, _EMPTY_PATH, _FORCE_SYNC = 0x100, 0x1000, 0x2000  # linux/fcntl.h, AT_…
+_BASIC = 0x7FF  # linux/stat.h, STATX_BASIC_STATS
+# struct statx: uid, gid, mode, inode, size, ctime, mtime, and the device's numbers.
+_STATX = struct.Struct("=20xIIH2xQQ48xqI4xqI4x8xII")
+_STATX_BYTES = 256
 
 MOST = 1000  # names of a directory that are held in memory at once
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -33,6 +42,46 @@ def facts(path: Path) -> os.stat_result | None:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+class Asked(NamedTuple):
+    """What statx(2) says of a file, by the names that stat(2) has for it."""
+
+    st_mode: int
+    st_uid: int
+    st_gid: int
+    st_ino: int
+    st_size: int
+    st_ctime_ns: int
+    st_mtime_ns: int
+    st_dev: int
+
+
+def asked(directory: int, name: bytes = b"") -> Asked:
+    """What its file server says now of a name in an open directory; without one, of the open file.
+
+    stat(2) says what this node knew of it up to a minute ago, or longer, as the mount allows. No
+    link is followed. A name counts as it was when its directory was asked for last. Raises OSError.
+    """
+    statx, memory = _statx()
+    facts = memory()
+    flags = _FORCE_SYNC | _SYMLINK_NOFOLLOW | (0 if name else _EMPTY_PATH)
+    if statx(directory, name, flags, _BASIC, facts) != 0:
+        import ctypes
+
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fsdecode(name) or None)
+    uid, gid, mode, inode, size, *times, major, minor = _STATX.unpack_from(facts)
+    changed, written = (times[at] * 1_000_000_000 + times[at + 1] for at in (0, 2))
+    return Asked(mode, uid, gid, inode, size, changed, written, os.makedev(major, minor))
+
+
+@functools.cache
+def _statx() -> tuple[Any, Any]:
+    """The call, and the type of what it fills."""
+    import ctypes  # few hooks ask for this
+
+    return ctypes.CDLL(None, use_errno=True).statx, ctypes.c_char * _STATX_BYTES
 
 
 def remove(directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None) -> None:

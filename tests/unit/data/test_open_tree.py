@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from forestage.data import erofs, manifest
 from forestage.data.tree import OpenTree
 from forestage.errors import Declined
 from forestage.stage.source import Truncated
+from forestage.system import writers
 from forestage.system.as_user import User
 
 HOUR = 3600.0
@@ -112,3 +114,49 @@ def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(top: Top) -> Non
     os.truncate(top.path / "file", 3)
     with pytest.raises(Truncated):
         read(tree)
+
+
+def test_file_that_somebody_may_write_to_is_not_read(top: Top) -> None:
+    tree = top.opened(HOUR)
+    with (top.path / "file").open("r+b"), pytest.raises(Declined) as caught:
+        read(tree)
+    assert caught.value.reason == "written"
+    assert str(top.path / "file") in str(caught.value)
+
+
+def test_writer_that_came_while_a_file_was_read_is_found_as_well(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store through a mapping, between the read and the end of the look, shows in no time."""
+    tree, came = top.opened(HOUR), []
+    real = os.preadv
+
+    def preadv(fd: int, *more: Any) -> int:
+        came.append((top.path / "file").open("r+b"))
+        return real(fd, *more)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(Declined) as caught:
+        read(tree)
+    assert caught.value.reason == "written"
+    came[0].close()
+
+
+def test_where_leases_prove_nothing_all_processes_are_looked_at_twice_for_all_files(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        (top.path / str(number)).write_bytes(b"x")
+    tree, looks, found = top.opened(HOUR), [], ""
+    monkeypatch.setattr(writers, "by_lease", lambda _: None)
+    monkeypatch.setattr(writers, "proves", lambda _: False)
+    monkeypatch.setattr(writers, "find", lambda path, _: looks.append(path) or found)
+    tree.open()
+    read(tree)
+    tree.must_be_unchanged()
+    assert looks == 2 * [str(top.path)]
+    found = str(top.path / "file")
+    for look in (tree.open, tree.must_be_unchanged):
+        with pytest.raises(Declined) as caught:
+            look()
+        assert caught.value.reason == "written"

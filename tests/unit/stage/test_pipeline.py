@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import MAX_SHARED, Owner, Part, boot_id
 from forestage.cache.readers import Readers
+from forestage.clock import Clock
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
 from forestage.peers.protocol import ChunkRequest, Receiver
@@ -30,7 +32,7 @@ from forestage.stage.pipeline import Figures
 from forestage.stage.source import OpenImage, Source
 from forestage.stage.task import Task
 from forestage.stage.with_peers import Peers
-from forestage.system import lock
+from forestage.system import lock, writers
 
 AfterCopy = Callable[[Callable[[], None]], "During"]
 Looking = Callable[[Path], OpenImage]
@@ -292,6 +294,44 @@ def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
     with pytest.raises(Declined) as caught:
         pipeline.must_be_unchanged(task)
     assert caught.value.reason == "changed"
+
+
+class Opening(Clock):
+    """Somebody opens the file for writing while it is waited until a change would show."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.opened: list[IO[bytes]] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.opened.append(self.file.open("r+b"))
+
+
+def test_writer_is_asked_for_only_once_a_change_would_show(task: Task, source: Path) -> None:
+    """What they then write may have the very times that are known already."""
+    clock = Opening(source)
+    task = msgspec.structs.replace(task, node=msgspec.structs.replace(task.node, clock=clock))
+    assert not refused(task, "written")
+    clock.opened[0].close()
+
+
+def test_writer_that_came_during_the_copy_prevents_publishing(
+    task: Task, source: Path, after_copy: AfterCopy
+) -> None:
+    """Their stores through a mapping may show in no time that is still to come."""
+    opened: list[IO[bytes]] = []
+    after_copy(lambda: opened.append(source.open("r+b")))
+    assert not refused(task, "written")
+    opened[0].close()
+
+
+def test_writer_is_looked_for_in_all_processes_where_leases_prove_nothing(
+    task: Task, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(writers, "by_lease", lambda _: False)
+    monkeypatch.setattr(writers, "proves", lambda _: False)
+    monkeypatch.setattr(writers, "find", lambda path, _: path)
+    assert not refused(task, "written")
 
 
 @pytest.mark.parametrize("size", [len(CONTENT) + 1, len(CONTENT) - 1, 5, 0])

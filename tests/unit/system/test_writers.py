@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forestage.system import as_user, mounts, writers
+from forestage.system import as_user, writers
 
 
 @pytest.fixture
@@ -92,17 +92,16 @@ def test_writer_is_found_where_there_are_no_leases(
         assert not found(file)
 
 
-@pytest.mark.parametrize("kind", ["nfs4", "cifs"])
+@pytest.mark.parametrize("kind", writers._BY_LEAVE)
 def test_lease_that_the_server_does_not_grant_is_no_writer(
-    file: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    file: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
     def refusing(fd: int, what: int, *more: Any) -> Any:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(fcntl, "fcntl", refusing)
     assert found(file)
-    far = mounts.Mount(1, 0, "0:1", "/", "/", f"rw - {kind} server:/ rw")
-    monkeypatch.setattr(mounts, "of", lambda fd: far)
+    monkeypatch.setattr(writers, "_kind", lambda fd: kind)
     assert not found(file)
 
 
@@ -113,11 +112,63 @@ def test_look_that_takes_too_long_is_given_up(file: Path, monkeypatch: pytest.Mo
     assert not found(file)
 
 
-def test_kind_of_file_system_is_that_of_mountinfo() -> None:
-    fd = os.open("/proc", os.O_RDONLY)
+def by_lease(path: Path) -> bool | None:
+    fd = os.open(path, os.O_RDONLY)
     try:
-        under = mounts.of(fd)
-        assert under is not None
-        assert under.kind == "proc"
+        return writers.by_lease(fd)
     finally:
         os.close(fd)
+
+
+def test_lease_of_a_moment_says_who_writes_and_is_given_back(file: Path) -> None:
+    assert by_lease(file) is False
+    with file.open("ab"):
+        assert by_lease(file) is True
+    os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+
+
+@pytest.mark.usefixtures("no_leases")
+def test_file_system_without_leases_says_nothing(file: Path) -> None:
+    with file.open("ab"):
+        assert by_lease(file) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "proves"),
+    [(0xEF53, True), (0x58465342, True), (0x65735546, False), (0x794C7630, False), (0x6969, False)],
+)
+def test_lease_proves_something_on_local_file_systems_alone(
+    file: Path, monkeypatch: pytest.MonkeyPatch, kind: int, proves: bool
+) -> None:
+    """Those of ext4 and XFS; of FUSE, overlayfs and NFS."""
+    monkeypatch.setattr(writers, "_kind", lambda fd: kind)
+    assert writers.proves(0) is proves
+
+
+def test_lease_proves_nothing_where_the_admin_forbids_leases(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "_kind", lambda fd: 0xEF53)
+    for said, proves in (("0\n", False), ("1\n", True)):
+        file.write_text(said)
+        monkeypatch.setattr(writers, "ENABLED", file)
+        assert writers.proves(0) is proves
+
+
+def test_kind_of_a_file_system_is_the_kernels_number() -> None:
+    fd = os.open("/proc", os.O_RDONLY)
+    try:
+        assert writers._kind(fd) == 0x9FA0
+    finally:
+        os.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        writers._kind(-1)
+
+
+def test_file_below_a_directory_that_a_process_writes_is_named(
+    file: Path, writer: subprocess.Popen[bytes]
+) -> None:
+    assert writers.find(str(file.parent), 600.0) == str(file)
+    assert writers.find(str(file.parent / "a"), 600.0) == ""
+    writer.communicate()
+    assert writers.find(str(file.parent), 600.0) == ""

@@ -1,0 +1,164 @@
+"""A directory on a file system whose attributes, names and listings the kernel keeps, as NFS' are.
+
+Another client changes it. Whoever opens a file there sees the new one at once; so must each look.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage.cache.node import Node as Bare
+from forestage.clock import Clock
+from forestage.config import load_settings
+from forestage.data import manifest, wanted
+from forestage.data.manifest import Manifest
+from forestage.hooks import data
+from forestage.hooks.image import Wait
+from forestage.slurm.job import Job
+from forestage.system import files, loop, mounts
+from node import ALICE, Node, unmount, until
+
+
+class Kept:
+    """A directory of alice's: `point` as this node sees it, `folder` as another client does."""
+
+    def __init__(self, folder: Path, point: Path) -> None:
+        self.folder, self.point = folder, point
+
+    def put(self, name: str, data: bytes) -> None:
+        file = self.folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(data)
+        for made in (file.parent, file):
+            os.chown(made, ALICE.uid, ALICE.gid)
+
+    def look(self, at: Path | None = None) -> Manifest:
+        root, _ = manifest.open_root(str(at or self.point), ALICE)
+        try:
+            return manifest.take(root, "/set", ALICE, 1000)
+        finally:
+            os.close(root)
+
+
+@pytest.fixture
+def kept(node: Node, nfslike: Path) -> Iterator[Kept]:
+    node.configure(redirect="spank")
+    made = Kept(node.server / ".kept/set", node.shared / "kept/set")
+    for folder in (made.folder, node.shared / "kept"):
+        folder.mkdir(parents=True)
+    for number in range(5):
+        made.put(f"{number}", b"version 1")
+        made.put(f"sub/{number}", b"version 1")
+    point = made.point.parent
+    with subprocess.Popen([nfslike, made.folder.parent, point]) as server:
+        until(lambda: str(point) in {one.point for one in mounts.current()}, "nfslike to mount")
+        yield made
+        for one in loop.attached():
+            if one.is_on(node.nvme.stat()):
+                loop.detach(one)
+        unmount(point)
+        server.wait()
+
+
+def _in_place(kept: Kept) -> None:
+    (kept.folder / "sub/3").write_bytes(b"the second version")
+
+
+def _replaced(kept: Kept) -> None:
+    kept.put("../new", b"version 2")
+    (kept.folder / "../new").rename(kept.folder / "sub/3")
+
+
+def _added(kept: Kept) -> None:
+    kept.put("sub/new", b"version 2")
+
+
+def _removed(kept: Kept) -> None:
+    (kept.folder / "sub/3").unlink()
+
+
+def _renamed(kept: Kept) -> None:
+    """Another directory of the same names takes the place."""
+    (kept.folder / "sub").rename(kept.folder.parent / "old")
+    for number in range(5):
+        kept.put(f"sub/{number}", b"version 2")
+
+
+CHANGES = [_in_place, _replaced, _added, _removed, _renamed]
+Change = Callable[[Kept], None]
+
+
+def test_the_kernel_keeps_what_it_has_been_told(kept: Kept) -> None:
+    """Or the tests below show nothing."""
+    kept.look()
+    for change in (_in_place, _added):
+        change(kept)
+    assert (kept.point / "sub/3").stat().st_size == len(b"version 1")
+    assert "new" not in os.listdir(kept.point / "sub")
+    assert (kept.point / "sub/3").read_bytes() == b"the second version"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_look_finds_what_is_there_now(kept: Kept, change: Change) -> None:
+    kept.look()
+    change(kept)
+    assert kept.look() == kept.look(kept.folder)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_step_is_not_shown_what_was_there_before(node: Node, kept: Kept, change: Change) -> None:
+    node.prolog(1, comment=f"stage={kept.point}/")
+
+    def state() -> str:
+        one = wanted.read(node.leases, 1).trees.get(f"{kept.point}/")
+        return one.state if one and one.state in ("ready", "declined") else ""
+
+    assert until(state, "the tree") == "ready"
+    (hit,) = show(node).outcomes
+    assert hit.result == "hit"
+    change(kept)
+    (outcome,) = show(node).outcomes
+    assert (outcome.result, outcome.reason) == ("declined", "changed")
+
+
+def show(node: Node) -> data.Shown:
+    config = load_settings(node.places.etc).for_partition("batch")
+    bare = Bare(config, node.places, node.cache, node.leases, Clock())
+    job = Job.from_environ(node.environ(1))
+    return data.show(bare, job, Wait.of(Clock(), 600.0, None), None)
+
+
+@pytest.mark.parametrize("change", [_in_place, _replaced, _removed])
+def test_sample_is_asked_for_as_well(kept: Kept, change: Change) -> None:
+    found = kept.look()
+    root, _ = manifest.open_root(str(kept.point), ALICE)
+    some = [one for one in found.files if one.path in (b"", b"sub", b"sub/3")]
+    assert manifest.still(root, some, ALICE)
+    change(kept)
+    try:
+        assert not manifest.still(root, some, ALICE)
+    except FileNotFoundError:
+        assert change is _removed
+    finally:
+        os.close(root)
+
+
+def test_file_is_asked_for_by_descriptor_and_by_name(kept: Kept) -> None:
+    kept.look()
+    kept.put("1", b"12345")
+    root = os.open(kept.point, os.O_RDONLY)
+    file = os.open(kept.folder / "1", os.O_RDONLY)
+    facts = os.fstat(file)
+    for asked in (files.asked(root, b"1"), files.asked(file)):
+        assert asked[:-1] == tuple(getattr(facts, name) for name in asked._fields[:-1])
+    assert files.asked(root).st_dev == os.fstat(root).st_dev
+    with pytest.raises(FileNotFoundError) as caught:
+        files.asked(root, b"none")
+    assert caught.value.filename == "none"
+    os.close(root)
+    os.close(file)
