@@ -50,14 +50,13 @@ Report = Callable[[Sequence[Handled]], None]
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a step asks for, and with what: `environment` is an open file, `step` a process of it.
+    """What a step asks for, and with what: `environment` is an open file.
 
     `batch` is whether one digest counts for all of the job; `container` the name of its container.
     """
 
     request: Request
     environment: int
-    step: int
     batch: bool
     container: str
     timeout: str
@@ -71,7 +70,6 @@ class Asked(msgspec.Struct, frozen=True):
         return cls(
             request=request,
             environment=int(number),
-            step=os.getppid(),
             batch=environ.get("ENVIRONMENT") == "BATCH",
             container=environ.get(CONTAINER_OPTION, ""),
             timeout=environ.get("FORESTAGE_TIMEOUT", ""),
@@ -116,7 +114,6 @@ def _serve(
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
     first = FIRST + float(asked.timeout if asked.timeout.isdigit() else 0)
-    child.adopt_orphans()
     with Tasks(path, first) as tasks:
         child.let_go({hook.fileno(), tasks.listener.fileno(), asked.environment})
         child.tell(hook, "begun")
@@ -146,7 +143,6 @@ def _give_back(node: Node, job: Job, answer: Answer) -> None:
 def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
     """All that is done for a Prolog."""
     child.leave_job()
-    child.adopt_orphans()
     child.let_go({hook.fileno()})
     child.tell(hook, "begun")
     hook.close()
@@ -154,7 +150,7 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socke
     user = pwd.getpwuid(job.user.uid)
     variables = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
     environment = worker.keep_environment(variables)
-    asked = Asked(request, environment, 0, batch=True, container="", timeout="")
+    asked = Asked(request, environment, batch=True, container="", timeout="")
     answer = _answer(node, job, asked, Nobody(GUESS))
     if answer.image:
         report([answer.outcome])
@@ -206,19 +202,14 @@ def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     order = order_of(node, job, asked)
     tell: Tell | None = None
-    try:
-        with contextlib.ExitStack() as undo:
-            if order.ask:  # there is no store, in which the nodes would agree on a digest
-                from forestage.registry import agreed
+    with contextlib.ExitStack() as undo:
+        if order.ask:  # there is no store, in which the nodes would agree on a digest
+            from forestage.registry import agreed
 
-                nodes = agreed.nodes_of(node, job, asked.request.path, asked.batch)
-                tell = undo.enter_context(agreed.telling(nodes))
-                order = msgspec.structs.replace(order, digest=agreed.asked(node, nodes))
-            done = _worked(node, job, asked, order, tasks, tell)
-    finally:
-        # Of what the worker runs a user's words are part: nothing of it outlives it, in whatever
-        # session it is. Before anything of ours is started that has to live on.
-        child.end_descendants()
+            nodes = agreed.nodes_of(node, job, asked.request.path, asked.batch)
+            tell = undo.enter_context(agreed.telling(nodes))
+            order = msgspec.structs.replace(order, digest=agreed.asked(node, nodes))
+        done = _worked(node, job, asked, order, tasks, tell)
     answer = done.answer or _staged(node, job, done.path, asked, tasks)
     if order.ask and answer.image and not done.answer:
         kept.note(node.cache, job.user, done.meant.name, answer.image)
@@ -234,13 +225,10 @@ def _worked(
     meant = Resolved("", "")
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
-    at_work = worker.start(job.user, order, asked.environment)
+    at_work = worker.start(job.user, order, asked.environment, _groups(job, tasks))
     shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
     with at_work, contextlib.ExitStack() as undo:
         undo.callback(under_way.forget, node.places, shown)
-        if asked.step:
-            with contextlib.suppress(OSError):  # bounded by what the job may take
-                child.join(at_work.pid, asked.step)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 meant = word
@@ -265,6 +253,20 @@ def _worked(
                 if tells:
                     tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
+
+
+def _groups(job: Job, tasks: Waiting) -> Sequence[Path]:
+    """The cgroups of a task, for who works for it: bounded by what the step may take.
+
+    None for a Prolog. Raises Declined where the step has ended before its tasks began.
+    """
+    if not job.manager:
+        return ()
+    while (found := child.of_task(job.manager)) is None:
+        if tasks.have_gone:
+            raise Declined("stopped", GONE)
+        tasks.wait(-1)
+    return found
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:

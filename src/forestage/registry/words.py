@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     environment, NUL between its entries; -1 for the worker's own. `host` is this node's name for
     the other nodes. `digest` is what another node of the job was told: then nobody is asked.
     `by_tag` has a job's image imported by its tag, where the registry did not say
-    a digest.
+    a digest. `apart`: the worker and what it starts are alone in a PID namespace.
     """
 
     reference: str
@@ -56,6 +56,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     imports: bool = True
     digest: Digest = ""
     by_tag: bool = False
+    apart: bool = False
 
 
 class Resolved(msgspec.Struct, frozen=True, tag="resolved"):

@@ -2,20 +2,16 @@
 
 import contextlib
 import os
-import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 NO_LIMIT = 1 << 60  # bytes
 WORDS = 4096  # bytes of what a process tells who has started it
-ROUNDS, PAUSE = 200, 0.01  # seconds; of looks at what a process has left behind
 
 
 def begin(
@@ -127,9 +123,52 @@ def join(pid: int, task: int, root: Path = Path("/")) -> None:
             (top / path.lstrip("/") / "cgroup.procs").write_text(str(pid))
 
 
-def is_with(pid: int, task: int, root: Path = Path("/")) -> bool:
-    """Whether two processes are in the same of Slurm's cgroups. Raises OSError."""
-    return _slurms(root, str(pid)) == _slurms(root, str(task))
+def of_task(manager: int, root: Path = Path("/")) -> list[Path] | None:
+    """Slurm's cgroups of a step's task, for `enter`; none where Slurm uses no cgroups.
+
+    None as long as Slurm has not put a task where it is to run. It does so while the task is in
+    task_init_privileged of its plugins; before, a task is where the step manager is: with cgroup v2
+    that has none of the step's limits. `manager` is the pid of the step's. Raises OSError.
+    """
+    for task in _children(root / "proc" / str(manager)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found = _slurms(root, str(task))
+            if all(is_of_task(path) for _, path in found):
+                inside = [top / path.lstrip("/") / "cgroup.procs" for top, path in found]
+                return [one for one in inside if one.exists()]
+    return None
+
+
+def has_child_of(pid: int, uid: int) -> bool:
+    """Whether a process has a child that this user owns: of a step's manager, a task that runs."""
+    for one in _children(Path("/proc") / str(pid)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if os.stat(f"/proc/{one}").st_uid == uid:  # noqa: PTH116
+                return True
+    return False
+
+
+def is_of_task(path: str) -> bool:
+    """Pure: whether one of Slurm's cgroups is where tasks run.
+
+    JOB/step_0/task_0 with v1, JOB/step_0/user/task_0 with v2; a step manager is in JOB, and in
+    JOB/step_0/slurm. What is no job's at all counts: slurmd.service of a hierarchy that Slurm does
+    not use.
+    """
+    parts = path.split("/")
+    if any(part.startswith("step_") for part in parts):
+        return parts[-1] != "slurm"
+    return not any(part.startswith("job_") for part in parts)
+
+
+def enter(groups: Sequence[Path]) -> None:
+    """Goes into these cgroups, and lets the kernel kill this process as any of a user's.
+
+    Raises OSError.
+    """
+    for one in groups:
+        one.write_text("0")
+    Path("/proc/self/oom_score_adj").write_text("0")
 
 
 def memory_limit(pid: int, root: Path = Path("/")) -> int | None:
@@ -189,11 +228,6 @@ def stand_alone(name: str) -> None:
     Path("/proc/self/comm").write_text(name)
 
 
-def adopt_orphans() -> None:
-    """From now on, what our children leave behind is ours. Raises OSError."""
-    control(_SET_CHILD_SUBREAPER, 1)
-
-
 def control(option: int, value: int) -> None:
     """prctl(2). Raises OSError."""
     import ctypes  # few processes need it
@@ -204,27 +238,10 @@ def control(option: int, value: int) -> None:
 
 
 def reap() -> None:
-    """Lets go of all children that have ended, adopted ones too; waits for none."""
+    """Lets go of all children that have ended; waits for none."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def end_descendants(root: Path = Path("/")) -> None:
-    """Kills all that descends from a process that adopts its orphans, whatever session it is in.
-
-    Again and again: what is being killed may fork. For who has started nothing that is to live on.
-    """
-    for _ in range(ROUNDS):
-        living = _children(root / "proc" / str(os.getpid()))
-        if not living:
-            return
-        for pid in living:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(PAUSE)
 
 
 def _children(proc: Path) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from forestage.errors import Declined, Failed
-from forestage.system import as_user
+from forestage.system import apart, as_user
 from forestage.system.as_user import User
 
 # slurmd starts its hooks without a PATH.
@@ -50,22 +50,33 @@ def which(program: str) -> str:
 
 
 def start_as(
-    user: User, argv: Sequence[str], pass_fds: Sequence[int], stderr: int
+    user: User, argv: Sequence[str], pass_fds: Sequence[int], stderr: int, groups: Sequence[Path]
 ) -> "subprocess.Popen[bytes]":
-    """Starts a program for a user, who could start it as well.
+    """Starts a program for a user, who could start it as well, in a PID namespace of its own.
 
-    All three ids are theirs, it has no privilege and gets none. It may outlive us. Raises Failed
-    where setpriv is missing.
+    All three ids are theirs, it has no privilege and gets none. It runs in the cgroups `groups`.
+    What is returned is the namespace's init (apart.py): all that the program has started ends with
+    it, and it ends with us. Raises Failed where it cannot be started so, OSError.
     """
-    return _popen(
+    return _popen_apart(
         [*_as(user), NO_PRIVS, "--", *argv],
+        groups,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
         env=ENVIRONMENT,
         pass_fds=tuple(pass_fds),
-        start_new_session=True,
     )
+
+
+def _popen_apart(
+    argv: Sequence[str], groups: Sequence[Path], **how: Any
+) -> "subprocess.Popen[bytes]":
+    try:
+        with apart.namespace(groups) as be_init:
+            return _popen(argv, preexec_fn=be_init, **how)
+    except subprocess.SubprocessError:  # raised by who was about to be the program
+        raise Failed("helper", "no process can go to the cgroups of the step's tasks") from None
 
 
 def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
@@ -84,8 +95,8 @@ class Piped:
     `out` is its stdout, or its stderr where that is what counts. Neither blocks.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self.pid = process.pid
+    def __init__(self, process: "subprocess.Popen[bytes]", is_apart: bool = False) -> None:
+        self.pid, self.is_apart = process.pid, is_apart
         self.given = process.stdin.fileno() if process.stdin else -1
         out = process.stdout or process.stderr
         assert out is not None
@@ -105,6 +116,13 @@ class Piped:
         if self._process.stdin:
             self._process.stdin.close()
 
+    def kill(self) -> None:
+        """Kills it and what it has started: its namespace's init, or all of its session."""
+        if self.is_apart:
+            self._process.kill()
+        else:
+            end_session(self.pid)
+
     def wait(self, timeout: float) -> bool:
         """Whether it ended within so many seconds."""
         try:
@@ -114,23 +132,29 @@ class Piped:
         return True
 
 
-def start_piped(user: User | None, argv: Sequence[str], pass_fds: Sequence[int]) -> Piped:
+def start_piped(
+    user: User | None,
+    argv: Sequence[str],
+    pass_fds: Sequence[int],
+    groups: Sequence[Path] = (),
+) -> Piped:
     """Starts a program of ours that speaks with us, in a session of its own.
 
-    For a user all three ids are theirs, and it has no privilege; without one it runs as who we are.
-    It may outlive us: it ends when its stdin does. Raises Failed without setpriv.
+    For a user all three ids are theirs, it has no privilege, and it is apart, in `groups`, as with
+    `start_as`. Without one it runs as who we are, and ends when its stdin does. Raises Failed where
+    it cannot be started, OSError.
     """
-    process = _popen(
-        # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
-        [*_as(user), "--", *argv] if user else argv,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=ENVIRONMENT,
-        pass_fds=tuple(pass_fds),
-        start_new_session=True,
-    )
-    return Piped(process)
+    how = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "env": ENVIRONMENT,
+        "pass_fds": tuple(pass_fds),
+    }
+    if user is None:
+        return Piped(_popen(argv, start_new_session=True, **how))
+    # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
+    return Piped(_popen_apart([*_as(user), "--", *argv], groups, **how), is_apart=True)
 
 
 def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:

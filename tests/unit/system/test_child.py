@@ -79,21 +79,58 @@ def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("own", "together"),
+    ("manager", "task", "expected"),
     [
-        ("4:memory:/job_7/step_0\n2:freezer:/job_7/step_0\n1:cpu:/\n", True),
-        ("4:memory:/job_7/step_0\n2:freezer:/job_7\n", False),
-        ("4:memory:/job_7/step_0\n2:freezer:/\n", False),
+        pytest.param(
+            "4:memory:/slurm/job_7/step_0\n2:freezer:/slurm/job_7\n",
+            "4:memory:/slurm/job_7/step_0/task_0\n2:freezer:/slurm/job_7/step_0\n",
+            ["memory/slurm/job_7/step_0/task_0", "freezer/slurm/job_7/step_0"],
+            id="version 1",
+        ),
+        pytest.param(
+            "0::/n1_slurmstepd.scope/job_7/step_0/slurm\n",
+            "0::/n1_slurmstepd.scope/job_7/step_0/user/task_0\n",
+            ["n1_slurmstepd.scope/job_7/step_0/user/task_0"],
+            id="version 2",
+        ),
+        pytest.param(
+            "0::/n1_slurmstepd.scope/s7/step_0/slurm\n",
+            "0::/n1_slurmstepd.scope/s7/step_0/user/task_special\n",
+            ["n1_slurmstepd.scope/s7/step_0/user/task_special"],
+            id="SLUID",
+        ),
     ],
 )
-def test_process_is_with_another_in_all_of_slurms_cgroups_or_not(
-    tmp_path: Path, own: str, together: bool
+def test_task_is_in_cgroups_once_slurm_has_put_it_there(
+    tmp_path: Path, manager: str, task: str, expected: list[str]
 ) -> None:
     root = fake(tmp_path, "")
-    for pid, lines in (("42", "4:memory:/job_7/step_0\n2:freezer:/job_7/step_0\n"), ("43", own)):
-        (root / "proc" / pid).mkdir()
-        (root / "proc" / pid / "cgroup").write_text(lines)
-    assert child.is_with(43, 42, root) is together
+    for name in expected:
+        (root / "sys/fs/cgroup" / name).mkdir(parents=True)
+        (root / "sys/fs/cgroup" / name / "cgroup.procs").touch()
+    (root / "proc/41/task/41").mkdir(parents=True)
+    (root / "proc/41/task/41/children").write_text("")
+    assert child.of_task(41, root) is None
+    (root / "proc/41/task/41/children").write_text("42 ")
+    assert child.of_task(41, root) is None  # it has gone
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(manager)
+    assert child.of_task(41, root) is None
+    (root / "proc/42/cgroup").write_text(task)
+    found = child.of_task(41, root)
+    assert found == [root / "sys/fs/cgroup" / name / "cgroup.procs" for name in expected]
+
+
+@pytest.mark.parametrize(
+    "lines", ["", "0::/user.slice\n", "1:name=systemd:/system.slice/slurmd.service\n3:memory:/\n"]
+)
+def test_where_slurm_uses_no_cgroups_a_task_is_in_none(tmp_path: Path, lines: str) -> None:
+    root = fake(tmp_path, "")
+    (root / "proc/41/task/41").mkdir(parents=True)
+    (root / "proc/41/task/41/children").write_text("42 ")
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(lines)
+    assert child.of_task(41, root) == []
 
 
 V1 = {
@@ -236,21 +273,3 @@ lives.kill()
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
     assert ran.stdout == "False True\n", ran.stderr
-
-
-def test_what_left_its_session_and_its_parent_ends_as_well() -> None:
-    """A process that adopts its orphans, a child of it, and a grandchild that the child leaves."""
-    script = """
-import os, subprocess, sys
-from forestage.system import child
-child.adopt_orphans()
-shell = "setsid sleep 4242 </dev/null >/dev/null 2>&1 & echo $!"
-pid = int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE).stdout)
-assert os.path.exists(f"/proc/{pid}")
-child.end_descendants()
-print(open(f"/proc/{pid}/stat").read() if os.path.exists(f"/proc/{pid}") else "gone")
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert ran.stdout == "gone\n", ran.stderr
