@@ -67,13 +67,14 @@ class Mounting:
         made.chmod(mode)
         return made
 
-    def squashfs(self, name: str, text: str = TEXT) -> Path:
+    def squashfs(self, name: str, text: str = TEXT, *options: str) -> Path:
         tree = self.node.places.root / "tree"
         (tree / FILE).parent.mkdir(parents=True, exist_ok=True)
         (tree / FILE).write_text(text)
         made = self.node.places.root / "made"
         made.unlink(missing_ok=True)
-        subprocess.run(["mksquashfs", tree, made, "-quiet", "-no-progress"], check=True)
+        argv = ["mksquashfs", tree, made, "-quiet", "-no-progress", *options]
+        subprocess.run(argv, check=True)
         return self.node.put(name, made.read_bytes())
 
     def comment(self, point: Path | str | None = None) -> str:
@@ -306,13 +307,13 @@ def test_what_the_user_has_the_program_start_ends_with_the_step(
     """They may trace it from its first moment, and have it be any program."""
     left = mounting.directory("alice/left") / "pid"
     program = mounting.node.places.root / "traced"
-    program.write_text(f"#!/bin/sh\n{sys.executable} -c '{ESCAPES}' {left} &\nexec sleep 4246\n")
+    script = f"#!/bin/sh\n{sys.executable} -c '{ESCAPES}' {left} &\nexec squashfuse \"$@\"\n"
+    program.write_text(script)
     program.chmod(0o755)
     mounting.node.places.root.chmod(0o755)
     monkeypatch.setattr(serving, "PROGRAMS", (str(program),))
-    monkeypatch.setattr(serving, "START", 1.0)
     mounting.staged(1)
-    assert mounting.ask(mounting.socket(1)) == ("no its server does not answer", [])
+    assert mounting.show(mounting.socket(1)).read_text() == TEXT
     until(lambda: left.exists() and left.read_text(), "what has escaped")
     escaped = int(left.read_text())
     assert Path(f"/proc/{escaped}").exists()
@@ -326,6 +327,53 @@ def test_program_that_its_user_stops_ends_with_the_step(mounting: Mounting) -> N
     mounting.show(mounting.socket(1))
     os.kill(mounting.processes()["program"], signal.SIGSTOP)
     mounting.manager.end()
+    mounting.ended()
+    assert serving._living(mounting.node.places.served) == []
+
+
+@pytest.mark.parametrize("options", [("-all-root",), ("-force-uid", "1", "-force-gid", "1")])
+def test_files_are_their_users_whoever_they_say_they_are_of(
+    mounting: Mounting, options: tuple[str, ...]
+) -> None:
+    """Some set-user-ID programs trust files of root's, and the kernel lets them look in here."""
+    mounting.squashfs("alice/env.sqsh", TEXT, *options)
+    mounting.staged(1)
+    shown = mounting.show(mounting.socket(1))
+    for one in (shown, shown.parent, mounting.point):
+        assert (one.stat().st_uid, one.stat().st_gid) == (ALICE.uid, ALICE.gid)
+
+
+@pytest.mark.parametrize(("help", "chosen"), [("-o timeout=N", "other"), ("-o uid=N", "fake_ll")])
+def test_program_that_cannot_say_whose_files_are_is_passed_over(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch, help: str, chosen: str
+) -> None:
+    programs = [mounting.node.places.root / name for name in ("fake_ll", "other")]
+    for one in programs:
+        one.write_text(f"#!/bin/sh\necho '{help}' >&2; exit 1\n")
+        one.chmod(0o755)
+    monkeypatch.setattr(serving, "PROGRAMS", tuple(map(str, programs)))
+    assert Path(serving._program()).name == chosen
+
+
+def test_server_counts_until_nothing_of_it_lives(
+    cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen process stands for one that a disk holds in the kernel: no signal ends it."""
+    state = cgroup / "step_0/freezer.state"
+    if not state.exists():
+        pytest.skip("needs the freezer of cgroup v1")
+    mounting.staged(1)
+    (cgroup / "step_0/cgroup.procs").write_text(str(mounting.manager.task))
+    mounting.show(mounting.socket(1))
+    (cgroup / "cgroup.procs").write_text(str(mounting.manager.task))
+    state.write_text("FROZEN")
+    until(lambda: state.read_text() == "FROZEN\n", "it to be frozen")
+    try:
+        mounting.manager.end()
+        until(lambda: len([*mounting.node.places.served.iterdir()]) == 1, "the end of the socket")
+        assert len(serving._living(mounting.node.places.served)) == 1
+    finally:
+        state.write_text("THAWED")
     mounting.ended()
     assert serving._living(mounting.node.places.served) == []
 
@@ -476,7 +524,7 @@ def test_file_that_is_no_squashfs_is_mounted_by_nobody(
     said, fds = mounting.ask(name)
     assert (said[:3], why in said, fds) == ("no ", True, [])
     assert mounting.ask(name) == (said, [])  # so do the others
-    assert "program" not in mounting.processes()
+    until(lambda: "program" not in mounting.processes(), "the program's end")
 
 
 def no_clones(*_: object) -> int:

@@ -258,15 +258,17 @@ def _worked(
 def _groups(job: Job, tasks: Waiting) -> Sequence[Path]:
     """The cgroups of a task, for who works for it: bounded by what the step may take.
 
-    None for a Prolog. Raises Declined where the step has ended before its tasks began.
+    Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
+    it has unpacked. None for a Prolog. Raises Declined where the step has ended before it had
+    tasks.
     """
     if not job.manager:
-        return ()
+        return []
     while (found := child.of_task(job.manager)) is None:
         if tasks.have_gone:
             raise Declined("stopped", GONE)
         tasks.wait(-1)
-    return found
+    return [one for one in found if "freezer" not in one.parts]
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:
