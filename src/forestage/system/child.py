@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
+
+from forestage import log
 
 NO_LIMIT = 1 << 60  # bytes
 WORDS = 4096  # bytes of what a process tells who has started it
@@ -98,10 +100,17 @@ def is_in_job(root: Path = Path("/")) -> bool:
 FIRST_USERS = "user:[4026531837]"  # PROC_USER_INIT_INO of linux/proc_ns.h
 SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
 """Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
+HOLD = "run/forestage/hold"
+"""Leads to the cgroup of forestage-hold.service (packaging/hold), where that runs: not with v1."""
+
+Leaf = Literal["copy", "serve"]
 
 
-def leave_job(oom_score_adj: int = 0, root: Path = Path("/")) -> None:
-    """Goes from Slurm's cgroups, if this process is in such, to the roots of their hierarchies.
+def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/")) -> None:
+    """Goes from Slurm's cgroups, if this process is in such, to a leaf of forestage's own.
+
+    Where there is none, to the roots of their hierarchies. A site may bound `copy`; with `serve` a
+    job's reads would fail or wait.
 
     What a step's helper starts is in the step's. There it would be killed with the step (cgroup
     v2), keep the job's directories from going (v1), and have the job pay for the page cache that it
@@ -109,11 +118,24 @@ def leave_job(oom_score_adj: int = 0, root: Path = Path("/")) -> None:
     all it starts, is also the last that the kernel kills for want of memory, which `oom_score_adj`
     sets.
     """
-    for top, _ in _slurms(root, "self"):
-        with contextlib.suppress(OSError):
-            (top / "cgroup.procs").write_text("0")
+    found = _slurms(root, "self", (*SLURMS, "forestage-hold.service"))  # a hook's child, from there
+    if found and not _enters(root / HOLD / leaf):
+        for top, _ in found:
+            with contextlib.suppress(OSError):
+                (top / "cgroup.procs").write_text("0")
     with contextlib.suppress(OSError):
         (root / "proc/self/oom_score_adj").write_text(str(oom_score_adj))
+
+
+def _enters(leaf: Path) -> bool:
+    try:
+        (leaf / "cgroup.procs").write_text("0")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.say(f"hold result=failed detail={str(error)!r}", by_slurm=True)
+        return False
+    return True
 
 
 def join(pid: int, task: int, root: Path = Path("/")) -> None:
@@ -201,12 +223,12 @@ def _least(groups: Iterable[tuple[Path, str]]) -> int | None:
     return least if least < NO_LIMIT else None
 
 
-def _slurms(root: Path, pid: str) -> list[tuple[Path, str]]:
+def _slurms(root: Path, pid: str, names: Sequence[str] = SLURMS) -> list[tuple[Path, str]]:
     """Those of its cgroups that are Slurm's."""
     return [
         (top, path)
         for top, path in _cgroups(root, pid)
-        if any(fnmatchcase(part, name) for part in path.split("/") for name in SLURMS)
+        if any(fnmatchcase(part, name) for part in path.split("/") for name in names)
     ]
 
 

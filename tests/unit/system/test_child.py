@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from forestage import log
 from forestage.system import child
 
 SPOTS = ("freezer", "memory", "unified", "")
@@ -57,8 +58,48 @@ def test_only_slurms_cgroups_are_left(tmp_path: Path, lines: str, expected: set[
 @pytest.mark.parametrize("score", [0, -1000])
 def test_score_of_slurmstepd_is_left_too(tmp_path: Path, score: int) -> None:
     root = fake(tmp_path, "")
-    child.leave_job(score, root)
+    child.leave_job(score, root=root)
     assert (root / "proc/self/oom_score_adj").read_text() == str(score)
+
+
+@pytest.mark.parametrize("leaf", ["copy", "serve"])
+@pytest.mark.parametrize("unit", ["slurmstepd.scope/job_7/step_0", "forestage-hold.service/serve"])
+def test_what_leaves_a_job_goes_to_a_leaf_of_forestages_unit(
+    tmp_path: Path, unit: str, leaf: child.Leaf
+) -> None:
+    """Also from another leaf: a step's helper is there, and starts a stager."""
+    root = fake(tmp_path, f"0::/system.slice/{unit}\n")
+    (root / "held" / leaf).mkdir(parents=True)
+    (root / "run/forestage").mkdir(parents=True)
+    (root / child.HOLD).symlink_to(root / "held")
+    child.leave_job(leaf=leaf, root=root)
+    assert (root / "held" / leaf / "cgroup.procs").read_text() == "0"
+    assert left(root) == set()
+
+
+@pytest.mark.parametrize("how", ["refused", "gone"])
+def test_where_that_is_not_to_be_had_it_goes_to_the_root_as_without(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    root = fake(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0\n")
+    (root / "run/forestage").mkdir(parents=True)
+    (root / child.HOLD).symlink_to(root / "held")
+    if how == "refused":
+        (root / "held/serve/cgroup.procs").mkdir(parents=True)
+    child.leave_job(root=root)
+    assert left(root) == {"", "unified"}
+    assert [line.split(" detail=")[0] for line in said] == ["hold result=failed"] * (
+        how == "refused"
+    )
+
+
+def test_process_that_is_nobodys_of_slurms_stays_where_it_is(tmp_path: Path) -> None:
+    root = fake(tmp_path, "0::/user.slice/session.scope\n")
+    (root / child.HOLD / "serve").mkdir(parents=True)
+    child.leave_job(root=root)
+    assert not (root / child.HOLD / "serve/cgroup.procs").exists()
 
 
 def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
