@@ -273,18 +273,9 @@ def safest() -> str:
 def test_task_that_slurm_puts_nowhere_gets_no_mount(
     cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "PLACED", 0.1)
+    monkeypatch.setattr(child.enter_task, "__defaults__", ("", 0.1))
     mounting.staged(1)
     (cgroup / "cgroup.procs").write_text(str(mounting.manager.task))
-    assert mounting.ask(mounting.socket(1)) == ("no Slurm has put no task into its cgroups", [])
-    assert mounting.processes().keys() == {"keeper"}
-
-
-def test_program_that_cannot_go_to_the_tasks_cgroups_does_not_begin(
-    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child, "of_task", lambda manager: [Path("/proc/self/cmdline")])
-    mounting.staged(1)
     why = "no no process can go to the cgroups of the step's tasks"
     assert mounting.ask(mounting.socket(1)) == (why, [])
     assert mounting.processes().keys() == {"keeper"}

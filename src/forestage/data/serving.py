@@ -18,9 +18,9 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forestage import log
 from forestage.errors import Declined, ForestageError
@@ -28,6 +28,9 @@ from forestage.slurm.job import Job
 from forestage.system import as_user, child, fuse, lock, mounts
 from forestage.through import clones
 from forestage.units import printable
+
+if TYPE_CHECKING:
+    from forestage.system.run import Program
 
 PROCESS_NAME = "forestage-mount"
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
@@ -37,8 +40,7 @@ MOST, MOST_OF_USER = 64, 32  # files of a node, and of one user on it, that are 
 MOST_TASKS = 512  # connections at once; others stand in line
 HELP = 2.0  # seconds for what a program says of itself
 BEGIN = 5.0  # seconds until the process listens
-PLACED = 3.0  # seconds in which Slurm puts a task that asks where it is to run
-START = 10.0  # seconds until the first look into the file; with PLACED, less than a task waits
+START = 10.0  # seconds until the first look into the file; a task waits for this and PLACED
 SAID = 0.2  # seconds in which a program that fails says why
 WORDS = 1000  # bytes of what squashfuse says last
 PROBED = 0.2  # seconds for which somebody who counts may hold the lock
@@ -151,7 +153,7 @@ class _Served:
     def __init__(self, name: Path, job: Job, program: str, content: Bytes) -> None:
         self.name, self.job, self.program = name, job, program
         self.connections: dict[int, socket.socket] = {}
-        self.server: subprocess.Popen[bytes] | None = None
+        self.server: Program | None = None
         self.ended = -1  # its end
         self.words_of, self.words = -1, b""  # the last ones of the program
         self.refusal = ""  # why there is no mount
@@ -230,7 +232,7 @@ class _Served:
         """Whether the program serves; the first task that asks has it started."""
         if self.server is None and not self.refusal:
             try:
-                self._start(self._groups())
+                self._start()
                 self._must_answer()
             except (ForestageError, OSError) as error:
                 self.refusal = printable(str(error))
@@ -245,16 +247,7 @@ class _Served:
             os.close(self.ended)
             self.ended = -1
 
-    def _groups(self) -> list[Path]:
-        """The cgroups of a task. Raises Declined where Slurm puts none anywhere, OSError."""
-        end = time.monotonic() + PLACED
-        while (found := child.of_task(self.job.manager)) is None:
-            if time.monotonic() > end:
-                raise Declined("no-mount", "Slurm has put no task into its cgroups")
-            time.sleep(lock.POLL)
-        return found
-
-    def _start(self, groups: list[Path]) -> None:
+    def _start(self) -> None:
         from forestage.system import run
 
         user = self.job.user
@@ -263,8 +256,9 @@ class _Served:
         # takes a descriptor of /dev/fuse for a mount point.
         owner = f"uid={user.uid},gid={user.gid}"
         argv = (self.program, "-f", "-o", owner, f"/dev/fd/{self.image}", f"/dev/fd/{self.line}")
+        enter = partial(child.enter_task, self.job.manager)
         try:
-            self.server = run.start_as(user, argv, (self.image, self.line), theirs, groups)
+            self.server = run.start_as(user, argv, (self.image, self.line), theirs, enter)
         finally:
             # The program alone has them: when it dies, its readers get an error and do not wait.
             for fd in (self.image, self.line, theirs):

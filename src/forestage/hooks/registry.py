@@ -34,7 +34,7 @@ from forestage.registry.words import Importing, Order, Present, Progress, Refuse
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import child
+from forestage.system import child, run
 from forestage.units import printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
@@ -225,7 +225,7 @@ def _worked(
     meant = Resolved("", "")
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
-    at_work = worker.start(job.user, order, asked.environment, _groups(job, tasks))
+    at_work = worker.start(job.user, order, asked.environment, _entering(job, tasks))
     shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
     with at_work, contextlib.ExitStack() as undo:
         undo.callback(under_way.forget, node.places, shown)
@@ -255,20 +255,20 @@ def _worked(
     raise Failed("helper", "the process that imports died")
 
 
-def _groups(job: Job, tasks: Waiting) -> Sequence[Path]:
-    """The cgroups of a task, for who works for it: bounded by what the step may take.
+def _entering(job: Job, tasks: Waiting) -> Callable[[], None]:
+    """Has the worker go to the cgroups of a task: bounded by what the step may take.
 
     Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
-    it has unpacked. None for a Prolog. Raises Declined where the step has ended before it had
-    tasks.
+    it has unpacked. Of a Prolog it goes nowhere. Raises Declined where the step has ended before it
+    had tasks.
     """
     if not job.manager:
-        return []
-    while (found := child.of_task(job.manager)) is None:
+        return run.nowhere
+    while child.of_task(job.manager) is None:
         if tasks.have_gone:
             raise Declined("stopped", GONE)
         tasks.wait(-1)
-    return [one for one in found if "freezer" not in one.parts]
+    return partial(child.enter_task, job.manager, without="freezer")
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:

@@ -7,8 +7,7 @@ outlive who started it no longer than its stdin stays open.
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -103,15 +102,17 @@ def keep_environment(variables: Mapping[str, str]) -> int:
     return fd
 
 
-def start(user: User | None, order: Order, environ_fd: int, groups: Sequence[Path] = ()) -> Worker:
-    """Starts a worker for a user, apart, in these cgroups; for None as who we are, so not as root.
+def start(
+    user: User | None, order: Order, environ_fd: int, enter: Callable[[], None] = run.nowhere
+) -> Worker:
+    """Starts a worker for a user, apart, where it `enter`s; for None as who we are, so not as root.
 
     `environ_fd` is open on the job's environment, or -1. Raises Failed, OSError.
     """
     order = msgspec.structs.replace(order, environ_fd=environ_fd, apart=user is not None)
     argv = (sys.executable, "-I", "-m", MODULE, words.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
-    return Worker(run.start_piped(user, argv, given, groups))
+    return Worker(run.start_piped(user, argv, given, enter))
 
 
 def _trusted(word: Word) -> Word:

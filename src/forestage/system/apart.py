@@ -7,7 +7,7 @@ can neither signal nor trace (pid_namespaces(7)).
     who starts it     root's
       the init        root's, in no cgroup of a step's; ends with who has started it, or when the
                       program does
-        the program   the user's, and what it starts: in a task's cgroups (child.of_task)
+        the program   the user's, and what it starts: in a task's cgroups (child.enter_task)
 
 One of them that is in the kernel for good, as a disk hangs, keeps the init: who has started it sees
 that it has not ended. /proc is the node's in here, too: its numbers are not those of kill(2).
@@ -17,7 +17,7 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,19 +29,18 @@ _PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextlib.contextmanager
-def namespace(groups: Sequence[Path]) -> Iterator[Callable[[], None]]:
+def namespace(enter: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Has the one process that is forked meanwhile be an init; it calls what this returns.
 
-    That forks the program, which joins the `groups` (child.of_task) and goes on; the init does not
-    return. It ends as the program did, as a shell says it. Raises OSError, also in a process with
-    threads.
+    That forks the program, which calls `enter`, and goes on; the init does not return. It ends as
+    the program did, as a shell says it. Raises OSError, also in a process with threads.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     alive, ours = os.pipe()
     try:
         _call("unshare", _CLONE_NEWPID)
         try:
-            yield partial(_be_init, groups, alive, ours)
+            yield partial(_be_init, enter, alive, ours)
         finally:
             _call("setns", own, _CLONE_NEWPID)
     finally:
@@ -58,14 +57,16 @@ def signal_others(number: int) -> None:
         os.kill(-1, number)
 
 
-def _be_init(groups: Sequence[Path], alive: int, starter: int) -> None:
+def _be_init(enter: Callable[[], None], alive: int, starter: int) -> None:
     os.close(starter)
     child.control(_PDEATHSIG, signal.SIGKILL)
     if select.select([alive], [], [], 0)[0]:  # who has started us died before that
         os._exit(1)
     program = os.fork()
     if program == 0:
-        child.enter(groups)
+        enter()
+        # As any of a user's, not last, as who has started it may be.
+        Path("/proc/self/oom_score_adj").write_text("0")
         return
     code = 1
     try:

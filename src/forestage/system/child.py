@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,6 +14,8 @@ from typing import Literal, NoReturn
 from forestage import log
 
 NO_LIMIT = 1 << 60  # bytes
+PLACED = 3.0  # seconds in which Slurm puts a task where it is to run
+PAUSE = 0.01  # seconds between two tries
 WORDS = 4096  # bytes of what a process tells who has started it
 
 
@@ -146,7 +149,7 @@ def join(pid: int, task: int, root: Path = Path("/")) -> None:
 
 
 def of_task(manager: int, root: Path = Path("/")) -> list[Path] | None:
-    """Slurm's cgroups of a step's task, for `enter`; none where Slurm uses no cgroups.
+    """The `cgroup.procs` of Slurm's cgroups of a step's task; none where Slurm uses no cgroups.
 
     None as long as Slurm has not put a task where it is to run. It does so while the task is in
     task_init_privileged of its plugins; before, a task is where the step manager is: with cgroup v2
@@ -159,6 +162,29 @@ def of_task(manager: int, root: Path = Path("/")) -> list[Path] | None:
                 inside = [top / path.lstrip("/") / "cgroup.procs" for top, path in found]
                 return [one for one in inside if one.exists()]
     return None
+
+
+def enter_task(manager: int, without: str = "", patience: float = PLACED) -> None:
+    """Goes to the cgroups of a step's task, but for v1's hierarchy `without`.
+
+    Again, where that fails: on its way there, a task is in others for a moment (task_special), and
+    so would this process be. Raises OSError after `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            found = of_task(manager)
+            if found is None:
+                raise TimeoutError("Slurm has put no task into its cgroups")
+            for one in found:
+                if without not in one.parts:
+                    one.write_text("0")
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(PAUSE)
+        else:
+            return
 
 
 def has_child_of(pid: int, uid: int) -> bool:
@@ -179,18 +205,8 @@ def is_of_task(path: str) -> bool:
     """
     parts = path.split("/")
     if any(part.startswith("step_") for part in parts):
-        return parts[-1] != "slurm"
+        return parts[-1] not in ("slurm", "user")
     return not any(part.startswith("job_") for part in parts)
-
-
-def enter(groups: Sequence[Path]) -> None:
-    """Goes into these cgroups, and lets the kernel kill this process as any of a user's.
-
-    Raises OSError.
-    """
-    for one in groups:
-        one.write_text("0")
-    Path("/proc/self/oom_score_adj").write_text("0")
 
 
 def memory_limit(pid: int, root: Path = Path("/")) -> int | None:

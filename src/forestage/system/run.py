@@ -8,10 +8,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,7 @@ DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 NO_PRIVS = "--no-new-privs"  # of setpriv: no program gains any by set-user-ID or capabilities
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ROUNDS = 50  # of looking for processes that are to be killed; they start others meanwhile
+Program: TypeAlias = "subprocess.Popen[bytes]"
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
 
@@ -50,17 +51,22 @@ def which(program: str) -> str:
 
 
 def start_as(
-    user: User, argv: Sequence[str], pass_fds: Sequence[int], stderr: int, groups: Sequence[Path]
-) -> "subprocess.Popen[bytes]":
+    user: User,
+    argv: Sequence[str],
+    pass_fds: Sequence[int],
+    stderr: int,
+    enter: Callable[[], None],
+) -> Program:
     """Starts a program for a user, who could start it as well, in a PID namespace of its own.
 
-    All three ids are theirs, it has no privilege and gets none. It runs in the cgroups `groups`.
-    What is returned is the namespace's init (apart.py): all that the program has started ends with
-    it, and it ends with us. Raises Failed where it cannot be started so, OSError.
+    All three ids are theirs, it has no privilege and gets none. What is to be the program calls
+    `enter` first, as root. What is returned is the namespace's init (apart.py): all that the
+    program has started ends with it, and it ends with us. Raises Failed where it cannot be started
+    so, OSError.
     """
     return _popen_apart(
         [*_as(user), NO_PRIVS, "--", *argv],
-        groups,
+        enter,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
@@ -70,10 +76,10 @@ def start_as(
 
 
 def _popen_apart(
-    argv: Sequence[str], groups: Sequence[Path], **how: Any
+    argv: Sequence[str], enter: Callable[[], None], **how: Any
 ) -> "subprocess.Popen[bytes]":
     try:
-        with apart.namespace(groups) as be_init:
+        with apart.namespace(enter) as be_init:
             return _popen(argv, preexec_fn=be_init, **how)
     except subprocess.SubprocessError:  # raised by who was about to be the program
         raise Failed("helper", "no process can go to the cgroups of the step's tasks") from None
@@ -132,17 +138,21 @@ class Piped:
         return True
 
 
+def nowhere() -> None:
+    """It stays in the cgroups of who starts it."""
+
+
 def start_piped(
     user: User | None,
     argv: Sequence[str],
     pass_fds: Sequence[int],
-    groups: Sequence[Path] = (),
+    enter: Callable[[], None] = nowhere,
 ) -> Piped:
     """Starts a program of ours that speaks with us, in a session of its own.
 
-    For a user all three ids are theirs, it has no privilege, and it is apart, in `groups`, as with
-    `start_as`. Without one it runs as who we are, and ends when its stdin does. Raises Failed where
-    it cannot be started, OSError.
+    For a user all three ids are theirs, it has no privilege, and it is apart, as with `start_as`.
+    Without one it runs as who we are, and ends when its stdin does. Raises Failed where it cannot
+    be started, OSError.
     """
     how = {
         "stdin": subprocess.PIPE,
@@ -154,7 +164,7 @@ def start_piped(
     if user is None:
         return Piped(_popen(argv, start_new_session=True, **how))
     # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
-    return Piped(_popen_apart([*_as(user), "--", *argv], groups, **how), is_apart=True)
+    return Piped(_popen_apart([*_as(user), "--", *argv], enter, **how), is_apart=True)
 
 
 def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:

@@ -22,7 +22,7 @@ from forestage.registry import place
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import child
+from forestage.system import child, run
 from node import until
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
@@ -135,16 +135,16 @@ def test_without_a_store_the_worker_asks_before_it_imports(
 
 
 def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
-    asking: Job, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+    asking: Job, tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In v1's freezer, by which Slurm kills, enroot could not clean up."""
-    freezer, memory = (
-        Path("/sys/fs/cgroup", name, "job_7/step_0") for name in ("freezer", "memory")
-    )
-    found = iter([None, [freezer, memory]])
+    groups = [tmp_path / name / "cgroup.procs" for name in ("freezer", "memory")]
+    for one in groups:
+        one.parent.mkdir()
+    found = iter([None, groups, groups])
     monkeypatch.setattr(child, "of_task", lambda manager: next(found) if manager == 42 else None)
-    asking = msgspec.structs.replace(asking, manager=42)
-    assert registry._groups(asking, tasks) == [memory]
+    registry._entering(msgspec.structs.replace(asking, manager=42), tasks)()
+    assert [one.exists() for one in groups] == [False, True]
 
 
 def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
@@ -153,11 +153,11 @@ def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
     monkeypatch.setattr(child, "of_task", lambda manager: None)
     asking = msgspec.structs.replace(asking, manager=42)
     with Tasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
-        registry._groups(asking, tasks)
+        registry._entering(asking, tasks)
 
 
 def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: Tasks) -> None:
-    assert registry._groups(asking, tasks) == []
+    assert registry._entering(asking, tasks) is run.nowhere
 
 
 def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:

@@ -124,8 +124,11 @@ def test_further_children_of_who_started_it_are_in_its_own_namespace() -> None:
 
 
 def test_program_that_cannot_enter_a_cgroup_does_not_begin(tmp_path: Path) -> None:
+    def enter() -> None:
+        raise OSError("it is gone")
+
     with pytest.raises(Failed, match="cgroups"):
-        run.start_piped(CAROL, ("touch", str(tmp_path / "it")), (), [Path("/proc/self/cmdline")])
+        run.start_piped(CAROL, ("touch", str(tmp_path / "it")), (), enter)
     assert not (tmp_path / "it").exists()
 
 

@@ -162,6 +162,26 @@ def test_task_is_in_cgroups_once_slurm_has_put_it_there(
     assert found == [root / "sys/fs/cgroup" / name / "cgroup.procs" for name in expected]
 
 
+def test_cgroup_that_is_none_for_a_moment_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task is on its way: what is entered is where it is by then."""
+    gone, there = tmp_path / "gone/cgroup.procs", tmp_path / "cgroup.procs"
+    found = iter([None, [gone], [there]])
+    monkeypatch.setattr(child, "of_task", lambda manager: next(found))
+    child.enter_task(41)
+    assert there.read_text() == "0"
+
+
+@pytest.mark.parametrize("found", [None, [Path("/none/cgroup.procs")]])
+def test_cgroup_that_stays_none_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, found: list[Path] | None
+) -> None:
+    monkeypatch.setattr(child, "of_task", lambda manager: found)
+    with pytest.raises(OSError, match=r"no task into|No such file"):
+        child.enter_task(41, patience=0.0)
+
+
 @pytest.mark.parametrize(
     "lines", ["", "0::/user.slice\n", "1:name=systemd:/system.slice/slurmd.service\n3:memory:/\n"]
 )
