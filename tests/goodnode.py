@@ -94,6 +94,10 @@ class GoodNode:
             self.write(f"/proc/{pid}/comm", f"{name}\n")
             self.link(f"/proc/{pid}/ns/mnt", "mnt:[9]" if name == "sshd" else "mnt:[1]")
         self.write("/proc/sys/user/max_mnt_namespaces", "100\n")
+        self.write("/sys/fs/cgroup/cgroup.controllers", "cpu memory\n")
+        self.write("/run/forestage/hold/serve/memory.max", "max\n")
+        self.write("/run/forestage/hold/copy/memory.max", "1073741824\n")
+        self.write("/run/forestage/hold/cpu.max", "max 100000\n")
         self.write("/proc/net/tcp", TCP)
 
     # What a test does to it

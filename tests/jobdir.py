@@ -27,6 +27,9 @@ from node import ALICE
 MIB = 1 << 20
 
 
+MANAGER = {"FORESTAGE_MANAGER": str(os.getppid())}  # as if it had started us
+
+
 class Dirs:
     """What Prologs, steps and Epilogs do with directories of jobs; the companion is played."""
 
@@ -41,7 +44,7 @@ class Dirs:
         return Node.of(settings.for_partition("batch"), self.node.places, Clock())
 
     def job(self, job: int, comment: str, user: User = ALICE, **more: str) -> Job:
-        return Job.from_environ(self.node.environ(job, user=user, comment=comment) | more)
+        return Job.from_environ(self.node.environ(job, user=user, comment=comment) | MANAGER | more)
 
     def prolog(
         self,

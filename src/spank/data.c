@@ -8,13 +8,16 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include "forestage.h"
 
 #define MOST_DATA 40 /* lines of a step; more are left out */
 #define MOST_FIELDS 7
+#define SERVED_SECONDS 20 /* until it is served: PLACED and START of data/serving.py */
 #define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
 
 /* A line, taken apart in user_init; the tasks inherit it. */
@@ -22,7 +25,6 @@ struct datum {
 	char *text;               /* what `field` points into */
 	char *field[MOST_FIELDS]; /* of a mount, the last two are where, and its inode or `root` */
 	int count;
-	int keeper;               /* connected to it; -1 where that was not possible */
 	bool done;
 };
 
@@ -85,7 +87,7 @@ void understand_data(const char *line)
 		slurm_info("forestage: more than %d lines on data: left out: %s", MOST_DATA, line);
 		return;
 	}
-	*one = (struct datum){.text = strdup(line), .keeper = -1};
+	*one = (struct datum){.text = strdup(line)};
 	rest = one->text;
 	while (rest && one->count < MOST_FIELDS)
 		one->field[one->count++] = strsep(&rest, "\t");
@@ -107,13 +109,6 @@ void set_variables(spank_t sp)
 		else if (spank_setenv(sp, one->field[1], one->field[2], 1) != ESPANK_SUCCESS)
 			slurm_info("forestage: %s cannot be set", one->field[1]);
 	}
-}
-
-void hold_data(void)
-{
-	for (int i = 0; i < data_count; i++)
-		if (strcmp(kind(&data[i]), "served") == 0)
-			data[i].keeper = connect_keeper(data[i].field[1]);
 }
 
 static int open_folder(const void *path)
@@ -183,19 +178,22 @@ static const char *mount_device(const struct datum *one, int fd)
 	return wrong;
 }
 
-static const char *mount_served(struct datum *one, int fd)
+/* Whoever serves it first has a program begin, in the cgroups that Slurm puts this task into. */
+static const char *mount_served(const struct datum *one, int fd)
 {
+	static char answer[ANSWER_BYTES];
+	const struct timeval patience = {.tv_sec = SERVED_SECONDS};
 	const char *wrong = "nobody serves it";
-	int keeper = one->keeper >= 0 ? one->keeper : connect_keeper(one->field[1]);
+	int keeper = connect_keeper(one->field[1]);
 
 	if (keeper < 0)
 		return wrong;
-	int got = fetch_mount(keeper), error = errno;
-	if (keeper != one->keeper)
-		close(keeper);
+	setsockopt(keeper, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+	int got = fetch_mount(keeper, answer), error = errno;
+	close(keeper);
 	errno = error;
 	if (got < 0)
-		return wrong;
+		return strncmp(answer, "no ", 3) == 0 ? answer + 3 : wrong;
 	wrong = attach_mount(got, fd) ? NULL : "it cannot be mounted";
 	error = errno;
 	close(got);
@@ -242,7 +240,7 @@ static const char *make_folder(spank_t sp, const struct datum *one, int *fd)
 	return name ? "it cannot be made" : NULL;
 }
 
-static const char *show_one(spank_t sp, struct datum *one)
+static const char *show_one(spank_t sp, const struct datum *one)
 {
 	const char *wrong = "no mount namespace";
 
@@ -276,8 +274,6 @@ void show_data(spank_t sp)
 		errno = 0;
 		const char *wrong = show_one(sp, one);
 		one->done = !wrong;
-		if (one->keeper >= 0)
-			close(one->keeper);
 		if (!wrong)
 			continue;
 		slurm_info("forestage: nothing is mounted at %s: %s: %s", target(one), wrong,

@@ -85,8 +85,10 @@ int connect_keeper(const char *path);
 /* through.c. Gets a mount of the file that is served. NULL, or why not, and errno. */
 const char *open_through(const struct step *step, struct copy *copy);
 
-/* through.c. A detached clone of the mount that a keeper holds; -1, and errno. */
-int fetch_mount(int keeper);
+#define ANSWER_BYTES 1024 /* the longest answer of a keeper that counts */
+
+/* through.c. A detached clone of the mount that a keeper holds; -1, errno, and what it answers. */
+int fetch_mount(int keeper, char answer[ANSWER_BYTES]);
 
 /* through.c. Mounts it on the open directory or file `target`; false, and errno. */
 bool attach_mount(int mount, int target);
@@ -126,9 +128,6 @@ void forget_data(void);
 
 /* data.c. In user_init: what the helper said of the step's environment. */
 void set_variables(spank_t sp);
-
-/* data.c. In the step manager: its connections keep the servers for the tasks. */
-void hold_data(void);
 
 /* data.c. In each task: all that is to be mounted, in the order of the lines. */
 void show_data(spank_t sp);

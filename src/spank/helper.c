@@ -111,6 +111,7 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 				   : "SPANK__SLURM_SPANK_OPTION_pyxis_no_container_mount_home");
 	if (spank_getenv(sp, "HOME", home, sizeof(home)) == ESPANK_SUCCESS)
 		add(env, "FORESTAGE_HOME=%s", home);
+	add(env, "FORESTAGE_MANAGER=%d", (int)manager); /* with ContainSpank not who forks it */
 	add(env, "FORESTAGE_TIMEOUT=%ld", timeout); /* seconds until its group is killed */
 }
 
@@ -401,8 +402,6 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	/* A process beside the step manager would keep the connections for itself. */
 	for (int i = contained ? step->count : 0; i < step->count; i++)
 		hold_keeper(&step->also[i]);
-	if (!contained) {
+	if (!contained)
 		hold_keeper(step);
-		hold_data();
-	}
 }

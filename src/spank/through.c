@@ -14,7 +14,6 @@
 #include "forestage.h"
 
 #define ANSWER_SECONDS 5  /* for each packet to or from the keeper */
-#define ANSWER_BYTES 1024 /* the longest answer that counts */
 #define DEVICE "/dev/fuse"
 #define ACCEPTS "ok " /* begins an answer to "serve"; the rest are the options of the mount */
 
@@ -112,9 +111,9 @@ static bool take_turn(int keeper, short how)
 	return fcntl(keeper, F_SETLKW, &turn) == 0;
 }
 
-int fetch_mount(int keeper)
+int fetch_mount(int keeper, char answer[ANSWER_BYTES])
 {
-	char answer[ANSWER_BYTES] = "";
+	answer[0] = '\0';
 	int mount = take_turn(keeper, F_WRLCK) ? exchange(keeper, "mount", -1, answer) : -1;
 	int error = refused(answer) ? ECONNREFUSED : errno;
 

@@ -7,10 +7,11 @@ import errno
 import os
 import signal
 import socket
-import struct
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,12 @@ import pytest
 from forestage import log
 from forestage.clock import Clock
 from forestage.data import serving
-from forestage.errors import Declined
 from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.boundary import Hook
 from forestage.slurm.job import HOME_OPTION, Job
-from forestage.system import fuse, mounts
+from forestage.system import child, fuse, mounts
+from forestage.system.as_user import User
 from node import ALICE, BOB, Node, children_left, comm, content, until
 from through import Through
 
@@ -31,11 +32,30 @@ STEP = 4294967291
 FILE, TEXT = "lib/module", "from the squashfs\n"
 
 
+class Manager:
+    """A step manager with a task of Alice's, which runs her program."""
+
+    def __init__(self) -> None:
+        alice = f"setpriv --reuid={ALICE.uid} --regid={ALICE.gid} --clear-groups"
+        script = f"exec 3>&1; {alice} sh -c 'echo $$ >&3; exec sleep 600' & read end"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(["sh", "-c", script], **pipes)
+        assert self.process.stdout is not None
+        self.pid, self.task = self.process.pid, int(self.process.stdout.readline())
+
+    def end(self) -> None:
+        """The step is over."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.task, signal.SIGKILL)
+        self.process.kill()
+        self.process.communicate()
+
+
 class Mounting:
     """A node, a user's squashfs file, and the directory where it is to show."""
 
-    def __init__(self, node: Node, capfd: pytest.CaptureFixture[str]) -> None:
-        self.node, self.capfd = node, capfd
+    def __init__(self, node: Node, capfd: pytest.CaptureFixture[str], manager: Manager) -> None:
+        self.node, self.capfd, self.manager = node, capfd, manager
         self.point = self.directory("alice/point")
         self.path = self.squashfs("alice/env.sqsh")
         self.taken: list[Path] = []
@@ -47,13 +67,14 @@ class Mounting:
         made.chmod(mode)
         return made
 
-    def squashfs(self, name: str, text: str = TEXT) -> Path:
+    def squashfs(self, name: str, text: str = TEXT, *options: str) -> Path:
         tree = self.node.places.root / "tree"
         (tree / FILE).parent.mkdir(parents=True, exist_ok=True)
         (tree / FILE).write_text(text)
         made = self.node.places.root / "made"
         made.unlink(missing_ok=True)
-        subprocess.run(["mksquashfs", tree, made, "-quiet", "-no-progress"], check=True)
+        argv = ["mksquashfs", tree, made, "-quiet", "-no-progress", *options]
+        subprocess.run(argv, check=True)
         return self.node.put(name, made.read_bytes())
 
     def comment(self, point: Path | str | None = None) -> str:
@@ -70,10 +91,15 @@ class Mounting:
 
     def step(self, job: int, **more: str) -> list[list[str]]:
         """What the helper tells the companion, in fields."""
-        environ = self.node.environ(job) | {"SLURM_STEP_ID": str(STEP)} | more
+        own = {"SLURM_STEP_ID": str(STEP), "FORESTAGE_MANAGER": str(self.manager.pid)}
+        environ = self.node.environ(job) | own | more
         self.capfd.readouterr()
         assert Hook("step", environ, time.monotonic()).run(self.node.places, Clock()) == 0
         return [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
+
+    def job(self, number: int, user: User = ALICE) -> Job:
+        own = {"SLURM_STEP_ID": "0", "FORESTAGE_MANAGER": str(self.manager.pid)}
+        return Job.from_environ(self.node.environ(number, user=user) | own)
 
     def outcome(self, job: int) -> Handled:
         found = self.node.outcomes("step", job)[-1]
@@ -88,14 +114,18 @@ class Mounting:
         assert last == ["leave", "no-image"]
         return Path(data[2])
 
-    def show(self, name: Path, at: Path | None = None, task: int = 0) -> Path:
+    def ask(self, name: Path) -> tuple[str, list[int]]:
+        """What a task is answered."""
+        with connected(name) as line:
+            line.send(b"mount")
+            said, fds, _, _ = socket.recv_fds(line, 1024, 1)
+        return said.decode(), fds
+
+    def show(self, name: Path, at: Path | None = None) -> Path:
         """Mounts a clone as a task would."""
         at = at or self.point
-        who = struct.pack("iII", task or os.getpid(), 0, 0)
-        with connected(name) as line:
-            line.sendmsg([b"mount"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)])
-            said, (clone,), _, _ = socket.recv_fds(line, 64, 1)
-        assert said == b"ok"
+        said, (clone,) = self.ask(name)
+        assert said == "ok"
         target = os.open(at, os.O_PATH)
         mounts.attach(clone, target)
         os.close(clone)
@@ -108,17 +138,23 @@ class Mounting:
             mounts.umount(str(self.taken.pop()))
 
     def processes(self) -> dict[str, int]:
-        """The pids of the server and of what serves beneath it."""
+        """The pids of the server, of the init beneath it, and of what serves beneath that."""
         found = {}
         for pid in children_left():
             if comm(pid) == serving.PROCESS_NAME:
                 found["keeper"] = pid
-                for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                    found["program"] = int(one)
+                for one in children(pid):
+                    found["init"] = one
+                    for other in children(one):
+                        found["program"] = other
         return found
 
     def ended(self) -> None:
         until(lambda: not self.processes(), "the server's end")
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @contextlib.contextmanager
@@ -129,26 +165,13 @@ def connected(name: Path) -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def mounting(
-    node: Node, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Mounting]:
-    monkeypatch.setattr(serving, "LAST", 0.0)
+def mounting(node: Node, capfd: pytest.CaptureFixture[str]) -> Iterator[Mounting]:
     node.configure(redirect="spank")
-    made = Mounting(node, capfd)
+    made = Mounting(node, capfd, Manager())
     yield made
     made.hide()
-    for pid in made.processes().values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    made.manager.end()
     made.ended()
-
-
-@pytest.fixture
-def task() -> Iterator[int]:
-    """A task of the step that runs its program."""
-    with subprocess.Popen(["sleep", "600"], user=ALICE.uid, group=ALICE.gid) as process:
-        yield process.pid
-        process.kill()
 
 
 @pytest.fixture
@@ -158,12 +181,18 @@ def cgroup() -> Iterator[Path]:
     top = next((one for one in spots if os.access(one / "cgroup.procs", os.W_OK)), None)
     if top is None:
         pytest.skip("no cgroup hierarchy can be written here")
-    made = top / f"forestage-test-{os.getpid()}" / "job_7"
-    made.mkdir(parents=True)
+    made = top / f"slurm_test-{os.getpid()}" / "job_7"
+    step = made / "step_0"
+    step.mkdir(parents=True)
     yield made
-    until(lambda: not (made / "cgroup.procs").read_text(), "the end of all in the cgroup")
-    made.rmdir()
-    made.parent.rmdir()
+    for folder in (step, made, made.parent):
+        procs = folder / "cgroup.procs"
+        until(partial(is_empty, procs), "the end of all in the cgroup")
+        folder.rmdir()
+
+
+def is_empty(procs: Path) -> bool:
+    return not procs.read_text()
 
 
 def test_step_mounts_the_nodes_copy_and_not_the_shared_file(mounting: Mounting) -> None:
@@ -181,16 +210,15 @@ def test_step_mounts_the_nodes_copy_and_not_the_shared_file(mounting: Mounting) 
 def test_two_tasks_of_a_step_are_served_by_one_process(mounting: Mounting) -> None:
     mounting.staged(1)
     name = mounting.socket(1)
-    with connected(name):  # the step manager
-        shown = [mounting.show(name, mounting.directory(f"alice/{n}")) for n in (1, 2)]
+    shown = [mounting.show(name, mounting.directory(f"alice/{n}")) for n in (1, 2)]
     assert [one.read_text() for one in shown] == [TEXT, TEXT]
     assert len({one.stat().st_dev for one in shown}) == 1
-    assert len(mounting.processes()) == 2
+    assert len(mounting.processes()) == 3
 
 
 def test_program_has_all_ids_of_the_user_and_no_privilege(mounting: Mounting) -> None:
     mounting.staged(1)
-    mounting.socket(1)
+    mounting.show(mounting.socket(1))
     pid = mounting.processes()["program"]
     facts = dict(
         line.split(":\t", 1)
@@ -209,20 +237,136 @@ def test_program_has_all_ids_of_the_user_and_no_privilege(mounting: Mounting) ->
     assert [link.partition(":")[0] for link in links[5:]] == ["pipe"]
 
 
-def test_program_goes_to_the_cgroups_of_the_tasks(
-    cgroup: Path, mounting: Mounting, task: int
+def test_program_begins_once_a_task_asks_and_where_slurm_has_put_that(
+    cgroup: Path, mounting: Mounting
 ) -> None:
     """It is a process of the user's: without the step's limits it would be a way out of them."""
     mounting.staged(1)
+    for pid in (mounting.manager.pid, mounting.manager.task):  # as Slurm forks a task
+        (cgroup / "cgroup.procs").write_text(str(pid))
     name = mounting.socket(1)
-    (cgroup / "cgroup.procs").write_text(str(task))
-    with connected(name):
-        mounting.show(name, task=task)
-        wanted = {task, mounting.processes()["program"]}
-        until(
-            lambda: set(map(int, (cgroup / "cgroup.procs").read_text().split())) == wanted,
-            "the program",
-        )
+    assert mounting.processes().keys() == {"keeper"}
+    with connected(name) as line:
+        line.send(b"mount")
+        assert mounting.processes().keys() == {"keeper"}
+        (cgroup / "step_0/cgroup.procs").write_text(str(mounting.manager.task))
+        line.settimeout(60)
+        assert line.recv(1024) == b"ok"
+    found = mounting.processes()
+    inside = [int(pid) for pid in (cgroup / "step_0/cgroup.procs").read_text().split()]
+    assert sorted(inside) == sorted([mounting.manager.task, found["program"]])
+    # Slurm would wait for them; the kernel kills them last.
+    for name_of in ("keeper", "init"):
+        proc = Path(f"/proc/{found[name_of]}")
+        assert "job_7" not in (proc / "cgroup").read_text()
+        assert (proc / "oom_score_adj").read_text() == safest()
+    assert Path(f"/proc/{found['program']}/oom_score_adj").read_text() == "0\n"
+
+
+def safest() -> str:
+    """What root gets who asks for the least oom_score_adj: not all machines' root may have it."""
+    adj = "/proc/self/oom_score_adj"
+    script = f"echo {serving.SAFEST} >{adj} 2>&- || true; cat {adj}"
+    return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+
+
+def test_task_that_slurm_puts_nowhere_gets_no_mount(
+    cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child.enter_task, "__defaults__", ("", 0.1))
+    mounting.staged(1)
+    (cgroup / "cgroup.procs").write_text(str(mounting.manager.task))
+    why = "no no process can go to the cgroups of the step's tasks"
+    assert mounting.ask(mounting.socket(1)) == (why, [])
+    assert mounting.processes().keys() == {"keeper"}
+
+
+ESCAPES = """
+import os, sys
+for _ in range(3):
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+open(sys.argv[1], "w").write(os.readlink("/proc/self"))
+os.execlp("sleep", "sleep", "4245")
+"""
+
+
+def test_what_the_user_has_the_program_start_ends_with_the_step(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may trace it from its first moment, and have it be any program."""
+    left = mounting.directory("alice/left") / "pid"
+    program = mounting.node.places.root / "traced"
+    script = f"#!/bin/sh\n{sys.executable} -c '{ESCAPES}' {left} &\nexec squashfuse \"$@\"\n"
+    program.write_text(script)
+    program.chmod(0o755)
+    mounting.node.places.root.chmod(0o755)
+    monkeypatch.setattr(serving, "PROGRAMS", (str(program),))
+    mounting.staged(1)
+    assert mounting.show(mounting.socket(1)).read_text() == TEXT
+    until(lambda: left.exists() and left.read_text(), "what has escaped")
+    escaped = int(left.read_text())
+    assert Path(f"/proc/{escaped}").exists()
+    mounting.manager.end()
+    mounting.ended()
+    assert not Path(f"/proc/{escaped}").exists()
+
+
+def test_program_that_its_user_stops_ends_with_the_step(mounting: Mounting) -> None:
+    mounting.staged(1)
+    mounting.show(mounting.socket(1))
+    os.kill(mounting.processes()["program"], signal.SIGSTOP)
+    mounting.manager.end()
+    mounting.ended()
+    assert serving._living(mounting.node.places.served) == []
+
+
+@pytest.mark.parametrize("options", [("-all-root",), ("-force-uid", "1", "-force-gid", "1")])
+def test_files_are_their_users_whoever_they_say_they_are_of(
+    mounting: Mounting, options: tuple[str, ...]
+) -> None:
+    """Some set-user-ID programs trust files of root's, and the kernel lets them look in here."""
+    mounting.squashfs("alice/env.sqsh", TEXT, *options)
+    mounting.staged(1)
+    shown = mounting.show(mounting.socket(1))
+    for one in (shown, shown.parent, mounting.point):
+        assert (one.stat().st_uid, one.stat().st_gid) == (ALICE.uid, ALICE.gid)
+
+
+@pytest.mark.parametrize(("help", "chosen"), [("-o timeout=N", "other"), ("-o uid=N", "fake_ll")])
+def test_program_that_cannot_say_whose_files_are_is_passed_over(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch, help: str, chosen: str
+) -> None:
+    programs = [mounting.node.places.root / name for name in ("fake_ll", "other")]
+    for one in programs:
+        one.write_text(f"#!/bin/sh\necho '{help}' >&2; exit 1\n")
+        one.chmod(0o755)
+    monkeypatch.setattr(serving, "PROGRAMS", tuple(map(str, programs)))
+    assert Path(serving._program()).name == chosen
+
+
+def test_server_counts_until_nothing_of_it_lives(
+    cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen process stands for one that a disk holds in the kernel: no signal ends it."""
+    state = cgroup / "step_0/freezer.state"
+    if not state.exists():
+        pytest.skip("needs the freezer of cgroup v1")
+    mounting.staged(1)
+    (cgroup / "step_0/cgroup.procs").write_text(str(mounting.manager.task))
+    mounting.show(mounting.socket(1))
+    (cgroup / "cgroup.procs").write_text(str(mounting.manager.task))
+    state.write_text("FROZEN")
+    until(lambda: state.read_text() == "FROZEN\n", "it to be frozen")
+    try:
+        mounting.manager.end()
+        until(lambda: len([*mounting.node.places.served.iterdir()]) == 1, "the end of the socket")
+        assert len(serving._living(mounting.node.places.served)) == 1
+    finally:
+        state.write_text("THAWED")
+    mounting.ended()
+    assert serving._living(mounting.node.places.served) == []
 
 
 def test_owner_of_the_file_cannot_write_to_the_copy_by_the_programs_descriptors(
@@ -230,7 +374,7 @@ def test_owner_of_the_file_cannot_write_to_the_copy_by_the_programs_descriptors(
 ) -> None:
     """They may trace what serves them. The copy has the owner and the mode of its source."""
     mounting.staged(1)
-    mounting.socket(1)
+    mounting.show(mounting.socket(1))
     pid = mounting.processes()["program"]
     key = mounting.node.identity(mounting.path).key
     inode = mounting.node.cache.image(key).stat().st_ino
@@ -241,34 +385,39 @@ def test_owner_of_the_file_cannot_write_to_the_copy_by_the_programs_descriptors(
             os.open(copy, os.O_WRONLY)
 
 
-def test_server_ends_with_the_last_mount_once_nobody_can_come(mounting: Mounting) -> None:
+def test_server_ends_with_the_step_and_with_it_the_mount_that_a_task_has_left(
+    mounting: Mounting,
+) -> None:
     mounting.staged(1)
     name = mounting.socket(1)
-    with connected(name):  # the step manager
-        shown = mounting.show(name)
-        until(lambda: "program" in mounting.processes(), "the server")
-    until(lambda: not name.exists(), "the end of the socket")
+    shown = mounting.show(name)
     assert shown.read_text() == TEXT
-    mounting.hide()
+    mounting.manager.end()
     mounting.ended()
+    assert [*name.parent.iterdir()] == []
+    with pytest.raises(OSError, match="not connected"):
+        shown.read_text()
 
 
-def test_server_that_nobody_asks_ends(mounting: Mounting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "FIRST", 0.0)
+def test_server_that_nobody_asks_starts_no_program_and_ends_with_the_step(
+    mounting: Mounting,
+) -> None:
     mounting.staged(1)
     name = mounting.socket(1)
+    assert mounting.processes().keys() == {"keeper"}
+    mounting.manager.end()
     mounting.ended()
     assert not name.exists()
 
 
 def test_reader_of_a_killed_program_gets_an_error_and_the_next_step_a_new_one(
-    mounting: Mounting, monkeypatch: pytest.MonkeyPatch, task: int
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = mounting.node.places.root / "log"
     monkeypatch.setattr(log, "say", lambda line, by_slurm: said.write_text(line))
     mounting.staged(1)
     name = mounting.socket(1)
-    shown = mounting.show(name, task=task)
+    shown = mounting.show(name)
     program = mounting.processes()["program"]
     os.kill(program, signal.SIGKILL)
     until(lambda: program not in children_left() and not Path(f"/proc/{program}").exists(), "it")
@@ -278,21 +427,21 @@ def test_reader_of_a_killed_program_gets_an_error_and_the_next_step_a_new_one(
     mounting.ended()
     assert not name.exists()
     assert said.read_text() == (
-        f"mounted job=1 step={STEP} result=failed detail='its squashfuse ended: -9'"
+        f"mounted job=1 step={STEP} result=failed detail='its squashfuse ended: 137'"
     )
     mounting.hide()
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
 
 
-def test_program_goes_on_without_the_process_that_started_it(mounting: Mounting) -> None:
+def test_program_ends_with_the_process_that_started_it(mounting: Mounting) -> None:
+    """Nobody else would end it."""
     mounting.staged(1)
     shown = mounting.show(mounting.socket(1))
-    found = mounting.processes()
-    os.kill(found["keeper"], signal.SIGKILL)
-    until(lambda: "keeper" not in mounting.processes(), "its end")
-    assert shown.read_text() == TEXT
-    mounting.hide()
-    until(lambda: found["program"] not in children_left(), "the program's end")
+    program = mounting.processes()["program"]
+    os.kill(mounting.processes()["keeper"], signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{program}").exists(), "the program's end")
+    with pytest.raises(OSError, match="not connected"):
+        shown.read_text()
 
 
 def test_name_that_a_killed_server_left_goes_with_the_next_step(mounting: Mounting) -> None:
@@ -302,7 +451,7 @@ def test_name_that_a_killed_server_left_goes_with_the_next_step(mounting: Mounti
     until(lambda: "keeper" not in mounting.processes(), "its end")
     assert left.exists()
     name = mounting.socket(1)
-    assert [*left.parent.iterdir()] == [name]
+    assert {*left.parent.iterdir()} == {name, Path(f"{name}.lock")}
 
 
 def test_file_that_is_not_staged_is_mounted_from_where_it_lies(mounting: Mounting) -> None:
@@ -320,12 +469,13 @@ def test_file_that_comes_in_is_mounted_through_its_keeper(
     mounting: Mounting,
 ) -> None:
     through = Through(mounting.node, mounting.path)
-    job = Job.from_environ(mounting.node.environ(1) | {"SLURM_STEP_ID": "0"})
+    job = mounting.job(1)
     with serving.Bytes() as content:
         content.through = through.sock
         name = serving.start(mounting.node.places.served, job, 1, content)
     assert mounting.show(name).read_text() == TEXT
     mounting.hide()
+    mounting.manager.end()
     mounting.ended()
     through.close()
 
@@ -334,11 +484,11 @@ def test_private_file_is_mounted_for_who_can_read_it_alone(mounting: Mounting) -
     mounting.node.put("alice/env.sqsh", mounting.path.read_bytes(), mode=0o600)
     mounting.staged(1)
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
-    job = Job.from_environ(mounting.node.environ(2, user=BOB) | {"SLURM_STEP_ID": "0"})
     with serving.Bytes() as content:
         content.entry = mounting.node.cache.image(mounting.node.identity(mounting.path).key)
-        with pytest.raises(Declined, match="Permission denied"):
-            serving.start(mounting.node.places.served, job, 1, content)
+        name = serving.start(mounting.node.places.served, mounting.job(2, BOB), 1, content)
+    said, fds = mounting.ask(name)
+    assert (said[:3], "Permission denied" in said, fds) == ("no ", True, [])
 
 
 def declined(mounting: Mounting, why: str, job: int = 1, **environ: str) -> None:
@@ -358,10 +508,14 @@ def declined(mounting: Mounting, why: str, job: int = 1, **environ: str) -> None
 def test_file_that_is_no_squashfs_is_mounted_by_nobody(
     mounting: Mounting, data: bytes, why: str
 ) -> None:
+    """The task that asks hears it: the helper has no program begin."""
     mounting.node.put("alice/env.sqsh", data)
     mounting.staged(1)
-    declined(mounting, why)
-    mounting.ended()
+    name = mounting.socket(1)
+    said, fds = mounting.ask(name)
+    assert (said[:3], why in said, fds) == ("no ", True, [])
+    assert mounting.ask(name) == (said, [])  # so do the others
+    until(lambda: "program" not in mounting.processes(), "the program's end")
 
 
 def no_clones(*_: object) -> int:
@@ -451,8 +605,7 @@ def test_program_that_hangs_at_its_start_is_given_up(
     mounting.node.places.root.chmod(0o755)
     monkeypatch.setattr(serving, "PROGRAMS", (str(hangs),))
     monkeypatch.setattr(serving, "START", 0.3)
-    declined(mounting, "its server does not answer")
-    mounting.ended()
+    assert mounting.ask(mounting.socket(1)) == ("no its server does not answer", [])
 
 
 def test_links_on_the_way_are_resolved_as_the_user(mounting: Mounting) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 from forestage.registry import worker
 from forestage.registry.words import Order, Word
 from forestage.registry.worker import Worker
-from forestage.system import mounts
+from forestage.system import mounts, run
 from forestage.system.as_user import User
 
 ALICE, BOB = User("", 61001, 61001), User("", 61002, 61002)
@@ -25,6 +26,16 @@ IMPORTER = HERE.parents[1] / "src/importer/forestage-importer"
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 IMAGE = f"docker://here#image@{OLD}"
 PATIENCE = 60.0  # seconds for a word; a test that is well waits for an event
+
+
+def processes(user: User) -> list[int]:
+    """What of a user's lives, in whatever session."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if proc.stat().st_uid == user.uid and run._session(int(proc.name)) != -1:
+                found.append(int(proc.name))
+    return found
 
 
 class Site:

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import registries
-from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, until
+from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, processes, until
 
 import node as waited
 from forestage.registry.words import Importing, Present, Refused, Resolved
@@ -129,7 +129,7 @@ def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -
     while not site.imports:
         os.sched_yield()
     first.kill()
-    assert run.in_session(first.pid) == []
+    assert processes(ALICE) == []
 
 
 @pytest.mark.parametrize("by_slurm", [False, True])
@@ -142,8 +142,8 @@ def test_import_that_nobody_waits_for_leaves_no_temporary_files(
     temp = site.temp / str(ALICE.uid)
     waited.until(lambda: list(temp.glob("*/image")), "what enroot has unpacked")
     if by_slurm:
-        run._signal(run._members(first.pid, 0), signal.SIGTERM)
-        waited.until(lambda: not run._members(first.pid, 0), "their end")
+        run._signal(processes(ALICE), signal.SIGTERM)
+        waited.until(lambda: not processes(ALICE), "their end")
     else:
         first.kill()
     assert list(temp.iterdir()) == []

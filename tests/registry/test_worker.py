@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from imports import until
+from imports import processes, until
 
 from forestage.registry.words import Progress, Refused
 from forestage.registry.worker import MOST, Worker
@@ -81,6 +81,28 @@ def test_kill_ends_all_of_the_session_whatever_groups_it_made() -> None:
     assert len(run.in_session(at_work.pid)) == 3
     at_work.kill()
     assert run.in_session(at_work.pid) == []
+
+
+COMETS = """
+import os, signal
+print('{"type":"progress","text":"x"}', flush=True)
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        if os.fork():
+            os._exit(0)
+signal.pause()
+"""
+
+
+@pytest.mark.usefixtures("machine")
+def test_processes_that_fork_and_end_all_the_time_end_with_the_worker() -> None:
+    """None of them lives long enough to be killed by its number."""
+    at_work = Worker(run.start_piped(CAROL, (sys.executable, "-c", COMETS), ()))
+    until(at_work, Progress)
+    at_work.kill()
+    assert not _runs(at_work.pid)
+    assert processes(CAROL) == []
 
 
 @pytest.mark.usefixtures("machine")

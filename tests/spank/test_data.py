@@ -114,10 +114,10 @@ def test_server_that_refuses_or_is_gone_is_told_and_the_step_goes_on(
         step.answers(served(socket, point), "leave\tno-image")
         refused = step.run("tasks=2", f"task=ls {point}")
     gone = step.run("tasks=2", f"task=ls {point}")
-    for ran in (refused, gone):
+    for ran, why in ((refused, "as the test wants it"), (gone, "nobody serves it")):
         assert ran.out == ""
-        assert ran.logged.count(f"nothing is mounted at {point}: nobody serves it: ") == 2
-        assert ran.said == [f"forestage: nothing is mounted at {point}: nobody serves it"]
+        assert ran.logged.count(f"nothing is mounted at {point}: {why}: ") == 2
+        assert ran.said == [f"forestage: nothing is mounted at {point}: {why}"]
 
 
 @pytest.mark.parametrize(("access", "flag"), [("ro", "ro"), ("rw", "rw")])

@@ -75,8 +75,21 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
         "SLURMD_NODENAME": "n1",
         f"{PREFIX}image": str(step.image),
         f"{PREFIX}save": f"{step.folder}/save.sqsh",
+        "FORESTAGE_MANAGER": environ(step)["FORESTAGE_MANAGER"],  # see the next test
         "FORESTAGE_TIMEOUT": "33",
     }
+
+
+@pytest.mark.parametrize("contained", [False, True])
+def test_helper_is_told_of_the_steps_manager_whoever_has_started_it(
+    step: Step, contained: bool
+) -> None:
+    """With ContainSpank that is a process which ends with user_init."""
+    told = f"cat /proc/$$/environ > {step.folder}/environ; echo $PPID > {step.folder}/parent"
+    step.answers("leave\tnone", first=told)
+    step.run(*["contained=1"] * contained)
+    started = (step.folder / "parent").read_text().strip()
+    assert (environ(step)["FORESTAGE_MANAGER"] != started) is contained
 
 
 @pytest.mark.parametrize("save", ["", "/" + "x" * 4096])

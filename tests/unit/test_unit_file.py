@@ -13,7 +13,8 @@ from forestage.paths import Places
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "packaging/systemd"
-SERVICES = tuple(path.stem for path in UNITS.glob("*.service"))
+# Not that of forestage-hold, which is no command.
+SERVICES = tuple(path.stem for path in UNITS.glob("*.service") if path.stem != "forestage-hold")
 # systemd.exec(5): what gives a service a mount namespace of its own.
 OWN_MOUNTS = re.compile(
     r"^(Private(Tmp|Devices|Mounts|Users|IPC)|Protect\w+|RootDirectory|RootImage|MountFlags|TemporaryFileSystem"
@@ -61,8 +62,18 @@ def test_service_that_users_speak_with_has_no_rights_but_roots_own_files() -> No
 
 def test_room_is_made_wherever_the_sweep_runs() -> None:
     """`forestage enable` and the admins know of the sweep's timer."""
-    assert "\nWants=forestage-room.timer\n" in unit("forestage-sweep.timer")
+    assert "\nWants=forestage-room.timer" in unit("forestage-sweep.timer")
     assert "\nPartOf=forestage-sweep.timer\n" in unit("forestage-room.timer")
+
+
+def test_what_outlives_a_job_ends_with_no_unit() -> None:
+    """It may be a job's reads. The sweep's timer starts it, the packages restart it never."""
+    assert "forestage-hold.service" in unit("forestage-sweep.timer").split("Wants=")[1]
+    assert values("KillMode", "forestage-hold") == ["process"]
+    assert values("Delegate", "forestage-hold") == ["yes"]
+    assert values("OOMPolicy", "forestage-hold") == ["continue"]
+    scripts = (REPOSITORY / "packaging/scripts").glob("p*install")
+    assert not any("forestage-hold" in script.read_text() for script in scripts)
 
 
 def test_boot_does_not_wait_for_images() -> None:

@@ -8,9 +8,13 @@ from forestage.config import Config, Peering, switch
 from forestage.errors import ForestageError
 from forestage.paths import Places
 from forestage.peers import auth
+from forestage.system import child
 from forestage.system.tree import Files
 
 TIMER = "forestage-sweep.timer"
+_HOLD = "forestage-hold.service"
+_CGROUPS = "/sys/fs/cgroup"
+_LIMITS = ("memory.max", "memory.high", "cpu.max")
 _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 
 
@@ -60,6 +64,7 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             " from being evicted",
             f"systemctl enable --now {TIMER}",
         )
+    yield from _hold(files)
     if config.peers.enabled:
         yield from _peers(files, places, config.peers)
 
@@ -87,6 +92,34 @@ def _has_timer(files: Files) -> bool:
         return True
     wants = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
     return any(TIMER in files.names(f"{folder}/timers.target.wants") for folder in wants)
+
+
+def _hold(files: Files) -> Iterator[Finding]:
+    """About the cgroups of what outlives a job: with cgroup v2 and systemd."""
+    v2 = files.mode(f"{_CGROUPS}/cgroup.controllers") is not None
+    if not v2 or files.mode("/run/systemd/system") is None:
+        return
+    if files.mode(f"/{child.HOLD}/serve") is None:
+        yield Finding(
+            "hold-absent",
+            "warning",
+            f"{_HOLD} does not run",
+            "Copies and the processes that serve a job's mounts are in no unit: nothing bounds a"
+            " copy's memory, and no tool shows what is whose",
+            f"systemctl start {_HOLD}",
+        )
+    for name in _LIMITS:
+        for leaf in ("", "/serve"):
+            limit = (files.text(f"/{child.HOLD}{leaf}/{name}") or "max").split()[0]
+            if limit != "max":
+                yield Finding(
+                    "hold-bounded",
+                    "warning",
+                    f"{name} of {_HOLD}{leaf} is {limit}",
+                    "It counts for the processes that serve a job's mounts: its reads would fail"
+                    " with I/O errors, or wait",
+                    f"no such limit for {_HOLD}: bound its cgroup copy alone",
+                )
 
 
 def _peers(files: Files, places: Places, peers: Peering) -> Iterator[Finding]:

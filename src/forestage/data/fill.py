@@ -161,7 +161,7 @@ def fill(
     found = known
     if found is None:
         order = _Order(own, number, job.user, path, name, until)
-        found = _ordered(order, lambda: progress(partial(_progress, order, start)))
+        found = _ordered(order, job.manager, lambda: progress(partial(_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
     target = f"{node.places.job_dir}/{name}"
@@ -200,9 +200,9 @@ def _progress(order: _Order, start: float) -> str:
     return f"waiting for {printable(order.path)}, which is put into the job's directory ({took})"
 
 
-def _ordered(order: _Order, idle: Callable[[], None]) -> Put:
+def _ordered(order: _Order, manager: int, idle: Callable[[], None]) -> Put:
     """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
-    work = partial(_work, order, os.getppid())
+    work = partial(_work, order, manager)
     try:
         found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle)
     except as_user.TooSlow as slow:
@@ -219,10 +219,10 @@ def _ordered(order: _Order, idle: Callable[[], None]) -> Put:
     return found
 
 
-def _work(order: _Order, step: int) -> Found[Put]:
-    """All that this process is for. `step` is the step's own, in whose cgroups it works."""
+def _work(order: _Order, manager: int) -> Found[Put]:
+    """All that this process is for. It works in the cgroups of the step's `manager`."""
     with contextlib.suppress(OSError):  # it has ended
-        child.join(os.getpid(), step)
+        child.join(os.getpid(), manager)
     try:
         # Held by this process: the hook that waits for it may be killed.
         with lock.held(order.place.lock(order.number), order.until.left()):

@@ -226,7 +226,7 @@ def find(node: Node, job: Job) -> Place | None:
 def shown(node: Node, job: Job) -> Own:
     """The directory of a step's job. Raises Declined where it has none, Failed, OSError.
 
-    `job_ram` makes one in memory for the first step: its manager has started this process.
+    `job_ram` makes one in memory for the first step.
     """
     place = find(node, job)
     if place is None:
@@ -235,7 +235,7 @@ def shown(node: Node, job: Job) -> Own:
     made = place.made()
     if made is not None and made.ram:
         patience = Deadline.after(job_ram.START, node.clock)
-        name = job_ram.mounted(place.directory, job.user, made.size, os.getppid(), patience)
+        name = job_ram.mounted(place.directory, job.user, made.size, job.manager, patience)
         return Own(place, ("served", os.fspath(name), target, "root"))
     device = loop.attach(place.disk, read_only=False)
     file = loop.file_of(place.disk.stat())

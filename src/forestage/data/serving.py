@@ -1,14 +1,16 @@
 """The process that holds a squashfs file's mount for one step, and the user's program beneath it.
 
     /run/forestage/served/<uid>-<job>-<step>-<inode>-<pid>    where it listens; root's alone
+                          … .lock                             held as long as anything of it lives
 
 It mounts the file by a descriptor of /dev/fuse in a hidden mount namespace, so that nobody on the
-node meets the mount, and has squashfuse answer that descriptor as the user, with all three ids:
-what users wrote, no code of root's parses. Tasks get clones of the mount (through/clones.py).
+node meets the mount. Tasks get clones of it (through/clones.py). With the first that asks, it has
+squashfuse answer the descriptor as the user, with all three ids: what users wrote, no code of
+root's parses. So the program is born where Slurm has put that task, with the step's limits, and in
+a PID namespace of its own (system/apart.py): all that it starts ends with it.
 
-It lets go of its own mount when the step manager has closed its connection; squashfuse ends with
-the last clone, and with it this process. Where squashfuse is killed the tasks get ENOTCONN, and the
-next step has a server of its own.
+It ends with the step's manager. Where squashfuse is killed the tasks get ENOTCONN, and the next
+step has a server of its own.
 """
 
 import contextlib
@@ -16,16 +18,20 @@ import os
 import select
 import signal
 import socket
-import struct
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forestage import log
-from forestage.errors import Declined
+from forestage.errors import Declined, ForestageError
 from forestage.slurm.job import Job
-from forestage.system import as_user, child, folders, fuse, mounts
+from forestage.system import as_user, child, folders, fuse, lock, mounts
 from forestage.through import clones
+from forestage.units import printable
+
+if TYPE_CHECKING:
+    from forestage.system.run import Program
 
 PROCESS_NAME = "forestage-mount"
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
@@ -34,14 +40,13 @@ TYPE = "fuse.squashfuse"  # in mountinfo
 MOST, MOST_OF_USER = 256, 128  # files of jobs that a node, and one user on it, has mounted at once
 SERVERS, SERVERS_OF_USER = 512, 256  # each step has one for each file: 10 MiB
 MOST_TASKS = 512  # connections at once; others stand in line
-START = 10.0  # seconds until the first look into the file
-FIRST = 60.0  # seconds in which somebody must connect
-LAST = 10.0  # seconds from the last connection's end; tasks that cannot share one come at once
+HELP = 2.0  # seconds for what a program says of itself
+BEGIN = 5.0  # seconds until the process listens
+START = 10.0  # seconds until the first look into the file; a task waits for this and PLACED
 SAID = 0.2  # seconds in which a program that fails says why
 WORDS = 1000  # bytes of what squashfuse says last
-
-TURN = 0.25  # seconds between two looks at what runs
-_CREDENTIALS = struct.Struct("iII")  # pid uid gid: unix(7)
+PROBED = 0.2  # seconds for which somebody who counts may hold the lock
+SAFEST = -1000  # oom_score_adj: its end takes the mount from the tasks
 
 IMAGE, MOUNT = "/run/image", "/run/mount"  # in the hidden namespace
 
@@ -78,7 +83,7 @@ def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
         lambda hook, error: child.tell(hook, str(error)),
     )
     with ours:
-        said = child.heard(ours, START + 1, "its server does not answer")
+        said = child.heard(ours, BEGIN, "its server does not answer")
     if said != "ready":
         raise Declined("no-mount", said or "its server died")
     return folder / f"{name}{pid}"
@@ -86,9 +91,7 @@ def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
 
 def _must_be_possible(folder: Path, job: Job, inode: int) -> str:
     """Returns the program that serves."""
-    from forestage.system import run
-
-    program = next(filter(None, map(run.which, PROGRAMS)), "")
+    program = _program()
     if not program:
         raise Declined("no-mount", "squashfuse is not installed on this node")
     if not os.path.exists(fuse.DEVICE):
@@ -120,84 +123,172 @@ def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
         raise Declined("no-mount", f"{told}, {servers.count(user)} of them this user's")
 
 
+def _program() -> str:
+    """The first of PROGRAMS that is here and can say whose the files are; "" for none.
+
+    squashfuse_ll can since its release 0.2. The other one always could: by libfuse.
+    """
+    from forestage.system import run
+
+    for program in filter(None, map(run.which, PROGRAMS)):
+        if not program.endswith("_ll") or "uid=" in _help(program):
+            return program
+    return ""
+
+
+def _help(program: str) -> str:
+    from forestage.system import run
+
+    ran = run.run([program, "--help"], timeout=HELP)
+    return ran.out + ran.err
+
+
 def _living(folder: Path) -> list[str]:
-    """The names of those that run; what the others left is deleted."""
+    """The names of those of which something lives; what the others left is deleted."""
     found = []
-    for name in os.listdir(folder):  # noqa: PTH208 - names are wanted
-        if os.path.exists(f"/proc/{name.rpartition('-')[2]}"):
-            found.append(name)
+    for held in folder.glob("*.lock"):
+        if lock.is_free(held):
+            held.with_suffix("").unlink(missing_ok=True)
+            lock.remove_if_free(held)
         else:
-            (folder / name).unlink(missing_ok=True)
+            found.append(held.stem)
     return found
 
 
 def _live(name: Path, job: Job, program: str, content: Bytes, hook: socket.socket) -> None:
     """The whole life of the process."""
     child.stand_alone(PROCESS_NAME)
+    child.leave_job(SAFEST)
     keep = {hook.fileno()}
     if content.line is not None:
         keep.add(content.line.fileno())
     child.let_go(keep)
-    _Served(name, job, program, content).run(hook)
+    held = Path(f"{name}.lock")
+    with lock.held(held, PROBED):
+        _Served(name, job, program, content).run(hook)
+        held.unlink(missing_ok=True)
 
 
 class _Served:
     """The mount, its server, its connections."""
 
     def __init__(self, name: Path, job: Job, program: str, content: Bytes) -> None:
-        self.name, self.job = name, job
+        self.name, self.job, self.program = name, job, program
         self.connections: dict[int, socket.socket] = {}
-        self.tasks: list[int] = []  # of the step, that have asked
-        self.followed = False
-        self.hidden: tuple[int, ...] = ()
-        self.words = b""  # the last ones of the program
-        self.listener: socket.socket | None = clones.listener(name)
-        # Each request says which task it is of.
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self._close)
-            self._start(program, content)
-            on_error.pop_all()
-        self.ended = os.pidfd_open(self.server.pid)
+        self.server: Program | None = None
+        self.ended = -1  # its end
+        self.words_of, self.words = -1, b""  # the last ones of the program
+        self.refusal = ""  # why there is no mount
+        self.manager = os.pidfd_open(job.manager)
+        self._hide(content)
+        self.listener = clones.listener(name)
 
-    def _start(self, program: str, content: Bytes) -> None:
-        """Makes the mount where nobody looks, and starts the program where all others run."""
-        from forestage.system import run
-
+    def _hide(self, content: Bytes) -> None:
+        """Makes the mount where nobody looks."""
         proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
         self.host = _namespace(proc)
-        line = os.open(fuse.DEVICE, os.O_RDWR)
+        self.line = os.open(fuse.DEVICE, os.O_RDWR)
         clone = _clone(content)
         mounts.empty_namespace()
         try:
-            image = _image(clone, content)
-            _mount(line, self.job)
+            self.image = _image(clone, content)
+            _mount(self.line, self.job)
             self.hidden = _namespace(proc)
         finally:
             mounts.enter_namespace(*self.host)
-        self.words_of, theirs = os.pipe()
-        # libfuse takes a descriptor of /dev/fuse for a mount point.
-        argv = (program, "-f", f"/dev/fd/{image}", f"/dev/fd/{line}")
-        self.server = run.start_as(self.job.user, argv, (image, line), theirs)
-        # The program alone has them: when it dies, its readers get an error and do not wait.
-        for fd in (image, line, proc, theirs):
-            os.close(fd)
+        os.close(proc)
 
     def run(self, hook: socket.socket) -> None:
-        """Serves until the last mount has gone; says `ready` once the file can be read.
-
-        Raises Declined.
-        """
+        """Serves until the step's manager or the program has ended; says `ready` at once."""
+        child.tell(hook, "ready")
+        hook.close()
         try:
-            self._must_answer()
-            child.tell(hook, "ready")
-            hook.close()
-            self._keep()
+            while self._attend():
+                pass
         finally:
-            self._close()
+            self._end()
+
+    def _attend(self) -> bool:
+        """Answers what tasks ask; False once it is over."""
+        poll = select.poll()
+        files = [self.manager, self.ended, self.words_of, *self.connections]
+        if len(self.connections) < MOST_TASKS:
+            files.append(self.listener.fileno())
+        for fd in files:
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll():
+            if fd in (self.manager, self.ended):
+                return False
+            if fd in self.connections:
+                self._answer(self.connections[fd])
+            elif fd == self.words_of:
+                self._listen(0)
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    made, _ = self.listener.accept()
+                    made.settimeout(clones.ANSWER)
+                    self.connections[made.fileno()] = made
+        return True
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            asked = connection.recv(64)
+        except OSError:
+            asked = b""
+        if not asked:
+            del self.connections[connection.fileno()]
+            connection.close()
+            return
+        if not self._serves():
+            with contextlib.suppress(OSError):  # the task is gone
+                connection.send(f"no {self.refusal}".encode()[: clones.WORDS])
+            return
+        mounts.enter_namespace(*self.hidden)
+        try:
+            clones.give(connection, asked, MOUNT)
+        finally:
+            mounts.enter_namespace(*self.host)
+
+    def _serves(self) -> bool:
+        """Whether the program serves; the first task that asks has it started."""
+        if self.server is None and not self.refusal:
+            try:
+                self._start()
+                self._must_answer()
+            except (ForestageError, OSError) as error:
+                self.refusal = printable(str(error))
+                self._say(self.refusal)
+                self._give_up()
+        return not self.refusal
+
+    def _give_up(self) -> None:
+        """Ends what was begun; further tasks hear why."""
+        if self.server is not None:
             self.server.kill()
+            os.close(self.ended)
+            self.ended = -1
+
+    def _start(self) -> None:
+        from forestage.system import run
+
+        user = self.job.user
+        self.words_of, theirs = os.pipe()
+        # Files are never somebody else's, or root's: set-user-ID programs believe those. libfuse
+        # takes a descriptor of /dev/fuse for a mount point.
+        owner = f"uid={user.uid},gid={user.gid}"
+        argv = (self.program, "-f", "-o", owner, f"/dev/fd/{self.image}", f"/dev/fd/{self.line}")
+        enter = partial(child.enter_task, self.job.manager)
+        try:
+            self.server = run.start_as(user, argv, (self.image, self.line), theirs, enter)
+        finally:
+            # The program alone has them: when it dies, its readers get an error and do not wait.
+            for fd in (self.image, self.line, theirs):
+                os.close(fd)
+        self.ended = os.pidfd_open(self.server.pid)
 
     def _must_answer(self) -> None:
+        """Raises Declined."""
         if not self._answers():
             while self._listen(SAID):
                 pass
@@ -223,98 +314,36 @@ class _Served:
 
     def _listen(self, seconds: float) -> bool:
         """Takes what it says on stderr; False after so long, or where it will say no more."""
-        if not select.select([self.words_of], [], [], seconds)[0]:
+        if self.words_of < 0 or not select.select([self.words_of], [], [], seconds)[0]:
             return False
         data = os.read(self.words_of, 4096)
         self.words = (self.words + data)[-WORDS:]
+        if not data:
+            os.close(self.words_of)
+            self.words_of = -1
         return bool(data)
 
-    def _keep(self) -> None:
-        alone, limit = time.monotonic(), FIRST
-        while not self._attend():
-            if self.connections:
-                alone, limit = time.monotonic(), LAST
-            elif time.monotonic() - alone > limit:
-                self._close()
-            self._follow()
-        code = self.server.wait()
-        if code != 0 and any(map(self._runs, self.tasks)):  # else Slurm ends the step
-            log.say(
-                f"mounted job={self.job.id} step={self.job.step} result=failed"
-                f" detail='its squashfuse ended: {code}'",
-                by_slurm=True,
-            )
+    def _end(self) -> None:
+        """Takes no more connections, lets go of the mount, and ends all that the user has here.
 
-    def _attend(self) -> bool:
-        """Answers what tasks ask, for a moment; True once the program has ended."""
-        poll = select.poll()
-        files = [self.ended, *self.connections]
-        if self.words_of >= 0:
-            files.append(self.words_of)
-        if self.listener is not None and len(self.connections) < MOST_TASKS:
-            files.append(self.listener.fileno())
-        for fd in files:
-            poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll(TURN * 1000 if self.listener is not None else None):
-            if fd == self.ended:
-                return True
-            if fd in self.connections:
-                self._answer(self.connections[fd])
-            elif self.listener is not None and fd == self.listener.fileno():
-                with contextlib.suppress(BlockingIOError):
-                    made, _ = self.listener.accept()
-                    made.settimeout(clones.ANSWER)
-                    self.connections[made.fileno()] = made
-            elif not self._listen(0):
-                os.close(self.words_of)
-                self.words_of = -1
-        return False
-
-    def _answer(self, connection: socket.socket) -> None:
-        try:
-            asked, control, _, _ = connection.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
-        except OSError:
-            asked, control = b"", []
-        if not asked:
-            del self.connections[connection.fileno()]
-            connection.close()
-            return
-        for _, kind, data in control:
-            if kind == socket.SCM_CREDENTIALS:
-                self.tasks.append(_CREDENTIALS.unpack(data)[0])
-        mounts.enter_namespace(*self.hidden)
-        try:
-            clones.give(connection, asked, MOUNT)
-        finally:
-            mounts.enter_namespace(*self.host)
-
-    def _follow(self) -> None:
-        """Has the program live where the tasks do: it is the user's, who can make it do anything.
-
-        So it has the step's limits, and goes when Slurm ends the step. Only a task that runs its
-        program is for certain where Slurm wants it.
+        Returns when nothing of that lives, which takes as long as the kernel keeps one of them.
         """
-        task = next(filter(self._runs, self.tasks), 0)
-        if task and not self.followed:
-            with contextlib.suppress(OSError):
-                child.join(self.server.pid, task)
-                # One of the hierarchies may refuse for a moment; then again at the next turn.
-                self.followed = child.is_with(self.server.pid, task)
+        self.name.unlink(missing_ok=True)
+        self.listener.close()
+        for fd in self.hidden:
+            os.close(fd)
+        if self.server is None:
+            return
+        died = not self.refusal and select.select([self.ended], [], [], 0)[0]
+        # Without such a task it is Slurm that ends the step.
+        if died and child.has_child_of(self.job.manager, self.job.user.uid):
+            self._say(f"its squashfuse ended: {self.server.wait()}")
+        self.server.kill()
+        self.server.wait()
 
-    def _runs(self, task: int) -> bool:
-        """Whether a task runs the user's program."""
-        with contextlib.suppress(OSError):
-            return os.stat(f"/proc/{task}").st_uid == self.job.user.uid  # noqa: PTH116
-        return False
-
-    def _close(self) -> None:
-        """Takes no more connections, and lets go of the mount."""
-        if self.listener is not None:
-            self.name.unlink(missing_ok=True)
-            self.listener.close()
-            self.listener = None
-            for fd in self.hidden:
-                os.close(fd)
+    def _say(self, what: str) -> None:
+        about = f"job={self.job.id} step={self.job.step}"
+        log.say(f"mounted {about} result=failed detail={what!r}", by_slurm=True)
 
 
 def _namespace(proc: int) -> tuple[int, int]:

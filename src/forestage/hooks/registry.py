@@ -34,7 +34,7 @@ from forestage.registry.words import Importing, Order, Present, Progress, Refuse
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import child, folders
+from forestage.system import child, folders, run
 from forestage.units import printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
@@ -49,14 +49,13 @@ Report = Callable[[Sequence[Handled]], None]
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a step asks for, and with what: `environment` is an open file, `step` a process of it.
+    """What a step asks for, and with what: `environment` is an open file.
 
     `batch` is whether one digest counts for all of the job; `container` the name of its container.
     """
 
     request: Request
     environment: int
-    step: int
     batch: bool
     container: str
     timeout: str
@@ -70,7 +69,6 @@ class Asked(msgspec.Struct, frozen=True):
         return cls(
             request=request,
             environment=int(number),
-            step=os.getppid(),
             batch=environ.get("ENVIRONMENT") == "BATCH",
             container=environ.get(CONTAINER_OPTION, ""),
             timeout=environ.get("FORESTAGE_TIMEOUT", ""),
@@ -114,7 +112,6 @@ def _serve(
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
     first = FIRST + float(asked.timeout if asked.timeout.isdigit() else 0)
-    child.adopt_orphans()
     with Tasks(path, first) as tasks:
         child.let_go({hook.fileno(), tasks.listener.fileno(), asked.environment})
         child.tell(hook, "begun")
@@ -144,7 +141,6 @@ def _give_back(node: Node, job: Job, answer: Answer) -> None:
 def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
     """All that is done for a Prolog."""
     child.leave_job()
-    child.adopt_orphans()
     child.let_go({hook.fileno()})
     child.tell(hook, "begun")
     hook.close()
@@ -152,7 +148,7 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socke
     user = pwd.getpwuid(job.user.uid)
     variables = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
     environment = worker.keep_environment(variables)
-    asked = Asked(request, environment, 0, batch=True, container="", timeout="")
+    asked = Asked(request, environment, batch=True, container="", timeout="")
     answer = _answer(node, job, asked, Nobody(GUESS))
     if answer.image:
         report([answer.outcome])
@@ -201,12 +197,7 @@ class Worked(msgspec.Struct, frozen=True):
 
 def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
-    try:
-        done = _worked(node, job, asked, tasks)
-    finally:
-        # Of what the worker runs a user's words are part: nothing of it outlives it, in whatever
-        # session it is. Before anything of ours is started that has to live on.
-        child.end_descendants()
+    done = _worked(node, job, asked, tasks)
     answer = _staged(node, job, done.path, asked, tasks)
     outcome = msgspec.structs.replace(answer.outcome, digest=done.digest, came=done.came)
     return msgspec.structs.replace(answer, outcome=outcome)
@@ -218,13 +209,11 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
     digest = ""
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
-    at_work = worker.start(job.user, order_of(node, job, asked), asked.environment)
+    order = order_of(node, job, asked)
+    at_work = worker.start(job.user, order, asked.environment, _entering(job, tasks))
     shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
     with at_work, contextlib.ExitStack() as undo:
         undo.callback(under_way.forget, node.places, shown)
-        if asked.step:
-            with contextlib.suppress(OSError):  # bounded by what the job may take
-                child.join(at_work.pid, asked.step)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 digest = word.digest
@@ -242,6 +231,22 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
                 if tells:
                     tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
+
+
+def _entering(job: Job, tasks: Waiting) -> Callable[[], None]:
+    """Has the worker go to the cgroups of a task: bounded by what the step may take.
+
+    Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
+    it has unpacked. Of a Prolog it goes nowhere. Raises Declined where the step has ended before it
+    had tasks.
+    """
+    if not job.manager:
+        return run.nowhere
+    while child.of_task(job.manager) is None:
+        if tasks.have_gone:
+            raise Declined("stopped", GONE)
+        tasks.wait(-1)
+    return partial(child.enter_task, job.manager, without="freezer")
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:

@@ -130,7 +130,11 @@ def is_unmounted(outcome: Handled) -> bool:
 
 
 def named(job: Job) -> Job:
-    """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
+    """Returns the job with its user's name, for their groups; an unknown uid has its gid.
+
+    A companion of an earlier release does not name the step's manager: it has started this process.
+    """
+    job = msgspec.structs.replace(job, manager=job.manager or os.getppid())
     try:
         name = pwd.getpwuid(job.user.uid).pw_name
     except KeyError:

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import select
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from forestage.errors import Declined
 from forestage.registry.environment import Settings
 from forestage.registry.store import full
 from forestage.registry.words import short
-from forestage.system import child, run
+from forestage.system import apart, child, run
 from forestage.units import format_duration, format_size
 
 NICE = 10
@@ -44,9 +45,11 @@ _LARGE = re.compile(rb"File too large|File size limit exceeded", re.IGNORECASE)
 class Import:
     """A running import of `uri` to `part`, which must not be there yet."""
 
-    def __init__(self, uri: str, part: Path, settings: Settings, clock: Clock) -> None:
-        """Raises Failed where enroot is missing."""
-        self.part, self.clock = part, clock
+    def __init__(
+        self, uri: str, part: Path, settings: Settings, clock: Clock, is_apart: bool = False
+    ) -> None:
+        """`is_apart` as in the order. Raises Failed where enroot is missing."""
+        self.part, self.clock, self.is_apart = part, clock, is_apart
         self.stage = "asks the registry"
         self._last = b""
         self._since, self._wall = clock.monotonic(), clock.wall()
@@ -64,13 +67,18 @@ class Import:
         return self._program.code is None
 
     def kill(self) -> None:
-        """Ends it and all that it started, if this process leads a session of its own.
+        """Ends it and all that it started, if this process is apart, or leads a session.
 
         A running enroot first deletes what it has unpacked so far, which may be many GiB: its shell
         does so for SIGTERM.
         """
-        if os.getsid(0) == os.getpid():
-            grace = TIDY if self._program.code is None else 0.0
+        grace = TIDY if self._program.code is None else 0.0
+        if self.is_apart:
+            if grace:
+                apart.signal_others(signal.SIGTERM)
+                self._program.wait(grace)
+            apart.signal_others(signal.SIGKILL)
+        elif os.getsid(0) == os.getpid():
             run.end_session(os.getpid(), spare=os.getpid(), grace=grace)
         self._program.wait(1.0)
 

@@ -143,7 +143,7 @@ class Image:
         # Without a digest by the tag, as an enroot of old does.
         enroot = task.settings.enroot_version if self.digest else (0, 0, 0)
         uri = task.reference.uri(self.digest, enroot)
-        at_work = Import(uri, part, task.settings, self.clock)
+        at_work = Import(uri, part, task.settings, self.clock, task.order.apart)
         try:
             while at_work.runs(POLL):
                 self._go_on()

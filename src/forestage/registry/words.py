@@ -36,7 +36,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     no registry is asked: what the tag meant last is looked for in the directory. `environ_fd` is
     open on the job's environment, NUL between its entries; -1 for the worker's own. `host` is this
     node's name for the other nodes. `by_tag` has a job's image imported by its tag, where the
-    registry did not say a digest.
+    registry did not say a digest. `apart`: the worker and what it starts are alone in a PID
+    namespace.
     """
 
     reference: str
@@ -52,6 +53,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     container: str = ""
     imports: bool = True
     by_tag: bool = False
+    apart: bool = False
 
 
 class Resolved(msgspec.Struct, frozen=True, tag="resolved"):

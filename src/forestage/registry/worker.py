@@ -7,7 +7,7 @@ outlive who started it no longer than its stdin stays open.
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -71,8 +71,7 @@ class Worker:
         self._killed = True
         self._program.hang_up()
         self._program.wait(GRACE)
-        # Its session: GNU parallel and shells make process groups as they like.
-        run.end_session(self.pid)
+        self._program.kill()
         self._program.wait(GRACE)
 
     def _lines(self) -> list[bytes]:
@@ -98,15 +97,17 @@ def keep_environment(variables: Mapping[str, str]) -> int:
     return fd
 
 
-def start(user: User | None, order: Order, environ_fd: int) -> Worker:
-    """Starts a worker for a user; for None as who we are, which then is no root.
+def start(
+    user: User | None, order: Order, environ_fd: int, enter: Callable[[], None] = run.nowhere
+) -> Worker:
+    """Starts a worker for a user, apart, where it `enter`s; for None as who we are, so not as root.
 
-    `environ_fd` is open on the job's environment, or -1. Raises Failed.
+    `environ_fd` is open on the job's environment, or -1. Raises Failed, OSError.
     """
-    order = msgspec.structs.replace(order, environ_fd=environ_fd)
+    order = msgspec.structs.replace(order, environ_fd=environ_fd, apart=user is not None)
     argv = (sys.executable, "-I", "-m", MODULE, words.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
-    return Worker(run.start_piped(user, argv, given))
+    return Worker(run.start_piped(user, argv, given, enter))
 
 
 def _trusted(word: Word) -> Word:

@@ -27,7 +27,8 @@ class Job(msgspec.Struct, frozen=True):
     `nodelist` is what Slurm wrote for the Prolog, n[1-4,7]; `step_nodelist` that of the step, a
     user's word. `mounts_home` is whether its container is to have the user's home directory, `home`
     what a step calls so; None and "" where nobody says it. `restart` counts how often it was
-    requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user.
+    requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user,
+    `manager` is the pid of the step's manager; 0 in a Prolog.
     """
 
     id: int
@@ -45,6 +46,7 @@ class Job(msgspec.Struct, frozen=True):
     home: str = ""
     restart: int = 0
     waited: float = 0.0
+    manager: int = 0
 
     @property
     def rank(self) -> Rank:
@@ -103,6 +105,7 @@ class Job(msgspec.Struct, frozen=True):
             restart=_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
             else 0,
+            manager=_number(environ, "FORESTAGE_MANAGER") if "FORESTAGE_MANAGER" in environ else 0,
         )
 
 

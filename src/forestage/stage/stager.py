@@ -95,7 +95,7 @@ def start(task: Task) -> Channel:
 def leave_hook() -> None:
     """Goes out of the reach of what ends the hook or its job."""
     child.stand_alone(PROCESS_NAME)
-    child.leave_job()
+    child.leave_job(leaf="copy")
 
 
 def _live(task: Task, hook: Channel) -> None:

@@ -2,20 +2,21 @@
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
-_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+from forestage import log
+
 NO_LIMIT = 1 << 60  # bytes
+PLACED = 3.0  # seconds in which Slurm puts a task where it is to run
+PAUSE = 0.01  # seconds between two tries
 WORDS = 4096  # bytes of what a process tells who has started it
-ROUNDS, PAUSE = 200, 0.01  # seconds; of looks at what a process has left behind
 
 
 def begin(
@@ -102,10 +103,17 @@ def is_in_job(root: Path = Path("/")) -> bool:
 FIRST_USERS = "user:[4026531837]"  # PROC_USER_INIT_INO of linux/proc_ns.h
 SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
 """Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
+HOLD = "run/forestage/hold"
+"""Leads to the cgroup of forestage-hold.service (packaging/hold), where that runs: not with v1."""
+
+Leaf = Literal["copy", "serve"]
 
 
-def leave_job(oom_score_adj: int = 0, root: Path = Path("/")) -> None:
-    """Goes from Slurm's cgroups, if this process is in such, to the roots of their hierarchies.
+def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/")) -> None:
+    """Goes from Slurm's cgroups, if this process is in such, to a leaf of forestage's own.
+
+    Where there is none, to the roots of their hierarchies. A site may bound `copy`; with `serve` a
+    job's reads would fail or wait.
 
     What a step's helper starts is in the step's. There it would be killed with the step (cgroup
     v2), keep the job's directories from going (v1), and have the job pay for the page cache that it
@@ -113,11 +121,24 @@ def leave_job(oom_score_adj: int = 0, root: Path = Path("/")) -> None:
     all it starts, is also the last that the kernel kills for want of memory, which `oom_score_adj`
     sets.
     """
-    for top, _ in _slurms(root, "self"):
-        with contextlib.suppress(OSError):
-            (top / "cgroup.procs").write_text("0")
+    found = _slurms(root, "self", (*SLURMS, "forestage-hold.service"))  # a hook's child, from there
+    if found and not _enters(root / HOLD / leaf):
+        for top, _ in found:
+            with contextlib.suppress(OSError):
+                (top / "cgroup.procs").write_text("0")
     with contextlib.suppress(OSError):
         (root / "proc/self/oom_score_adj").write_text(str(oom_score_adj))
+
+
+def _enters(leaf: Path) -> bool:
+    try:
+        (leaf / "cgroup.procs").write_text("0")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.say(f"hold result=failed detail={str(error)!r}", by_slurm=True)
+        return False
+    return True
 
 
 def join(pid: int, task: int, root: Path = Path("/")) -> None:
@@ -127,9 +148,65 @@ def join(pid: int, task: int, root: Path = Path("/")) -> None:
             (top / path.lstrip("/") / "cgroup.procs").write_text(str(pid))
 
 
-def is_with(pid: int, task: int, root: Path = Path("/")) -> bool:
-    """Whether two processes are in the same of Slurm's cgroups. Raises OSError."""
-    return _slurms(root, str(pid)) == _slurms(root, str(task))
+def of_task(manager: int, root: Path = Path("/")) -> list[Path] | None:
+    """The `cgroup.procs` of Slurm's cgroups of a step's task; none where Slurm uses no cgroups.
+
+    None as long as Slurm has not put a task where it is to run. It does so while the task is in
+    task_init_privileged of its plugins; before, a task is where the step manager is: with cgroup v2
+    that has none of the step's limits. `manager` is the pid of the step's. Raises OSError.
+    """
+    for task in _children(root / "proc" / str(manager)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found = _slurms(root, str(task))
+            if all(is_of_task(path) for _, path in found):
+                inside = [top / path.lstrip("/") / "cgroup.procs" for top, path in found]
+                return [one for one in inside if one.exists()]
+    return None
+
+
+def enter_task(manager: int, without: str = "", patience: float = PLACED) -> None:
+    """Goes to the cgroups of a step's task, but for v1's hierarchy `without`.
+
+    Again, where that fails: on its way there, a task is in others for a moment (task_special), and
+    so would this process be. Raises OSError after `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            found = of_task(manager)
+            if found is None:
+                raise TimeoutError("Slurm has put no task into its cgroups")
+            for one in found:
+                if without not in one.parts:
+                    one.write_text("0")
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(PAUSE)
+        else:
+            return
+
+
+def has_child_of(pid: int, uid: int) -> bool:
+    """Whether a process has a child that this user owns: of a step's manager, a task that runs."""
+    for one in _children(Path("/proc") / str(pid)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if os.stat(f"/proc/{one}").st_uid == uid:  # noqa: PTH116
+                return True
+    return False
+
+
+def is_of_task(path: str) -> bool:
+    """Pure: whether one of Slurm's cgroups is where tasks run.
+
+    JOB/step_0/task_0 with v1, JOB/step_0/user/task_0 with v2; a step manager is in JOB, and in
+    JOB/step_0/slurm. What is no job's at all counts: slurmd.service of a hierarchy that Slurm does
+    not use.
+    """
+    parts = path.split("/")
+    if any(part.startswith("step_") for part in parts):
+        return parts[-1] not in ("slurm", "user")
+    return not any(part.startswith("job_") for part in parts)
 
 
 def memory_limit(pid: int, root: Path = Path("/")) -> int | None:
@@ -162,12 +239,12 @@ def _least(groups: Iterable[tuple[Path, str]]) -> int | None:
     return least if least < NO_LIMIT else None
 
 
-def _slurms(root: Path, pid: str) -> list[tuple[Path, str]]:
+def _slurms(root: Path, pid: str, names: Sequence[str] = SLURMS) -> list[tuple[Path, str]]:
     """Those of its cgroups that are Slurm's."""
     return [
         (top, path)
         for top, path in _cgroups(root, pid)
-        if any(fnmatchcase(part, name) for part in path.split("/") for name in SLURMS)
+        if any(fnmatchcase(part, name) for part in path.split("/") for name in names)
     ]
 
 
@@ -189,11 +266,6 @@ def stand_alone(name: str) -> None:
     Path("/proc/self/comm").write_text(name)
 
 
-def adopt_orphans() -> None:
-    """From now on, what our children leave behind is ours. Raises OSError."""
-    control(_SET_CHILD_SUBREAPER, 1)
-
-
 def control(option: int, value: int) -> None:
     """prctl(2). Raises OSError."""
     import ctypes  # few processes need it
@@ -204,27 +276,10 @@ def control(option: int, value: int) -> None:
 
 
 def reap() -> None:
-    """Lets go of all children that have ended, adopted ones too; waits for none."""
+    """Lets go of all children that have ended; waits for none."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def end_descendants(root: Path = Path("/")) -> None:
-    """Kills all that descends from a process that adopts its orphans, whatever session it is in.
-
-    Again and again: what is being killed may fork. For who has started nothing that is to live on.
-    """
-    for _ in range(ROUNDS):
-        living = _children(root / "proc" / str(os.getpid()))
-        if not living:
-            return
-        for pid in living:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(PAUSE)
 
 
 def _children(proc: Path) -> list[int]:

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from forestage.errors import Declined, Failed
-from forestage.system import as_user
+from forestage.system import apart, as_user
 from forestage.system.as_user import User
 
 # slurmd starts its hooks without a PATH.
@@ -26,6 +26,7 @@ DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 NO_PRIVS = "--no-new-privs"  # of setpriv: no program gains any by set-user-ID or capabilities
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ROUNDS = 50  # of looking for processes that are to be killed; they start others meanwhile
+Program: TypeAlias = "subprocess.Popen[bytes]"
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
 
@@ -50,22 +51,38 @@ def which(program: str) -> str:
 
 
 def start_as(
-    user: User, argv: Sequence[str], pass_fds: Sequence[int], stderr: int
-) -> "subprocess.Popen[bytes]":
-    """Starts a program for a user, who could start it as well.
+    user: User,
+    argv: Sequence[str],
+    pass_fds: Sequence[int],
+    stderr: int,
+    enter: Callable[[], None],
+) -> Program:
+    """Starts a program for a user, who could start it as well, in a PID namespace of its own.
 
-    All three ids are theirs, it has no privilege and gets none. It may outlive us. Raises Failed
-    where setpriv is missing.
+    All three ids are theirs, it has no privilege and gets none. What is to be the program calls
+    `enter` first, as root. What is returned is the namespace's init (apart.py): all that the
+    program has started ends with it, and it ends with us. Raises Failed where it cannot be started
+    so, OSError.
     """
-    return _popen(
+    return _popen_apart(
         [*_as(user), NO_PRIVS, "--", *argv],
+        enter,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
         env=ENVIRONMENT,
         pass_fds=tuple(pass_fds),
-        start_new_session=True,
     )
+
+
+def _popen_apart(
+    argv: Sequence[str], enter: Callable[[], None], **how: Any
+) -> "subprocess.Popen[bytes]":
+    try:
+        with apart.namespace(enter) as be_init:
+            return _popen(argv, preexec_fn=be_init, **how)
+    except subprocess.SubprocessError:  # raised by who was about to be the program
+        raise Failed("helper", "no process can go to the cgroups of the step's tasks") from None
 
 
 def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
@@ -81,8 +98,8 @@ def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
 class Piped:
     """A program that runs beside us; `out`, to read and not blocking, is its stdout or stderr."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self.pid = process.pid
+    def __init__(self, process: "subprocess.Popen[bytes]", is_apart: bool = False) -> None:
+        self.pid, self.is_apart = process.pid, is_apart
         out = process.stdout or process.stderr
         assert out is not None
         self.out = out.fileno()
@@ -99,6 +116,13 @@ class Piped:
         if self._process.stdin:
             self._process.stdin.close()
 
+    def kill(self) -> None:
+        """Kills it and what it has started: its namespace's init, or all of its session."""
+        if self.is_apart:
+            self._process.kill()
+        else:
+            end_session(self.pid)
+
     def wait(self, timeout: float) -> bool:
         """Whether it ended within so many seconds."""
         try:
@@ -108,23 +132,33 @@ class Piped:
         return True
 
 
-def start_piped(user: User | None, argv: Sequence[str], pass_fds: Sequence[int]) -> Piped:
+def nowhere() -> None:
+    """It stays in the cgroups of who starts it."""
+
+
+def start_piped(
+    user: User | None,
+    argv: Sequence[str],
+    pass_fds: Sequence[int],
+    enter: Callable[[], None] = nowhere,
+) -> Piped:
     """Starts a program of ours that speaks with us, in a session of its own.
 
-    For a user all three ids are theirs, and it has no privilege; without one it runs as who we are.
-    It may outlive us: it ends when its stdin does. Raises Failed without setpriv.
+    For a user all three ids are theirs, it has no privilege, and it is apart, as with `start_as`.
+    Without one it runs as who we are, and ends when its stdin does. Raises Failed where it cannot
+    be started, OSError.
     """
-    process = _popen(
-        # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
-        [*_as(user), "--", *argv] if user else argv,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=ENVIRONMENT,
-        pass_fds=tuple(pass_fds),
-        start_new_session=True,
-    )
-    return Piped(process)
+    how = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "env": ENVIRONMENT,
+        "pass_fds": tuple(pass_fds),
+    }
+    if user is None:
+        return Piped(_popen(argv, start_new_session=True, **how))
+    # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
+    return Piped(_popen_apart([*_as(user), "--", *argv], enter, **how), is_apart=True)
 
 
 def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from forestage.system import mounts
 from forestage.system.files import opened
 
 LOOK = 0.25  # seconds of a hook for the descriptors of all processes: some 50 000 of them

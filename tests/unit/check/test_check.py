@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -503,6 +504,10 @@ REST = [
     warning(
         "sweep-timer", removed("/etc/systemd/system/timers.target.wants/forestage-sweep.timer")
     ),
+    warning("hold-absent", lambda node: shutil.rmtree(node.at("/run/forestage/hold"))),
+    warning("hold-bounded", wrote("/run/forestage/hold/memory.high", "1073741824\n")),
+    warning("hold-bounded", wrote("/run/forestage/hold/serve/memory.max", "1073741824\n")),
+    warning("hold-bounded", wrote("/run/forestage/hold/cpu.max", "200000 100000\n")),
     warning("peer-service", peers("  port: 7716\n")),
     warning("peer-proof", both(peers(), lambda node: (node.root / "key").chmod(0o644))),
     unknown("not-root", lambda node: setattr(node, "is_root", False)),

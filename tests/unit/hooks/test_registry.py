@@ -22,6 +22,7 @@ from forestage.registry import place
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.system import child, run
 from node import until
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
@@ -30,7 +31,7 @@ DIGEST = f"sha256:{'a' * 64}"
 
 @pytest.fixture
 def asked() -> Asked:
-    return Asked(Request(REFERENCE, "option"), 3, 1, batch=False, container="", timeout="540")
+    return Asked(Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540")
 
 
 @pytest.fixture
@@ -121,6 +122,32 @@ def test_first_node_asks_the_registry_for_all(
     order = order_of(stored(staging_node), asking, msgspec.structs.replace(asked, batch=batch))
     assert (order.job, order.leads, order.reference) == (job, leads, REFERENCE)
     assert (order.directory, order.cache) == ("/lustre/store", staging_node.config.cache)
+
+
+def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
+    asking: Job, tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In v1's freezer, by which Slurm kills, enroot could not clean up."""
+    groups = [tmp_path / name / "cgroup.procs" for name in ("freezer", "memory")]
+    for one in groups:
+        one.parent.mkdir()
+    found = iter([None, groups, groups])
+    monkeypatch.setattr(child, "of_task", lambda manager: next(found) if manager == 42 else None)
+    registry._entering(msgspec.structs.replace(asking, manager=42), tasks)()
+    assert [one.exists() for one in groups] == [False, True]
+
+
+def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
+    asking: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "of_task", lambda manager: None)
+    asking = msgspec.structs.replace(asking, manager=42)
+    with Tasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
+        registry._entering(asking, tasks)
+
+
+def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: Tasks) -> None:
+    assert registry._entering(asking, tasks) is run.nowhere
 
 
 def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:

@@ -223,13 +223,13 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
         send(channel, message)
 
     monkeypatch.setattr(Channel, "send", look_around_and_send)
-    monkeypatch.setattr(child, "leave_job", lambda: left.append("job"))
+    monkeypatch.setattr(child, "leave_job", lambda leaf: left.append(leaf))
     monkeypatch.setattr(pipeline, "run", lambda *_: None)
     with lock.held(task.node.cache.space_lock, 0):
         assert messages(task) == [Message("started"), Message("published")]
     assert msgspec.json.decode((tmp_path / "started").read_bytes()) == {
         "session": True,
-        "left": ["job"],
+        "left": ["copy"],
         "name": PROCESS_NAME,
         "folder": "/",
         "files": [*["/dev/null"] * 3, task.image.path],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from forestage import log
 from forestage.system import child
 
 SPOTS = ("freezer", "memory", "unified", "")
@@ -57,8 +58,48 @@ def test_only_slurms_cgroups_are_left(tmp_path: Path, lines: str, expected: set[
 @pytest.mark.parametrize("score", [0, -1000])
 def test_score_of_slurmstepd_is_left_too(tmp_path: Path, score: int) -> None:
     root = fake(tmp_path, "")
-    child.leave_job(score, root)
+    child.leave_job(score, root=root)
     assert (root / "proc/self/oom_score_adj").read_text() == str(score)
+
+
+@pytest.mark.parametrize("leaf", ["copy", "serve"])
+@pytest.mark.parametrize("unit", ["slurmstepd.scope/job_7/step_0", "forestage-hold.service/serve"])
+def test_what_leaves_a_job_goes_to_a_leaf_of_forestages_unit(
+    tmp_path: Path, unit: str, leaf: child.Leaf
+) -> None:
+    """Also from another leaf: a step's helper is there, and starts a stager."""
+    root = fake(tmp_path, f"0::/system.slice/{unit}\n")
+    (root / "held" / leaf).mkdir(parents=True)
+    (root / "run/forestage").mkdir(parents=True)
+    (root / child.HOLD).symlink_to(root / "held")
+    child.leave_job(leaf=leaf, root=root)
+    assert (root / "held" / leaf / "cgroup.procs").read_text() == "0"
+    assert left(root) == set()
+
+
+@pytest.mark.parametrize("how", ["refused", "gone"])
+def test_where_that_is_not_to_be_had_it_goes_to_the_root_as_without(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    root = fake(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0\n")
+    (root / "run/forestage").mkdir(parents=True)
+    (root / child.HOLD).symlink_to(root / "held")
+    if how == "refused":
+        (root / "held/serve/cgroup.procs").mkdir(parents=True)
+    child.leave_job(root=root)
+    assert left(root) == {"", "unified"}
+    assert [line.split(" detail=")[0] for line in said] == ["hold result=failed"] * (
+        how == "refused"
+    )
+
+
+def test_process_that_is_nobodys_of_slurms_stays_where_it_is(tmp_path: Path) -> None:
+    root = fake(tmp_path, "0::/user.slice/session.scope\n")
+    (root / child.HOLD / "serve").mkdir(parents=True)
+    child.leave_job(root=root)
+    assert not (root / child.HOLD / "serve/cgroup.procs").exists()
 
 
 def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
@@ -79,21 +120,78 @@ def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("own", "together"),
+    ("manager", "task", "expected"),
     [
-        ("4:memory:/job_7/step_0\n2:freezer:/job_7/step_0\n1:cpu:/\n", True),
-        ("4:memory:/job_7/step_0\n2:freezer:/job_7\n", False),
-        ("4:memory:/job_7/step_0\n2:freezer:/\n", False),
+        pytest.param(
+            "4:memory:/slurm/job_7/step_0\n2:freezer:/slurm/job_7\n",
+            "4:memory:/slurm/job_7/step_0/task_0\n2:freezer:/slurm/job_7/step_0\n",
+            ["memory/slurm/job_7/step_0/task_0", "freezer/slurm/job_7/step_0"],
+            id="version 1",
+        ),
+        pytest.param(
+            "0::/n1_slurmstepd.scope/job_7/step_0/slurm\n",
+            "0::/n1_slurmstepd.scope/job_7/step_0/user/task_0\n",
+            ["n1_slurmstepd.scope/job_7/step_0/user/task_0"],
+            id="version 2",
+        ),
+        pytest.param(
+            "0::/n1_slurmstepd.scope/s7/step_0/slurm\n",
+            "0::/n1_slurmstepd.scope/s7/step_0/user/task_special\n",
+            ["n1_slurmstepd.scope/s7/step_0/user/task_special"],
+            id="SLUID",
+        ),
     ],
 )
-def test_process_is_with_another_in_all_of_slurms_cgroups_or_not(
-    tmp_path: Path, own: str, together: bool
+def test_task_is_in_cgroups_once_slurm_has_put_it_there(
+    tmp_path: Path, manager: str, task: str, expected: list[str]
 ) -> None:
     root = fake(tmp_path, "")
-    for pid, lines in (("42", "4:memory:/job_7/step_0\n2:freezer:/job_7/step_0\n"), ("43", own)):
-        (root / "proc" / pid).mkdir()
-        (root / "proc" / pid / "cgroup").write_text(lines)
-    assert child.is_with(43, 42, root) is together
+    for name in expected:
+        (root / "sys/fs/cgroup" / name).mkdir(parents=True)
+        (root / "sys/fs/cgroup" / name / "cgroup.procs").touch()
+    (root / "proc/41/task/41").mkdir(parents=True)
+    (root / "proc/41/task/41/children").write_text("")
+    assert child.of_task(41, root) is None
+    (root / "proc/41/task/41/children").write_text("42 ")
+    assert child.of_task(41, root) is None  # it has gone
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(manager)
+    assert child.of_task(41, root) is None
+    (root / "proc/42/cgroup").write_text(task)
+    found = child.of_task(41, root)
+    assert found == [root / "sys/fs/cgroup" / name / "cgroup.procs" for name in expected]
+
+
+def test_cgroup_that_is_none_for_a_moment_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task is on its way: what is entered is where it is by then."""
+    gone, there = tmp_path / "gone/cgroup.procs", tmp_path / "cgroup.procs"
+    found = iter([None, [gone], [there]])
+    monkeypatch.setattr(child, "of_task", lambda manager: next(found))
+    child.enter_task(41)
+    assert there.read_text() == "0"
+
+
+@pytest.mark.parametrize("found", [None, [Path("/none/cgroup.procs")]])
+def test_cgroup_that_stays_none_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, found: list[Path] | None
+) -> None:
+    monkeypatch.setattr(child, "of_task", lambda manager: found)
+    with pytest.raises(OSError, match=r"no task into|No such file"):
+        child.enter_task(41, patience=0.0)
+
+
+@pytest.mark.parametrize(
+    "lines", ["", "0::/user.slice\n", "1:name=systemd:/system.slice/slurmd.service\n3:memory:/\n"]
+)
+def test_where_slurm_uses_no_cgroups_a_task_is_in_none(tmp_path: Path, lines: str) -> None:
+    root = fake(tmp_path, "")
+    (root / "proc/41/task/41").mkdir(parents=True)
+    (root / "proc/41/task/41/children").write_text("42 ")
+    (root / "proc/42").mkdir()
+    (root / "proc/42/cgroup").write_text(lines)
+    assert child.of_task(41, root) == []
 
 
 V1 = {
@@ -236,21 +334,3 @@ lives.kill()
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
     assert ran.stdout == "False True\n", ran.stderr
-
-
-def test_what_left_its_session_and_its_parent_ends_as_well() -> None:
-    """A process that adopts its orphans, a child of it, and a grandchild that the child leaves."""
-    script = """
-import os, subprocess, sys
-from forestage.system import child
-child.adopt_orphans()
-shell = "setsid sleep 4242 </dev/null >/dev/null 2>&1 & echo $!"
-pid = int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE).stdout)
-assert os.path.exists(f"/proc/{pid}")
-child.end_descendants()
-print(open(f"/proc/{pid}/stat").read() if os.path.exists(f"/proc/{pid}") else "gone")
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert ran.stdout == "gone\n", ran.stderr

@@ -1,0 +1,153 @@
+"""A program of a user's in a PID namespace of its own, and the init that is root's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forestage.errors import Failed
+from forestage.system import apart, run
+from forestage.system.as_user import User
+from node import until
+
+CAROL = User("", 61003, 61003)
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+def started(script: str) -> run.Piped:
+    return run.start_piped(CAROL, ("sh", "-c", script), ())
+
+
+def said(program: run.Piped) -> str:
+    """The next line."""
+    os.set_blocking(program.out, True)
+    with os.fdopen(os.dup(program.out)) as lines:
+        return lines.readline().strip()
+
+
+def status(pid: int) -> dict[str, list[str]]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+
+
+HOST = "readlink /proc/self | cat"
+"""The number of a process in here, as the node has it."""
+
+
+def test_init_is_roots_and_the_program_the_users() -> None:
+    program = started(f"{HOST}; read end")
+    said(program)
+    (pid,) = children(program.pid)
+    assert Path(f"/proc/{program.pid}/comm").read_text() == f"{apart.PROCESS_NAME}\n"
+    assert (status(program.pid)["NSpid"][-1], status(program.pid)["Uid"]) == ("1", ["0"] * 4)
+    assert (status(pid)["NSpid"][-1], status(pid)["Uid"]) == ("2", ["61003"] * 4)
+    # Whatever it held would be held for as long as the program lives.
+    assert {os.readlink(one) for one in Path(f"/proc/{program.pid}/fd").iterdir()} == {"/dev/null"}
+    with pytest.raises(PermissionError):
+        as_carol(program.pid)
+    program.hang_up()
+    assert program.wait(60)
+
+
+def as_carol(pid: int) -> None:
+    script = f"import os; os.setresuid(*[61003] * 3); os.kill({pid}, 9)"
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    if "PermissionError" in ran.stderr:
+        raise PermissionError
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+LEFT = "setsid sleep 4247 </dev/null >/dev/null 2>&1 & "
+
+
+@pytest.mark.parametrize("how", ["killed", "by itself", "by a signal"])
+def test_all_ends_with_the_init_and_the_init_with_the_program(how: str) -> None:
+    end = {
+        "killed": "read end",
+        "by itself": "read end; exit 7",
+        "by a signal": "read end; kill $$",
+    }
+    program = started(f"{LEFT} sleep 0; pgrep -u 61003 -x sleep | tail -1; {end[how]}")
+    left = Path(f"/proc/{said(program)}")
+    assert left.exists()
+    if how == "killed":
+        program.kill()
+    else:
+        program.hang_up()
+    assert program.wait(60)
+    assert not left.exists()
+    assert program.code == {"killed": -9, "by itself": 7, "by a signal": 128 + 15}[how]
+
+
+def test_all_ends_with_the_process_that_started_it() -> None:
+    script = """
+import os, sys
+from forestage.system import run
+from forestage.system.as_user import User
+program = run.start_piped(User("", 61003, 61003), ("sh", "-c", "echo $PPID; sleep 4248"), ())
+print(program.pid, flush=True)
+sys.stdin.read()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as starter:
+        assert starter.stdout is not None
+        init = int(starter.stdout.readline())
+        assert children(init)
+        starter.kill()
+    until(lambda: not Path(f"/proc/{init}").exists(), "the init's end")
+
+
+def test_init_reaps_what_others_leave() -> None:
+    program = started(f"(sh -c 'exit 0' & ) ; {HOST}; read end")
+    said(program)
+    until(lambda: len(children(program.pid)) == 1, "only the program")
+    program.kill()
+    assert program.wait(60)
+
+
+def test_further_children_of_who_started_it_are_in_its_own_namespace() -> None:
+    before = os.readlink("/proc/self/ns/pid_for_children")
+    program = started("read end")
+    assert os.readlink("/proc/self/ns/pid_for_children") == before
+    program.kill()
+    assert program.wait(60)
+
+
+def test_program_that_cannot_enter_a_cgroup_does_not_begin(tmp_path: Path) -> None:
+    def enter() -> None:
+        raise OSError("it is gone")
+
+    with pytest.raises(Failed, match="cgroups"):
+        run.start_piped(CAROL, ("touch", str(tmp_path / "it")), (), enter)
+    assert not (tmp_path / "it").exists()
+
+
+def test_signal_for_the_others_reaches_neither_the_sender_nor_who_is_outside() -> None:
+    """As a worker does: what it has started is alone with it."""
+    script = """
+import signal, subprocess, sys
+from forestage.system import apart
+one = subprocess.Popen(["setsid", "sleep", "4249"])
+apart.signal_others(signal.SIGKILL)
+print(one.wait(), flush=True)
+apart.signal_others(signal.SIGKILL)
+sys.stdin.read()
+"""
+    with subprocess.Popen(["sleep", "4250"], user=61003) as outside:
+        program = run.start_piped(CAROL, (sys.executable, "-c", script), ())
+        assert said(program) == "-9"
+        assert outside.poll() is None
+        outside.kill()
+    program.hang_up()
+    assert program.wait(60)
+    assert program.code == 0
