@@ -78,7 +78,8 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     """
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
-    order = msgspec.structs.replace(order, offline=config.registry.offline)
+    marks = os.fspath(Places().images)
+    order = msgspec.structs.replace(order, offline=config.registry.offline, marks=marks)
     shared = config.registry.store or _imports(config)
     if shared and config.registry.enabled:
         try:

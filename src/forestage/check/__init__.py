@@ -31,6 +31,7 @@ from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError
 from forestage.paths import Places
+from forestage.slurm.enroot import Site
 from forestage.system.tree import Files
 
 __all__ = ["Finding", "Level", "Report", "Target", "check", "pieces", "report"]
@@ -47,11 +48,13 @@ class Target(msgspec.Struct, frozen=True):
 
 def check(target: Target) -> Report:
     """Looks at the node and leaves all as it was. Takes seconds where a source does not answer."""
-    return report(_findings(target))
-
-
-def _findings(target: Target) -> Iterator[Finding]:
     files = Files(target.places.root)
+    of_enroot = enroot.read(files)
+    found = tuple(_findings(target, files, of_enroot))
+    return report(found, enroot.looked(files, of_enroot))
+
+
+def _findings(target: Target, files: Files, of_enroot: Site) -> Iterator[Finding]:
     if not target.is_root:
         yield Finding(
             "not-root",
@@ -84,7 +87,7 @@ def _findings(target: Target) -> Iterator[Finding]:
     origin = of_settings.origin(settings, target.places, "cache")
     yield from disk.findings(files, config, hidden, used.images, origin)
     yield from of_settings.findings(files, conf, settings, used.images, target.places)
-    yield from enroot.findings(files, config.sources)
+    yield from enroot.findings(files, config.sources, of_enroot)
     origin = of_settings.origin(settings, target.places, "sources")
     yield from sources.findings(files, config.sources, used.images, origin)
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())

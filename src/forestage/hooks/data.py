@@ -22,7 +22,8 @@ from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
-from forestage.hooks import binds, image
+from forestage.hooks import image
+from forestage.hooks.binds import Binds
 from forestage.hooks.image import Wait
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
@@ -68,10 +69,11 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
     own, lines, outcomes = _own_dir(node, job, noted)
+    bound = Binds(node.places.root, job)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
     requests = () if refusal or noted.off else noted.requests
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
-        found, outcome = _shown(node, job, noted, request, own, limit)
+        found, outcome = _shown(node, job, noted, request, own, limit, bound)
         lines += found
         outcomes.append(outcome)
     if any(one.at.startswith("seed:") for one in noted.requests):
@@ -213,7 +215,13 @@ def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -
 
 
 def _shown(
-    node: Node, job: Job, noted: Wanted, request: Request, own: "Own | None", limit: Wait
+    node: Node,
+    job: Job,
+    noted: Wanted,
+    request: Request,
+    own: "Own | None",
+    limit: Wait,
+    bound: Binds,
 ) -> tuple[Sequence[Fields], Handled]:
     try:
         path = images.wanted_path(request, job.work_dir)
@@ -225,14 +233,14 @@ def _shown(
             )
             for line in lines:
                 _must_not_be_in(job, line[-2])
-                binds.must_not_hold(line[-2], job, node.places.root, _some_time(node, limit))
+                bound.must_not_hold(line[-2])
             return lines, outcome
         if request.at.startswith("/"):
             from forestage.data import mounted
 
             limit = msgspec.structs.replace(limit, end=_some_time(node, limit))
             place = mounted.place(node, job, request.at, limit.end)
-            _keep_clear_of_binds(node, job, place.path, limit)
+            _keep_clear_of_binds(bound, place.path)
             answer = _staged(node, job, request, limit)
             staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
             return mounted.show(node, job, request, path, place, staged, limit.end)
@@ -256,17 +264,17 @@ def _must_not_be_in(job: Job, directory: str) -> None:
             raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
 
 
-def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
+def _keep_clear_of_binds(bound: Binds, path: str) -> None:
     """Raises Declined where the job's container would not start with a mount there."""
     try:
-        binds.must_not_hold(path, job, node.places.root, limit.end)
+        bound.must_not_hold(path)
     except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
         raise Declined("no-mount", f"{path}: {why}") from None
 
 
 def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
     """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
-    job = msgspec.structs.replace(job, saves=None, mounts_home=False)
+    job = msgspec.structs.replace(job, saves=None)
     return image.handle(node, job, [request], limit)[0]
 
 

@@ -28,7 +28,7 @@ from forestage.events import Came, Handled
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
 from forestage.hooks.waiting import GONE, Nobody, Tasks, Waiting
-from forestage.registry import kept, place, under_way, worker
+from forestage.registry import full, kept, place, under_way, worker
 from forestage.registry.under_way import PROCESS_NAME, UnderWay
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
@@ -254,6 +254,7 @@ def _worked(
             elif isinstance(word, Present):
                 return Worked(meant, came, word.path)
             elif isinstance(word, Refused):
+                _note_full(node, job, meant, word)
                 raise Declined(printable(word.reason), printable(word.detail))
             else:
                 if isinstance(word, Importing):
@@ -265,6 +266,16 @@ def _worked(
                 if tells:
                     tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
+
+
+def _note_full(node: Node, job: Job, meant: Resolved, word: Refused) -> None:
+    """Holds the importer back, and the user's next steps, from the same import into a full store.
+
+    A user can say nothing here of another's images.
+    """
+    if word.reason == "store-full" and meant.name:
+        now = node.clock.wall()
+        full.note(node.places, job.user, meant.name, printable(word.detail), word.free, now)
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:
@@ -298,6 +309,7 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
         host=job.node,
         container=asked.container,
         imports=job.step is not None,
+        marks=os.fspath(node.places.images),
     )
 
 

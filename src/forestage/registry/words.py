@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     environment, NUL between its entries; -1 for the worker's own. `host` is this node's name for
     the other nodes. `digest` is what another node of the job was told: then nobody is asked.
     `by_tag` has a job's image imported by its tag, where the registry did not say
-    a digest.
+    a digest. `marks` is the directory of what this node knows of full stores (full.py).
     """
 
     reference: str
@@ -56,6 +56,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     imports: bool = True
     digest: Digest = ""
     by_tag: bool = False
+    marks: str = ""
 
 
 class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
@@ -81,8 +82,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """`free`: bytes that a store has which is full."""
+
     reason: Reason
     detail: Text
+    free: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 Word: TypeAlias = Resolved | Present | Importing | Progress | Refused
@@ -140,6 +144,6 @@ def _harmless(word: Word) -> Word:
             return Importing(short(where), here)
         case Progress(text):
             return Progress(short(text))
-        case Refused(reason, detail):
-            return Refused(reason, short(detail))
+        case Refused(reason, detail, free):
+            return Refused(reason, short(detail), free)
     return word

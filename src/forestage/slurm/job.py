@@ -11,6 +11,7 @@ import msgspec
 from forestage.errors import JobError
 from forestage.slurm.hints import NOWHERE, Hints, Rank, Request, read_hints
 from forestage.system.as_user import User
+from forestage.system.tree import PATH
 from forestage.units import printable, quote
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
@@ -28,6 +29,8 @@ class Job(msgspec.Struct, frozen=True):
     user's word. `mounts_home` is whether its container is to have the user's home directory, `home`
     what a step calls so; None and "" where nobody says it. `restart` counts how often it was
     requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user.
+    `variables` are the step's environment, None where nobody says it; `path` is on which PATH
+    programs are looked for that Slurm starts.
     """
 
     id: int
@@ -45,6 +48,8 @@ class Job(msgspec.Struct, frozen=True):
     home: str = ""
     restart: int = 0
     waited: float = 0.0
+    variables: Mapping[str, str] | None = None
+    path: str = PATH
 
     @property
     def rank(self) -> Rank:
@@ -99,6 +104,7 @@ class Job(msgspec.Struct, frozen=True):
             if NO_HOME_OPTION in environ
             else None,
             home=environ.get("FORESTAGE_HOME", ""),
+            path=environ.get("FORESTAGE_PATH") or PATH,
             # Not in a step, whose environment is the user's.
             restart=_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
