@@ -21,7 +21,7 @@ from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
 from forestage.stage import fstab
 from forestage.system.files import opened
 from helper import Helper, ask, environ, noted
-from node import ALICE, Node, until
+from node import ALICE, Node, children_left, until
 
 Said = dict[str, str]
 LEAVE = ["leave", "below-bind"]
@@ -401,6 +401,7 @@ def test_stager_redirects_no_image_whose_fstab_may_bind_what_is_above_it(
     gate.touch()
     key = node.identity(path).key
     until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
+    until(lambda: not children_left(), "the stager's end")
     assert entry_of(node, path).binds == ("${DATA}",)
     assert node.binds() == {}
 
