@@ -43,12 +43,12 @@ ALLOWED = {
 STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
     *("check.hooks", "check.registry", "check.sources"),
-    *("slurm.queue", "slurm.release", "system.tree"),
+    *("slurm.queue", "slurm.release"),
     *("cache.doubt", "data.job_disk", "data.tree", "peers.auth", "stage.engines"),
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
-FOR_USERS = {"data.fill", "data.serving", "hooks.registry", "registry.worker"}
+FOR_USERS = {"data.fill", "data.serving", "hooks.registry", "registry.worker", "stage.fstab"}
 """Those that start one for a job's user, with all three ids theirs (run.start_as and its like):
 bash with real uid 0 makes itself root again. See docs/security.md.
 """

@@ -59,6 +59,7 @@ struct asker {
 	gid_t gid;
 	int count;
 	gid_t groups[NGROUPS_MAX];
+	char **variables; /* of the step; NULL where Slurm does not tell */
 };
 
 /* helper.c. In the step manager itself, before SPANK may call us beside it. */

@@ -21,10 +21,10 @@
 
 #include "forestage.h"
 
-#define VARIABLES 24         /* more than the environment has */
+#define VARIABLES 26         /* more than the environment has */
 #define VALUE_BYTES 65536    /* the longest value taken from the step's own environment */
 #define LINE_BYTES 16384     /* the longest line a helper may write */
-#define ENVIRONMENT_BYTES (8 << 20) /* of a job; a longer one imports no image */
+#define ENVIRONMENT_BYTES (8 << 20) /* of a job; no helper gets a longer one */
 #define ENVIRONMENT 3        /* the descriptor by which the helper gets it */
 #define LINES_SAID 100       /* more than so many lines are not for a user */
 #define LOOK_MS 1000         /* between two looks whether the step is being signalled */
@@ -73,11 +73,12 @@ static void add_from_step(char **env, spank_t sp, const char *name)
  * the helper looks the name up by uid.
  */
 static void describe_step(char **env, spank_t sp, const struct step *step,
-			  const struct asker *who, long timeout)
+			  const struct asker *who, long timeout, bool has_environment)
 {
 	const char *option = "SPANK__SLURM_SPANK_OPTION_pyxis_container";
 	/* The step manager's own: the step's may be that of the node where srun was called. */
 	const char *node = getenv("SLURMD_NODENAME"), *conf = getenv("SLURM_CONF");
+	const char *path = getenv("PATH"); /* on which pyxis finds enroot */
 	char home[PATH_MAX];
 
 	add(env, "PATH=/usr/sbin:/usr/bin:/sbin:/bin");
@@ -99,9 +100,12 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 		add(env, "%s_save=%s", option, step->save);
 	if (step->container[0])
 		add(env, "%s_name=%s", option, step->container);
+	if (path)
+		add(env, "FORESTAGE_PATH=%s", path);
+	if (has_environment)
+		add(env, "FORESTAGE_ENVIRONMENT=%d", ENVIRONMENT);
 	if (step->reference) { /* says whether the step is a batch job's, see hooks/registry.py */
 		add_from_step(env, sp, "ENVIRONMENT");
-		add(env, "FORESTAGE_ENVIRONMENT=%d", ENVIRONMENT);
 		if (conf)
 			add(env, "SLURM_CONF=%s", conf);
 	}
@@ -116,13 +120,17 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 }
 
 /*
- * The job's environment, NUL between its variables, in memory: what a registry's image is imported
- * with. -1 where there is none.
+ * The job's environment, NUL between its variables, in memory: what enroot goes by, and a registry's
+ * image is imported with. -1 where there is none.
  */
 static int keep_environment(spank_t sp)
 {
 	char **env = NULL;
-	int fd = (int)syscall(SYS_memfd_create, "environment", 1U /* MFD_CLOEXEC */);
+	int made = (int)syscall(SYS_memfd_create, "environment", 1U /* MFD_CLOEXEC */);
+	/* Where 0, 1 or 2 were closed, it has one of those, which the helper gets anew. */
+	int fd = made < 0 ? -1 : fcntl(made, F_DUPFD_CLOEXEC, ENVIRONMENT);
+	if (made >= 0)
+		close(made);
 	FILE *file = fd < 0 ? NULL : fdopen(dup(fd), "w");
 	bool written = file && spank_get_item(sp, S_JOB_ENV, &env) == ESPANK_SUCCESS;
 
@@ -369,6 +377,7 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 
 	if (!identify_asker(sp, &who))
 		return;
+	spank_get_item(sp, S_JOB_ENV, &who.variables);
 	/*
 	 * SlurmdParameters=contain_spank has us in a process beside the step manager, within the
 	 * job's namespaces. They share memory, but not the connections made from now on.
@@ -387,11 +396,10 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	step->use = step->through = step->later = false;
 	step->count = 0;
 	forget_data();
-	describe_step(env, sp, step, &who, timeout);
+	errand.environment = keep_environment(sp);
+	describe_step(env, sp, step, &who, timeout, errand.environment >= 0);
 	errand.argv = argv;
 	errand.env = env;
-	if (step->reference)
-		errand.environment = keep_environment(sp);
 	const char *wrong = ask(&errand, timeout);
 	if (errand.environment >= 0)
 		close(errand.environment);

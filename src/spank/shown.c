@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -12,9 +13,10 @@
 
 #include "forestage.h"
 
-#define FIRST_LINE "forestage 2"
+#define FIRST_LINE "forestage 3"
 #define RECORD_BYTES 65536
 #define EVENT_BYTES (RECORD_BYTES + 200)
+#define MOST_THEIRS 32 /* files of the user's; one with more asks a helper */
 #define PROLOG_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
 
 struct note {
@@ -22,6 +24,8 @@ struct note {
 	char *event;  /* the rest of this one's JSON */
 	char *answer; /* as a helper would give it */
 	char *room;   /* bytes that stay free on the cache's disk, and the ratio of unpacking */
+	char *theirs[MOST_THEIRS]; /* files that have to be as they were, for the user to look at */
+	int count;
 };
 
 /* All of a file that only root could write. False where there is none, or more than fits. */
@@ -70,9 +74,44 @@ static bool same_boot(const char *boot)
 	return strcmp(boot, now) == 0;
 }
 
-/* The line of what this user asks for, if all that was decided before it still holds. */
-static bool find(char *text, const char *asked, const char *uid, struct note *note)
+/* Whether that is the `enroot` which pyxis would start: it has our PATH. Empty: there is none. */
+static bool is_enroot(const char *program)
 {
+	static char path[PATH_MAX];
+	struct stat st;
+
+	for (const char *folder = getenv("PATH"); folder && *folder;) {
+		size_t length = strcspn(folder, ":");
+		int size = snprintf(path, sizeof(path), "%.*s/enroot", (int)length, folder);
+
+		if (folder[0] == '/' && size > 0 && (size_t)size < sizeof(path) &&
+		    stat(path, &st) == 0 && S_ISREG(st.st_mode) && st.st_mode & 0111)
+			return strcmp(path, program) == 0;
+		folder += length + (folder[length] == ':');
+	}
+	return !*program;
+}
+
+/* Whether the step has the variable with that value, or not at all where the line says none. */
+static bool has_variable(char **variables, char *line)
+{
+	const char *name = strsep(&line, "\t"), *found = NULL;
+	size_t length = strlen(name);
+
+	if (!variables)
+		return false;
+	for (; *variables; variables++) /* of a name that comes twice the last counts */
+		if (strncmp(*variables, name, length) == 0 && (*variables)[length] == '=')
+			found = *variables + length + 1;
+	return line ? found && strcmp(found, line) == 0 : !found;
+}
+
+/* The line of what this user asks for, if all that was decided before it still holds. */
+static bool find(char *text, const char *asked, const struct asker *who, struct note *note)
+{
+	char uid[16];
+
+	snprintf(uid, sizeof(uid), "%u", who->uid);
 	char *line = strsep(&text, "\n");
 
 	if (strcmp(line, FIRST_LINE) != 0)
@@ -90,6 +129,15 @@ static bool find(char *text, const char *asked, const char *uid, struct note *no
 			return false;
 		else if (strcmp(kind, "file") == 0 && !unchanged(line))
 			return false;
+		else if (strcmp(kind, "enroot") == 0 && !is_enroot(line))
+			return false;
+		else if (strcmp(kind, "variable") == 0 && !has_variable(who->variables, line))
+			return false;
+		else if (strcmp(kind, "theirs") == 0) {
+			if (note->count == MOST_THEIRS)
+				return false;
+			note->theirs[note->count++] = line;
+		}
 		else if (strcmp(kind, "image") == 0) {
 			of = strsep(&line, "\t");
 			whose = strsep(&line, "\t");
@@ -212,7 +260,7 @@ static void await_prolog(const char *mark)
 void recall(const struct asker *who, struct step *step)
 {
 	static char text[RECORD_BYTES], lines[RECORD_BYTES];
-	char name[64], asked[2 * PATH_MAX], uid[16];
+	char name[64], asked[2 * PATH_MAX];
 	const long long start = now_us(CLOCK_MONOTONIC);
 	struct copy copy = {.folder = -1, .image = -1};
 	struct note note = {0};
@@ -225,8 +273,7 @@ void recall(const struct asker *who, struct step *step)
 	else
 		snprintf(asked, sizeof(asked), "%s/%s", step->folder, step->image);
 	snprintf(name, sizeof(name), LEASES "/%u.shown", who->job);
-	snprintf(uid, sizeof(uid), "%u", who->uid);
-	if (!read_all(name, text, sizeof(text)) || !find(text, asked, uid, &note) ||
+	if (!read_all(name, text, sizeof(text)) || !find(text, asked, who, &note) ||
 	    understand(note.answer, step) || !step->use)
 		return;
 	/* First what is this node's: a file server that hangs may keep the rest. */
@@ -234,6 +281,8 @@ void recall(const struct asker *who, struct step *step)
 	    !act_as(who->uid, who->gid, who->count, who->groups))
 		return;
 	bool same = leads_there(step);
+	for (int i = 0; i < note.count; i++)
+		same = same && unchanged(note.theirs[i]);
 	if (!act_as(0, 0, 0, NULL) || !same)
 		return;
 	int length = snprintf(lines, sizeof(lines), "%s\n", note.answer);

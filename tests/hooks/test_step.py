@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import select
 import signal
 import subprocess
@@ -23,96 +22,13 @@ from forestage.config import switch
 from forestage.events import Event, read
 from forestage.hooks import boundary
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
-from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION, SAVE_OPTION
 from forestage.system.as_user import User
+from helper import Helper, ask, environ, noted
 from node import ALICE, BOB, HANGS, Node, content, until
 
 MIB = 1024 * 1024
 
-# `forestage step` on the test's node instead of the machine.
-HELPER = """
-import sys
-from pathlib import Path
-from forestage import paths
-from forestage.hooks import step
-step.HELD_UP = 3600.0  # however slow it is: nothing is said by the way
-real, root = paths.Places, Path(sys.argv.pop())
-paths.Places = lambda: real(root)
-from forestage.cli.entry import main
-main()
-"""
 BY_HAND = [sys.executable, "-Ic", "from forestage.cli.entry import main; main()", "step"]
-
-
-def environ(
-    node: Node,
-    job: int,
-    image: str | Path,
-    user: User = ALICE,
-    step: int = 0,
-    saves: str | None = None,
-    timeout: int = 600,
-) -> dict[str, str]:
-    """Exactly what the companion gives its helper."""
-    given = {
-        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
-        "LANG": "C.UTF-8",
-        "SLURM_SCRIPT_CONTEXT": "spank_step",
-        "SLURM_JOB_ID": str(job),
-        "SLURM_JOB_UID": str(user.uid),
-        "SLURM_JOB_GID": str(user.gid),
-        "SLURM_STEP_ID": str(step),
-        "SLURM_JOB_WORK_DIR": str(node.shared),
-        "SLURM_JOB_PARTITION": "batch",
-        "SLURMD_NODENAME": "n1",
-        IMAGE_OPTION: str(image),
-        "FORESTAGE_TIMEOUT": str(timeout),
-    }
-    return given | ({SAVE_OPTION: saves} if saves else {})
-
-
-class Helper:
-    """One `forestage step`, started as the companion does it."""
-
-    def __init__(self, node: Node, given: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-Ic", HELPER, "step", str(node.places.root)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=given,
-            cwd="/",
-            start_new_session=True,
-        )
-
-    def kill(self) -> None:
-        """As the companion does it at its limit, and when the step is cancelled."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-
-    def lines(self) -> list[list[str]]:
-        """All that it said but of the environment, in fields, after it has ended well."""
-        return [line for line in self.all() if line[:2] != ["data", "env"]]
-
-    def all(self) -> list[list[str]]:
-        out, _ = self.process.communicate(timeout=HANGS)
-        assert self.process.returncode == 0
-        assert out.endswith(b"\n")
-        return [line.split("\t") for line in out.decode().removesuffix("\n").split("\n")]
-
-    def answer(self) -> list[str]:
-        """Its last line, and nothing before it for the user."""
-        (only,) = self.lines()
-        return only
-
-    def variables(self) -> dict[str, str]:
-        """What it said of the step's environment."""
-        return {line[2]: line[3] for line in self.all() if line[:2] == ["data", "env"]}
-
-
-def ask(node: Node, job: int, image: str | Path, **more: object) -> list[str]:
-    return Helper(node, environ(node, job, image, **more)).answer()  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -192,13 +108,6 @@ def test_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user:
 
 def read_events(node: Node) -> list[object]:
     return [event for event in read(node.places.events) if event.hook != "stager"]
-
-
-def noted(node: Node, job: int) -> list[list[str]]:
-    """What the companion finds of images in the job's record."""
-    file = node.leases.shown(job)
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [line.split("\t")[1:] for line in lines if line.startswith("image\t")]
 
 
 def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
@@ -593,150 +502,12 @@ def test_node_switched_off_for_a_time_serves_again_when_that_is_over(spank: Node
     assert ask(spank, 7, path)[0] == "use"
 
 
-Said = dict[str, str]
-# Directories that the container binds: with a redirect below one it would not start.
-
-YES, NO = {HOME_OPTION: "1"}, {NO_HOME_OPTION: "1"}
-
-
-@pytest.fixture
-def home(node: Node) -> Said:
-    """That a step's HOME is alice's folder on the shared file system."""
-    node.configure(redirect="spank")
-    return {"FORESTAGE_HOME": str(node.shared / "alice")}
-
-
-def set_enroot(node: Node, text: str, name: str = "enroot.conf") -> None:
-    file = node.places.root / "etc/enroot" / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
-def answer_to(node: Node, path: Path, said: Said) -> list[str]:
-    return Helper(node, environ(node, 7, path) | said).answer()
-
-
-@pytest.mark.parametrize("said", [YES, {}], ids=["step", "site"])
-def test_image_in_a_home_that_is_mounted_stays_as_it_is(node: Node, home: Said, said: Said) -> None:
-    path = node.put("alice/image.sqsh")
-    if not said:
-        set_enroot(node, "ENROOT_MOUNT_HOME  yes\n")
-    assert answer_to(node, path, home | said) == ["leave", "below-bind"]
-    assert node.entries() == set()
-    assert noted(node, 7) == []
-
-
-@pytest.mark.parametrize("setting", ["ENROOT_MOUNT_HOME no", "#ENROOT_MOUNT_HOME yes", ""])
-def test_image_in_a_home_that_is_not_mounted_is_served(
-    node: Node, home: Said, setting: str
-) -> None:
-    set_enroot(node, setting)
-    assert answer_to(node, node.put("alice/image.sqsh"), home)[0] == "use"
-
-
-def test_step_that_wants_no_home_is_served_and_no_further_one_by_its_word(
-    node: Node, home: Said
-) -> None:
-    path = node.put("alice/image.sqsh")
-    set_enroot(node, "ENROOT_MOUNT_HOME yes\n", "enroot.conf.d/site.conf")
-    assert answer_to(node, path, home | NO)[0] == "use"
-    assert noted(node, 7) == []
-    assert answer_to(node, path, home) == ["leave", "below-bind"]
-
-
-def test_image_elsewhere_is_served_with_a_home(node: Node, home: Said) -> None:
-    assert answer_to(node, node.put("images/image.sqsh"), home | YES)[0] == "use"
-    assert answer_to(node, node.put("alice2/image.sqsh"), home | YES)[0] == "use"
-
-
-def test_home_that_is_a_link_is_followed(node: Node) -> None:
-    node.configure(redirect="spank")
-    path, link = node.put("alice/image.sqsh"), node.places.root / "home"
-    link.symlink_to(path.parent)
-    assert answer_to(node, path, {"FORESTAGE_HOME": str(link)} | YES) == ["leave", "below-bind"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{folder} {folder} none x-create=dir,bind,rw", ["leave", "below-bind"]),
-        ("{folder}/ /data none bind", ["leave", "below-bind"]),
-        ("${{HOME}} /home none bind,rw", ["leave", "below-bind"]),
-        ("{folder} /data none x-create=dir,rbind,rw", ["use"]),
-        ("{folder}/image /data none bind", ["use"]),
-        ("${{ELSE}} /data none bind", ["use"]),
-        ("# {folder} /data none bind", ["use"]),
-        ("tmpfs /tmp tmpfs bind", ["use"]),
-        ("{folder} bind", ["use"]),
-    ],
-)
-def test_directory_that_all_containers_bind_holds_no_redirect(
-    node: Node, home: Said, line: str, said: list[str]
-) -> None:
-    path = node.put("alice/image.sqsh")
-    set_enroot(node, line.format(folder=path.parent) + "\n", "mounts.d/50-site.fstab")
-    set_enroot(node, f"{path.parent} /x none bind\n", "mounts.d/50-site.fstab.rpmsave")
-    assert answer_to(node, path, home)[: len(said)] == said
-
-
-@pytest.mark.parametrize("redirected", ["bind", "spank"])
-def test_prolog_knows_the_home_by_the_uid(
-    node: Node, monkeypatch: pytest.MonkeyPatch, redirected: str
-) -> None:
-    node.configure(redirect=redirected)
-    path = node.put("alice/image.sqsh")
-    me = pwd.struct_passwd(("alice", "x", ALICE.uid, ALICE.gid, "", str(path.parent), "/bin/sh"))
-    monkeypatch.setattr(pwd, "getpwuid", {ALICE.uid: me}.__getitem__)
-    given = node.environ(7, path) | YES
-    code = Hook("prolog", given, 0.0).run(node.places, Clock())
-    assert code == 0
-    (outcome,) = node.outcomes("prolog", 7)
-    assert (outcome.result, outcome.reason) == ("declined", "below-bind")
-    assert node.binds() == {}
-    assert os.listdir(node.cache.entries) == []
-
-
-def test_job_without_a_word_of_it_is_served_as_ever(node: Node, home: Said) -> None:
-    path = node.put("alice/image.sqsh")
-    assert ask(node, 7, path)[0] == "use"
-
-
-def test_step_that_binds_the_home_takes_off_what_its_prolog_redirected(
-    node: Node, home: Said
-) -> None:
-    node.configure(redirect="bind")
-    path = node.put("alice/image.sqsh")
-    node.prolog(7, path)
-    until(lambda: str(path) in node.binds(), "the redirect")
-    assert answer_to(node, path, home | YES) == ["leave", "below-bind"]
-    assert node.binds() == {}
-    assert node.epilog(7).code == 0
-
-
 def test_step_that_only_saves_takes_off_what_lies_there(node: Node) -> None:
     path = node.staged(1)
     given = environ(node, 7, path, saves=str(path))
     del given[IMAGE_OPTION]
     assert Helper(node, given).answer() == ["leave", "no-image"]
     assert node.shows_source(path)
-
-
-def test_home_that_nobody_tells_holds_up_no_job_that_needs_none(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hang(uid: int) -> object:
-        raise AssertionError("a directory server was asked for the home")
-
-    monkeypatch.setattr(pwd, "getpwuid", hang)
-    assert node.prolog(7, node.put("alice/image.sqsh")).outcome.result == "copied"
-
-
-def test_step_that_calls_another_directory_its_home_takes_off_no_redirect_of_others(
-    node: Node,
-) -> None:
-    path = node.staged(1)
-    assert answer_to(node, path, {"FORESTAGE_HOME": str(path.parent)} | YES)[1] == "below-bind"
-    assert str(path) in node.binds()
 
 
 def test_user_who_may_not_write_there_takes_off_no_redirect_by_saving(node: Node) -> None:

@@ -35,7 +35,11 @@ try:
     environ = environment.read(order["environ"].encode(errors="surrogateescape"))
     settings = environment.settings(environ, Deadline.after(600.0, clock), order["conf"])
     asked = reference.parse(order["text"])
-    found["digest"] = resolve.digest(asked, settings, Deadline.after(order["patience"], clock))
+    until = Deadline.after(order["patience"], clock)
+    if "meant" in order:
+        found["layers"] = resolve.layers(asked, settings, order["meant"], until)
+    else:
+        found["digest"] = resolve.digest(asked, settings, until)
 except Declined as error:
     found |= {"reason": error.reason, "detail": str(error)}
     found["transient"] = getattr(error, "transient", False)
@@ -47,6 +51,7 @@ class Result(msgspec.Struct, frozen=True):
     """What came of it, and for how long it would have slept."""
 
     digest: str = ""
+    layers: int = 0
     reason: str = ""
     detail: str = ""
     transient: bool = False
@@ -83,8 +88,8 @@ class Asker:
             for path in (folder, *(f"{folder}/{file}" for file in files)):
                 os.chown(path, self.uid, self.uid, follow_symlinks=False)
 
-    def ask(self, text: str, patience: float = 600.0) -> Result:
-        """Resolves a reference; `patience` is in seconds."""
+    def ask(self, text: str, patience: float = 600.0, meant: str | None = None) -> Result:
+        """Resolves a reference, or looks for what `meant` is in bytes; `patience` is in seconds."""
         self.owns_home()
         order = {
             "text": text,
@@ -92,6 +97,7 @@ class Asker:
             "path": f"{self.bin}:/usr/sbin:/usr/bin:/sbin:/bin",
             "environ": "".join(f"{name}={value}\0" for name, value in self.variables.items()),
             "conf": str(self.conf),
+            **({} if meant is None else {"meant": meant}),
         }
         ids = (f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups", "--no-new-privs")
         with subprocess.Popen(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
 import threading
 import time
@@ -45,6 +47,26 @@ def test_tag_of_an_index_means_the_index(alice: Asker, registry: Registry) -> No
     index = registry.index(f"{IMAGE}:both", {"amd64": one, "arm64": other})
     assert alice.ask(f"{registry.host}#{IMAGE}:both").digest == index
     assert len({one, other, index}) == 3
+
+
+def test_layers_are_those_of_this_architecture(alice: Asker, registry: Registry) -> None:
+    files = {"large": random.Random(1).randbytes(2 << 20)}
+    one, other = registry.push(f"{IMAGE}:a", FILES), registry.push(f"{IMAGE}:b", files)
+    arch = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
+    index = registry.index(f"{IMAGE}:both", {"s390x": one, arch: other})
+    text = f"{registry.host}#{IMAGE}:both"
+    assert 2 << 20 < alice.ask(text, meant=index).layers < 3 << 20
+    assert alice.ask(text, meant=other).layers == alice.ask(text, meant="").layers
+    assert 0 < alice.ask(text, meant=one).layers < 1 << 20
+
+
+@pytest.mark.parametrize("answer", [says(404), says(500), says(200)])
+def test_layers_that_nobody_tells_are_none(
+    alice: Asker, registry: Registry, answer: Callable[..., object]
+) -> None:
+    registry.front.on(".*", "/v2/.*/manifests/.*", answer)  # type: ignore[arg-type]
+    found = alice.ask(f"{registry.host}#{IMAGE}:a", meant="")
+    assert (found.layers, found.reason) == (0, "")
 
 
 def test_tag_that_was_moved_means_the_new_digest(alice: Asker, registry: Registry) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import registries
 from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, processes, until
 
 import node as waited
+from forestage.paths import Places
+from forestage.registry import full
 from forestage.registry.words import Importing, Present, Refused, Resolved
 from forestage.system import mounts, run
 
@@ -182,6 +186,79 @@ def test_store_that_is_full_is_told_and_left_clean(site: Site) -> None:
     assert isinstance(word, Refused)
     assert word.reason == "store-full"
     assert not {name for name in site.names() if name.endswith("part")}
+
+
+def test_those_who_wait_hear_of_a_full_store(site: Site, open_path: Path) -> None:
+    """What says so needs room itself, which the half of an image takes until it is deleted."""
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+    fifo = open_path / "go on"
+    fills = {"STANDIN_WAIT": str(fifo), "STANDIN_FILL": "4"}
+    with site.start(environ=fills) as first, site.start(environ=fills, host="n2") as second:
+        until(first, Importing), until(second, Importing)
+        fifo.touch()
+        words = [until(first)[-1], until(second)[-1]]
+    assert [word.reason for word in words if isinstance(word, Refused)] == ["store-full"] * 2
+    assert len(site.imports) == 1
+
+
+def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
+    site: Site, open_path: Path
+) -> None:
+    places = Places(open_path)
+    places.images.mkdir(parents=True)
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+    marks = {"marks": str(places.images)}
+    with site.start(environ={"STANDIN_FILL": "4"}, **marks) as at_work:
+        resolved, *_, failed = until(at_work)
+    assert isinstance(resolved, Resolved)
+    assert isinstance(failed, Refused)
+    assert 0 < failed.free < 1 << 20
+    full.note(places, ALICE, resolved.name, failed.detail, failed.free, time.time())
+    again = last(site.start(**marks))
+    assert isinstance(again, Refused)
+    assert (again.reason, again.detail) == ("store-full", failed.detail)
+    assert len(site.imports) == 1
+    assert isinstance(last(site.start(user=BOB, **marks)), Present)
+    other = last(site.start(reference=f"here#other@{NEW}", **marks))
+    assert isinstance(other, Present)
+    full.note(places, ALICE, resolved.name, failed.detail, failed.free, time.time() - full.SECONDS)
+    assert isinstance(last(site.start(**marks)), Present)
+
+
+def test_room_that_came_ends_what_was_noted(site: Site, open_path: Path) -> None:
+    places = Places(open_path)
+    places.images.mkdir(parents=True)
+    with site.start(environ={"STANDIN_FAIL": "gone"}) as at_work:
+        resolved = until(at_work)[0]
+    assert isinstance(resolved, Resolved)
+    full.note(places, ALICE, resolved.name, "full", 5, time.time())
+    assert isinstance(last(site.start(marks=str(places.images))), Present)
+
+
+def test_image_whose_layers_are_larger_than_the_store_is_not_begun(
+    site: Site, open_path: Path, tmp_path: Path
+) -> None:
+    real = registries.start(tmp_path / "registry")
+    try:
+        noise = {"large": random.Random(1).randbytes(2 << 20)}
+        digest = real.push("team/tool:1", noise)
+        mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+        word = last(site.start(reference=f"{real.host}#team/tool@{digest}"))
+        assert isinstance(word, Refused)
+        assert (word.reason, site.imports) == ("store-full", [])
+        assert "its layers have 2" in word.detail
+        mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=9M,mode=1777")
+        assert isinstance(last(site.start(reference=f"{real.host}#team/tool@{digest}")), Present)
+    finally:
+        real.stop()
+
+
+def test_note_of_a_full_store_is_for_its_user_alone(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    places.images.mkdir(parents=True)
+    full.note(places, ALICE, "name", "full", 5, 0.0)
+    (file,) = places.images.iterdir()
+    assert (file.stat().st_uid, file.stat().st_mode & 0o777) == (ALICE.uid, 0o400)
 
 
 def test_file_above_the_largest_size_is_refused(site: Site) -> None:

@@ -77,6 +77,8 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
         f"{PREFIX}save": f"{step.folder}/save.sqsh",
         "FORESTAGE_MANAGER": environ(step)["FORESTAGE_MANAGER"],  # see the next test
         "FORESTAGE_TIMEOUT": "33",
+        "FORESTAGE_PATH": os.environ["PATH"],
+        "FORESTAGE_ENVIRONMENT": "3",
     }
 
 
@@ -174,13 +176,16 @@ print("leave\tnone")
 
 
 @pytest.mark.parametrize("parent", ["leak=1", "closed=1"])
-def test_helper_is_root_alone_with_three_descriptors(step: Step, parent: str) -> None:
+def test_helper_is_root_alone_with_three_descriptors_and_the_environment(
+    step: Step, parent: str
+) -> None:
     out = step.folder / "out"
     step.helper.write_text(STATE.format(out=out))
     assert step.run(parent).lines("verbose")[0].endswith("none")
     state = json.loads(out.read_text())
     fds = state.pop("fds")
-    assert set(fds) == {"0", "1", "2"}
+    assert set(fds) == {"0", "1", "2", "3"}
+    assert fds["3"].startswith("/memfd:environment")
     assert fds["0"] == fds["2"] == "/dev/null"
     assert fds["1"].startswith("pipe:")
     assert state == {

@@ -124,11 +124,11 @@ def test_helper_gets_no_other_descriptor(step: Step, place: Path) -> None:
     assert given(step)["open"] == [0, 1, 2, 3, 4]  # the last is that of the look itself
 
 
-def test_path_brings_no_environment(step: Step) -> None:
+def test_path_brings_the_environment_and_nothing_that_is_for_imports(step: Step) -> None:
     step.answers("leave\tnone", first=note(step))
-    step.run("env=HOME=/home/x")
-    assert given(step)["block"] == ""
-    assert "FORESTAGE_ENVIRONMENT" not in str(given(step)["environ"])
+    step.run("env=HOME=/home/x", "env=ENVIRONMENT=BATCH")
+    assert given(step)["block"] == "HOME=/home/x\0ENVIRONMENT=BATCH\0"
+    assert "BATCH" not in str(given(step)["environ"])
 
 
 def test_tasks_bind_what_they_hear_of_at_the_place_that_is_named(step: Step, place: Path) -> None:

@@ -48,13 +48,22 @@ def note(
     result: Result = "hit",
 ) -> None:
     places, leases = Places(step.folder), Leases(LEASES)
-    decided = [*shown.decided_by(places), "room\t0\t3"]
+    decided = [*shown.decided_by(places), "room\t0\t3", *by_binds(step)]
     leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (Use(KEY),)))
     found = Handled(result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank")
     event = Event(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
     text = msgspec.json.encode(event).decode().removeprefix('{"time":0.0,')
     image = Shown(asked or str(step.image), uid, text, tuple(answer(step).split("\t")))
     shown.note(leases, JOB, decided, [image])
+
+
+def by_binds(step: Step) -> tuple[str, ...]:
+    """As hooks/binds.py has it, without an enroot, and of a user without files of their own."""
+    own = step.folder / "shared/.config"
+    facts = step.image.stat()
+    times = facts.st_mtime_ns, facts.st_ctime_ns
+    theirs = {str(own): (0, 0, 0, 0), str(step.image): (facts.st_ino, facts.st_size, *times)}
+    return shown.of_binds("", {}, theirs, {"XDG_CONFIG_HOME": None, "LATER": None})
 
 
 def record(step: Step) -> str:
@@ -196,7 +205,7 @@ UNUSUAL = {
     "record that is cut short": "truncate -s -1 {leases}/77.shown",
     "record that is empty": "truncate -s 0 {leases}/77.shown",
     "record that is too long": "yes 'image\t' | head -c 65536 >> {leases}/77.shown",
-    "record of another release": "sed -i '1s/2/1/' {leases}/77.shown",
+    "record of another release": "sed -i '1s/3/2/' {leases}/77.shown",
     "record of another boot": "sed -i 's/^boot\t.*/boot\tx/' {leases}/77.shown",
     "record without a word of room": "sed -i '/^room/d' {leases}/77.shown",
     "record with a damaged word of room": "sed -i 's/^room.*/room\t0/' {leases}/77.shown",
@@ -204,6 +213,12 @@ UNUSUAL = {
     "disk without room to unpack": "sed -i 's/^room.*/room\t0\t{huge}/' {leases}/77.shown",
     "record with a damaged line": "sed -i 's/^file.*disabled.*/file\t/' {leases}/77.shown",
     "record without what is decided": "sed -i 's/^image\t.*/image\t\t/' {leases}/77.shown",
+    "enroot that has gone": "sed -i 's,^enroot.*,enroot\t/usr/bin/enroot,' {leases}/77.shown",
+    "file of the user's that came": "touch {0}/shared/.config",
+    "file of the user's that is another": r"sed -i 's/\(^theirs.*\)./\1x/' {leases}/77.shown",
+    "more files of the user's than are kept": "yes 'theirs\t/n\t0\t0\t0\t0' | head -33 > {0}/l;"
+    " sed -i '/^room/r {0}/l' {leases}/77.shown",
+    "variable that is not set": "sed -i 's/^variable.LATER.*/&\t/' {leases}/77.shown",
     "lease that a hook confirmed": "touch {leases}/77.json",
     "lease that is gone": "rm {leases}/77.json",
     "switched off": "mkdir -p {0}/run/forestage; touch {0}/run/forestage/disabled",
@@ -233,6 +248,63 @@ def test_what_is_unusual_asks_the_helper(noted: Step, work: str) -> None:
 
 def test_step_that_saves_asks_the_helper(noted: Step) -> None:
     noted.run(f"save={noted.folder}/save.sqsh")
+    assert noted.asked() == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "asks"),
+    [
+        (["DATA=/a"], 0),
+        (["DATA=/b", "DATA=/a", "DATABASE=/b"], 0),
+        (["DATA=/a", "DATA=/b"], 1),
+        (["DATA=/ab"], 1),
+        (["DATA="], 1),
+        ([], 1),
+        (["DATA=/a", "XDG_CONFIG_HOME=/b"], 1),
+        (["DATA=/a", "XDG_CONFIG_HOME="], 1),
+    ],
+)
+def test_step_with_another_variable_that_counts_asks_the_helper(
+    noted: Step, said: list[str], asks: int
+) -> None:
+    file = Leases(LEASES).shown(JOB)
+    file.write_text(record(noted).replace("variable\tLATER", "variable\tDATA\t/a"))
+    noted.run(*(f"env={one}" for one in said))
+    assert noted.asked() == asks
+
+
+def test_step_with_another_enroot_asks_the_helper(noted: Step) -> None:
+    program = noted.folder / "bin/enroot"
+    program.parent.mkdir()
+    program.write_text("")
+    noted.environ["PATH"] = f"relative::{program.parent}/:{os.environ['PATH']}"
+    noted.run()
+    assert noted.asked() == 0  # which nobody could start
+    program.chmod(0o755)
+    noted.run()
+    assert noted.asked() == 1
+    file = Leases(LEASES).shown(JOB)
+    file.write_text(record(noted).replace("enroot\t", f"enroot\t{program.parent}//enroot"))
+    noted.run()
+    assert noted.asked() == 1
+
+
+def test_files_of_the_users_are_looked_at_as_the_user(noted: Step) -> None:
+    own = noted.folder / "shared/.config"
+    own.mkdir(mode=0o700)
+    os.utime(own, (1, 1))
+    facts = own.stat()
+    numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+    line = "\t".join(map(str, ("theirs", own, *numbers)))
+    before = f"theirs\t{own}\t0\t0\t0\t0"
+    Leases(LEASES).shown(JOB).write_text(record(noted).replace(before, line))
+    noted.run()
+    assert noted.asked() == 0
+    (noted.folder / "shared/closed").mkdir(mode=0o700)  # root's, as all of it
+    inside = noted.folder / "shared/closed/mounts.d"
+    text = record(noted).replace(line, f"theirs\t{inside}\t0\t0\t0\t0")
+    Leases(LEASES).shown(JOB).write_text(text)
+    noted.run()
     assert noted.asked() == 1
 
 

@@ -229,6 +229,8 @@ def _copied(outcome: Copied) -> str:
 
 
 def _redirect(outcome: Handled) -> str:
+    if outcome.came and outcome.redirect == "none":  # a Prolog's guess (hooks/registry.guess)
+        return "copied ahead: a step shows it, if the reference still means this image"
     why = "`redirect: none`, or it saves its container there"
     if outcome.result == "started":
         why = "no copy was here"

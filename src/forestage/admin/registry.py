@@ -80,7 +80,8 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
         raise NotFound("there is no store of images: enroot imports it, as without forestage")
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
-    order = msgspec.structs.replace(order, offline=config.registry.offline)
+    marks = os.fspath(Places().images)
+    order = msgspec.structs.replace(order, offline=config.registry.offline, marks=marks)
     shared = {"directory": config.registry.store, "cache": config.cache}
     try:
         return _either(msgspec.structs.replace(order, **shared), environ, say)

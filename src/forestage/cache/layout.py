@@ -42,7 +42,8 @@ class Entry(msgspec.Struct, frozen=True):
 
     `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
     `kind` is that of the job which was the first to want it; `rate` is what the source gave in
-    bytes per second, 0 where that is not known.
+    bytes per second, 0 where that is not known. `binds` is what the image's own fstab binds
+    (stage/fstab.py).
     """
 
     key: str
@@ -54,6 +55,7 @@ class Entry(msgspec.Struct, frozen=True):
     digest: str = ""
     kind: Kind = "image"
     rate: float = 0.0
+    binds: tuple[str, ...] = ()
 
 
 class StoredEntry(msgspec.Struct, frozen=True):

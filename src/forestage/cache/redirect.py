@@ -26,6 +26,7 @@ from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
+from forestage.slurm import enroot
 from forestage.system import as_user, folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
@@ -106,6 +107,11 @@ def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
     but for a lease that has gone: then its Epilog has run, and nobody needs a redirect.
     """
     use = Use(wanted.key, wanted.path)
+    entry = node.cache.find(wanted)
+    nobodys = enroot.Variables({}, all_known=False)
+    own = [nobodys.expanded(source) for source in entry.binds] if entry else []
+    if any(enroot.holds(source, wanted.path) for source in own):
+        return  # its own container would not start
     for job in node.leases.jobs():
         with contextlib.suppress(Failed):  # a damaged lease wants no redirect
             lease = node.leases.read(job)

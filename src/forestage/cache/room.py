@@ -36,7 +36,7 @@ def is_beside(cache: Cache, root: Path, timeout: float) -> bool:
     True where its configuration does not tell. In a child, as that place may hang, for `timeout`
     seconds. Raises as_user.TooSlow, OSError.
     """
-    above = enroot.data_above(enroot.settings(Files(root)))
+    above = enroot.data_above(enroot.site(Files(root)).settings)
 
     def work() -> as_user.Found[bool]:
         place = root / above.lstrip("/")

@@ -2,23 +2,27 @@
 
     /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
 
-    forestage 2
-    boot    BOOT-ID
-    events  PATH                                       where a step is noted
-    file    PATH  INODE  SIZE  MTIME_NS  CTIME_NS      must still be so; zeros: must not be there
-    room    MIN_FREE  RATIO                            bytes; times the entry's, for what unpacks it
-    image   ASKED  UID  EVENT  use  ENTRY  PATH  INODE  SIZE  MTIME_NS  CTIME_NS  TELL
+    forestage 3
+    boot      BOOT-ID
+    events    PATH                                     where a step is noted
+    file      PATH  INODE  SIZE  MTIME_NS  CTIME_NS    must still be so; zeros: must not be there
+    room      MIN_FREE  RATIO                          bytes; times the entry's, for what unpacks it
+    enroot    PATH                                     the first on the step manager's PATH, or ""
+    theirs    PATH  INODE  SIZE  MTIME_NS  CTIME_NS    as `file`, looked at as the user
+    variable  NAME  [VALUE]                            of the step's environment; none: not set
+    image     ASKED  UID  EVENT  use  ENTRY  PATH  INODE  SIZE  MTIME_NS  CTIME_NS  TELL
 
 Where less than both is free on the entry's disk, the helper is asked, which evicts. The files are
-those of the configuration, the off switch, and, last, the lease: whatever a hook changes in it
-makes the record void. So a race with a hook costs a helper's run, never more. The end of an image's
-line is the helper's answer (hooks/step.py), EVENT the rest of its event's JSON.
-`src/spank/shown.c` reads this.
+those of the configuration, the off switch, enroot's own and, last, the lease: whatever a hook
+changes in it makes the record void. So a race with a hook costs a helper's run, never more. By
+enroot's, by the user's and by the variables it was decided that no container of the step binds what
+is above the image (hooks/binds.py). The end of an image's line is the helper's answer
+(hooks/step.py), EVENT the rest of its event's JSON. `src/spank/shown.c` reads this.
 """
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,7 +37,8 @@ from forestage.paths import Places
 from forestage.system import records
 from forestage.units import printable
 
-FIRST_LINE = "forestage 2"  # what the companion of another release does not understand, it ignores
+FIRST_LINE = "forestage 3"  # what the companion of another release does not understand, it ignores
+Facts = tuple[int, int, int, int]
 MAX_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
@@ -67,6 +72,31 @@ def decided_by(places: Places) -> list[str]:
 def of_room(cache: Cache, config: Config) -> str:
     """Returns the line that says how much has to be free for a step that unpacks an image."""
     return _line("room", room.min_free(cache, config), config.unpack_ratio)
+
+
+def of_binds(
+    program: str,
+    files: Mapping[str, Facts],
+    theirs: Mapping[str, Facts],
+    variables: Mapping[str, str | None],
+) -> tuple[str, ...]:
+    """Pure: the lines for what decided that a redirect is in no container's way.
+
+    None where something is unusual: then there is no record.
+    """
+    try:
+        return (
+            _line("enroot", program),
+            *(_line("file", path, *facts) for path, facts in files.items()),
+            *(_line("theirs", path, *facts) for path, facts in theirs.items()),
+            *(_line("variable", name, *_if_set(value)) for name, value in variables.items()),
+        )
+    except Failed:
+        return ()
+
+
+def _if_set(value: str | None) -> tuple[str, ...]:
+    return () if value is None else (value,)
 
 
 def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Shown]) -> None:

@@ -38,7 +38,9 @@ from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError, Failed
 from forestage.paths import Places
+from forestage.slurm.enroot import Site
 from forestage.system import child
+from forestage.system.terminal import harmless
 from forestage.system.tree import Files
 
 __all__ = ["Finding", "Level", "Report", "Target", "check", "pieces", "report"]
@@ -62,6 +64,7 @@ class _Said(msgspec.Struct, frozen=True):
     at: str = ""
     found: Finding | None = None
     over: bool = False
+    enroot: str = ""
     error: str = ""
 
 
@@ -70,11 +73,13 @@ def check(target: Target) -> Report:
 
     Raises Failed.
     """
-    return report(_heard(target))
+    heard = [*_heard(target)]
+    said = next((one for one in heard if isinstance(one, str)), "")
+    return report((one for one in heard if not isinstance(one, str)), said)
 
 
-def _heard(target: Target) -> Iterator[Finding]:
-    """The findings of the child, as far as it comes."""
+def _heard(target: Target) -> Iterator[Finding | str]:
+    """The findings of the child, as far as it comes, and last what was read of enroot."""
     pid, line = child.begin(partial(_look, target), _failed)
     line.settimeout(PATIENCE)
     at = ""
@@ -90,6 +95,7 @@ def _heard(target: Target) -> Iterator[Finding]:
             if said.found is not None:
                 yield said.found
             if said.over:
+                yield said.enroot
                 break
             if said == _Said():
                 said = _Said(error="its process died")
@@ -101,10 +107,14 @@ def _heard(target: Target) -> Iterator[Finding]:
 def _look(target: Target, line: socket.socket) -> None:
     """The child's whole life."""
     child.let_go({line.fileno()})
-    for one in _findings(target):
+    line.send(msgspec.json.encode(_Said(at="enroot's configuration")))
+    files = Files(target.places.root)
+    of_enroot = enroot.read(files)
+    for one in _findings(target, files, of_enroot):
         said = _Said(at=one) if isinstance(one, str) else _Said(found=plain(one))
         line.send(msgspec.json.encode(said))
-    line.send(msgspec.json.encode(_Said(over=True)))
+    words = harmless(enroot.looked(files, of_enroot))
+    line.send(msgspec.json.encode(_Said(over=True, enroot=words)))
 
 
 def _failed(line: socket.socket, error: BaseException | None) -> None:
@@ -122,10 +132,9 @@ def _hangs(at: str) -> Finding:
     )
 
 
-def _findings(target: Target) -> Iterator[Finding | str]:
+def _findings(target: Target, files: Files, of_enroot: Site) -> Iterator[Finding | str]:
     """What is found, and before each part what it looks at."""
     yield "slurm.conf"
-    files = Files(target.places.root)
     if not target.is_root:
         yield Finding(
             "not-root",
@@ -167,7 +176,7 @@ def _findings(target: Target) -> Iterator[Finding | str]:
     yield from disk.findings(files, config, hidden, used.images, origin)
     yield from of_settings.findings(files, conf, settings, used.images, target.places)
     yield "enroot's configuration"
-    yield from enroot.findings(files, config.sources)
+    yield from enroot.findings(files, config.sources, of_enroot)
     yield "the node"
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     stack = sites.with_conf(files, conf).stack if conf else None

@@ -159,7 +159,7 @@ def _is_ours(root: Path) -> bool:
 
 def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -> Iterator[Finding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
-    settings = enroot.settings(files)
+    settings = enroot.site(files).settings
     told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.data_above(settings)
     if not fixed or files.under(files.real(config.cache)) != files.under(files.real(fixed)):
         return

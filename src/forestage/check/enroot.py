@@ -1,26 +1,72 @@
 """Findings about enroot's own files: binds that a redirect breaks, and what dead jobs left."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from forestage.check import node
 from forestage.check.finding import Finding
 from forestage.slurm import enroot, queue
+from forestage.slurm.enroot import Site
 from forestage.system.terminal import count
 from forestage.system.tree import Files
 
+HOOK_BYTES = 64 * 1024
+OF_ENROOT = {
+    *("10-aptfix.sh", "10-cgroups.sh", "10-devices.sh", "10-home.sh", "10-localtime.sh"),
+    *("10-shadow.sh", "98-nvidia.sh", "99-mellanox.sh", "50-slurm-pmi.sh", "50-slurm-pytorch.sh"),
+    *("50-mig-config.sh", "50-sharp.sh"),
+}
+"""The hooks that enroot 4.1 comes with, of which one alone binds a directory: the user's home."""
 MOST = 3  # lines that are told of; the others go with them
 HOMES = "/home"
 
+_MOUNTS = re.compile(r"ENROOT_MOUNTS|enroot-mount")
 _VARIABLE = re.compile(r"\$\([^)]*\)|\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
 _OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c: job and step
 
 
-def findings(files: Files, sources: tuple[str, ...]) -> Iterator[Finding]:
+def read(files: Files) -> Site:
+    """What enroot goes by on this node: the one that slurmd's steps find, if that is known."""
+    pid = node.slurmd(files)
+    environ = os.fsdecode((pid and files.data(f"/proc/{pid}/environ")) or b"").split("\0")
+    paths = [one.removeprefix("PATH=") for one in environ if one.startswith("PATH=/")]
+    return enroot.site(files, *paths[:1])
+
+
+def looked(files: Files, site: Site) -> str:
+    """Pure: what was read, for people; "" for a node without enroot."""
+    if not site.program:
+        return ""
+    fstabs = [name for name in files.names(site.mounts) if name.endswith(".fstab")]
+    plain = count(len([*enroot.site_binds(files, site)]), "bind")
+    return (
+        f"{site.program}, configured in {site.sysconf}; {site.mounts}:"
+        f" {count(len(fstabs), 'fstab')}, {plain} without what is mounted below"
+    )
+
+
+def findings(files: Files, sources: tuple[str, ...], site: Site) -> Iterator[Finding]:
     """Nothing where enroot has no configuration."""
-    settings = enroot.settings(files)
-    binds = tuple(enroot.plain_binds(files, {}))
+    settings = site.settings
+    if site.program and not site.is_told and files.mode(site.sysconf) is None:
+        yield Finding(
+            "enroot-unread",
+            "unknown",
+            f"{site.program} does not say where its configuration lies, and there is no"
+            f" {site.sysconf}",
+            "A directory that containers bind without rbind would be missed: with an image below it"
+            " they do not start (Invalid argument)",
+            f"ln -s DIRECTORY {site.sysconf}, where enroot's configuration lies in another",
+        )
+    # A variable in one is a job's.
+    binds = [
+        one
+        for one in enroot.site_binds(files, site)
+        if one.source.startswith("/") and "$" not in one.source
+    ]
     reals = files.reals((HOMES, *sources, *(one.source for one in binds)))
     below = [f"{reals[source].rstrip('/')}/" for source in sources]
     for bind in islice((one for one in binds if _holds(reals[one.source], below)), MOST):
@@ -31,11 +77,28 @@ def findings(files: Files, sources: tuple[str, ...]) -> Iterator[Finding]:
         )
     if enroot.says_yes(settings.get("ENROOT_MOUNT_HOME", "")) and _holds(reals[HOMES], below):
         yield _breaks(
-            f"{enroot.CONF} has ENROOT_MOUNT_HOME, and images may lie in users' home directories",
-            f"{enroot.CONF}: ENROOT_MOUNT_HOME no (users who need theirs:"
+            f"{site.conf} has ENROOT_MOUNT_HOME, and images may lie in users' home directories",
+            f"{site.conf}: ENROOT_MOUNT_HOME no (users who need theirs:"
             " --container-mounts=$HOME), or sources: without /home",
         )
+    yield from _own_hooks(files, site)
     yield from _left_behind(files, settings)
+
+
+def _own_hooks(files: Files, site: Site) -> Iterator[Finding]:
+    """The site's hooks that mount: what they bind is known to nobody before they run."""
+    folder = f"{site.sysconf}/hooks.d"
+    for name in files.names(folder):
+        text = files.text(f"{folder}/{name}", HOOK_BYTES) or ""
+        if name.endswith(".sh") and name not in OF_ENROOT and _MOUNTS.search(text):
+            yield Finding(
+                "bind-by-hook",
+                "warning",
+                f"{folder}/{name} mounts into containers, and may do so without rbind",
+                "forestage cannot tell what a program binds: if that is a directory with an image"
+                " below it, containers of a staged image do not start (Invalid argument)",
+                f"{folder}/{name}: rbind in what it writes to ENROOT_MOUNTS",
+            )
 
 
 def _breaks(what: str, change: str) -> Finding:

@@ -32,18 +32,22 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The document: `code` is the exit status, `findings` the worst first."""
+    """The document: `code` is the exit status, `findings` the worst first.
+
+    `enroot` says which configuration of enroot's was read, "" for none.
+    """
 
     status: Status
     code: int
     findings: tuple[Finding, ...]
+    enroot: str = ""
 
 
-def report(findings: Iterable[Finding]) -> Report:
+def report(findings: Iterable[Finding], enroot: str = "") -> Report:
     """Pure: the findings in order, with harmless text; the first one's level is the status."""
     found = tuple(map(plain, sorted(findings, key=lambda one: _ORDER.index(one.level))))
     status: Status = found[0].level if found else "ok"
-    return Report(status, _CODES[status], found)
+    return Report(status, _CODES[status], found, harmless(enroot))
 
 
 def plain(one: Finding) -> Finding:
@@ -55,8 +59,9 @@ def plain(one: Finding) -> Finding:
 def pieces(report: Report) -> list[Piece]:
     """Pure: what people read; the first line is all that Nagios shows in its lists."""
     word = report.status.upper()
+    read: list[Piece] = [Line(f"read    {report.enroot}")] if report.enroot else []
     if not report.findings:
-        return [Line(f"forestage {word} - nothing to change")]
+        return [Line(f"forestage {word} - nothing to change"), *read]
     ids = ", ".join(dict.fromkeys(one.id for one in report.findings))
     found: list[Piece] = [
         Line(f"forestage {word} - {count(len(report.findings), 'finding')}: {ids}")
@@ -68,4 +73,4 @@ def pieces(report: Report) -> list[Piece]:
             Line(f"{one.why}.", indent=2),
             Line(f"change  {one.change}", indent=2),
         ]
-    return found
+    return found + ([Line(""), *read] if read else [])

@@ -71,12 +71,17 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
 
 def _slurmd_has_own_mounts(files: Files) -> bool:
     """Returns False also where no slurmd runs, or where nobody may look."""
-    ours = _namespace(files, "1")
-    for pid in files.names("/proc"):
-        if pid.isdigit() and (files.text(f"/proc/{pid}/comm") or "").strip() == "slurmd":
-            theirs = _namespace(files, pid)
-            return ours is not None and theirs is not None and theirs != ours
-    return False
+    pid = slurmd(files)
+    ours, theirs = _namespace(files, "1"), _namespace(files, pid) if pid else None
+    return ours is not None and theirs is not None and theirs != ours
+
+
+def slurmd(files: Files) -> str:
+    """The process of a slurmd; "" where none runs."""
+    pids = (pid for pid in files.names("/proc") if pid.isdigit())
+    return next(
+        (pid for pid in pids if (files.text(f"/proc/{pid}/comm") or "").strip() == "slurmd"), ""
+    )
 
 
 def _namespace(files: Files, pid: str) -> str | None:

@@ -263,7 +263,7 @@ class Hook:
         if self.name == "step":
             from forestage.hooks import step
 
-            job = step.named(job)
+            job = step.environment(step.named(job), self.environ)
         work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
         outcomes = work(job, places, clock)
         if self.in_background:

@@ -10,6 +10,7 @@ Only with the companion: it mounts all this in each task's own namespace.
 import contextlib
 import io
 import os
+import pwd
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
-from forestage.hooks import binds, image
+from forestage.hooks import image
+from forestage.hooks.binds import Binds
 from forestage.hooks.image import Wait
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from forestage.data.job_dir import Own
 
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
-LOOK = 5.0  # seconds for it
+LOOK = 5.0  # seconds for it, and for where the job works
 STAGE_DIR = Request("stage-dir", "hint")
 
 
@@ -68,6 +70,7 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
     own, lines, outcomes = _own_dir(node, job, noted)
+    bound = Binds(node.places.root, job)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
     off = refusal or (Declined("no-mount", noted.refused) if noted.off else None)
     if off:
@@ -75,7 +78,7 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
         outcomes += [_of_error(one, off) for one in mounts]
     requests = () if off else noted.requests
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
-        found, outcome = _shown(node, job, noted, request, own, limit)
+        found, outcome = _shown(node, job, noted, request, own, limit, bound)
         lines += found
         outcomes.append(outcome)
     if any(one.at.startswith("seed:") for one in noted.requests):
@@ -224,7 +227,13 @@ def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -
 
 
 def _shown(
-    node: Node, job: Job, noted: Wanted, request: Request, own: "Own | None", limit: Wait
+    node: Node,
+    job: Job,
+    noted: Wanted,
+    request: Request,
+    own: "Own | None",
+    limit: Wait,
+    bound: Binds,
 ) -> tuple[Sequence[Fields], Handled]:
     try:
         path = images.wanted_path(request, job.work_dir)
@@ -236,14 +245,14 @@ def _shown(
             )
             for line in lines:
                 _must_not_be_in(job, line[-2], _some_time(node, limit))
-                binds.must_not_hold(line[-2], job, node.places.root, _some_time(node, limit))
+                bound.must_not_hold(line[-2])
             return lines, outcome
         if request.at.startswith("/"):
             from forestage.data import mounted
 
             limit = msgspec.structs.replace(limit, end=_some_time(node, limit))
             place = mounted.place(node, job, request.at, limit.end)
-            _keep_clear_of_binds(node, job, place.path, limit)
+            _keep_clear_of_binds(bound, place.path)
             answer = _staged(node, job, request, limit)
             staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
             return mounted.show(node, job, request, path, place, staged, limit.end)
@@ -266,28 +275,31 @@ def _must_not_be_in(job: Job, directory: str, end: Deadline) -> None:
     Wherever links lead: the directory is resolved. Raises as_user.TooSlow.
     """
 
-    def work() -> as_user.Found[bytes]:  # it need not be text
+    def work() -> as_user.Found[list[bytes]]:  # they need not be text
+        home = job.home
+        with contextlib.suppress(KeyError):
+            home = home or pwd.getpwuid(job.user.uid).pw_dir
         as_user.become(job.user)
-        return os.fsencode(os.path.realpath(job.work_dir)), []
+        own = [one for one in (home, job.work_dir) if one.startswith("/")]
+        return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
 
-    home = binds.home(job, min(binds.LOOK, end.left()))
-    resolved = os.fsdecode(as_user.call(work, bytes, min(binds.LOOK, end.left()))[0])
-    for own in (*home, job.work_dir, resolved):
+    found, _ = as_user.call(work, list[bytes], min(LOOK, end.left()))
+    for own in map(os.fsdecode, found):
         if f"{own}/".startswith(f"{directory}/"):
             raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
 
 
-def _keep_clear_of_binds(node: Node, job: Job, path: str, limit: Wait) -> None:
+def _keep_clear_of_binds(bound: Binds, path: str) -> None:
     """Raises Declined where the job's container would not start with a mount there."""
     try:
-        binds.must_not_hold(path, job, node.places.root, limit.end)
+        bound.must_not_hold(path)
     except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
         raise Declined("no-mount", f"{path}: {why}") from None
 
 
 def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
     """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
-    job = msgspec.structs.replace(job, saves=None, mounts_home=False)
+    job = msgspec.structs.replace(job, saves=None)
     return image.handle(node, job, [request], limit)[0]
 
 

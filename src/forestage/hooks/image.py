@@ -26,7 +26,7 @@ from forestage.clock import Clock, Deadline
 from forestage.config import Config
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled, Result
-from forestage.hooks import binds
+from forestage.hooks.binds import LOOK, Binds
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source, wait
@@ -86,12 +86,14 @@ class Wait(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """What a request came to, and its image where one was found.
 
-    `socket` is where the tasks of a step get the file through which they read.
+    `socket` is where the tasks of a step get the file through which they read; `decided` is by what
+    it was decided that a redirect is in no container's way (Binds.decided).
     """
 
     outcome: Handled
     image: Image | None = None
     socket: Path | None = None
+    decided: tuple[str, ...] = ()
 
 
 def wished(config: Config, hint: float | None, longest: float) -> float | None:
@@ -123,9 +125,12 @@ def handle(
     all the same where the node has redirects, since none may show this job an outdated file.
     """
     job = _note_saves(node, job, limit)
-    runs = [_run(node, job, request, limit, refusal) for request in requests]
-    begun = [next(run) for run in runs]
-    answers = [answer or next(filter(None, run)) for answer, run in zip(begun, runs, strict=True)]
+    bound = Binds(node.places.root, job, limit.end)
+    shows = node.config.redirect != "none" and not all(one.is_data for one in requests)
+    with bound if shows and refusal is None else contextlib.nullcontext():
+        runs = [_run(node, job, request, limit, refusal, bound) for request in requests]
+        begun = [next(run) for run in runs]
+        answers = [one or next(filter(None, run)) for one, run in zip(begun, runs, strict=True)]
     return _leave_room(node, job, answers)
 
 
@@ -158,20 +163,21 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
 
 
 def _run(
-    node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
+    node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None, bound: Binds
 ) -> Iterator[Answer | None]:
     """Yields the request's answer, and None before it where a copy has been started."""
     start = node.clock.monotonic()
     refusal = refusal or _refusal(node, job, request)
     try:
-        answer = yield from _handled(node, job, request, limit, refusal)
+        answer = yield from _handled(node, job, request, limit, refusal, bound)
     except Failed as failed:
         answer = Answer(of_error(request, failed))
     except (ForestageError, OSError) as error:
         answer = Answer(of_error(request, refusal or error))
     took = round(node.clock.monotonic() - start, 4)
     outcome = msgspec.structs.replace(answer.outcome, wait=took)
-    yield measured(node, msgspec.structs.replace(answer, outcome=outcome))
+    answer = msgspec.structs.replace(answer, outcome=outcome, decided=bound.decided)
+    yield measured(node, answer)
 
 
 def measured(node: Node, answer: Answer) -> Answer:
@@ -186,7 +192,7 @@ def measured(node: Node, answer: Answer) -> Answer:
 
 
 def _handled(
-    node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None
+    node: Node, job: Job, request: Request, limit: Wait, refusal: Declined | None, bound: Binds
 ) -> Generator[None, None, Answer]:
     if refusal and not redirect.binds(node.cache):
         raise refusal
@@ -196,7 +202,9 @@ def _handled(
         with source.open_as(job.user, path, node, limit.end) as opened:
             try:
                 _check(node, opened.image, refusal)
-                _keep_clear_of_binds(node, job, opened.image, limit)
+                # Data shows elsewhere.
+                if not request.is_data and node.config.redirect != "none":
+                    _keep_clear_of_binds(node, job, opened.image, limit, bound)
                 wanted = _of_kind(opened, request)
                 with (
                     leased(node, job, wanted.image.key, limit) as lease,
@@ -204,7 +212,7 @@ def _handled(
                 ):
                     if copying:
                         yield
-                    return _served(node, job, request, wanted, lease, copying, limit)
+                    return _served(node, job, request, wanted, lease, copying, limit, bound)
             except Declined as error:
                 if error.reason != "changed":
                     return Answer(of_error(request, error, opened.image), opened.image)
@@ -220,6 +228,7 @@ def _served(
     lease: Lease,
     copying: "Channel | None",
     limit: Wait,
+    bound: Binds,
 ) -> Answer:
     """The entry, if it comes in time; else what the job does meanwhile."""
     found = opened.image
@@ -236,6 +245,8 @@ def _served(
             came = wait.obtain(node, job, opened, copying, until, limit.watch)
         else:
             return meanwhile
+    if not request.is_data and node.config.redirect != "none":
+        _keep_clear_of_binds(node, job, found, limit, bound)  # what its own fstab says is known now
     with contextlib.suppress(FileNotFoundError):  # only a note for evict
         node.cache.touch(found.key, node.clock.wall())
     way = _way(node, job, found)
@@ -342,13 +353,14 @@ def _of_kind(opened: OpenImage, request: Request) -> OpenImage:
     return msgspec.structs.replace(opened, image=msgspec.structs.replace(opened.image, kind=kind))
 
 
-def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait) -> None:
+def _keep_clear_of_binds(node: Node, job: Job, found: Image, limit: Wait, bound: Binds) -> None:
     """Raises Declined where the job's container binds a directory above.
 
     Then no redirect of this job's stays; where another job needs one, this container may not start.
     """
     try:
-        binds.must_not_hold(found.path, job, node.places.root, limit.end)
+        entry = node.cache.read(found.key)
+        bound.must_not_hold(found.path, entry.binds if entry else ())
     except Declined:
         # A Prolog does not see what a step asks for, and may have laid one.
         _spare(node, job, found.path, limit)
@@ -446,7 +458,7 @@ def _note_saves(node: Node, job: Job, limit: Wait) -> Job:
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
-        saved, may = source.saved_to(path, job.user, min(binds.LOOK, limit.end.left()))
+        saved, may = source.saved_to(path, job.user, min(LOOK, limit.end.left()))
         job = msgspec.structs.replace(job, saves=saved)
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
             lease = lease_of(node, job)

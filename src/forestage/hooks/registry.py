@@ -28,7 +28,7 @@ from forestage.events import Came, Handled
 from forestage.hooks import image, step
 from forestage.hooks.image import Answer, Wait
 from forestage.hooks.waiting import GONE, Nobody, Tasks, Waiting
-from forestage.registry import place, under_way, worker
+from forestage.registry import full, place, under_way, worker
 from forestage.registry.under_way import PROCESS_NAME, UnderWay
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
@@ -206,7 +206,7 @@ def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
 def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
     """Has a worker obtain the image. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and step.is_first_node(job)
-    digest = ""
+    digest = name = ""
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
     order = order_of(node, job, asked)
@@ -216,10 +216,11 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
         undo.callback(under_way.forget, node.places, shown)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
-                digest = word.digest
+                digest, name = word.digest, word.name
             elif isinstance(word, Present):
                 return Worked(digest, came, word.path)
             elif isinstance(word, Refused):
+                _note_full(node, job, name, word)
                 raise Declined(printable(word.reason), printable(word.detail))
             else:
                 if isinstance(word, Importing):
@@ -247,6 +248,16 @@ def _entering(job: Job, tasks: Waiting) -> Callable[[], None]:
             raise Declined("stopped", GONE)
         tasks.wait(-1)
     return partial(child.enter_task, job.manager, without="freezer")
+
+
+def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:
+    """Holds the importer back, and the user's next steps, from the same import into a full store.
+
+    A user can say nothing here of another's images.
+    """
+    if word.reason == "store-full" and name:
+        now = node.clock.wall()
+        full.note(node.places, job.user, name, printable(word.detail), word.free, now)
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:
@@ -278,6 +289,7 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
         host=job.node,
         container=asked.container,
         imports=job.step is not None,
+        marks=os.fspath(node.places.images),
     )
 
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import pwd
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -35,6 +35,7 @@ from forestage.units import format_duration
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 HELD_UP = 5.0  # seconds that a step waits before its user reads why
 SPARE = 7.0  # seconds of the companion's for what a copier says when its time is over
+MAX_ENVIRONMENT = 8 << 20  # bytes; the kernel takes 6 MiB at most
 AGAIN = 30.0  # seconds until they read it once more
 
 PYXIS_TELLS = frozenset(
@@ -127,6 +128,26 @@ def is_unmounted(outcome: Handled) -> bool:
     """Pure: whether a squashfs file was to be mounted, and is not."""
     is_mount = outcome.data and "@/" in outcome.request
     return is_mount and outcome.result in UNSERVED and not outcome.redirect
+
+
+def environment(job: Job, environ: Mapping[str, str]) -> Job:
+    """Returns the job with the variables of its step, in the open file that the companion names.
+
+    What is too long for a program to be started with is left out: nobody knows it then.
+    """
+    number = environ.get("FORESTAGE_ENVIRONMENT", "")
+    if not (number.isascii() and number.isdigit()):
+        return job
+    data = b""
+    with contextlib.suppress(OSError):
+        while len(data) <= MAX_ENVIRONMENT and (more := os.pread(int(number), 1 << 20, len(data))):
+            data += more
+    if not data or len(data) > MAX_ENVIRONMENT:
+        return job
+    # Of a name that comes twice the last counts, as with putenv(3).
+    entries = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
+    variables = {name: value for name, equals, value in entries if equals}
+    return msgspec.structs.replace(job, variables=variables)
 
 
 def named(job: Job) -> Job:
@@ -335,14 +356,15 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
     # The off switch and a lease that says stage=off leave no answer that counts.
     found = [_shown(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
     images = [image for image in found if image is not None]
-    if images:
+    by_binds = next((one.decided for one in answers if one.decided), ())
+    if images and by_binds:
         # Only a further step's time depends on it.
         with (
             contextlib.suppress(ForestageError, OSError),
             lock.held(node.cache.space_lock, image.GIVE_UP),
         ):
             if decided:
-                decided = [*decided, shown.of_room(node.cache, node.config)]
+                decided = [*decided, shown.of_room(node.cache, node.config), *by_binds]
             shown.note(node.leases, job.id, decided, images)
 
 
@@ -375,6 +397,8 @@ def _further(node: Node, first: Answer) -> Answer | None:
     """
     # Not one of an earlier boot, which nobody has proven yet.
     entry = node.cache.find(first.image) if first.image else None
+    if entry is not None and entry.binds:  # which a helper has to look at
+        return None
     if entry is not None:
         return image.measured(node, Answer(Handled("hit"), Image(entry.identity, entry.access)))
     return Answer(Handled("through"), first.image, first.socket) if first.socket else None

@@ -14,6 +14,7 @@ from forestage.errors import Declined
 from forestage.registry.reference import TAG_DIGEST
 from forestage.slurm import enroot
 from forestage.system import run
+from forestage.system.tree import Files
 from forestage.units import printable
 
 MAX_BYTES = 4 << 20  # of an environment; the kernel takes 6 MiB at most of a program's stack
@@ -105,13 +106,14 @@ def _is_denied(name: str) -> bool:
     return name in DENIED or name.startswith("LD_")
 
 
-def settings(environ: Mapping[str, str], stop: Deadline, conf: str = enroot.CONF) -> Settings:
+def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Settings:
     """Returns what enroot and curl are to be called with, for a user whose environment `read` gave.
 
+    `conf` is enroot's configuration, "" for that of the `enroot` which is installed.
     Raises Declined: `enroot` where its configuration cannot be evaluated, or it does not say its
     release; Failed where it is not installed.
     """
-    variables = _evaluated(environ, stop, conf)
+    variables = _evaluated(environ, stop, conf or enroot.site(Files()).conf)
     home = variables.get("HOME", "")
     place = variables.get("XDG_CONFIG_HOME") or f"{home}/.config"
     return Settings(

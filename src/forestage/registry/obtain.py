@@ -17,7 +17,7 @@ import msgspec
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events.reasons import REASONS
-from forestage.registry import importing, reference, resolve
+from forestage.registry import full, importing, reference, resolve, store
 from forestage.registry.asker import Asker
 from forestage.registry.environment import Settings
 from forestage.registry.flight import Flight, of_this_process
@@ -26,12 +26,14 @@ from forestage.registry.reference import Reference
 from forestage.registry.store import Record, Store, told
 from forestage.registry.words import Importing, Order, Progress
 from forestage.system import records
-from forestage.units import format_duration
+from forestage.units import format_duration, format_size
 
 AGAIN = 30.0  # seconds for a registry that is asked once more; no heartbeat meanwhile
 POLL = 0.2  # seconds between looks at a running import
 WATCH = 1.0  # seconds between looks at another's import
 TELL = 30.0  # seconds between two lines for the user
+
+ROOMY = 16 << 30  # bytes free in the store from which on no registry is asked for sizes
 
 FOR_ALL = ("import-failed", "too-large", "registry-moved", "store-full")
 """Why an import failed that would fail for whoever waited for it as well."""
@@ -74,11 +76,11 @@ def known(reason: str) -> str:
 class Image:
     """What one worker does for one image."""
 
-    def __init__(self, task: Task, digest: str, store: Store, asker: Asker, clock: Clock) -> None:
-        self.task, self.digest, self.store = task, digest, store
+    def __init__(self, task: Task, digest: str, where: Store, asker: Asker, clock: Clock) -> None:
+        self.task, self.digest, self.store = task, digest, where
         self.asker, self.clock = asker, clock
         self.name = task.name(digest)
-        self.flight = Flight(store, self.name, of_this_process(task.order.host), clock)
+        self.flight = Flight(where, self.name, of_this_process(task.order.host), clock)
         self._spoke = clock.monotonic()
 
     def obtain(self) -> Path:
@@ -93,6 +95,7 @@ class Image:
             failed = self.flight.failure()
             if failed is not None:
                 raise Declined(known(failed.reason), failed.detail)
+            self._must_have_room()
             if self.flight.take():
                 with contextlib.suppress(Superseded):
                     return self._imported()
@@ -106,6 +109,12 @@ class Image:
             self.asker.must_wait()
             self.clock.sleep(WATCH)
 
+    def _must_have_room(self) -> None:
+        """Raises Declined where this node knows that an import fails for want of room."""
+        known = full.noted(self.task.order.marks, self.name, self.clock.wall())
+        if known and self.store.free <= known.free:
+            raise Declined("store-full", known.detail)
+
     def _tell(self, text: str) -> None:
         if self.clock.monotonic() - self._spoke >= TELL:
             self._spoke = self.clock.monotonic()
@@ -117,11 +126,13 @@ class Image:
         try:
             found = self.store.find(self.name)  # the one before may have ended between two looks
             if found is None:
+                self._must_fit()
                 self.asker.say(Importing(self.task.order.host, here=True))
                 self._run(part)
                 self._write(part)
                 found = self._published(part)
         except Declined as error:
+            self.store.discard(part)  # or a store that is full has no room for the word of it
             if error.reason in FOR_ALL:
                 self.flight.end(error.reason, str(error))
             raise
@@ -129,6 +140,18 @@ class Image:
             self.store.discard(part)
             self.flight.end()
         return found
+
+    def _must_fit(self) -> None:
+        """Raises Declined where the layers alone are larger than what the store has left."""
+        free = self.store.free
+        if free >= ROOMY:
+            return
+        task, stop = self.task, Deadline.after(AGAIN, self.clock)
+        layers = resolve.layers(task.reference, task.settings, self.digest, stop)
+        if layers > free:
+            raise store.full(
+                f"its layers have {format_size(layers)}, and {format_size(free)} are free"
+            )
 
     def _go_on(self) -> None:
         """Raises Gone, Superseded."""

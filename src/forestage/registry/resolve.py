@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from forestage.clock import Deadline
+from forestage.errors import Declined
 from forestage.registry import answers, credentials
 from forestage.registry.answers import Answer, Challenge, Origin
 from forestage.registry.answers import Refused as Refused  # who calls `digest` needs it
@@ -39,6 +40,7 @@ MANIFEST = 4 << 20  # bytes; registries take none that is larger
 TOKENS = 1 << 20  # bytes of a token server's answer
 HEADERS = 512 << 10  # bytes
 REDIRECTS = 5
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}  # as registries name those of uname
 PATIENCE = 30.0  # seconds that all Retry-After of one resolution may ask for
 PAUSE = 5.0  # seconds, where a 429 names none
 ECHO = 60.0  # seconds for the command that a password is; its output is kept in memory
@@ -72,6 +74,38 @@ def digest(reference: Reference, settings: Settings, deadline: Deadline) -> str:
         raise asking.refused("registry-odd", f"answers nonsense: {error}") from None
 
 
+def layers(reference: Reference, settings: Settings, meant: str, deadline: Deadline) -> int:
+    """Returns how many bytes an image's layers have, packed as they are; 0 where nobody says it.
+
+    `meant` is the digest of its manifest or index, "" where only a tag is known.
+    """
+    try:
+        return _Asking(reference, settings, deadline).layers(meant or reference.tag)
+    except (ValueError, msgspec.MsgspecError, Declined):
+        return 0
+
+
+class _Sized(msgspec.Struct):
+    size: int = 0
+
+
+class _Platform(msgspec.Struct):
+    architecture: str = ""
+    os: str = ""
+
+
+class _Listed(msgspec.Struct):
+    digest: str = ""
+    platform: _Platform = msgspec.field(default_factory=_Platform)
+
+
+class _Manifest(msgspec.Struct):
+    """What counts of a manifest, which has layers, or of an index, which has manifests."""
+
+    layers: list[_Sized] = []
+    manifests: list[_Listed] = []
+
+
 class _Asking:
     """The requests of one resolution."""
 
@@ -85,10 +119,25 @@ class _Asking:
 
     def digest(self) -> str:
         """Raises Refused; ValueError for an answer that cannot be read."""
+        method, answer = self._manifest("HEAD", self._reference.tag)
+        return answer.digest if method == "HEAD" else self._hashed(answer)
+
+    def layers(self, meant: str) -> int:
+        """Raises Refused; ValueError for an answer that cannot be read."""
+        found = msgspec.json.decode(self._manifest("GET", meant)[1].body, type=_Manifest)
+        arch = ARCHITECTURES.get(self._settings.arch, self._settings.arch)
+        for one in found.manifests:
+            if (one.platform.os, one.platform.architecture) == ("linux", arch):
+                answer = self._manifest("GET", one.digest)[1]
+                found = msgspec.json.decode(answer.body, type=_Manifest)
+                break
+        return sum(max(0, one.size) for one in found.layers)
+
+    def _manifest(self, method: str, tag: str) -> tuple[str, Answer]:
+        """How a manifest was asked for in the end, and what came. Raises as `digest` does."""
         reference, scheme = self._reference, "http" if self._settings.allow_http else "https"
-        place = f"{reference.repository}/manifests/{reference.tag}"
-        url = f"{scheme}://{reference.registry}/v2/{place}"
-        method, proof = "HEAD", None
+        url = f"{scheme}://{reference.registry}/v2/{reference.repository}/manifests/{tag}"
+        proof = None
         while True:
             answer, asked = self._send(method, url, proof, MANIFEST)
             if answer.status == 401 and proof is None:
@@ -96,7 +145,7 @@ class _Asking:
             elif method == "HEAD" and _is_for_get(answer):
                 method = "GET"
             elif answer.status == 200:
-                return answer.digest if method == "HEAD" else self._hashed(answer)
+                return method, answer
             else:
                 raise self._explained(answer)
 

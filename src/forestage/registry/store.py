@@ -133,6 +133,13 @@ class Store:
             os.utime(path.with_suffix(".json"), follow_symlinks=False)
         return path
 
+    @property
+    def free(self) -> int:
+        """Bytes that this user can still write there, but for quotas. Raises Declined."""
+        with told(self.folder):
+            disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize
+
     def publish(self, name: str, part: Path, record: Record, max_size: int | None) -> Path:
         """Makes an imported file an image, by one rename. Raises Declined, and deletes it then."""
         path = self.path(name)

@@ -23,6 +23,7 @@ LONGEST_TEXT = 900  # characters, of four bytes each: a line with other fields h
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(sha256:[0-9a-f]{64})?\Z")]
 Path: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]{1,3500}\Z")]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z][0-9A-Za-z_-]{0,199}\Z")]
 Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}\Z")]
 
 
@@ -37,7 +38,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     open on the job's environment, NUL between its entries; -1 for the worker's own. `host` is this
     node's name for the other nodes. `by_tag` has a job's image imported by its tag, where the
     registry did not say a digest. `apart`: the worker and what it starts are alone in a PID
-    namespace.
+    namespace. `marks` is the directory of what this node knows of full stores (full.py).
     """
 
     reference: str
@@ -54,12 +55,17 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     imports: bool = True
     by_tag: bool = False
     apart: bool = False
+    marks: str = ""
 
 
 class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
-    """`digest` is "" where the registry does not say it and the image is imported by its tag."""
+    """`digest` is "" where the registry does not say it and the image is imported by its tag.
+
+    `name` is the image's in the store.
+    """
 
     digest: Digest
+    name: Name
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -78,8 +84,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """`free`: bytes that a store has which is full."""
+
     reason: Reason
     detail: Text
+    free: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 Word: TypeAlias = Resolved | Present | Importing | Progress | Refused
@@ -137,6 +146,6 @@ def _harmless(word: Word) -> Word:
             return Importing(short(where), here)
         case Progress(text):
             return Progress(short(text))
-        case Refused(reason, detail):
-            return Refused(reason, short(detail))
+        case Refused(reason, detail, free):
+            return Refused(reason, short(detail), free)
     return word

@@ -36,13 +36,16 @@ def main(argv: list[str]) -> int:
     """The whole program; `argv` is its one argument."""
     # The mode of the image's root is that of a directory which enroot makes.
     os.umask(0o022)
-    asker, clock = Asker(), Clock()
+    asker, clock, directory = Asker(), Clock(), ""
     with contextlib.suppress(Gone):
         try:
-            path = work(words.decode_order(argv[0]), asker, clock)
+            order = words.decode_order(argv[0])
+            directory = order.directory
+            path = work(order, asker, clock)
             asker.say(Present(os.fspath(path)))
         except Declined as error:
-            asker.say(Refused(known(error.reason), str(error)))
+            free = _free(directory) if error.reason == "store-full" else 0
+            asker.say(Refused(known(error.reason), str(error), free))
         except Odd as error:
             asker.say(Refused("registry-odd", str(error)))
         except OSError as error:
@@ -51,12 +54,19 @@ def main(argv: list[str]) -> int:
     return 1
 
 
+def _free(directory: str) -> int:
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(directory)
+        return disk.f_bavail * disk.f_frsize
+    return 0
+
+
 def work(order: Order, asker: Asker, clock: Clock) -> Path:
     """Returns where the image lies. Raises Declined, Gone, Odd, OSError."""
     task = understood(order, clock)
     store = Store(Path(order.directory), clock, order.cache)
     digest = digest_of(task, store, asker, clock)
-    asker.say(Resolved(digest))
+    asker.say(Resolved(digest, task.name(digest)))
     return Image(task, digest, store, asker, clock).obtain()
 
 

@@ -1,22 +1,34 @@
 """What enroot's configuration says: its settings, and the directories that all containers bind.
 
-As enroot 4.1 reads them (its `enroot`, hooks.d/10-home.sh and enroot-mount.c). A mount below a
-directory that a container binds without rbind makes that bind fail with EINVAL in the container's
-user namespace, and the container does not start.
+As enroot 4.1 reads it (its `enroot`, runtime.sh, hooks.d/10-home.sh and enroot-mount.c). A mount
+below a directory that a container binds without rbind makes that bind fail with EINVAL in the
+container's user namespace, and the container does not start. Programs of enroot's are read as text
+and never run.
+
+    `enroot` on the PATH of slurmd     a script that says where its configuration lies (sysconf)
+    SYSCONF/enroot.conf, .d            settings
+    SYSCONF/mounts.d/*.fstab           binds of all containers
+    CONFIG/mounts.d, CONFIG/hooks.d    the user's: ENROOT_CONFIG_PATH, else ~/.config/enroot
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from forestage.system.tree import Files
+import msgspec
+
+from forestage.system.tree import PATH, Files
 
 ETC = "/etc/enroot"
-CONF = f"{ETC}/enroot.conf"
-MOUNTS = f"{ETC}/mounts.d"
+SCRIPT_BYTES = 256 * 1024  # of `enroot`; 4.1.2's has 24 KiB
+UNKNOWN = "\0"  # stands for a variable that nobody knows; no path has it
 
 # config::fini(): what says no. All else that is not empty says yes, a 0 too.
 _NO = r"no?|N[oO]?|[fF](alse)?|FALSE"
+_SYSCONF = re.compile(r'^\s*config::export ENROOT_SYSCONF_PATH\s+"?(/[^"$`\s]*)"?\s*$', re.M)
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
+_IN_FSTAB = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # common::envsubst
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class Bind(NamedTuple):
@@ -27,15 +39,75 @@ class Bind(NamedTuple):
     source: str
 
 
-def settings(files: Files) -> dict[str, str]:
-    """enroot.conf and what lies beside it: a name, white space, a value that a shell expands."""
-    found = {}
-    parts = [f"{CONF}.d/{name}" for name in files.names(f"{CONF}.d") if name.endswith(".conf")]
-    for path in (CONF, *parts):
-        for line in (files.text(path) or "").splitlines():
-            name, *value = line.partition("#")[0].split(None, 1)[:2] or [""]
-            if value:
-                found[name] = value[0].strip().strip("\"'")
+class Site(msgspec.Struct, frozen=True):
+    """What the node's enroot goes by.
+
+    `program` is the first `enroot` on the PATH, "" for none; `sysconf` the directory of its
+    configuration, `settings` what its enroot.conf says. `is_told` is whether it names that
+    directory.
+    """
+
+    program: str
+    sysconf: str
+    settings: dict[str, str]
+    is_told: bool
+
+    @property
+    def conf(self) -> str:
+        return f"{self.sysconf}/enroot.conf"
+
+    @property
+    def mounts(self) -> str:
+        """The directory of its fstabs: enroot.conf may say another."""
+        return f"{self.settings.get('ENROOT_SYSCONF_PATH') or self.sysconf}/mounts.d"
+
+
+class Variables:
+    """A job's variables; `asked` are those that somebody wanted to know, None for one not set.
+
+    Where not `all_known`, one that is not in `known` may have any value.
+    """
+
+    def __init__(self, known: Mapping[str, str], all_known: bool) -> None:
+        self._known, self._all_known = known, all_known
+        self.asked: dict[str, str | None] = {}
+
+    def get(self, name: str) -> str | None:
+        """A variable that is not set where nobody knows it."""
+        return self.asked.setdefault(name, self._known.get(name))
+
+    def expanded(self, text: str, pattern: re.Pattern[str] = _IN_FSTAB) -> str:
+        """The text with the values of its variables; UNKNOWN for one."""
+        return pattern.sub(self._value, text)
+
+    def _value(self, match: re.Match[str]) -> str:
+        name = next(filter(None, match.groups()))
+        if not self._all_known and name not in self._known:
+            return UNKNOWN
+        return self.get(name) or ""
+
+
+def site(files: Files, path: str = PATH) -> Site:
+    """Reads what the `enroot` on this PATH goes by."""
+    found = [*files.programs("enroot", path)]
+    # A wrapper calls the next one, mostly.
+    texts = (files.text(program, SCRIPT_BYTES) or "" for program in found)
+    match = next(filter(None, map(_SYSCONF.search, texts)), None)
+    sysconf = match[1].rstrip("/") if match else ETC
+    conf = f"{sysconf}/enroot.conf"
+    parts = [f"{conf}.d/{name}" for name in files.names(f"{conf}.d") if name.endswith(".conf")]
+    settings = _settings(files.text(one) or "" for one in (conf, *parts))
+    return Site((*found, "")[0], sysconf, settings, match is not None)
+
+
+def _settings(texts: Iterator[str]) -> dict[str, str]:
+    """Pure: a name, white space or =, a value that a shell expands; what was said first counts."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for line in text.splitlines():
+            name, *value = re.split(r"[ \t=]+", line.partition("#")[0].strip(), maxsplit=1)
+            if value and value[0] and not found.get(name):
+                found[name] = value[0].strip("\"'")
     return found
 
 
@@ -53,16 +125,48 @@ def says_yes(value: str) -> bool:
     return bool(value) and not re.fullmatch(_NO, value)
 
 
-def plain_binds(files: Files, variables: Mapping[str, str]) -> Iterator[Bind]:
-    """The site's binds of directories; those with a variable that is unknown are left out."""
-    for name in files.names(MOUNTS):
-        file = f"{MOUNTS}/{name}"
-        for number, line in enumerate((files.text(file) or "").splitlines(), 1):
-            fields = line.partition("#")[0].split()
-            if not name.endswith(".fstab") or len(fields) < 4 or "bind" not in fields[3].split(","):
-                continue
-            source = fields[0]
-            for variable, value in variables.items():
-                source = source.replace(f"${{{variable}}}", value)
-            if source.startswith("/") and "$" not in source:
+def user_folder(settings: Mapping[str, str], variables: Variables, home: str) -> str:
+    """Pure: where the user's own configuration lies; UNKNOWN in it where that cannot be told."""
+    own = variables.get("ENROOT_CONFIG_PATH")
+    if own:
+        return own
+    if said := settings.get("ENROOT_CONFIG_PATH"):
+        said = variables.expanded(said, _VARIABLE)
+        return UNKNOWN if set(said) & set("$`\\~") else said
+    return f"{variables.get('XDG_CONFIG_HOME') or f'{home}/.config'}/enroot"
+
+
+def plain_binds(text: str) -> Iterator[tuple[int, str]]:
+    """Pure: number and source of each line of an fstab that binds without what is mounted below.
+
+    Variables as they are written. By enroot-mount.c, which guesses what a short line leaves out.
+    """
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.split()
+        if len(fields) < 2 or fields[0].startswith("#"):
+            continue
+        options = fields[1:4][-1].split(",")
+        # A remount binds nothing; none of the two words in one line makes it recursive.
+        if "bind" in options and not {"rbind", "remount"} & set(options):
+            yield number, _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[0])
+
+
+def site_binds(files: Files, found: Site) -> Iterator[Bind]:
+    """What the site has all containers bind."""
+    for name in files.names(found.mounts):
+        if name.endswith(".fstab"):
+            file = f"{found.mounts}/{name}"
+            for number, source in plain_binds(files.text(file) or ""):
                 yield Bind(file, number, source)
+
+
+def holds(source: str, path: str) -> bool:
+    """Pure: whether a bind of `source` may be one of what is above `path`.
+
+    With UNKNOWN in it: where what comes before that allows it.
+    """
+    known, unknown, _ = source.partition(UNKNOWN)
+    if unknown:
+        return path.startswith(re.sub("/+", "/", known))
+    plain = re.sub("/+", "/", source).rstrip("/")
+    return source.startswith("/") and path.startswith(f"{plain}/")

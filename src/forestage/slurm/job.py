@@ -11,6 +11,7 @@ import msgspec
 from forestage.errors import JobError
 from forestage.slurm.hints import NOWHERE, Hints, Rank, Request, read_hints
 from forestage.system.as_user import User
+from forestage.system.tree import PATH
 from forestage.units import printable, quote
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
@@ -29,6 +30,8 @@ class Job(msgspec.Struct, frozen=True):
     what a step calls so; None and "" where nobody says it. `restart` counts how often it was
     requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user,
     `manager` is the pid of the step's manager; 0 in a Prolog.
+    `variables` are the step's environment, None where nobody says it; `path` is on which PATH
+    programs are looked for that Slurm starts.
     """
 
     id: int
@@ -47,6 +50,8 @@ class Job(msgspec.Struct, frozen=True):
     restart: int = 0
     waited: float = 0.0
     manager: int = 0
+    variables: Mapping[str, str] | None = None
+    path: str = PATH
 
     @property
     def rank(self) -> Rank:
@@ -101,6 +106,7 @@ class Job(msgspec.Struct, frozen=True):
             if NO_HOME_OPTION in environ
             else None,
             home=environ.get("FORESTAGE_HOME", ""),
+            path=environ.get("FORESTAGE_PATH") or PATH,
             # Not in a step, whose environment is the user's.
             restart=_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ

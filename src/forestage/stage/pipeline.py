@@ -21,7 +21,7 @@ from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, 
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
-from forestage.stage import chunks, engines, queue, source
+from forestage.stage import chunks, engines, fstab, queue, source
 from forestage.stage.meanwhile import meanwhile
 from forestage.stage.source import Source, Truncated, Unreadable
 from forestage.stage.task import Task
@@ -84,7 +84,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         trace.point("checked")
         _mirror_access(task)
         doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
-        task.node.cache.publish(_entry(task, figures), task.job.user.uid)
+        task.node.cache.publish(_entry(task, figures, _binds(task)), task.job.user.uid)
     trace.point("published")
 
 
@@ -374,7 +374,15 @@ def _mirror_access(task: Task) -> None:
         os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
 
 
-def _entry(task: Task, figures: Figures) -> Entry:
+def _binds(task: Task) -> tuple[str, ...]:
+    """What the image has its containers bind."""
+    if task.image.kind != "image":
+        return ()
+    with opened(task.part.image, os.O_RDONLY) as copy:
+        return fstab.binds(copy, task.job.user)
+
+
+def _entry(task: Task, figures: Figures, binds: tuple[str, ...]) -> Entry:
     config = task.node.config
     return Entry(
         key=task.key,
@@ -386,6 +394,7 @@ def _entry(task: Task, figures: Figures) -> Entry:
         digest=digest.of_image(task.part.digests()),
         kind=task.image.kind,
         rate=figures.rate,
+        binds=binds,
     )
 
 

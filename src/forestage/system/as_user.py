@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 
@@ -113,6 +113,43 @@ def real(path: str) -> str:
         return path
 
 
+class Child:
+    """A child that does `work` beside us; to be asked for its answer once, or ended.
+
+    `work` decides by `become` when it stops being root; of the descriptors open here it has only
+    `keep`.
+    """
+
+    def __init__(self, work: Callable[[], Found[Any]], keep: tuple[int, ...] = ()) -> None:
+        self._pid, self._line = _begin(work, keep)
+
+    def answer(
+        self, answer: type[T], timeout: float, idle: Callable[[], None] | None = None
+    ) -> tuple[T, socket.socket]:
+        """As `ask`, once it has begun: within `timeout` seconds from now."""
+        ours = self._line
+        with contextlib.ExitStack() as undo:
+            undo.callback(_reap, self._pid)
+            on_error = undo.enter_context(contextlib.ExitStack())
+            on_error.callback(ours.close)
+            data = _peek(ours, timeout, idle)
+            if not data:
+                raise Failed("helper", "the process that looks at the image died without an answer")
+            got = msgspec.json.decode(data, type=_Answer)
+            if got.errno:
+                raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
+            if got.reason:
+                raise (Failed if got.node_failed else Declined)(got.reason, got.detail)
+            value = msgspec.json.decode(got.value, type=answer)
+            on_error.pop_all()
+            return value, ours
+
+    def end(self) -> None:
+        """Of one that was not asked."""
+        self._line.close()
+        _reap(self._pid)
+
+
 def ask(
     work: Callable[[], Found[T]],
     answer: type[T],
@@ -124,27 +161,10 @@ def ask(
 
     The descriptors that `work` opened stay queued in the socket until `receive_fds`. Never take one
     just to close it: close(2) blocks on a hung file server, discarding the socket does not.
-    `work` decides by `become` when it stops being root; of the descriptors open here it has only
-    `keep`. OSError, Declined and Failed of `work` are raised again here. `idle` is called each
-    second of the wait. Raises TooSlow after `timeout` seconds, Failed when the child died without
-    an answer.
+    OSError, Declined and Failed of `work` are raised again here. `idle` is called each second of
+    the wait. Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
     """
-    pid, ours = _begin(work, keep)
-    with contextlib.ExitStack() as undo:
-        undo.callback(_reap, pid)
-        on_error = undo.enter_context(contextlib.ExitStack())
-        on_error.callback(ours.close)
-        data = _peek(ours, timeout, idle)
-        if not data:
-            raise Failed("helper", "the process that looks at the image died without an answer")
-        got = msgspec.json.decode(data, type=_Answer)
-        if got.errno:
-            raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
-        if got.reason:
-            raise (Failed if got.node_failed else Declined)(got.reason, got.detail)
-        value = msgspec.json.decode(got.value, type=answer)
-        on_error.pop_all()
-        return value, ours
+    return Child(work, keep).answer(answer, timeout, idle)
 
 
 def each(

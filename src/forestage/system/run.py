@@ -18,9 +18,8 @@ import msgspec
 from forestage.errors import Declined, Failed
 from forestage.system import apart, as_user
 from forestage.system.as_user import User
+from forestage.system.tree import PATH as PATH
 
-# slurmd starts its hooks without a PATH.
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 NO_PRIVS = "--no-new-privs"  # of setpriv: no program gains any by set-user-ID or capabilities

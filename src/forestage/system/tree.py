@@ -1,9 +1,9 @@
-"""A node's file system tree as `check` reads it: below a root, bounded, and never failing."""
+"""A node's file system tree: read below a root, bounded, and never failing."""
 
 import functools
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,8 @@ from forestage.system.mounts import Mount
 LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
 HANGS = 5.0  # seconds for a path; a file server that takes longer makes jobs wait as well
 AT_ONCE = 16  # children
+# slurmd starts its hooks without a PATH.
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -88,13 +90,14 @@ class Files(msgspec.Struct, frozen=True):
 
     def program(self, name: str) -> str:
         """Where a program of the system lies, as run.py looks for it; "" where it is missing."""
-        from forestage.system import run  # not in hooks: it loads subprocess
+        return next(self.programs(name), "")
 
-        for folder in run.PATH.split(":"):
-            mode = self.mode(f"{folder}/{name}")
+    def programs(self, name: str, path: str = PATH) -> Iterator[str]:
+        """All programs of that name on a PATH, in its order."""
+        for folder in path.split(":"):
+            mode = self.mode(f"{folder}/{name}") if folder.startswith("/") else None
             if mode is not None and stat.S_ISREG(mode) and mode & 0o111:
-                return f"{folder}/{name}"
-        return ""
+                yield f"{folder}/{name}"
 
     def mounts(self) -> list[Mount]:
         """Those of the node; none where its /proc cannot be read."""
@@ -103,3 +106,29 @@ class Files(msgspec.Struct, frozen=True):
     def under(self, path: str) -> Mount | None:
         """The mount that a resolved path lies on; None where none is known."""
         return mounts.holder(self.mounts(), path)
+
+
+class Noted(Files, frozen=True):
+    """Such a tree that notes what was read of it: `facts` of each path, from before it was read.
+
+    Inode, size, mtime and ctime in ns; zeros for what is not there.
+    """
+
+    facts: dict[str, tuple[int, int, int, int]] = msgspec.field(default_factory=dict)
+
+    def data(self, path: str, most: int = LONGEST) -> bytes | None:
+        self._note(path)
+        return Files.data(self, path, most)
+
+    def names(self, path: str) -> list[str]:
+        self._note(path)
+        return Files.names(self, path)
+
+    def _note(self, path: str) -> None:
+        try:
+            found = self.at(path).stat()
+        except OSError:
+            self.facts.setdefault(path, (0, 0, 0, 0))
+        else:
+            times = found.st_mtime_ns, found.st_ctime_ns
+            self.facts.setdefault(path, (found.st_ino, found.st_size, *times))

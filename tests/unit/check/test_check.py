@@ -339,6 +339,7 @@ def importing(text: str = "", mode: int = 0o1777) -> Callable[[GoodNode], object
         node.change(PYXIS, "use_squashfuse=1", f"use_squashfuse=1 importer={IMPORTER}")
         for program in (IMPORTER, "/usr/bin/enroot"):
             node.write(program, "#!/bin/sh\n", 0o755)
+        node.at("/etc/enroot").mkdir(exist_ok=True)
         node.at("/lustre/store").mkdir()
         node.at("/lustre/store").chmod(mode)
         node.config(f"registry:\n  store: /lustre/store\n{text}")
@@ -518,6 +519,7 @@ SEEN = both(
     lambda node: node.use("/lustre/b.sqsh", 30 << 20),
 )
 EL8 = wrote("/proc/sys/kernel/osrelease", "4.18.0-553.el8_10.x86_64\n")
+ENROOT = '#!/bin/bash\nconfig::export ENROOT_SYSCONF_PATH "{}"\n'
 LEFT = "/raid/enroot/data/1001/pyxis_77.0"
 
 SETTINGS = [
@@ -570,6 +572,39 @@ SETTINGS = [
             "/etc/enroot/mounts.d/50-site.fstab", "# ours\n/lustre /lustre none bind,nosuid 0 0\n"
         ),
         "/etc/enroot/mounts.d/50-site.fstab: rbind instead of bind in line 2",
+    ),
+    warning(
+        "bind-over-redirects",
+        both(
+            wrote("/usr/local/bin/enroot", ENROOT.format("/usr/local/etc/enroot"), 0o755),
+            wrote("/usr/local/etc/enroot/mounts.d/50-site.fstab", "/lustre bind\n"),
+        ),
+        "/usr/local/etc/enroot/mounts.d/50-site.fstab: rbind instead of bind in line 1",
+    ),
+    warning(
+        "bind-over-redirects",
+        both(
+            wrote("/proc/7/comm", "slurmd\n"),
+            wrote("/proc/7/environ", "A=b\0PATH=/opt/enroot/bin:/usr/bin\0"),
+            wrote("/opt/enroot/bin/enroot", ENROOT.format("/opt/enroot/etc"), 0o755),
+            wrote("/opt/enroot/etc/mounts.d/50-site.fstab", "/lustre bind\n"),
+        ),
+        "/opt/enroot/etc/mounts.d/50-site.fstab: rbind instead of bind in line 1",
+    ),
+    Planted(
+        "unknown",
+        "enroot-unread",
+        wrote("/usr/local/bin/enroot", "#!/bin/sh\nexec somewhere\n", 0o755),
+        "ln -s DIRECTORY /etc/enroot, where enroot's configuration lies in another",
+    ),
+    warning(
+        "bind-by-hook",
+        both(
+            wrote("/etc/enroot/hooks.d/50-site.sh", 'echo /lustre bind >> "${ENROOT_MOUNTS}"\n'),
+            wrote("/etc/enroot/hooks.d/10-home.sh", 'echo "${HOME}" >> "${ENROOT_MOUNTS}"\n'),
+            wrote("/etc/enroot/hooks.d/20-site.sh", "export A=b\n"),
+        ),
+        "/etc/enroot/hooks.d/50-site.sh: rbind in what it writes to ENROOT_MOUNTS",
     ),
     warning(
         "bind-over-redirects",
@@ -908,6 +943,18 @@ def test_mount_of_enroot_that_breaks_nothing_is_no_finding(node: GoodNode, line:
     node.write("/etc/enroot/mounts.d/50-site.fstab", f"{line}\n")
     node.write("/etc/enroot/mounts.d/readme", "/lustre /lustre none bind 0 0\n")
     assert node.check().findings == ()
+
+
+def test_what_was_read_of_enroot_is_said(node: GoodNode) -> None:
+    assert node.check().enroot == ""
+    node.write("/usr/bin/enroot", ENROOT.format("/etc/enroot"), 0o755)
+    node.write("/etc/enroot/mounts.d/50-site.fstab", "/a /a none bind\n/b bind\n/c rbind\n")
+    said = (
+        "/usr/bin/enroot, configured in /etc/enroot; /etc/enroot/mounts.d: 1 fstab, 2 binds"
+        " without what is mounted below"
+    )
+    assert node.check().enroot == said
+    assert words(node.check()).splitlines()[-1] == f"read    {said}"
 
 
 def test_slurm_conf_that_is_named_and_unreadable_is_unknown(node: GoodNode) -> None:

@@ -1,0 +1,115 @@
+"""The companion's helper as a process, on a test's node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from forestage.hooks.boundary import IMAGE_OPTION
+from forestage.slurm.job import SAVE_OPTION
+from forestage.system.as_user import User
+from node import ALICE, HANGS, Node
+
+# `forestage step` on the test's node instead of the machine.
+HELPER = """
+import sys
+from pathlib import Path
+from forestage import paths
+from forestage.hooks import step
+step.HELD_UP = 3600.0  # however slow it is: nothing is said by the way
+real, root = paths.Places, Path(sys.argv.pop())
+paths.Places = lambda: real(root)
+from forestage.cli.entry import main
+main()
+"""
+
+
+def environ(
+    node: Node,
+    job: int,
+    image: str | Path,
+    user: User = ALICE,
+    step: int = 0,
+    saves: str | None = None,
+    timeout: int = 600,
+) -> dict[str, str]:
+    """Exactly what the companion gives its helper."""
+    given = {
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "LANG": "C.UTF-8",
+        "SLURM_SCRIPT_CONTEXT": "spank_step",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_UID": str(user.uid),
+        "SLURM_JOB_GID": str(user.gid),
+        "SLURM_STEP_ID": str(step),
+        "SLURM_JOB_WORK_DIR": str(node.shared),
+        "SLURM_JOB_PARTITION": "batch",
+        "SLURMD_NODENAME": "n1",
+        IMAGE_OPTION: str(image),
+        "FORESTAGE_TIMEOUT": str(timeout),
+    }
+    return given | ({SAVE_OPTION: saves} if saves else {})
+
+
+class Helper:
+    """One `forestage step`, started as the companion does it; `variables` are the step's."""
+
+    def __init__(
+        self, node: Node, given: dict[str, str], variables: dict[str, str] | None = None
+    ) -> None:
+        memory = os.memfd_create("environment")
+        if variables is not None:
+            entries = "".join(f"{name}={value}\0" for name, value in variables.items())
+            os.write(memory, os.fsencode(entries))
+            given = given | {"FORESTAGE_ENVIRONMENT": str(memory)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-Ic", HELPER, "step", str(node.places.root)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=given,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=(memory,),
+        )
+        os.close(memory)
+
+    def kill(self) -> None:
+        """As the companion does it at its limit, and when the step is cancelled."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def lines(self) -> list[list[str]]:
+        """All that it said but of the environment, in fields, after it has ended well."""
+        return [line for line in self.all() if line[:2] != ["data", "env"]]
+
+    def all(self) -> list[list[str]]:
+        out, _ = self.process.communicate(timeout=HANGS)
+        assert self.process.returncode == 0
+        assert out.endswith(b"\n")
+        return [line.split("\t") for line in out.decode().removesuffix("\n").split("\n")]
+
+    def answer(self) -> list[str]:
+        """Its last line, and nothing before it for the user."""
+        (only,) = self.lines()
+        return only
+
+    def variables(self) -> dict[str, str]:
+        """What it said of the step's environment."""
+        return {line[2]: line[3] for line in self.all() if line[:2] == ["data", "env"]}
+
+
+def ask(node: Node, job: int, image: str | Path, **more: object) -> list[str]:
+    return Helper(node, environ(node, job, image, **more)).answer()  # type: ignore[arg-type]
+
+
+def noted(node: Node, job: int) -> list[list[str]]:
+    """What the companion finds of images in the job's record."""
+    file = node.leases.shown(job)
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line.split("\t")[1:] for line in lines if line.startswith("image\t")]

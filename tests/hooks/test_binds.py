@@ -1,0 +1,503 @@
+"""Directories that a container binds: with a redirect below one it would not start."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forestage import trace
+from forestage.cache.layout import Entry
+from forestage.clock import Clock
+from forestage.hooks import binds, image
+from forestage.hooks.boundary import Hook
+from forestage.slurm.enroot import UNKNOWN
+from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
+from forestage.stage import fstab
+from forestage.system.files import opened
+from helper import Helper, ask, environ, noted
+from node import ALICE, Node, children_left, until
+
+Said = dict[str, str]
+LEAVE = ["leave", "below-bind"]
+YES, NO = {HOME_OPTION: "1"}, {NO_HOME_OPTION: "1"}
+# As `make install` leaves it, in part.
+SCRIPT = """#! /usr/bin/env bash
+config::init "{sysconf}/enroot.conf"
+config::export ENROOT_LIBRARY_PATH     "/usr/local/lib/enroot"
+config::export ENROOT_SYSCONF_PATH     "{sysconf}"
+"""
+
+
+@pytest.fixture
+def home(node: Node) -> Said:
+    """That a step's HOME is alice's folder on the shared file system."""
+    node.configure(redirect="spank")
+    return {"FORESTAGE_HOME": str(node.shared / "alice")}
+
+
+@pytest.fixture
+def spank(node: Node) -> Node:
+    node.configure(redirect="spank")
+    return node
+
+
+def set_enroot(
+    node: Node, text: str, name: str = "enroot.conf", sysconf: str = "etc/enroot"
+) -> None:
+    file = node.places.root / sysconf / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def install(node: Node, sysconf: str, program: str = "usr/local/bin/enroot") -> None:
+    file = node.places.root / program
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(SCRIPT.format(sysconf=sysconf))
+    file.chmod(0o755)
+
+
+def answer_to(
+    node: Node, path: Path, said: Said, variables: dict[str, str] | None = None
+) -> list[str]:
+    return Helper(node, environ(node, 7, path) | said, variables).answer()
+
+
+def lines(node: Node, kind: str) -> list[list[str]]:
+    text = node.leases.shown(7).read_text()
+    found = (line.split("\t") for line in text.splitlines())
+    return [line[1:] for line in found if line[0] == kind]
+
+
+@pytest.mark.parametrize("said", [YES, {}], ids=["step", "site"])
+def test_image_in_a_home_that_is_mounted_stays_as_it_is(node: Node, home: Said, said: Said) -> None:
+    path = node.put("alice/image.sqsh")
+    if not said:
+        set_enroot(node, "ENROOT_MOUNT_HOME  yes\n")
+    assert answer_to(node, path, home | said) == LEAVE
+    assert node.entries() == set()
+    assert noted(node, 7) == []
+
+
+@pytest.mark.parametrize("setting", ["ENROOT_MOUNT_HOME no", "#ENROOT_MOUNT_HOME yes", ""])
+def test_image_in_a_home_that_is_not_mounted_is_served(
+    node: Node, home: Said, setting: str
+) -> None:
+    set_enroot(node, setting)
+    assert answer_to(node, node.put("alice/image.sqsh"), home)[0] == "use"
+
+
+def test_step_that_wants_no_home_is_served_and_no_further_one_by_its_word(
+    node: Node, home: Said
+) -> None:
+    path = node.put("alice/image.sqsh")
+    set_enroot(node, "ENROOT_MOUNT_HOME yes\n", "enroot.conf.d/site.conf")
+    assert answer_to(node, path, home | NO)[0] == "use"
+    assert noted(node, 7) == []
+    assert answer_to(node, path, home) == LEAVE
+
+
+def test_image_elsewhere_is_served_with_a_home(node: Node, home: Said) -> None:
+    assert answer_to(node, node.put("images/image.sqsh"), home | YES)[0] == "use"
+    assert answer_to(node, node.put("alice2/image.sqsh"), home | YES)[0] == "use"
+
+
+def test_home_that_is_a_link_is_followed(node: Node) -> None:
+    node.configure(redirect="spank")
+    path, link = node.put("alice/image.sqsh"), node.places.root / "home"
+    link.symlink_to(path.parent)
+    assert answer_to(node, path, {"FORESTAGE_HOME": str(link)} | YES) == LEAVE
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{folder} {folder} none x-create=dir,bind,rw", LEAVE),
+        ("{folder}/ /data none bind", LEAVE),
+        ("${{HOME}} /home none bind,rw", LEAVE),
+        ("{folder} /data none x-create=dir,rbind,rw", ["use"]),
+        ("{folder}/image /data none bind", ["use"]),
+        ("${{ELSE}} /data none bind", LEAVE),
+        ("{folder}${{ELSE}} /data none bind", LEAVE),
+        ("/elsewhere/${{ELSE}} /data none bind", ["use"]),
+        ("# {folder} /data none bind", ["use"]),
+        ("tmpfs /tmp tmpfs bind", ["use"]),
+        ("tmpfs bind", ["use"]),
+        ("{folder} bind", LEAVE),
+        ("{folder} /data bind,ro", LEAVE),
+        ("{folder} /data", ["use"]),
+        ("{folder} /data none bind,rbind", ["use"]),
+        ("{folder} /data none remount,bind,ro", ["use"]),
+        ("/mnt/sh\\141red /data none bind", LEAVE),
+        ("/mnt//shared/ /data none bind", LEAVE),
+    ],
+)
+def test_directory_that_all_containers_bind_holds_no_redirect(
+    node: Node, home: Said, line: str, said: list[str]
+) -> None:
+    path = node.put("alice/image.sqsh")
+    set_enroot(node, line.format(folder=path.parent) + "\n", "mounts.d/50-site.fstab")
+    set_enroot(node, f"{path.parent} /x none bind\n", "mounts.d/50-site.fstab.rpmsave")
+    assert answer_to(node, path, home)[: len(said)] == said
+
+
+@pytest.mark.parametrize("redirected", ["bind", "spank"])
+def test_prolog_knows_the_home_by_the_uid(
+    node: Node, monkeypatch: pytest.MonkeyPatch, redirected: str
+) -> None:
+    node.configure(redirect=redirected)
+    path = node.put("alice/image.sqsh")
+    me = pwd.struct_passwd(("alice", "x", ALICE.uid, ALICE.gid, "", str(path.parent), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", {ALICE.uid: me}.__getitem__)
+    given = node.environ(7, path) | YES
+    code = Hook("prolog", given, 0.0).run(node.places, Clock())
+    assert code == 0
+    (outcome,) = node.outcomes("prolog", 7)
+    assert (outcome.result, outcome.reason) == ("declined", "below-bind")
+    assert node.binds() == {}
+    assert os.listdir(node.cache.entries) == []
+
+
+def test_job_without_a_word_of_it_is_served_as_ever(node: Node, home: Said) -> None:
+    path = node.put("alice/image.sqsh")
+    assert ask(node, 7, path)[0] == "use"
+
+
+def test_step_that_binds_the_home_takes_off_what_its_prolog_redirected(
+    node: Node, home: Said
+) -> None:
+    node.configure(redirect="bind")
+    path = node.put("alice/image.sqsh")
+    node.prolog(7, path)
+    until(lambda: str(path) in node.binds(), "the redirect")
+    assert answer_to(node, path, home | YES) == LEAVE
+    assert node.binds() == {}
+    assert node.epilog(7).code == 0
+
+
+def test_step_that_calls_another_directory_its_home_takes_off_no_redirect_of_others(
+    node: Node,
+) -> None:
+    path = node.staged(1)
+    assert answer_to(node, path, {"FORESTAGE_HOME": str(path.parent)} | YES)[1] == "below-bind"
+    assert str(path) in node.binds()
+
+
+def test_enroot_below_another_prefix_is_read_where_it_says(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh")
+    line = f"{spank.shared} {spank.shared} none x-create=dir,bind,rw,nosuid\n"
+    set_enroot(spank, line, "mounts.d/50-site.fstab", "usr/local/etc/enroot")
+    assert answer_to(spank, path, {}, {})[0] == "use"  # nobody reads it
+    install(spank, "/usr/local/etc/enroot")
+    assert answer_to(spank, path, {}, {}) == LEAVE
+    (outcome,) = spank.outcomes("step", 7)[1:]
+    assert "/usr/local/etc/enroot/mounts.d/50-site.fstab:1" in outcome.detail
+
+
+def test_settings_of_that_enroot_count(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh")
+    install(spank, "/usr/local/etc/enroot")
+    set_enroot(spank, "ENROOT_MOUNT_HOME=yes\n", sysconf="usr/local/etc/enroot")
+    set_enroot(spank, "ENROOT_MOUNT_HOME no\n", "enroot.conf.d/x.conf", "usr/local/etc/enroot")
+    set_enroot(spank, "ENROOT_MOUNT_HOME no\n")
+    assert answer_to(spank, path, {}, {"HOME": str(path.parent)}) == LEAVE
+
+
+def test_enroot_on_the_path_of_slurmd_counts(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh")
+    install(spank, "/opt/enroot/etc", "opt/enroot/bin/enroot")
+    install(spank, "/usr/local/etc/enroot")
+    set_enroot(spank, f"{spank.shared} bind\n", "mounts.d/x.fstab", "opt/enroot/etc")
+    assert answer_to(spank, path, {}, {})[0] == "use"
+    said = {"FORESTAGE_PATH": "relative:/opt/enroot/bin:/usr/local/bin"}
+    assert answer_to(spank, path, said, {}) == LEAVE
+
+
+def test_wrapper_around_enroot_leads_to_the_next_on_the_path(spank: Node) -> None:
+    path = spank.put("alice/image.sqsh")
+    install(spank, "/usr/etc/enroot", "usr/bin/enroot")
+    install(spank, "$nowhere")
+    set_enroot(spank, f"{spank.shared} bind\n", "mounts.d/x.fstab", "usr/etc/enroot")
+    assert answer_to(spank, path, {}, {}) == LEAVE
+
+
+def theirs(node: Node, text: str, name: str = "alice/.config/enroot/mounts.d/x.fstab") -> None:
+    node.put(name, text.encode())
+
+
+@pytest.mark.parametrize(
+    ("place", "variables"),
+    [
+        (".config/enroot", {}),
+        ("conf", {"ENROOT_CONFIG_PATH": "{home}/conf"}),
+        ("conf", {"ENROOT_CONFIG_PATH": "alice/conf"}),
+        ("xdg/enroot", {"XDG_CONFIG_HOME": "{home}/xdg"}),
+        ("sys", {"ENROOT_SYSCONF_PATH": "{home}/sys"}),
+    ],
+)
+def test_what_the_user_has_bound_holds_no_redirect(
+    spank: Node, place: str, variables: dict[str, str]
+) -> None:
+    path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
+    given = {name: value.format(home=home) for name, value in variables.items()}
+    theirs(spank, f"{spank.shared} /data none bind\n", f"alice/{place}/mounts.d/x.fstab")
+    assert answer_to(spank, path, {}, {"HOME": str(home)} | given) == LEAVE
+    assert answer_to(spank, path, {}, {"HOME": "/nowhere"})[0] == "use"
+
+
+def test_where_enroot_conf_says_that_the_users_own_lies(spank: Node) -> None:
+    path = spank.put("images/image.sqsh")
+    theirs(spank, f"{spank.shared} bind\n", "alice/own/mounts.d/x.fstab")
+    set_enroot(spank, "ENROOT_CONFIG_PATH ${HOME}/own\n")
+    assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
+    set_enroot(spank, "ENROOT_CONFIG_PATH $(pwd)/own\n")
+    assert answer_to(spank, path, {}, {"HOME": "/"}) == LEAVE  # nobody knows
+    assert answer_to(spank, path, {}, {"ENROOT_CONFIG_PATH": "/nowhere"})[0] == "use"
+
+
+def test_variables_are_those_of_the_step(spank: Node) -> None:
+    path = spank.put("images/image.sqsh")
+    set_enroot(spank, "${DATA}/images /data none bind\n", "mounts.d/50-site.fstab")
+    assert answer_to(spank, path, {}, {"DATA": "/elsewhere"})[0] == "use"
+    assert answer_to(spank, path, {}, {"A": "b"})[0] == "use"  # for enroot the other one is ""
+    assert answer_to(spank, path, {}, {"DATA": str(spank.shared)}) == LEAVE
+
+
+def test_directory_that_is_bound_by_a_link_is_followed(spank: Node) -> None:
+    path, link = spank.put("images/image.sqsh"), spank.places.root / "data"
+    link.symlink_to(spank.shared)
+    set_enroot(spank, f"{link} /data none bind\n", "mounts.d/50-site.fstab")
+    assert answer_to(spank, path, {}, {}) == LEAVE
+
+
+DOUBTS = {
+    "a hook of the user's": ("hooks.d/x.sh", "true\n", 0o755),
+    "an fstab that is closed to them": ("mounts.d/x.fstab", "", 0),
+    "an fstab that is too long": ("mounts.d/x.fstab", "# " * 33000, 0o644),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_doubt_in_what_is_bound_leaves_the_path(spank: Node, doubt: str) -> None:
+    name, text, mode = DOUBTS[doubt]
+    path = spank.put("images/image.sqsh")
+    spank.put(f"alice/.config/enroot/{name}", text.encode(), mode=mode)
+    assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
+    (outcome,) = spank.outcomes("step", 7)
+    assert name in outcome.detail or "too large" in outcome.detail
+    assert spank.entries() == set()
+
+
+def test_fifo_of_the_users_holds_nobody_up(spank: Node) -> None:
+    path = spank.put("images/image.sqsh")
+    theirs(spank, "")
+    fifo = spank.server / "alice/.config/enroot/mounts.d/y.fstab"
+    os.mkfifo(fifo, 0o666)
+    assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
+
+
+def test_files_of_the_users_are_read_as_the_user(spank: Node) -> None:
+    """Else a user would have root say what is in another's file, or read what hangs."""
+    path = spank.put("images/image.sqsh")
+    secret = spank.put("bob/.config/enroot/mounts.d/x.fstab", f"{spank.shared} bind\n".encode())
+    (spank.server / "bob").chmod(0o700)
+    os.chown(spank.server / "bob", 0, 0)
+    assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "bob")})[0] == "use"
+    assert secret.exists()
+
+
+def test_home_that_hangs_leaves_the_path(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(uid: int) -> object:
+        os.read(ours, 1)  # as a directory server that does not answer
+        raise AssertionError
+
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(pwd, "getpwuid", hang)
+    monkeypatch.setattr(binds, "THEIRS", 0.1)
+    ran = node.prolog(7, node.put("alice/image.sqsh"))
+    assert (ran.code, ran.outcome.result, ran.outcome.reason) == (0, "declined", "below-bind")
+    os.close(theirs)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Callable[[str], bytes]:
+    """A squashfs image with that fstab; a name with -> in front is where a link leads."""
+
+    def pack(text: str) -> bytes:
+        tree, made = tmp_path / "tree", tmp_path / "image"
+        (tree / "etc").mkdir(parents=True)
+        if text.startswith("->"):
+            (tree / "etc/fstab").symlink_to(text.removeprefix("->"))
+        else:
+            (tree / "etc/fstab").write_text(text)
+        argv = ["mksquashfs", tree, made, "-noappend", "-quiet", "-no-progress"]
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        return made.read_bytes()
+
+    return pack
+
+
+Packed = Callable[[str], bytes]
+
+
+def entry_of(node: Node, path: Path) -> Entry:
+    found = node.cache.read(node.identity(path).key)
+    assert found is not None
+    return found
+
+
+def test_image_whose_fstab_binds_what_is_above_it_is_left_alone_once_it_is_known(
+    spank: Node, packed: Packed
+) -> None:
+    path = spank.put("images/image.sqsh", packed("${DATA} /data none bind\n"))
+    variables = {"DATA": str(spank.shared)}
+    assert answer_to(spank, path, {}, variables) == LEAVE
+    assert entry_of(spank, path).binds == ("${DATA}",)
+    assert answer_to(spank, path, {}, variables) == LEAVE
+    assert answer_to(spank, path, {}, {"DATA": "/elsewhere"})[0] == "use"
+    assert noted(spank, 7) == []  # each step of the job is looked at
+
+
+def test_fstab_of_an_image_that_binds_nothing_is_in_no_way(spank: Node, packed: Packed) -> None:
+    text = f"# UNCONFIGURED FSTAB\n{spank.shared} /data none rbind\n"
+    path = spank.put("images/image.sqsh", packed(text))
+    assert answer_to(spank, path, {}, {"A": "b"})[0] == "use"
+    assert entry_of(spank, path).binds == ()
+    assert len(noted(spank, 7)) == 1
+
+
+def test_fstab_that_is_a_link_may_bind_anything(spank: Node, packed: Packed) -> None:
+    path = spank.put("images/image.sqsh", packed("->/etc/passwd"))
+    assert answer_to(spank, path, {}, {"A": "b"}) == LEAVE
+
+
+def test_prolog_redirects_no_image_whose_fstab_binds_what_is_above_it(
+    node: Node, packed: Packed
+) -> None:
+    path = node.put("images/image.sqsh", packed(f"{node.shared} bind\n"))
+    assert node.prolog(7, path).outcome.reason == "below-bind"
+    assert node.binds() == {}
+
+
+def test_stager_redirects_no_image_whose_fstab_may_bind_what_is_above_it(
+    node: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+
+    def wait(name: str) -> None:
+        if name == "checked":
+            until(gate.exists, "the test to let the copy end")
+
+    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    monkeypatch.setattr(trace, "listener", wait)
+    node.configure(cold="shared")
+    path = node.put("images/image.sqsh", packed("${DATA} /data none bind\n"))
+    assert node.prolog(7, path).outcome.redirect == "later"
+    gate.touch()
+    key = node.identity(path).key
+    until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
+    until(lambda: not children_left(), "the stager's end")
+    assert entry_of(node, path).binds == ("${DATA}",)
+    assert node.binds() == {}
+
+
+def test_no_unsquashfs_says_nothing(
+    spank: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fstab, "PROGRAM", ("no-such-program",))
+    path = spank.put("images/image.sqsh", packed(f"{spank.shared} bind\n"))
+    assert Hook("step", environ(spank, 7, path), 0.0).run(spank.places, Clock()) == 0
+    assert entry_of(spank, path).binds == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("id -u > {out}; id -ru >> {out}; grep CapEff /proc/self/status >> {out}", ()),
+        ("mkdir -p /tmp/image/etc; ln -s {out} /tmp/image/etc/fstab", (UNKNOWN,)),
+        ("mkdir -p /tmp/image/etc; mkfifo /tmp/image/etc/fstab", ()),
+        ("mkdir -p /tmp/image/etc; yes | head -c 70000 > /tmp/image/etc/fstab", ()),
+        ("mkdir -p /tmp/image/etc; yes '/a bind' | head -65 > /tmp/image/etc/fstab", (UNKNOWN,)),
+        ("sleep 1000", ()),
+    ],
+)
+def test_what_unpacks_the_fstab_is_the_users_and_bounded(
+    packed: Packed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    script: str,
+    found: tuple[str, ...],
+) -> None:
+    """A stand-in for unsquashfs that an image has taken over."""
+    folder = tempfile.TemporaryDirectory(dir="/var/tmp")
+    request.addfinalizer(folder.cleanup)
+    out = Path(folder.name) / "out"
+    out.parent.chmod(0o777)
+    monkeypatch.setattr(fstab, "PROGRAM", ("sh", "-c", script.format(out=out)))
+    monkeypatch.setattr(fstab, "TIMEOUT", 0.5 if "sleep" in script else 60.0)
+    made = tmp_path / "it.sqsh"
+    made.write_bytes(packed(""))
+    made.chmod(0o644)
+    with opened(made, os.O_RDONLY) as copy:
+        assert fstab.binds(copy, ALICE) == found
+    assert not Path("/tmp/image").exists()
+    if "id" in script:
+        assert out.read_text().split() == [str(ALICE.uid)] * 2 + ["CapEff:", "0" * 16]
+
+
+def test_record_says_by_what_it_was_decided(spank: Node) -> None:
+    path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
+    install(spank, "/usr/local/etc/enroot")
+    set_enroot(spank, "${DATA} /data none bind\n", "mounts.d/a.fstab", "usr/local/etc/enroot")
+    theirs(spank, "# mine\n")
+    variables = {"HOME": str(home), "DATA": "/elsewhere", "OTHER": "x"}
+    assert answer_to(spank, path, {}, variables)[0] == "use"
+    assert len(noted(spank, 7)) == 1
+    root = spank.places.root
+    assert lines(spank, "enroot") == [["/usr/local/bin/enroot"]]
+    files = {line[0] for line in lines(spank, "file")}
+    assert {
+        f"{root}/usr/local/bin/enroot",
+        f"{root}/usr/local/etc/enroot/enroot.conf",
+        f"{root}/usr/local/etc/enroot/mounts.d",
+        f"{root}/usr/local/etc/enroot/mounts.d/a.fstab",
+    } <= files
+    mine = {line[0]: line[1:] for line in lines(spank, "theirs")}
+    assert set(mine) == {
+        f"{home}/.config/enroot/{name}" for name in ("mounts.d", "mounts.d/x.fstab", "hooks.d")
+    }
+    assert mine[f"{home}/.config/enroot/hooks.d"] == ["0"] * 4
+    assert sorted(lines(spank, "variable")) == [
+        ["DATA", "/elsewhere"],
+        ["ENROOT_CONFIG_PATH"],
+        ["ENROOT_SYSCONF_PATH"],
+        ["HOME", str(home)],
+        ["XDG_CONFIG_HOME"],
+    ]
+
+
+@pytest.mark.parametrize("value", ["a\tb", "a\nb", "a\udcffb"])
+def test_variable_that_no_line_can_hold_leaves_no_record(spank: Node, value: str) -> None:
+    path = spank.put("images/image.sqsh")
+    assert answer_to(spank, path, {}, {"XDG_CONFIG_HOME": f"/{value}"})[0] == "use"
+    assert noted(spank, 7) == []
+
+
+def test_prolog_notes_what_it_took_for_granted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.configure(redirect="spank")
+    path, home = node.put("images/image.sqsh"), str(node.shared / "alice")
+    me = pwd.struct_passwd(("alice", "x", ALICE.uid, ALICE.gid, "", home, "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", {ALICE.uid: me}.__getitem__)
+    assert answer_to(node, path, {}, {"HOME": "/elsewhere"})[0] == "use"
+    assert Hook("prolog", node.environ(7, path), 0.0).run(node.places, Clock()) == 0
+    assert ["HOME", home] in lines(node, "variable")
+    assert ["ENROOT_CONFIG_PATH"] in lines(node, "variable")
+    theirs(node, f"{node.shared} bind\n")
+    assert Hook("prolog", node.environ(8, path), 0.0).run(node.places, Clock()) == 0
+    assert node.outcomes("prolog", 8)[0].reason == "below-bind"
