@@ -44,8 +44,10 @@ class Compute:
         self.run, self.begin, self.until = vm.run, vm.begin, vm.until
 
     def boot(self) -> None:
+        """Until the node takes jobs. Those that a power cut ended Slurm may not know to be over."""
         self.vm.boot()
-        self.until("sinfo -h -o %T | grep -qx idle")
+        self.until("scancel --partition=all 2>/dev/null")
+        self.idle()
 
     def ready(self) -> None:
         """Nothing runs, nothing is cached; or the machine boots as it was installed."""

@@ -2,7 +2,7 @@
 
 A layer is a folder: vmlinuz, initrd, and a disk each for the root file system and the two NVMe. The
 first has a Debian with Slurm, an NFS server and what guest/ and guest.sh add; its NVMe are empty. A
-layer may lie upon another (`keep`). Each is made anew where its recipe has changed.
+layer may lie upon another (`keep`). Each has its recipe in its name: another recipe is another one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import contextlib
 import fcntl
 import hashlib
 import lzma
+import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from suite import TREES, read, tree
+from spec import REPO
+from suite import TREES, tree
 from vm import DISKS, ROOT, VM
 
 HERE = Path(__file__).parent
@@ -28,6 +31,8 @@ PACKAGES = (
 )
 SIZES = {"root": "6G", "nvme0": "1G", "nvme1": "1G"}
 MODULES = ("virtio_pci", "virtio_blk", "ext4")
+UNUSED = 4 * 86400  # seconds
+Made = tuple[Path, "Path | None"]
 PRIVATE = ("unshare", "--mount", "--propagation", "private")
 # The tree stays as it is: what is added lies in a layer in memory.
 MAKE = """\
@@ -63,7 +68,8 @@ def base(suite: str) -> Path:
 
 def on_top(below: Path, name: str, recipe: str) -> contextlib.AbstractContextManager[Made]:
     """A layer upon another: (where it is, a folder to make it in or None if it is there)."""
-    return _kept(f"{below.name}-{name}", f"{read(below / 'recipe')} {recipe}")
+    made_of = hashlib.sha256(f"{below.name} {recipe}".encode()).hexdigest()
+    return _kept(f"{below.name.rpartition('-')[0]}-{name}", made_of)
 
 
 def keep(vm: VM, new: Path) -> None:
@@ -79,28 +85,34 @@ def fingerprint(files: Iterable[Path], texts: Iterable[str]) -> str:
     found = hashlib.sha256("\0".join(texts).encode())
     for file in sorted(set(files)):
         if file.is_file():
-            found.update(f"{file}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
+            found.update(
+                f"{file.relative_to(REPO)}\n".encode() + hashlib.sha256(file.read_bytes()).digest()
+            )
     return found.hexdigest()
-
-
-Made = tuple[Path, Path | None]
 
 
 @contextlib.contextmanager
 def _kept(name: str, recipe: str) -> Iterator[Made]:
-    """Where the layer is, and a folder that becomes it at the block's end if it has to be made."""
-    layer, new = TREES / name, TREES / f"{name}.new"
+    """Where the layer is, and a folder that becomes it at the block's end if it has to be made.
+
+    Layers lie upon each other, and other checkouts have theirs: none is ever changed. Those that
+    nobody has used for some days are deleted.
+    """
+    layer = TREES / f"{name}-{recipe[:12]}"
+    new = TREES / f"{layer.name}.new"
     with (TREES / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if read(layer / "recipe") == recipe:
+        if layer.exists():
+            os.utime(layer)
             yield layer, None
             return
-        for old in (layer, new):
-            shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         yield layer, new
-        (new / "recipe").write_text(recipe)
         new.rename(layer)
+        for old in TREES.glob(f"machine-*-{'?' * 12}"):
+            if old.stat().st_mtime < time.time() - UNUSED:
+                shutil.rmtree(old)
 
 
 def _make(below: Path, new: Path) -> None:

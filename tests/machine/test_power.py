@@ -26,10 +26,10 @@ MOMENTS = [
     ("image", "chunk", ""),
     ("image", "copied", ""),
     ("image", "checked", ""),
-    ("image", "os.rename", f"{CACHE}/entries/"),
+    ("image", "os.rename", f" {CACHE}/entries/"),
     ("image", "published", ""),
     ("tree", "checked", ""),
-    ("tree", "os.rename", f"{CACHE}/entries/"),
+    ("tree", "os.rename", f" {CACHE}/entries/"),
     ("tree", "published", ""),
     ("evict", "os.rename", f"{CACHE}/evicted/"),
     ("evict", "os.rmdir", f"{CACHE}/evicted/"),
@@ -78,7 +78,7 @@ def test_cut_at_a_point_of_the_work_leaves_right_entries_only(
     name = f"{kind}{MOMENTS.index((kind, point, word))}"
     script = story(power, kind, name)
     power.arm(point, word)
-    running = node.begin(script)
+    running = node.begin(script, user="root" if kind == "evict" else "alice")
     power.stands()
     power.cut(f"{kind} at {point}")
     power.go_on()
@@ -95,10 +95,11 @@ def test_cuts_at_random_while_jobs_come_and_go_leave_right_entries_only(
 ) -> None:
     paths = [new(power, f"random{number}", mib=4 * number) for number in range(1, 5)]
     jobs = [command(f"stage={path} stage-dir=20MiB", f"sha256sum <{path}") for path in paths]
-    script = "; ".join([*jobs, "forestage evict --all >/dev/null", *jobs])
-    running = node.begin(script)
-    for _ in range(SHOTS):
+    running = node.begin("; ".join([*jobs, *jobs]), user="alice")
+    for number in range(SHOTS):
         time.sleep(random.uniform(0, 8))
+        if number == SHOTS // 2:
+            node.begin("forestage evict --all")
         power.cut("jobs come and go")
     done = running.wait()
     assert done.code == 0, done.err
@@ -117,7 +118,7 @@ def test_power_lost_and_back_the_node_serves_right_bytes_and_nothing_is_left(
     warm = f"stage={other} stage-wait=5m"
     assert node.srun(warm, f"sha256sum <{other}").out.split()[0] == power.images[other]
     power.arm(moment, "")
-    node.begin(command(f"stage={path} stage-wait=5m stage-dir=50MiB", "true"))
+    node.begin(command(f"stage={path} stage-wait=5m stage-dir=50MiB", "true"), user="alice")
     power.stands()
     node.vm.cut_power()
     power.cuts += 1

@@ -53,7 +53,7 @@ def on_suite(spec: ClusterSpec, suite: str) -> ClusterSpec:
 def prepared(suite: str) -> Path:
     """The suite's tree, with Slurm and forestage."""
     with tree(suite, suite, PACKAGES) as made:
-        if read(made / "project") != _project():
+        if _read(made / "project") != _project():
             _make_venv(made)
             (made / "project").write_text(_project())
         return made
@@ -78,7 +78,7 @@ def tree(name: str, suite: str, packages: str) -> Iterator[Path]:
     made, unfinished = TREES / name, TREES / f"{name}.new"
     with (TREES / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if read(made / "packages") != packages:
+        if _read(made / "packages") != packages:
             for old in (made, unfinished):
                 shutil.rmtree(old, ignore_errors=True)
             uri, options, script = mirror(), ["--variant=minbase", f"--include={packages}"], []
@@ -94,7 +94,7 @@ def tree(name: str, suite: str, packages: str) -> Iterator[Path]:
         yield made
 
 
-def read(file: Path) -> str:
+def _read(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
