@@ -149,7 +149,7 @@ class Compute:
             "ls /run/forestage/leases /run/forestage/through /run/forestage/served 2>/dev/null"
             " | grep -v ':$' | grep . || true;"
             f"grep -E ' (/lustre/|{CACHE})' /proc/self/mountinfo || true; losetup --list --noheadings"
-        ).out
+        ).out.strip()
 
 
 def command(stage: str, script: str, *options: str) -> str:
