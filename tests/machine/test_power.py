@@ -2,8 +2,7 @@
 
 A copy of the disks of a machine that stands still is what a cut leaves: qemu keeps back what was
 not flushed, as a drive does. So one life of a node gives many cuts, each looked at outside
-(cut.py); some are real ones, with a boot. They come at random, and at points of forestage's work
-(traced.py).
+(cut.py). They come at random, and at points of forestage's work (traced.py).
 """
 
 from __future__ import annotations
@@ -107,32 +106,6 @@ def test_cuts_at_random_while_jobs_come_and_go_leave_right_entries_only(
     assert digests == 2 * [power.images[path] for path in paths]
     power.learn()
     assert power.judge() == []
-
-
-@pytest.mark.parametrize("moment", ["chunk", "published", "job aside"])
-def test_power_lost_and_back_the_node_serves_right_bytes_and_nothing_is_left(
-    node: Compute, power: Power, moment: str
-) -> None:
-    name = f"boot-{moment.split()[-1]}"
-    path, other = new(power, name), new(power, f"{name}-other")
-    warm = f"stage={other} stage-wait=5m"
-    assert node.srun(warm, f"sha256sum <{other}").out.split()[0] == power.images[other]
-    power.arm(moment, "")
-    node.begin(command(f"stage={path} stage-wait=5m stage-dir=50MiB", "true"), user="alice")
-    power.stands()
-    node.vm.cut_power()
-    power.cuts += 1
-    node.boot()
-    node.run("systemctl start forestage-sweep")
-    assert node.left() == ""
-    assert (
-        node.run(f"ls {CACHE}/jobs {CACHE}/parts {CACHE}/evicted 2>&- | grep -v : || true").out
-        == ""
-    )
-    node.run("forestage verify --all")
-    for image in (path, other):
-        script = f"sha256sum <{image}"
-        assert node.srun(f"stage={image}", script).out.split()[0] == power.images[image]
 
 
 def test_cuts_were_enough_and_no_entry_was_wrong(power: Power) -> None:
