@@ -148,7 +148,8 @@ class Compute:
             "ps -e -o comm= | grep -E '^(forestage|squashfuse)' || true;"
             "ls /run/forestage/leases /run/forestage/through /run/forestage/served 2>/dev/null"
             " | grep -v ':$' | grep . || true;"
-            f"grep -E ' (/lustre/|{CACHE})' /proc/self/mountinfo || true; losetup --list --noheadings"
+            f"grep -E ' (/lustre/|{CACHE})' /proc/self/mountinfo || true;"
+            " losetup --list --noheadings"
         ).out.strip()
 
 
