@@ -52,11 +52,11 @@ def on_suite(spec: ClusterSpec, suite: str) -> ClusterSpec:
 
 def prepared(suite: str) -> Path:
     """The suite's tree, with Slurm and forestage."""
-    with _tree(suite, suite, PACKAGES) as tree:
-        if _read(tree / "project") != _project():
-            _make_venv(tree)
-            (tree / "project").write_text(_project())
-        return tree
+    with tree(suite, suite, PACKAGES) as made:
+        if _read(made / "project") != _project():
+            _make_venv(made)
+            (made / "project").write_text(_project())
+        return made
 
 
 def fresh(suite: str) -> Path:
@@ -64,22 +64,22 @@ def fresh(suite: str) -> Path:
 
     Not to be changed.
     """
-    with _tree(f"fresh-{suite}", suite, FRESH.get(suite, "") + INIT) as tree:
-        return tree
+    with tree(f"fresh-{suite}", suite, FRESH.get(suite, "") + INIT) as made:
+        return made
 
 
 @contextlib.contextmanager
-def _tree(name: str, suite: str, packages: str) -> Iterator[Path]:
+def tree(name: str, suite: str, packages: str) -> Iterator[Path]:
     """A tree with these packages, locked. What a killed run has left of one is not taken for one.
 
     Nor does what a killed debootstrap has mounted stay, to be deleted with the rest.
     """
     TREES.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tree, unfinished = TREES / name, TREES / f"{name}.new"
+    made, unfinished = TREES / name, TREES / f"{name}.new"
     with (TREES / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _read(tree / "packages") != packages:
-            for old in (tree, unfinished):
+        if _read(made / "packages") != packages:
+            for old in (made, unfinished):
                 shutil.rmtree(old, ignore_errors=True)
             uri, options, script = mirror(), ["--variant=minbase", f"--include={packages}"], []
             if suite in UBUNTU:
@@ -90,8 +90,8 @@ def _tree(name: str, suite: str, packages: str) -> Iterator[Path]:
             _run(argv, env=os.environ | proxy(uri))
             shutil.rmtree(unfinished / "var/cache/apt/archives", ignore_errors=True)
             (unfinished / "packages").write_text(packages)
-            unfinished.rename(tree)
-        yield tree
+            unfinished.rename(made)
+        yield made
 
 
 def _read(file: Path) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 from doomed import Beside, Doom, Role, Stagers, kill, kill_group, pause
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from machine import Machine, names, numbers, several
 from model import Seen
 from played import Ended
 from promises import After, Work
 
 from forestage.system import lock
+from machine import Machine, names, numbers, several
 from node import Later
 
 MIB = 1 << 20

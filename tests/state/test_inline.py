@@ -11,13 +11,13 @@ from hypothesis.stateful import precondition, rule
 from inline import Killed, Mishap, expecting, without_processes
 from lab import Lab
 from lives import few, many
-from machine import Machine, names, numbers, seeds, several
 from model import owner_of
 from played import Ended
 from promises import After, Work
 
 from forestage import trace
 from forestage.cache.evict import evict_keys
+from machine import Machine, names, numbers, seeds, several
 from node import Node
 
 STAGER = ("claimed", "reserved", "copied", "checked", "published")

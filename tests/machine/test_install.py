@@ -1,0 +1,27 @@
+"""What docs/install.md tells an admin to do brings a hit, on a node as sites have them."""
+
+from __future__ import annotations
+
+import json
+
+from compute import Compute
+
+
+def test_admin_who_followed_the_page_has_a_node_with_nothing_to_mend(node: Compute) -> None:
+    found = json.loads(node.run("forestage check --json || true").out)["findings"]
+    assert [one["id"] for one in found if one["level"] == "critical"] == [], found
+    failed = node.run("systemctl list-units --failed --plain --no-legend").out
+    assert failed == ""
+
+
+def test_image_is_read_through_then_a_hit_from_the_raid(node: Compute) -> None:
+    image = node.image("first")
+    look = f"sha256sum <{image.path}; findmnt -n -o FSTYPE -T {image.path}; echo $SLURM_JOB_ID"
+    stage = f"stage={image.path}"
+    cold = node.srun(stage, look).out.split()
+    assert cold[0] == image.sha256
+    node.until('test -n "$(ls /mnt/nvme/forestage/entries)"')
+    warm = node.srun(stage, look).out.split()
+    assert warm[0] == image.sha256
+    assert (cold[2], warm[2]) == ("fuse.forestage", "xfs")
+    assert node.results(int(warm[3]), "step") == ["hit"]

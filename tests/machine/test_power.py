@@ -1,0 +1,113 @@
+"""The power goes: what the NVMe have then is right, or nobody is shown it.
+
+A copy of the disks of a machine that stands still is what a cut leaves: qemu keeps back what was
+not flushed, as a drive does. So one life of a node gives many cuts, each looked at outside
+(cut.py). They come at random, and at points of forestage's work (traced.py).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+from compute import IMAGES, Compute, command
+from install import CACHE
+from power import Power
+
+EXTRA = 3  # cuts after each one at a point, within two seconds
+SHOTS = 8  # cuts at random, of a node on which jobs come and go
+ENOUGH = 40
+TREE = f"{IMAGES}/tree"
+MOMENTS = [
+    ("image", "claimed", ""),
+    ("image", "chunk", ""),
+    ("image", "copied", ""),
+    ("image", "checked", ""),
+    ("image", "os.rename", f" {CACHE}/entries/"),
+    ("image", "published", ""),
+    ("tree", "checked", ""),
+    ("tree", "os.rename", f" {CACHE}/entries/"),
+    ("tree", "published", ""),
+    ("evict", "os.rename", f"{CACHE}/evicted/"),
+    ("evict", "os.rmdir", f"{CACHE}/evicted/"),
+    ("directory", "job room", ""),
+    ("directory", "os.remove", "/run/forestage/leases/"),
+    ("directory", "job aside", ""),
+    ("directory", "job detached", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def power(booted: Compute) -> Iterator[Power]:
+    power = Power(booted)
+    power.trace()
+    yield power
+    print(f"\n{power.cuts} cuts, {power.entries} entries, {len(power.wrong)} wrong")
+
+
+def new(power: Power, name: str, mib: int = 8) -> str:
+    """A new image's path."""
+    image = power.node.image(name, mib=mib)
+    power.images[image.path] = image.sha256
+    return image.path
+
+
+def story(power: Power, kind: str, name: str) -> str:
+    """Something that is under way when the power goes, as a script of root's."""
+    path = new(power, name)
+    if kind == "evict":
+        power.node.srun(f"stage={path} stage-wait=5m", "true")
+        return "forestage evict --all"
+    if kind == "tree":
+        power.node.run(
+            f"cd /export/images; rm -rf tree; mkdir tree; for i in $(seq 200); do"
+            f" echo {name}$i >tree/$i; done; head -c 4M /dev/urandom >tree/large; sync -f ."
+        )
+        return command(f"stage={TREE}/ stage-wait=5m", "true")
+    also = " stage-dir=50MiB" if kind == "directory" else ""
+    return command(f"stage={path} stage-wait=5m{also}", "true")
+
+
+@pytest.mark.parametrize(("kind", "point", "word"), MOMENTS)
+def test_cut_at_a_point_of_the_work_leaves_right_entries_only(
+    node: Compute, power: Power, kind: str, point: str, word: str
+) -> None:
+    name = f"{kind}{MOMENTS.index((kind, point, word))}"
+    script = story(power, kind, name)
+    power.arm(point, word)
+    running = node.begin(script, user="root" if kind == "evict" else "alice")
+    power.stands()
+    power.cut(f"{kind} at {point}")
+    power.go_on()
+    for _ in range(EXTRA):
+        time.sleep(random.uniform(0, 0.7))
+        power.cut(f"{kind} after {point}")
+    assert running.wait().code == 0
+    power.learn()
+    assert power.judge() == []
+
+
+def test_cuts_at_random_while_jobs_come_and_go_leave_right_entries_only(
+    node: Compute, power: Power
+) -> None:
+    paths = [new(power, f"random{number}", mib=4 * number) for number in range(1, 5)]
+    jobs = [command(f"stage={path} stage-dir=20MiB", f"sha256sum <{path}") for path in paths]
+    running = node.begin("; ".join([*jobs, *jobs]), user="alice")
+    for number in range(SHOTS):
+        time.sleep(random.uniform(0, 8))
+        if number == SHOTS // 2:
+            node.begin("forestage evict --all")
+        power.cut("jobs come and go")
+    done = running.wait()
+    assert done.code == 0, done.err
+    digests = [line.split()[0] for line in done.out.splitlines() if line.endswith("-")]
+    assert digests == 2 * [power.images[path] for path in paths]
+    power.learn()
+    assert power.judge() == []
+
+
+def test_cuts_were_enough_and_no_entry_was_wrong(power: Power) -> None:
+    assert power.cuts >= ENOUGH
+    assert power.wrong == []
