@@ -247,7 +247,11 @@ def _consequence(event: Event) -> str:
     if event.hook == "stager":
         return "Nothing was published; a job that waited for it kept its original path."
     who = "step" if event.hook == "step" else "job"
-    if event.outcome.reason == "deadline":
+    if (
+        event.outcome.reason == "deadline"
+        and isinstance(event.outcome, Handled)
+        and event.outcome.key
+    ):
         return (
             f"The {who} kept its original path. The copy continues; `forestage status` shows its"
             " progress."
