@@ -10,7 +10,7 @@ import pytest
 from forestage.cache import unmount
 from forestage.peers import auth, connection, protocol
 from forestage.stage import source
-from forestage.system import lock
+from forestage.system import lock, probe
 
 LIMITS = (
     (auth, "PATIENCE"),
@@ -20,6 +20,7 @@ LIMITS = (
     (connection, "CONNECT"),
     (connection, "STALL"),
     (protocol, "HANDSHAKE"),
+    (probe, "LIMIT"),
 )
 
 

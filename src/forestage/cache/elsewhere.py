@@ -31,7 +31,7 @@ from forestage.system.mounts import Mount
 from forestage.system.sha256 import sha256
 
 HOST = Path("/proc")
-HUNG = ".hung"  # of a file beside the locks
+HUNG = ".hung"  # of a file beside the claims
 
 
 class Foreign(msgspec.Struct, frozen=True):
@@ -109,9 +109,10 @@ def clear(cache: Cache, leases: Leases, now: float | None = None, total: float =
     hung, left = _take_off(cache, gone, total)
     for file in {_note(cache, one) for one in hung}:
         with contextlib.suppress(OSError):  # it only spares others the wait
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file.touch()
     if now is None:  # all were tried
-        for file in set(cache.locks.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:
+        for file in set(cache.claims.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:
             file.unlink(missing_ok=True)
     return left
 
@@ -119,7 +120,7 @@ def clear(cache: Cache, leases: Leases, now: float | None = None, total: float =
 def _note(cache: Cache, one: Foreign) -> Path:
     """The file that says, by its time, when this path hung in some namespace."""
     path = os.fsencode(one.source or one.mount.point)
-    return cache.locks / f"{sha256(path)[:32]}{HUNG}"
+    return cache.claims / f"{sha256(path)[:32]}{HUNG}"
 
 
 def _hung_lately(note: Path, now: float) -> bool:

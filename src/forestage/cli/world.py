@@ -65,7 +65,7 @@ class Exit(IntEnum):
     USAGE = 2, "The command line is wrong."
     CONFIG = 3, "The configuration cannot be used."
     PERMISSION = 4, "This user may not see or do it: run as root."
-    CACHE = 5, "The cache is not mounted, or must not be used."
+    CACHE = 5, "The cache is not mounted, its disk hangs, or it must not be used."
     FAILED = 6, "The node is at fault: a damaged lease, a lock that stays held, a port in use, I/O."
     BAD = 7, "A bad entry was found: its bytes or rights are not those of its source."
     SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
@@ -127,12 +127,14 @@ class Commands(Listed):
 
 def status_of(error: Exception) -> Exit:
     """Pure: the exit status for an expected error."""
-    from forestage.errors import Failed
+    from forestage.errors import Declined, Failed
 
     if isinstance(error, PermissionError):
         return Exit.PERMISSION
+    if isinstance(error, Declined) and error.reason.startswith("cache-"):
+        return Exit.CACHE
     if isinstance(error, Failed):
-        return Exit.CACHE if error.reason.startswith("cache-") else Exit.FAILED
+        return Exit.FAILED
     if isinstance(error, ForestageError):
         return Exit(error.exit_code)
     return Exit.FAILED

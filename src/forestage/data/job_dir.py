@@ -215,7 +215,7 @@ def find(node: Node, job: Job) -> Place | None:
     """
     boot = boot_id()
     lease = node.leases.read(job.id)
-    cache = Cache(Path(lease.cache)) if lease else node.cache
+    cache = Cache(Path(lease.cache), node.places.claims) if lease else node.cache
     for place in _of(cache, job.id):
         made = place.made()
         if made is not None and (made.uid, made.boot) == (job.user.uid, boot):
@@ -235,7 +235,8 @@ def shown(node: Node, job: Job) -> Own:
     made = place.made()
     if made is not None and made.ram:
         patience = Deadline.after(job_ram.START, node.clock)
-        name = job_ram.mounted(place.directory, job.user, made.size, os.getppid(), patience)
+        manager = job.manager or os.getppid()
+        name = job_ram.mounted(place.directory, job.user, made.size, manager, patience)
         return Own(place, ("served", os.fspath(name), target, "root"))
     device = loop.attach(place.disk, read_only=False)
     file = loop.file_of(place.disk.stat())

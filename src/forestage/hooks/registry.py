@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
+from forestage.cache import disk
 from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
@@ -63,7 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
     timeout: str
 
     @classmethod
-    def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
+    def of(cls, job: Job, request: Request, environ: Mapping[str, str]) -> "Asked | None":
         """By what the companion says; None where it has given no environment."""
         number = environ.get("FORESTAGE_ENVIRONMENT", "")
         if not number.isdigit():
@@ -71,7 +72,7 @@ class Asked(msgspec.Struct, frozen=True):
         return cls(
             request=request,
             environment=int(number),
-            step=os.getppid(),
+            step=job.manager,
             batch=environ.get("ENVIRONMENT") == "BATCH",
             container=environ.get(CONTAINER_OPTION, ""),
             timeout=environ.get("FORESTAGE_TIMEOUT", ""),
@@ -80,6 +81,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
+    disk.must_take(node.places, node.cache)  # the tasks would wait for a process that hangs
     node.places.images.mkdir(mode=0o755, parents=True, exist_ok=True)
     path = node.places.images / f"{job.id}.{job.step}.sock"
     _start(job, partial(_serve, node, job, asked, report, path))
@@ -92,6 +94,7 @@ def guess(node: Node, job: Job, request: Request, report: Report) -> None:
     No registry is asked: the job's environment, by which that would be done, is not known here.
     Raises Declined.
     """
+    disk.must_take(node.places, node.cache)
     if node.config.registry.store:  # what the node imports for itself lies here already
         _start(job, partial(_foresee, node, job, request, report))
 

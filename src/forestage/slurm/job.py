@@ -28,6 +28,7 @@ class Job(msgspec.Struct, frozen=True):
     user's word. `mounts_home` is whether its container is to have the user's home directory, `home`
     what a step calls so; None and "" where nobody says it. `restart` counts how often it was
     requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user.
+    `manager` is the process that has started the hook: of a step its manager; 0 if unknown.
     """
 
     id: int
@@ -45,6 +46,7 @@ class Job(msgspec.Struct, frozen=True):
     home: str = ""
     restart: int = 0
     waited: float = 0.0
+    manager: int = 0
 
     @property
     def rank(self) -> Rank:
@@ -56,6 +58,9 @@ class Job(msgspec.Struct, frozen=True):
         """The image of a registry that is asked for; pyxis' option alone names one."""
         named = (one for one in self.requests if one.via == "option")
         return next((one for one in named if not one.path.startswith(("/", "."))), None)
+
+    def of_manager(self, pid: int) -> "Job":
+        return msgspec.structs.replace(self, manager=pid)
 
     def without_reference(self) -> "Job":
         left = tuple(one for one in self.requests if one != self.reference)
