@@ -11,6 +11,7 @@ from fault import MIB, Beside, Points, Until, beside, image
 
 from forestage.clock import Clock, Deadline
 from forestage.stage import source, wait
+from forestage.system import probe
 from node import Node, until
 
 
@@ -182,3 +183,28 @@ def test_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
     until(node.entries, "the copy to go on and publish")
     assert node.prolog(2, path).outcome.result in ("hit", "joined")
     assert path.read_bytes() == data
+
+
+def test_source_that_hung_is_not_waited_for_again_until_it_answers(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prolog, then step, then the next job: one waits, and one process asks on for all."""
+    path, other = far.put("image.sqsh", image()), far.put("other.sqsh", image(2))
+    node.configure(deadline="300ms")
+    far.hang()
+    assert beside(lambda: node.prolog(1, path)).ended == (0, "declined", "source-hangs")
+    until(lambda: hung(node), "the server to be known as one that hangs")
+    node.configure(deadline="1h")
+    monkeypatch.setattr(source, "HOOK_TIMEOUT", 600.0)
+    for wanted in (path, other):
+        assert beside(lambda wanted=wanted: node.prolog(2, wanted)).ended == (  # type: ignore[misc]
+            *(0, "declined", "source-hangs"),
+        )
+    far.answer()
+    until(lambda: not hung(node), "the server's answer")
+    assert beside(lambda: node.prolog(3, path)).said == ("copied", "")
+
+
+def hung(node: Node) -> bool:
+    """Whether a server is known to hang."""
+    return any(map(probe.known, node.places.probes.glob("source-*")))

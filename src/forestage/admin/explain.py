@@ -247,14 +247,10 @@ def _consequence(event: Event) -> str:
     if event.hook == "stager":
         return "Nothing was published; a job that waited for it kept its original path."
     who = "step" if event.hook == "step" else "job"
-    if (
-        event.outcome.reason == "deadline"
-        and isinstance(event.outcome, Handled)
-        and event.outcome.key
-    ):
+    if event.outcome.reason == "deadline":
         return (
-            f"The {who} kept its original path. The copy continues; `forestage status` shows its"
-            " progress."
+            f"The {who} kept its original path. The copy continues if it has begun;"
+            " `forestage status` shows its progress."
         )
     if event.outcome.reason == "bad-hint":
         return "The hint was ignored."

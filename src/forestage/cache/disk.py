@@ -35,8 +35,16 @@ def hangs(places: Places, cache: Cache, left: float = 60.0) -> Hang | None:
 
     `left` are the seconds that the caller has: a second at most, or a quarter of these, is waited.
     """
-    name = sha256(os.fsencode(cache.root))[:16]
-    return probe.ask(places.probes / f"cache-{name}", partial(_asked, cache.root), PART * left)
+    return probe.ask(_file(places, cache), partial(_asked, cache.root), PART * left)
+
+
+def known(places: Places, cache: Cache) -> Hang | None:
+    """What is known to hang, by who asks; for those who may change nothing, a directory neither."""
+    return probe.known(_file(places, cache))
+
+
+def _file(places: Places, cache: Cache) -> Path:
+    return places.probes / f"cache-{sha256(os.fsencode(cache.root))[:16]}"
 
 
 def must_serve(places: Places, cache: Cache, left: float = 60.0) -> None:

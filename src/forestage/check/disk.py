@@ -114,7 +114,7 @@ def _holdings(
 ) -> Iterator[Finding]:
     """What the disk told of itself, who may write to the cache, and its room."""
     places, cache = Places(files.root), Cache(files.at(real))
-    if hang := disk.hangs(places, cache):
+    if hang := disk.known(places, cache):
         yield Finding(
             "cache-hangs",
             "critical",

@@ -71,10 +71,9 @@ def begin(file: Path, work: Callable[[At], None]) -> None:
 
 
 def known(file: Path) -> Hang | None:
-    """What hangs by what is known already; asks nobody."""
+    """What hangs by what is known already; asks nobody, but waits for who asks just now."""
     with contextlib.suppress(OSError), opened(file, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-        if not _is_free(fd) and _said(fd).seconds >= LIMIT:
-            return _hang(fd)
+        return _others(fd, time.monotonic() + LIMIT)
     return None
 
 
