@@ -135,7 +135,7 @@ class Node:
         self.shared = top / "shared"
         self.server = top / "server"
         self.nvme = self.places.root / "mnt/nvme"
-        self.cache = Cache(self.nvme / "forestage")
+        self.cache = Cache(self.nvme / "forestage", self.places.claims)
         self.leases = Leases(self.places.leases)
 
     @classmethod

@@ -28,7 +28,6 @@ FOLDERS = (
 ALLOWED = {
     "subprocess": {"system.run"},
     "yaml": {"config"},
-    "filelock": {"system.lock"},
     "xxhash": {"cache.digest"},
     "aiohttp": {"peers"},
     "ClusterShell": {"slurm", "admin"},
@@ -195,7 +194,7 @@ ALONE = """
 import os, sys
 # What others wrote is loaded once, so that each module costs a fork and not an interpreter.
 import aiohttp.web, concurrent.futures, http.client, logging, subprocess, typing
-import click, filelock, msgspec, rich, xxhash, yaml
+import click, msgspec, rich, xxhash, yaml
 assert not [name for name in sys.modules if name.startswith("forestage")]
 def watch(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.mkdir", "socket.connect", "os.rename"):
@@ -238,7 +237,7 @@ def watch(event, args):
 sys.addaudithook(watch)
 from forestage.hooks.boundary import _main
 code = _main(NAME)
-heavy = {"yaml", "msgspec", "filelock", "typing", "pathlib", "subprocess", "dataclasses", "re"}
+heavy = {"yaml", "msgspec", "typing", "pathlib", "subprocess", "dataclasses", "re"}
 heavy |= {"ctypes", "socket", "threading", "xxhash", "contextlib", "hashlib"}
 ours = {name for name in sys.modules if name.startswith("forestage.")}
 print(code, sorted(heavy & set(sys.modules)), sorted(ours), made)
@@ -266,7 +265,7 @@ from forestage.hooks.boundary import import_msgspec
 import_msgspec()
 import forestage.hooks.prolog, forestage.hooks.step, forestage.hooks.epilog
 import forestage.stage.stager, forestage.through.keeper, forestage.cache.shown
-heavy = {"yaml", "filelock", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
+heavy = {"yaml", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
 heavy |= {"platform", "decimal", "uuid", "datetime", "urllib.parse", "ipaddress", "ctypes"}
 heavy |= {f"msgspec.{name}" for name in ("inspect", "_json_schema", "toml", "yaml")}
 print(sorted(heavy & set(sys.modules)), {"msgspec", "pathlib"} <= set(sys.modules))

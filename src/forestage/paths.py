@@ -114,6 +114,17 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "collected"
 
     @property
+    def probes(self) -> Path:
+        """A file for each disk and server that is asked whether it answers, see system/probe.py."""
+        return self.run / "probes"
+
+    @property
+    def claims(self) -> Path:
+        """A lock for each redirect that is being unmounted, see cache/unmount.py. Not on the
+        cache's disk, which may hang."""
+        return self.run / "claims"
+
+    @property
     def ask(self) -> Path:
         """The socket at which users ask about their own jobs, see admin/answering.py."""
         return self.run / "ask.sock"

@@ -13,7 +13,7 @@ from forestage import check
 from forestage.check import Report, Target
 from forestage.clock import Clock, Deadline
 from forestage.stage import source, wait
-from forestage.system import mounts, tree
+from forestage.system import mounts, probe, tree
 from node import Node, until
 
 
@@ -215,3 +215,28 @@ def test_check_ends_and_names_the_source_that_hangs(
     assert ids() == ["source-hangs"]
     far.answer()
     until(far.is_left_alone, "the children that were left behind")
+
+
+def test_source_that_hung_is_not_waited_for_again_until_it_answers(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prolog, then step, then the next job: one waits, and one process asks on for all."""
+    path, other = far.put("image.sqsh", image()), far.put("other.sqsh", image(2))
+    node.configure(deadline="300ms")
+    far.hang()
+    assert beside(lambda: node.prolog(1, path)).ended == (0, "declined", "source-hangs")
+    until(lambda: hung(node), "the server to be known as one that hangs")
+    node.configure(deadline="1h")
+    monkeypatch.setattr(source, "HOOK_TIMEOUT", 600.0)
+    for wanted in (path, other):
+        assert beside(lambda wanted=wanted: node.prolog(2, wanted)).ended == (  # type: ignore[misc]
+            *(0, "declined", "source-hangs"),
+        )
+    far.answer()
+    until(lambda: not hung(node), "the server's answer")
+    assert beside(lambda: node.prolog(3, path)).said == ("copied", "")
+
+
+def hung(node: Node) -> bool:
+    """Whether a server is known to hang."""
+    return any(map(probe.known, node.places.probes.glob("source-*")))

@@ -11,7 +11,7 @@ from forestage.cache import elsewhere, unmount
 from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
 from forestage.stage import source
-from forestage.system import lock
+from forestage.system import lock, probe
 
 LIMITS = (
     (auth, "PATIENCE"),
@@ -23,6 +23,7 @@ LIMITS = (
     (connection, "CONNECT"),
     (connection, "STALL"),
     (protocol, "HANDSHAKE"),
+    (probe, "LIMIT"),
 )
 
 

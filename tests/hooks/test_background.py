@@ -146,7 +146,7 @@ def test_step_waits_for_what_the_prolog_finds(background: Background, image: Pat
         background.prolog(comment=f"stage={image}")
         assert background.left() == ["7.hinted", "7.prolog"]
         step = background.hook("step")
-        until(lambda: sleeps(step.pid) or step.poll() is not None, "the step to wait")
+        until(lambda: child_sleeps(step.pid) or step.poll() is not None, "the step to wait")
     said = background.ended(step)
     entry = background.node.cache.image(background.node.identity(image).key)
     assert f"also\tuse\t{entry}\t{image}\t" in said
@@ -262,9 +262,13 @@ def test_nothing_is_forked_where_that_fails(
     assert not background.mark.exists()
 
 
-def sleeps(pid: int) -> bool:
-    """Whether a process does nothing but wait for a moment."""
-    return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text()
+def child_sleeps(pid: int) -> bool:
+    """Whether the child in which a hook works does nothing but wait for a moment."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        waits = [Path(f"/proc/{child}/wchan").read_text() for child in children]
+        return any("nanosleep" in one for one in waits)
+    return False
 
 
 def once(first: Callable[[], int], then: Callable[[], int]) -> Callable[[], int]:

@@ -143,7 +143,7 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
     monkeypatch.setattr(elsewhere, "_in_namespace", real)
     monkeypatch.setattr(unmount, "TIMEOUT", 600.0)
     assert elsewhere.clear(node.cache, node.leases).off == 2
-    assert list(node.cache.locks.glob("*.hung")) == []
+    assert list(node.cache.claims.glob("*.hung")) == []
 
 
 def test_bind_of_an_evicted_entry_is_told_and_counted(

@@ -336,7 +336,7 @@ def test_cache_below_a_directory_that_others_can_change_is_not_used(node: Node, 
         (node.nvme / "link").symlink_to(scratch / "deep")
         cache = node.nvme / "link/forestage"
     node.configure(cache=f"/mnt/nvme/{cache.relative_to(node.nvme)}")
-    node.cache = Cache(cache)
+    node.cache = Cache(cache, node.places.claims)
     wanted = put(node, "image")
     ran = node.prolog(1, wanted.path)
     assert ran.ended == (0, "failed", "cache-not-ours")

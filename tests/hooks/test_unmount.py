@@ -164,7 +164,8 @@ def test_job_that_begins_between_decision_and_unmount_has_its_redirect(
 def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
     path = node.staged(1)
     (bind,) = unmount.binds(node.cache)
-    (node.cache.locks / f"{bind.mount.id}.unmount").touch()
+    node.cache.claims.mkdir()
+    (node.cache.claims / f"{bind.mount.id}.unmount").touch()
     assert node.prolog(2, path).outcome.redirect == "kept"  # type: ignore[union-attr]
     unmount.wait(node.cache, [bind], Deadline.after(0.0, Clock()))
 

@@ -10,7 +10,7 @@ import msgspec
 
 from forestage.admin import inventory
 from forestage.admin.inventory import Item
-from forestage.cache import evict
+from forestage.cache import disk, evict
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.errors import NotFound
@@ -52,12 +52,16 @@ class Pinned(msgspec.Struct, frozen=True):
 
 
 def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
-    """Evicts these, but none that is leased or pinned. Raises Failed for a damaged lease."""
+    """Evicts these, but none that is leased or pinned.
+
+    Raises Failed for a damaged lease, Declined while the disk hangs.
+    """
     wanted = tuple(items)
     # A lease that cannot be read may protect any entry: then a dry run may not promise anything.
     node.leases.keys()
     if not wanted:  # nor, maybe, a cache
         return Evictions(dry_run)
+    disk.must_take(node.places, node.cache)
     if dry_run:
         evicted = frozenset(item.key for item in wanted if not _why_not(item))
     else:
@@ -82,9 +86,13 @@ def _why_not(item: Item) -> str:
 
 
 def to_watermark(node: Node, dry_run: bool) -> Evictions:
-    """Evicts to the low watermark, as the Epilog does. Raises Failed for a damaged lease."""
+    """Evicts to the low watermark, as the Epilog does.
+
+    Raises Failed for a damaged lease, Declined while the disk hangs.
+    """
     if not inventory.is_made(node):
         return Evictions(dry_run)
+    disk.must_take(node.places, node.cache)
     leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
     before = {item.key: item for item in inventory.gather(node).items}
     if dry_run:

@@ -251,8 +251,8 @@ def _consequence(event: Event) -> str:
     who = "step" if event.hook == "step" else "job"
     if event.outcome.reason == "deadline":
         return (
-            f"The {who} kept its original path. The copy continues; `forestage status` shows its"
-            " progress."
+            f"The {who} kept its original path. The copy continues if it has begun;"
+            " `forestage status` shows its progress."
         )
     if event.outcome.reason == "bad-hint":
         return "The hint was ignored."

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import msgspec
 
-from forestage.cache import evict
+from forestage.cache import disk, evict
 from forestage.cache import held as deleted
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry, StoredEntry
@@ -89,9 +89,11 @@ class Holder(msgspec.Struct, frozen=True):
 def is_made(node: Node) -> bool:
     """Whether the cache exists; the first job with an image creates it.
 
-    Raises Failed where it must not be used, PermissionError for users who may not read it.
+    Raises Declined where its disk hangs, Failed where it must not be used, PermissionError for
+    users who may not read it.
     """
     cache = node.cache
+    disk.must_serve(node.places, cache)
     try:
         (cache.root / "format").stat()
     except (FileNotFoundError, NotADirectoryError):

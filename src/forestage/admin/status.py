@@ -11,12 +11,13 @@ import msgspec
 from forestage.admin import copies, inventory, recent
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
+from forestage.cache import disk as cache_disk
 from forestage.cache import doubt, evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.data import job_dir
-from forestage.errors import Failed
+from forestage.errors import Declined
 from forestage.events import field
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
@@ -97,12 +98,15 @@ def gather(node: Node) -> Status:
     try:
         holdings = inventory.gather(node)
         made = inventory.is_made(node)
-    except Failed as failed:
+    except Declined as failed:
         holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
     under_way = copies.gather(node) if made else ()
     paths = copies.paths(node) if made else {}
     paths |= {copy.key: copy.image for copy in under_way}
     paths |= {item.key: item.path for item in holdings.items}
+    problems = holdings.problems
+    if hang := None if unusable else cache_disk.hangs(node.places, node.cache):
+        problems += (str(cache_disk.declined(node.cache, hang)),)
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
     disk = doubt.known(node.places)
     calls = recent.calls(node.places)
@@ -111,7 +115,7 @@ def gather(node: Node) -> Status:
         unusable=unusable,
         redirects=bound,
         leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
-        problems=holdings.problems,
+        problems=problems,
         served=stats.read(node.places.peer),
         off=_off(node),
         doubt=Doubt(disk.since, disk.why) if disk.since else None,

@@ -33,7 +33,7 @@ from forestage.admin import evict, inventory, old_imports, registry, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
-from forestage.cache import doubt, elsewhere, hot, redirect, unmount
+from forestage.cache import disk, doubt, elsewhere, hot, redirect, unmount
 from forestage.cache import evict as eviction
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
@@ -126,8 +126,10 @@ class Due(msgspec.Struct, frozen=True):
 def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepReport:
     """Cleans up after crashes; as root. `progress` is called with what is being done.
 
-    Raises PermissionError for users who may not read the cache.
+    Raises PermissionError for users who may not read the cache; Declined while its disk hangs: all
+    stays as it is for the next one.
     """
+    disk.must_take(node.places, node.cache)
     start = node.clock.monotonic()
     run = _Run(node, dry_run)
     made = run.tried(run.is_made, node)
@@ -261,10 +263,12 @@ class _Run:
         node, leases = self.node, self.node.leases
         cache, user, released = node.cache, ROOT, ReleasedLease(one.job, one.why)
         if one.lease:
-            cache, user = Cache(Path(one.lease.cache)), one.lease.user
+            cache = Cache(Path(one.lease.cache), node.places.claims)
+            user = one.lease.user
             released = ReleasedLease(one.job, one.why, user.name, one.lease.node)
         if self.dry_run:
             return released
+        epilog.note_use(cache, one.lease, node.clock.wall())
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
                 if leases.mark(one.job) != one.mark:

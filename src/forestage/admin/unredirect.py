@@ -62,7 +62,7 @@ def _caches(node: Node) -> list[Cache]:
     """The configured one, and each that a lease names: the configuration may have changed since."""
     found = {node.cache.real: node.cache}
     for root in node.leases.caches():
-        cache = Cache(Path(root))
+        cache = Cache(Path(root), node.places.claims)
         found.setdefault(cache.real, cache)
     return list(found.values())
 

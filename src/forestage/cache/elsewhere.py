@@ -32,7 +32,7 @@ from forestage.system.mounts import Mount
 from forestage.system.sha256 import sha256
 
 HOST = Path("/proc")
-HUNG = ".hung"  # of a file beside the locks
+HUNG = ".hung"  # of a file beside the claims
 
 # A user may make hundreds of namespaces with 100,000 mounts each (fs.mount-max).
 LOOK = 1.0  # seconds in which a hook looks through all of them
@@ -165,9 +165,10 @@ def clear(
     hung, left = _take_off(cache, gone, total)
     for file in {_note(cache, one) for one in hung}:
         with contextlib.suppress(OSError):  # it only spares others the wait
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file.touch()
     if now is None:  # all were tried
-        for file in set(cache.locks.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:
+        for file in set(cache.claims.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:
             file.unlink(missing_ok=True)
     if looked.unread:
         told = f"mount namespaces that were not looked through: {looked.unread}"
@@ -178,7 +179,7 @@ def clear(
 def _note(cache: Cache, one: Foreign) -> Path:
     """The file that says, by its time, when this path hung in some namespace."""
     path = os.fsencode(one.source or one.mount.point)
-    return cache.locks / f"{sha256(path)[:32]}{HUNG}"
+    return cache.claims / f"{sha256(path)[:32]}{HUNG}"
 
 
 def _hung_lately(note: Path, now: float) -> bool:

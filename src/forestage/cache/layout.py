@@ -90,9 +90,12 @@ def open_copy(path: Path) -> io.FileIO:
 
 
 class Cache:
-    """The paths of one cache root. Making a Cache touches nothing; `prepare` does."""
+    """The paths of one cache root. Making a Cache touches nothing; `prepare` does.
 
-    def __init__(self, root: Path) -> None:
+    `claims` is where its redirects are claimed (cache/unmount.py), the same for all of the node.
+    """
+
+    def __init__(self, root: Path, claims: Path | None = None) -> None:
         self.root = root
         self.entries = root / "entries"
         self.parts = root / "parts"
@@ -102,6 +105,7 @@ class Cache:
         self.held = root / "held"
         self.locks = root / "locks"
         self.space_lock = self.locks / "space.lock"
+        self.claims = claims or self.locks
 
     @property
     def real(self) -> str:
@@ -142,12 +146,17 @@ class Cache:
         return owner if lives else None
 
     def prepare(self, require_mount: bool) -> None:
-        """Makes the layout, or finds it made. Raises Failed where it must not be used."""
+        """Makes the layout, or finds it made. Raises Failed where it must not be used.
+
+        It looks before it makes: mkdir(2) waits for a disk that takes no writes, though the
+        directory is there.
+        """
         if require_mount:
             self.must_be_mounted()
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            self.root.mkdir(mode=0o700)
+        if not self.root.exists():
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.root.mkdir(mode=0o700)
         facts = os.lstat(self.root)
         # The parent may be a scratch disk on which users can make directories: one of theirs by
         # our name would let them change what other users' jobs read.
@@ -160,7 +169,8 @@ class Cache:
         self._must_be_out_of_reach()
         found = self._format()
         for directory in (self.entries, self.parts, self.evicted, self.locks):
-            directory.mkdir(mode=0o700, exist_ok=True)
+            if not directory.is_dir():
+                directory.mkdir(mode=0o700, exist_ok=True)
         if found:
             return
         records.write(self.root / "CACHEDIR.TAG", _CACHEDIR_TAG.encode())

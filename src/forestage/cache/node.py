@@ -23,5 +23,6 @@ class Node(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, config: Config, places: Places, clock: Clock) -> "Node":
         # The kernel's mount table knows the cache by its real path only.
-        cache = Cache(places.root / os.path.realpath(config.cache).lstrip("/"))
+        root = places.root / os.path.realpath(config.cache).lstrip("/")
+        cache = Cache(root, places.claims)
         return cls(config, places, cache, Leases(places.leases), clock)

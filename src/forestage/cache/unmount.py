@@ -8,7 +8,8 @@ Which ones go is decided under the space lock, and each is claimed there. What o
     a job that just reads      the copy, then the source       right bytes, both times
     who claims it is killed    the claim is gone with it       the bind counts as before
 
-A claim is a lock file named by the mount's id, `<root>/locks/<id>.unmount`. A mount is taken off by
+A claim is a lock file named by the mount's id, `/run/forestage/claims/<id>.unmount`: not on the
+cache's disk, as what is outdated has to go while that hangs, too. A mount is taken off by
 its id, and while a bind is claimed no hook mounts over its path. So no other mount is hit, though
 the kernel uses ids again. If somebody else unmounts it first (umount(8), or the kernel, because the
 file was replaced), the worst that can happen is that another path shows its source.
@@ -97,6 +98,7 @@ def claim(
     """
     mine = []
     for bind in islice(wanted, MOST):
+        cache.claims.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(lock.Busy):
             if now is None or not hung_lately(cache, bind, now):
                 claim = claims.enter_context(contextlib.ExitStack())
@@ -110,7 +112,7 @@ def claim(
 @contextlib.contextmanager
 def _claimed(cache: Cache, bind: Bind) -> Iterator[None]:
     file = _file(cache, bind)
-    # On a disk that is read-only or gone nobody mounts.
+    # Without /run there are no leases either, and nobody mounts.
     with lock.held_if_writable(file, 0):
         try:
             yield
@@ -121,7 +123,7 @@ def _claimed(cache: Cache, bind: Bind) -> Iterator[None]:
 
 
 def _file(cache: Cache, bind: Bind) -> Path:
-    return cache.locks / f"{bind.mount.id}{SUFFIX}"
+    return cache.claims / f"{bind.mount.id}{SUFFIX}"
 
 
 def hung_lately(cache: Cache, bind: Bind, now: float) -> bool:
@@ -146,8 +148,8 @@ def _note(one: Going, hung: bool) -> None:
 
 def forget(cache: Cache) -> None:
     """Deletes what is noted of mounts that have gone. Under the space lock. Raises OSError."""
-    here = {_file(cache, bind) for bind in binds(cache)}
-    for file in cache.locks.glob(f"*{SUFFIX}"):
+    here = {cache.claims / f"{mount.id}{SUFFIX}" for mount in mounts.current()}
+    for file in cache.claims.glob(f"*{SUFFIX}"):
         if file not in here and lock.is_free(file):
             file.unlink(missing_ok=True)
 

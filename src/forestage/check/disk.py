@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.cache import doubt, evict
+from forestage.cache import disk, doubt, evict
 from forestage.cache.layout import Cache
 from forestage.check.finding import Finding
 from forestage.check.uses import Used
@@ -113,17 +113,26 @@ def _holdings(
     files: Files, config: Config, real: str, images: tuple[Used, ...], origin: str
 ) -> Iterator[Finding]:
     """What the disk told of itself, who may write to the cache, and its room."""
-    disk = doubt.known(Places(files.root))
-    if disk.since:
+    places, cache = Places(files.root), Cache(files.at(real))
+    if hang := disk.known(places, cache):
+        yield Finding(
+            "cache-hangs",
+            "critical",
+            str(disk.declined(cache, hang)),
+            "Nothing is copied; jobs read the shared path, and what is here while it can be read",
+            "see the kernel's log: a frozen file system (fsfreeze -u), or a disk to be replaced",
+        )
+        return  # who looks further would hang with it
+    known = doubt.known(places)
+    if known.since:
         yield Finding(
             "disk-errors",
             "critical",
-            f"the disk of {config.cache} has lost data: {disk.why}",
+            f"the disk of {config.cache} has lost data: {known.why}",
             "No job gets a copy of this node until the sweep has read every entry again; all read"
             " the shared path",
             "forestage sweep, or wait for its timer; if it comes again, replace the disk",
         )
-    cache = Cache(files.at(real))
     if not _is_ours(cache.root):
         yield Finding(
             "cache-not-ours",
@@ -180,10 +189,10 @@ def _room(
     files: Files, cache: Cache, config: Config, images: tuple[Used, ...], origin: str
 ) -> Iterator[Finding]:
     """What entries may take if all others are evicted, compared with the largest image."""
-    disk = files.disk(config.cache)
-    if disk is None:
+    facts = files.disk(config.cache)
+    if facts is None:
         return
-    total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     used = 0
     with contextlib.suppress(OSError, Failed):
         used = evict.measure(cache, cache.stored_entries(), config).used

@@ -128,14 +128,14 @@ class Commands(Listed):
 
 def status_of(error: Exception) -> Exit:
     """Pure: the exit status for an expected error."""
-    from forestage.errors import Failed
+    from forestage.errors import Declined, Failed
 
     if isinstance(error, PermissionError):
         return Exit.PERMISSION
+    if isinstance(error, Declined) and error.reason.startswith("cache-"):
+        return Exit.UNMOUNTED if error.reason == "cache-not-mounted" else Exit.CACHE
     if isinstance(error, Failed):
-        if error.reason == "cache-not-mounted":
-            return Exit.UNMOUNTED
-        return Exit.CACHE if error.reason.startswith("cache-") else Exit.FAILED
+        return Exit.FAILED
     if isinstance(error, ForestageError):
         return Exit(error.exit_code)
     return Exit.FAILED

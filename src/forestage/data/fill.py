@@ -58,7 +58,10 @@ class Put(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What the process that does the work is to do; `name` is where, below the directory."""
+    """What the process that does the work is to do; `name` is where, below the directory.
+
+    `step` is the step's manager, in whose cgroups it works.
+    """
 
     own: Own
     number: int
@@ -66,6 +69,7 @@ class _Order(msgspec.Struct, frozen=True):
     path: str
     name: str
     until: Deadline
+    step: int
 
     @property
     def place(self) -> Place:
@@ -160,8 +164,8 @@ def fill(
     known = _known(own.place, number)
     found = known
     if found is None:
-        order = _Order(own, number, job.user, path, name, until)
-        found = _ordered(order, job.manager, lambda: progress(partial(_progress, order, start)))
+        order = _Order(own, number, job.user, path, name, until, job.manager)
+        found = _ordered(order, lambda: progress(partial(_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
     target = f"{node.places.job_dir}/{name}"
@@ -200,9 +204,9 @@ def _progress(order: _Order, start: float) -> str:
     return f"waiting for {printable(order.path)}, which is put into the job's directory ({took})"
 
 
-def _ordered(order: _Order, manager: int, idle: Callable[[], None]) -> Put:
+def _ordered(order: _Order, idle: Callable[[], None]) -> Put:
     """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
-    work = partial(_work, order, manager)
+    work = partial(_work, order)
     try:
         found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle)
     except as_user.TooSlow as slow:
@@ -219,10 +223,10 @@ def _ordered(order: _Order, manager: int, idle: Callable[[], None]) -> Put:
     return found
 
 
-def _work(order: _Order, manager: int) -> Found[Put]:
-    """All that this process is for. It works in the cgroups of the step's `manager`."""
+def _work(order: _Order) -> Found[Put]:
+    """All that this process is for."""
     with contextlib.suppress(OSError):  # it has ended
-        child.join(os.getpid(), manager)
+        child.join(os.getpid(), order.step)
     try:
         # Held by this process: the hook that waits for it may be killed.
         with lock.held(order.place.lock(order.number), order.until.left()):

@@ -215,7 +215,7 @@ def find(node: Node, job: Job) -> Place | None:
     """
     boot = boot_id()
     lease = node.leases.read(job.id)
-    cache = Cache(Path(lease.cache)) if lease else node.cache
+    cache = Cache(Path(lease.cache), node.places.claims) if lease else node.cache
     for place in _of(cache, job.id):
         made = place.made()
         if made is not None and (made.uid, made.boot) == (job.user.uid, boot):

@@ -61,8 +61,8 @@ REASONS = {
     "source-hangs": "The shared file system did not answer in time.",
     "no-room": "The cache could not free enough space: its entries are leased or pinned, the image"
     " is larger than the cache may be, or other data fills its disk.",
-    "deadline": "The copy takes longer than this job may wait; `stage-wait=` in the comment or the"
-    " admin's `deadline:` moves that.",
+    "deadline": "The copy takes longer than this job may wait (`stage-wait=` in the comment or the"
+    " admin's `deadline:` moves that), or the time of its hook was used up before.",
     "no-through": "The step could not read through the copy while it was made.",
     "no-mount": "The file could not be mounted in the step; its mount point is unchanged.",
     "busy": "A lock of the node was held too long.",
@@ -81,6 +81,8 @@ REASONS = {
     "config": "The configuration on the node could not be used: see `forestage config`.",
     "disk-errors": "The cache's disk has lost data. Nothing is served from it until the sweep has"
     " read every entry again; jobs read the shared path meanwhile.",
+    "cache-hangs": "The cache's disk did not answer, as if it were frozen or its controller reset;"
+    " the job read its original path. It is used again as soon as it answers.",
     "cache-not-mounted": "The cache's disk was not mounted: see `forestage status`.",
     "cache-not-ours": "The cache's directory is not a directory of root's with mode 0700.",
     "cache-format": "The cache was written by another release.",

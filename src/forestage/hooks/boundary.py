@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from forestage.errors import Declined
     from forestage.events import Handled, Outcome
     from forestage.hooks.image import Answer, Wait
+    from forestage.hooks.watch import Watched
     from forestage.paths import Places
     from forestage.slurm.job import Job
 
@@ -67,29 +68,37 @@ def _main(name: Name, root: str = "") -> int:
         hook.say("result=none")
         hook.answer("leave", "no-image")
         return 0
-    from forestage.hooks import background
+    from forestage.hooks import background, watch
 
-    mark = ""
+    mark, code = "", 0
     try:
         if name == "epilog":
             background.stop(background.mark_of(os.environ, run))
         if name == "prolog":
             mark = background.leave(os.environ, run)
             hook.in_background = bool(mark)
+        forked = None if mark else watch.fork(keeps_stdout=name == "step")
+        if forked and forked[0]:
+            code = hook.wait(*forked, root)
+            return code
+        if forked:
+            hook.child = watch.Watched(forked[1])
         import_msgspec()
         from pathlib import Path
 
         from forestage.clock import Clock
         from forestage.paths import Places
 
-        return hook.run(Places(Path(root)) if root else Places(), Clock())
+        code = hook.run(Places(Path(root)) if root else Places(), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
-        return DRAIN if hook.drains else 0
+        code = DRAIN if hook.drains else 0
     finally:
         background.end(mark)
+        hook.watched.end(code)
+    return code
 
 
 def import_msgspec() -> None:
@@ -237,7 +246,8 @@ def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
 class Hook:
     """One run of a hook. `drains` is whether the admin wants a failure to drain the node.
 
-    `in_background`: of a Prolog whose script has ended (hooks/background.py).
+    `in_background`: of a Prolog whose script has ended (hooks/background.py). `child`: of the
+    child that does its work (hooks/watch.py), what tells the hook.
     """
 
     def __init__(self, name: Name, environ: Mapping[str, str], start: float) -> None:
@@ -248,6 +258,54 @@ class Hook:
         self.answered = name != "step"
         self.settings: Settings | None = None
         self.in_background = False
+        self.child: Watched | None = None
+        self.manager = os.getppid()  # of a child it would be the hook
+
+    @property
+    def watched(self) -> Watched:
+        """Tells the process that waits for this one, if one does."""
+        from forestage.hooks.watch import ALONE
+
+        return self.child or ALONE
+
+    def wait(self, pid: int, line: int, root: str) -> int:
+        """Waits for the child that does the work; goes on without it where it hangs."""
+        from forestage.hooks import watch
+
+        def hangs(cache: str) -> float:
+            return _hangs(cache, root)
+
+        try:
+            return watch.wait(pid, line, hangs)
+        except watch.Late as late:
+            self._go_on_without(late.cache, root)
+            return 0
+
+    def _go_on_without(self, cache: str, root: str) -> None:
+        """The job reads its sources; what it holds of the cache the sweep releases."""
+        from pathlib import Path
+
+        from forestage.clock import Clock
+        from forestage.errors import Declined
+        from forestage.paths import Places
+        from forestage.slurm.job import Job
+
+        places = Places(Path(root)) if root else Places()
+        why = Declined("deadline", "the hook's work did not end in time")
+        if cache:
+            why = Declined("cache-hangs", f"the disk of {cache} has stopped answering")
+        job = Job.from_environ(self.environ)
+        outcomes: list[Outcome] = []
+        if self.name == "epilog":
+            from forestage.hooks import epilog
+
+            outcomes.append(epilog.given_up(places, job, why))
+        else:
+            from forestage.hooks import image
+
+            outcomes += [image.of_error(request, why) for request in job.requests]
+        self._report(job, outcomes, places, Clock())
+        self.answer("leave", why.reason)
 
     def run(self, places: Places, clock: Clock) -> int:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
@@ -259,7 +317,7 @@ class Hook:
 
             child.leave_job()
 
-        job = Job.from_environ(self.environ)
+        job = Job.from_environ(self.environ).of_manager(self.manager)
         if self.name == "step":
             from forestage.hooks import step
 
@@ -291,6 +349,7 @@ class Hook:
             job, _ = self._begin_import(nodes[0], job, places, clock)
         # Once: several caches must not take several times what slurm.conf allows.
         limit = prolog.waiting(nodes[0], job, limits, refusal, self.in_background)
+        self.watched.ends_within(limit.end.left())
         for node in nodes:
             answers = prolog.prolog(node, job, limit, refusal)
         if nodes[0].config.redirect == "spank":
@@ -328,6 +387,7 @@ class Hook:
         child.leave_job()
         background.wait(background.mark_of(self.environ, os.fspath(places.run)))
         timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
+        self.watched.ends_within(float("inf"))  # the companion has a limit of its own
         done = step.Done([], ("leave", "no-image"))
         nodes, refusal = self._nodes(job, places, clock)
         job, refusal = step.as_noted(nodes[0], job, refusal)
@@ -412,7 +472,7 @@ class Hook:
             self.say(f"result=failed reason=config detail={error.one_line!r}")
             config = None
         limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
-        return epilog.epilog(config, places, clock, job, limits)
+        return epilog.epilog(config, places, clock, job, limits, self.watched)
 
     def _config(self, job: Job, places: Places, clock: Clock) -> Config:
         """Reads what the admin decided for the job's partition. Raises ConfigError."""
@@ -456,12 +516,15 @@ class Hook:
             leases = Leases(places.leases)
             bare = Config(sources=("/",))
             nodes = [
-                Node(bare, places, Cache(Path(root)), leases, clock) for root in leases.caches()
+                Node(bare, places, Cache(Path(root), places.claims), leases, clock)
+                for root in leases.caches()
             ]
             refusal = Declined("disabled", off) if off else Failed("config", error.one_line)
             return nodes or [Node.of(bare, places, clock)], refusal
         off = off or ("" if config.enabled else "`enabled: false`")
-        return [Node.of(config, places, clock)], Declined("disabled", off) if off else None
+        node = Node.of(config, places, clock)
+        self.watched.works_on(os.fspath(node.cache.root))
+        return [node], Declined("disabled", off) if off else None
 
     def _report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
         from forestage import events
@@ -485,6 +548,18 @@ class Hook:
         if not self.answered:
             self.answered = True
             _write(*fields)
+
+
+def _hangs(cache: str, root: str) -> float:
+    """For how many seconds a cache's disk has not answered."""
+    from pathlib import Path
+
+    from forestage.cache import disk
+    from forestage.cache.layout import Cache
+    from forestage.paths import Places
+
+    hang = disk.hangs(Places(Path(root)) if root else Places(), Cache(Path(cache)))
+    return hang.seconds if hang else 0.0
 
 
 def _write(*fields: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from forestage.cache import disk
 from forestage.cache import image as images
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -54,7 +55,7 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
     if not asked.has_data:
         return []
     try:
-        _must_be_possible(node, job, refusal)
+        _must_be_possible(node, job, refusal, limit)
         requests = tuple(_absolute(job, one) for one in (*asked.data, *_listed(job, limit.end)))
         noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
         _note(node, job, noted, limit.end)
@@ -69,6 +70,11 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
 def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
+    try:
+        # What is mounted from such a disk would hang the tasks.
+        disk.must_take(node.places, node.cache, limit.end.left())
+    except Declined as hang:
+        return _as_refused(noted, hang)
     own, lines, outcomes = _own_dir(node, job, noted)
     bound = Binds(node.places.root, job)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
@@ -86,6 +92,17 @@ def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
 
         lines += fill.unset(own, noted)  # of those that are not in there by now
     return Shown(wanted.disentangled(wanted.in_order(lines)), _as_data(outcomes))
+
+
+def _as_refused(noted: Wanted, why: Declined) -> Shown:
+    """Pure: nothing is shown; what the job's variables named is not there."""
+    requests = [*noted.requests, *([STAGE_DIR] if noted.room is not None else [])]
+    lines: list[Fields] = [("env", "FORESTAGE_DIR")] if noted.room is not None else []
+    if any(one.at.startswith("seed:") for one in noted.requests):
+        from forestage.data import fill
+
+        lines += fill.unset(None, noted)
+    return Shown(lines, _as_data([_of_error(one, why) for one in requests]))
 
 
 def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
@@ -166,7 +183,7 @@ def _own_dir(
     return own, [own.line, ("env", "FORESTAGE_DIR", os.fspath(node.places.job_dir))], []
 
 
-def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
+def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Wait) -> None:
     if refusal:
         raise refusal
     if job.hints.off:
@@ -175,6 +192,7 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None) -> None:
         raise Declined("disabled", "`data.enabled: false`")
     if node.config.redirect != "spank":
         raise Declined("no-companion", "data shows in steps only through forestage's SPANK plugin")
+    disk.must_take(node.places, node.cache, limit.end.left())
     node.cache.prepare(node.config.require_mount)
 
 

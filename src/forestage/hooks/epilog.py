@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import doubt, elsewhere, evict, redirect, unmount
+from forestage.cache import disk, doubt, elsewhere, evict, redirect, unmount
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
@@ -18,14 +18,17 @@ from forestage.clock import Clock, Deadline
 from forestage.config import Config
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Released
+from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.system import files, lock
+from forestage.system.probe import Hang
 from forestage.units import printable
 
 WINDOW_TIME = 5.0  # seconds to delete what a window left
 IMAGES_TIME = 5.0  # seconds to delete what steps were shown of registries' images
+HANGING = 1.0  # seconds for the space lock while the disk hangs
 
 
 class _Over(msgspec.Struct, frozen=True):
@@ -41,7 +44,12 @@ class _Over(msgspec.Struct, frozen=True):
 
 
 def epilog(
-    config: Config | None, places: Places, clock: Clock, job: Job, limits: Limits
+    config: Config | None,
+    places: Places,
+    clock: Clock,
+    job: Job,
+    limits: Limits,
+    watched: Watched = ALONE,
 ) -> list[Released]:
     """Releases what the job held here; may be run again. Returns one outcome, also for a failure.
 
@@ -54,6 +62,7 @@ def epilog(
     # Half for each of the two times that the lock is needed.
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
+    watched.ends_within(2 * patience)
     try:
         lease = leases.read(job.id)
     except Failed as failed:
@@ -62,15 +71,20 @@ def epilog(
         lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
     except OSError as error:
         return [_failed(Failed("io", str(error)))]
-    cache = Cache(Path(lease.cache)) if lease else None
+    cache = Cache(Path(lease.cache), places.claims) if lease else None
     try:
         if config is not None:
             node = Node.of(config, places, clock)
             cache = cache or node.cache
         done = Released(result="released")
         if cache:
+            watched.works_on(str(cache.root))
             over = _Over(job, lease, cache, leases, places, clock, patience)
             _forget_images(over)
+            hang = disk.hangs(places, cache, patience)
+            if hang is not None:
+                return [_without_disk(over, hang)]
+            note_use(cache, lease, clock.wall())
             done = _release(over)
             _clear(over)
         made = cache is not None and cache.locks.is_dir()
@@ -154,9 +168,6 @@ def _release(over: _Over) -> Released:
     cache, leases, lease = over.cache, over.leases, over.lease
     with contextlib.ExitStack() as claims:
         with lock.held_if_writable(cache.space_lock, over.patience):
-            if lease is not None:
-                with contextlib.suppress(OSError):  # only a note for evict
-                    _note_use(cache, lease, over.clock.wall())
             now = over.clock.wall()
             going = let_go(cache, leases, lease, over.places, over.job.id, claims, now)
         done = Released("released", unmounted=len(going))
@@ -204,8 +215,38 @@ def let_go(
     return redirect.claim_unneeded(cache, leases, places, lease, claims, now)
 
 
-def _note_use(cache: Cache, lease: Lease, now: float) -> None:
-    """The end of a job is a use as well: a week-long job's image is not the least recently used."""
-    for use in lease.uses:
-        if cache.read(use.key) is not None:
-            cache.touch(use.key, now, lease.user.uid)
+def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
+    """Notes for evict when the job's images were last used: at its end, however long it ran.
+
+    Not under the space lock: it writes to the disk, and who waits for that would keep the lock.
+    """
+    with contextlib.suppress(OSError):  # only a note
+        for use in lease.uses if lease else ():
+            if cache.read(use.key) is not None:
+                cache.touch(use.key, now, lease.user.uid if lease else None)
+
+
+def _without_disk(over: _Over, hang: Hang) -> Released:
+    """Releases what needs no writes to the cache's disk; the sweep does the rest once it answers.
+
+    Its job may have ended for that disk, and the next one need not wait for it.
+    """
+    done = Released("released")
+    over = msgspec.structs.replace(over, patience=min(HANGING, over.patience))
+    with contextlib.suppress(Failed, OSError):  # who has the lock may hang with the disk
+        done = _release(over)
+    over.leases.drop(over.job.id)
+    return _left(disk.declined(over.cache, hang), done.unmounted)
+
+
+def given_up(places: Places, job: Job, why: Declined) -> Released:
+    """Drops the lease of a job whose Epilog hangs, without the lock, which it may hold."""
+    with contextlib.suppress(OSError):
+        Leases(places.leases).drop(job.id)
+    return _left(why)
+
+
+def _left(why: Declined, unmounted: int = 0) -> Released:
+    """Pure: the outcome of an Epilog that leaves the cache to the sweep."""
+    detail = f"{why}; the sweep does the rest"
+    return Released("released", reason=why.reason, detail=detail, unmounted=unmounted)

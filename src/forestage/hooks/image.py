@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import baseline, doubt, image, redirect, room
+from forestage.cache import baseline, disk, doubt, image, redirect, room
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
@@ -149,6 +149,7 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     if number is None or not needs[number]:
         return answers
     with contextlib.suppress(ForestageError, OSError):
+        disk.must_take(node.places, node.cache, GIVE_UP)
         if not room.is_free(node.cache, node.config, needs[number]) and room.is_beside(
             node.cache, node.places.root, GIVE_UP
         ):
@@ -167,7 +168,7 @@ def _run(
 ) -> Iterator[Answer | None]:
     """Yields the request's answer, and None before it where a copy has been started."""
     start = node.clock.monotonic()
-    refusal = refusal or _refusal(node, job, request)
+    refusal = refusal or _refusal(node, job, request, limit)
     try:
         answer = yield from _handled(node, job, request, limit, refusal, bound)
     except Failed as failed:
@@ -247,8 +248,7 @@ def _served(
             return meanwhile
     if not request.is_data and node.config.redirect != "none":
         _keep_clear_of_binds(node, job, found, limit, bound)  # what its own fstab says is known now
-    with contextlib.suppress(FileNotFoundError):  # only a note for evict
-        node.cache.touch(found.key, node.clock.wall())
+    # The use is noted at its end (hooks/epilog.py): a hit writes nothing to a disk that may hang.
     way = _way(node, job, found)
     if way == "bind":
         way = redirect.mount(node.cache, node.places, node.leases, lease, found, limit.end)
@@ -321,7 +321,7 @@ def has_control(text: str) -> bool:
     return any(ord(char) < 32 or ord(char) == 127 for char in text)
 
 
-def _refusal(node: Node, job: Job, request: Request) -> Declined | None:
+def _refusal(node: Node, job: Job, request: Request, limit: Wait) -> Declined | None:
     """Returns why nothing may be staged for this request on this node, if it may not."""
     try:
         # First: a registry's name must not count as a failure of the cache, which may drain the
@@ -329,6 +329,7 @@ def _refusal(node: Node, job: Job, request: Request) -> Declined | None:
         image.wanted_path(request, job.work_dir)
         if job.hints.off:
             return Declined("off", "the job says stage=off")
+        disk.must_serve(node.places, node.cache, limit.end.left())
         node.cache.prepare(node.config.require_mount)
         doubt.must_not_be(node.places)
     except Declined as declined:
@@ -372,7 +373,7 @@ def fetch(node: Node, job: Job, request: Request, limit: Wait) -> Answer:
 
     Without a lease: the job may be over by now. Raises Declined, Failed, OSError.
     """
-    refusal = _refusal(node, job, request)
+    refusal = _refusal(node, job, request, limit)
     path = image.wanted_path(request, job.work_dir)
     with source.open_as(job.user, path, node, limit.end) as opened:
         _check(node, opened.image, refusal)
@@ -397,9 +398,23 @@ def lease_of(node: Node, job: Job) -> Lease:
 
 
 @contextlib.contextmanager
+def _space(node: Node, limit: Wait) -> Iterator[None]:
+    """Holds the space lock. Who has it may hang with the disk: then it is not waited for."""
+    left = limit.end.left()
+    hang = disk.hangs(node.places, node.cache, left)
+    with contextlib.ExitStack() as held:
+        try:
+            patience = left if hang is None else min(GIVE_UP, left)
+            held.enter_context(lock.held(node.cache.space_lock, patience))
+        except lock.Busy as busy:
+            raise busy if hang is None else disk.declined(node.cache, hang) from None
+        yield
+
+
+@contextlib.contextmanager
 def leased(node: Node, job: Job, key: str, limit: Wait) -> Iterator[Lease]:
     """Holds the entry for the job; an error gives back what the job did not hold before."""
-    with lock.held(node.cache.space_lock, limit.end.left()):
+    with _space(node, limit):
         lease = lease_of(node, job)
         is_new = all(use.key != key for use in lease.uses)
         if not is_new:

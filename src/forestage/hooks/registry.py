@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
+from forestage.cache import disk
 from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
@@ -77,6 +78,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
+    disk.must_take(node.places, node.cache)  # the tasks would wait for a process that hangs
     folders.keep(node.places.images, folders.PASSABLE)
     path = node.places.images / f"{job.id}.{job.step}.sock"
     _start(job, partial(_serve, node, job, asked, report, path))
@@ -89,6 +91,7 @@ def guess(node: Node, job: Job, request: Request, report: Report) -> None:
     No registry is asked: the job's environment, by which that would be done, is not known here.
     Raises Declined.
     """
+    disk.must_take(node.places, node.cache)
     _start(job, partial(_foresee, node, job, request, report))
 
 

@@ -151,11 +151,7 @@ def environment(job: Job, environ: Mapping[str, str]) -> Job:
 
 
 def named(job: Job) -> Job:
-    """Returns the job with its user's name, for their groups; an unknown uid has its gid.
-
-    A companion of an earlier release does not name the step's manager: it has started this process.
-    """
-    job = msgspec.structs.replace(job, manager=job.manager or os.getppid())
+    """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
     try:
         name = pwd.getpwuid(job.user.uid).pw_name
     except KeyError:

@@ -25,9 +25,9 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import Config, Direct
 from forestage.errors import Declined
-from forestage.system import as_user, mounts, writers
+from forestage.system import as_user, mounts, probe, writers
 from forestage.system.as_user import User
-from forestage.units import printable
+from forestage.units import format_duration, printable
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
 HOOK_TIMEOUT = 15.0  # seconds; no copy takes part in it, so a file server that needs longer hangs
@@ -40,6 +40,7 @@ FINE_TICK_NS = 20_000_000
 # Its clock and ours may differ. By no more than this: what munge makes is good for five minutes,
 # so a node whose clock is further off runs no jobs (munged(8), --max-ttl).
 SKEW_NS = 300_000_000_000
+SERVER = "source-"  # begins the name of a file that tells whether a server hangs
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -272,10 +273,15 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     limit = min(HOOK_TIMEOUT, end.left())
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None
+    _must_not_hang(node, path)
     try:
         found, line = open_as_user(
             path, user, node.config.staged_from, caches, limit, head, node.config.user_mounts
         )
+    except as_user.TooSlow:
+        if server := _server(node, path):
+            probe.begin(server.file, server.ask)  # who comes next need not wait as well
+        raise
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.
@@ -293,6 +299,44 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
         if binds:
             image.must_suit_the_node(found)
         yield OpenImage(judged, user, -1, line)
+
+
+class _Server(msgspec.Struct, frozen=True):
+    """Who answers for a path: the mount that it lies on, and where a probe of that is noted."""
+
+    point: str
+    file: Path
+
+    def ask(self, at: Callable[[str], None]) -> None:
+        at("server")
+        os.statvfs(self.point)  # stat(2) may be answered by a cache
+
+
+def _server(node: Node, path: str) -> _Server | None:
+    """The server of a path, as it is written; None for a user's own file system.
+
+    That one may hang as its user likes, and is not asked by root.
+    """
+    plain = os.path.normpath(path)
+    # A redirect of ours has the path itself as its mount point.
+    under = mounts.holder([one for one in mounts.current() if one.point != plain], plain)
+    if under is None or under.fuse_user:
+        return None
+    name = f"{SERVER}{under.device.replace(':', '-')}"
+    return _Server(under.point, node.places.probes / name)
+
+
+def _must_not_hang(node: Node, path: str) -> None:
+    """Raises TooSlow at once where the path's server has hung before, and has not answered since.
+
+    One process of the node asks it (system/probe.py), and its end is the news.
+    """
+    if not any(node.places.probes.glob(f"{SERVER}*")):  # as on nearly all nodes
+        return
+    server = _server(node, path)
+    hang = probe.known(server.file) if server else None
+    if server and hang:
+        raise as_user.TooSlow(f"{server.point} has hung for {format_duration(hang.seconds)}")
 
 
 def _copied_head(cache: Cache, wanted: Image) -> bytes:

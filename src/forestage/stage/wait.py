@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from forestage.cache import disk
 from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -98,7 +99,11 @@ def obtain(
 
 
 def _started(node: Node, job: Job, opened: OpenImage) -> "Channel":
-    """A stager that Slurm does not kill with the hook's process group any more."""
+    """A stager that Slurm does not kill with the hook's process group any more.
+
+    Raises Declined where it would only hang with the disk.
+    """
+    disk.must_take(node.places, node.cache)
     # Here, since a hit needs none of it.
     from forestage.stage import stager
     from forestage.stage.task import Task

@@ -28,6 +28,7 @@ Found = tuple[T, list[int]]
 _LONGEST = 256 * 1024  # bytes of an answer: an ACL has up to 64 KiB, more as text
 _MAX_FDS = 4
 _IDLE = 1.0  # seconds between two calls of who waits
+_LEAST = 0.2  # seconds for a child, however little is left: a healthy file system answers by then
 
 
 class User(msgspec.Struct, frozen=True):
@@ -48,6 +49,15 @@ class TooSlow(Declined):
 
     def __init__(self, what: str) -> None:
         super().__init__("source-hangs", f"the source does not answer: {what}")
+
+
+class TimeIsUp(Declined):
+    """The caller has no time left: nobody was asked, so nothing is known of any file system."""
+
+    exit_code: ClassVar[int] = 6
+
+    def __init__(self) -> None:
+        super().__init__("deadline", "the time for this was used up before it was its turn")
 
 
 class _Answer(msgspec.Struct):
@@ -132,7 +142,7 @@ class Child:
             undo.callback(_reap, self._pid)
             on_error = undo.enter_context(contextlib.ExitStack())
             on_error.callback(ours.close)
-            data = _peek(ours, timeout, idle)
+            data = _peek(ours, max(timeout, _LEAST), idle)
             if not data:
                 raise Failed("helper", "the process that looks at the image died without an answer")
             got = msgspec.json.decode(data, type=_Answer)
@@ -162,8 +172,11 @@ def ask(
     The descriptors that `work` opened stay queued in the socket until `receive_fds`. Never take one
     just to close it: close(2) blocks on a hung file server, discarding the socket does not.
     OSError, Declined and Failed of `work` are raised again here. `idle` is called each second of
-    the wait. Raises TooSlow after `timeout` seconds, Failed when the child died without an answer.
+    the wait. Raises TooSlow after `timeout` seconds, TimeIsUp where there are none, Failed when the
+    child died without an answer.
     """
+    if timeout <= 0:
+        raise TimeIsUp
     return Child(work, keep).answer(answer, timeout, idle)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,35 +36,17 @@ def held(path: Path, timeout: float) -> Iterator[None]:
 
     `timeout` in seconds; 0 tries once. The file stays.
     """
-    fd = _taken_at_once(path)
-    if fd is not None:
-        try:
-            yield
-        finally:
-            # A child that was forked meanwhile may have the descriptor too.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
-        return
-    # Here: most locks are free, and this import is a seventh of a hook's run.
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(
-        path,
-        timeout=max(0.0, timeout),
-        mode=0o600,
-        poll_interval=POLL,
-        # A lock that is only a file outlives a crash, and then nobody stages on this node again.
-        fallback_to_soft=False,
-        preserve_lock_file=True,
-    )
-    try:
-        lock.acquire()
-    except Timeout:
-        raise Busy(f"{path.name} is held by another process") from None
+    until = time.monotonic() + timeout
+    while (fd := _taken_at_once(path)) is None:
+        if time.monotonic() >= until:
+            raise Busy(f"{path.name} is held by another process")
+        time.sleep(min(POLL, max(0.0, until - time.monotonic())))
     try:
         yield
     finally:
-        lock.release()
+        # A child that was forked meanwhile may have the descriptor too.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 def _taken_at_once(path: Path) -> int | None:
@@ -72,9 +55,13 @@ def _taken_at_once(path: Path) -> int | None:
     Makes no folder: where the cache's disk is not mounted it would be on the root disk. Raises
     OSError.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(path, flags, 0o600)
+        try:
+            fd = os.open(path, flags)
+        except FileNotFoundError:
+            # Only then: O_CREAT waits for a disk that takes no writes, though the file is there.
+            fd = os.open(path, flags | os.O_CREAT, 0o600)
     except BlockingIOError:  # somebody has a lease on it, F_SETLEASE
         return None
     with contextlib.ExitStack() as undo:

@@ -372,7 +372,7 @@ def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(sit
 
 
 def off_by_file(site: Site) -> None:
-    site.places.run.mkdir(parents=True)
+    site.places.run.mkdir(parents=True, exist_ok=True)
     site.places.disabled.touch()
 
 

@@ -18,7 +18,7 @@ from forestage import events
 from forestage.admin import compare, registry, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
-from forestage.cache import doubt, hot, unmount
+from forestage.cache import disk, doubt, hot, unmount
 from forestage.cache import redirect as redirects
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Use
@@ -29,7 +29,7 @@ from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
 from forestage.slurm.queue import JobState, Slurm
-from forestage.system import lock, mounts
+from forestage.system import lock, mounts, probe
 from forestage.system.as_user import TooSlow, User
 from forestage.system.terminal import Line
 
@@ -652,7 +652,9 @@ def test_store_that_hangs_is_a_problem_and_no_end(
     assert "no answer" in swept(site).problems[-1]
 
 
-def test_dry_run_reports_everything_and_changes_nothing(site: Site, bound: list[Bind]) -> None:
+def test_dry_run_reports_everything_and_changes_nothing(
+    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = from_earlier_boot(site)
     spoil(site, key)
     old = part(site, "a", boot=ANOTHER_BOOT)
@@ -660,6 +662,8 @@ def test_dry_run_reports_everything_and_changes_nothing(site: Site, bound: list[
     hold(site, 8)
     (site.node.leases.directory / ".9.json.x").write_bytes(b"")
     bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
+    monkeypatch.setattr(probe, "GOOD", 600.0)
+    assert disk.hangs(site.places, site.node.cache) is None  # its answer is the one thing noted
     before = everything(site)
     done = swept(site, slurm({7: None, 8: JobState("PENDING", "")}), dry_run=True)
     assert [one.job for one in done.released] == [7]

@@ -70,7 +70,7 @@ import sys
 from click.testing import CliRunner
 from forestage.cli.main import main
 assert CliRunner().invoke(main, ["--help"]).exit_code == 0
-print([name for name in ("rich", "yaml", "filelock", "msgspec", "xxhash") if name in sys.modules])
+print([name for name in ("rich", "yaml", "msgspec", "xxhash") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -282,7 +282,7 @@ def test_warm_image_loads_nothing_that_only_a_copy_needs(
     )
     (event,) = events.read(Places(tmp_path).events)
     assert (event.outcome.result, event.outcome.key) == ("hit", opened.image.key)
-    assert ran.stdout == "0 [] 1\n", "the one child is the look as the user"
+    assert ran.stdout == "0 [] 2\n", "the look as the user, and the probe of the disk"
 
 
 def test_call_leaves_the_latest_job_and_the_time(tmp_path: Path) -> None:

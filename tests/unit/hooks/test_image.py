@@ -96,8 +96,9 @@ def held(node: Node) -> tuple[Use, ...]:
 def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
     node: Node, handle: Handle, file: Path, key: str
 ) -> None:
-    answers = handle(), handle()
-    cold, warm = (answer.outcome for answer in answers)
+    cold = handle().outcome
+    used = node.cache.stored_entries()[0].used
+    warm = handle().outcome
     assert (cold.result, cold.bytes, cold.redirect) == ("copied", 5, "none")
     assert (warm.result, warm.bytes) == ("hit", 0)
     for outcome in (cold, warm):
@@ -109,7 +110,8 @@ def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
             5,
         )
     assert held(node) == (Use(key),)
-    assert abs(node.cache.stored_entries()[0].used - node.clock.wall()) < 3600
+    # By the Epilog it is: a hit writes nothing to a disk that may hang.
+    assert node.cache.stored_entries()[0].used == used
 
 
 @pytest.mark.parametrize(

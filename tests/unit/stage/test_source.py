@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from forestage.cache.image import Identity, Image
+from forestage.cache.node import Node
 from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.stage import source
@@ -23,6 +24,8 @@ from forestage.stage.source import (
     Source,
     Unreadable,
 )
+from forestage.system import mounts
+from forestage.system.mounts import Mount
 
 Patch = pytest.MonkeyPatch
 Look = Callable[[Path], OpenImage]
@@ -161,3 +164,27 @@ def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
     monkeypatch.setattr(os, "open", refusing)
     assert source.open_source(opened, ALWAYS_DIRECT).direct is None
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/lustre/a.sqsh", "/lustre"),
+        ("/lustre//x/../a.sqsh", "/lustre"),
+        ("/lustre/redirected.sqsh", "/lustre"),  # over it lies a bind of the cache's
+        ("/lustre/hers/a.sqsh", None),  # hangs as its user likes, and would keep root's process
+    ],
+)
+def test_server_of_a_path_is_asked_if_root_has_mounted_it(
+    node: Node, monkeypatch: Patch, path: str, asked: str | None
+) -> None:
+    table = [
+        Mount(1, 0, "8:1", "/", "/", "rw - ext4 x rw"),
+        Mount(2, 1, "0:40", "/", "/lustre", "rw - lustre mgs rw"),
+        Mount(3, 2, "259:1", "/entries/0a/image", "/lustre/redirected.sqsh", "ro - xfs x rw"),
+        Mount(4, 2, "0:41", "/", "/lustre/hers", "rw - fuse.x x rw,user_id=1000"),
+    ]
+    monkeypatch.setattr(mounts, "current", lambda: table)
+    found = source._server(node, path)
+    assert (found.point if found else None) == asked
+    assert found is None or found.file == node.places.probes / "source-0-40"

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed
 from forestage.system import as_user
 from forestage.system.as_user import User
 from node import children_left, until
@@ -309,3 +309,23 @@ def test_children_are_heard_by_a_process_with_more_files_than_select_takes(tmp_p
         works = [functools.partial(abs, -number) for number in range(3)]
         assert as_user.each(works, int, TIMEOUT, TIMEOUT, 3) == [0, 1, 2]
         assert as_user.call(lambda: (7, []), int, TIMEOUT)[0] == 7
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0])
+def test_time_that_is_used_up_says_nothing_of_a_file_system(timeout: float) -> None:
+    """Nobody was asked, so the source is not said to hang."""
+    with pytest.raises(Declined) as caught:
+        as_user.call(lambda: pytest.fail("it was asked"), type(None), timeout)
+    assert caught.value.reason == "deadline"
+
+
+def test_healthy_file_system_answers_however_little_time_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(as_user, "_LEAST", TIMEOUT)
+
+    def work() -> as_user.Found[int]:
+        time.sleep(0.05)
+        return 7, []
+
+    assert as_user.call(work, int, 0.001)[0] == 7

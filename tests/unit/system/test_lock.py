@@ -146,7 +146,7 @@ def test_lock_that_is_removed_after_it_was_opened_is_not_split(
 def test_lock_that_is_removed_while_somebody_waits_for_it_is_not_split(
     tmp_path: Path, before_flock: Callable[[Happens], None]
 ) -> None:
-    """The one who waits is in filelock by then."""
+    """The one who waits has found it taken by then."""
     path = tmp_path / "a.lock"
     with path.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

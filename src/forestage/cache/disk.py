@@ -1,0 +1,91 @@
+"""Whether the cache's disk answers: where a controller resets, or it is frozen, whoever asks hangs.
+
+What waits for such a disk is in the kernel, where no signal reaches it: mkdir(2) of what exists and
+open(2) with O_CREAT already wait for a file system that takes no writes. So a hook asks first, by a
+probe (system/probe.py) that reads past the page cache, then makes and removes a directory.
+
+    what hangs    what is done
+    reads         nothing is served; jobs read their sources
+    writes        what is here is served, as nothing is written for a hit; nothing is copied
+
+A probe narrows the time in which a hook hangs with its disk. hooks/watch.py bounds it.
+"""
+
+import contextlib
+import os
+from functools import partial
+from pathlib import Path
+
+from forestage.cache.layout import Cache
+from forestage.errors import Declined
+from forestage.paths import Places
+from forestage.system import probe
+from forestage.system.files import opened
+from forestage.system.probe import At, Hang
+from forestage.system.sha256 import sha256
+from forestage.units import format_duration
+
+READS, WRITES = "reads", "writes"
+BLOCK = 4096  # bytes; what any disk reads at once
+PART = 0.25  # of the time that is left: a probe must not take all of it
+
+
+def hangs(places: Places, cache: Cache, left: float = 60.0) -> Hang | None:
+    """What of the cache's disk does not answer; None where all does.
+
+    `left` are the seconds that the caller has: a second at most, or a quarter of these, is waited.
+    """
+    return probe.ask(_file(places, cache), partial(_asked, cache.root), PART * left)
+
+
+def known(places: Places, cache: Cache) -> Hang | None:
+    """What is known to hang, by who asks; for those who may change nothing, a directory neither."""
+    return probe.known(_file(places, cache))
+
+
+def _file(places: Places, cache: Cache) -> Path:
+    return places.probes / f"cache-{sha256(os.fsencode(cache.root))[:16]}"
+
+
+def must_serve(places: Places, cache: Cache, left: float = 60.0) -> None:
+    """Raises Declined where nothing can be read of the cache, or it cannot be made."""
+    hang = hangs(places, cache, left)
+    if hang is not None and (hang.phase == READS or not (cache.root / "format").exists()):
+        raise declined(cache, hang)
+
+
+def must_take(places: Places, cache: Cache, left: float = 60.0) -> None:
+    """Raises Declined where nothing can be written to the cache, nor removed."""
+    hang = hangs(places, cache, left)
+    if hang is not None:
+        raise declined(cache, hang)
+
+
+def declined(cache: Cache, hang: Hang) -> Declined:
+    """Pure: why nothing is done with a cache whose disk hangs."""
+    since = format_duration(hang.seconds)
+    return Declined(
+        "cache-hangs",
+        f"the disk of {cache.root} does not answer ({hang.phase} have hung for {since})",
+        "it is used again as soon as it answers; see the kernel's log",
+    )
+
+
+def _asked(root: Path, at: At) -> None:
+    """What the probe does. An error is an answer: who uses the cache next will meet it."""
+    at(READS)
+    with contextlib.suppress(OSError):  # no cache yet, or a file system without O_DIRECT
+        _read_past_the_page_cache(root / "format")
+    at(WRITES)
+    spot = root / "probe"
+    with contextlib.suppress(FileExistsError):  # of one that was killed
+        spot.mkdir(mode=0o700)
+    spot.rmdir()
+
+
+def _read_past_the_page_cache(file: Path) -> None:
+    import mmap  # its memory begins where a page does, as O_DIRECT wants it
+
+    flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with opened(file, flags) as fd, mmap.mmap(-1, BLOCK) as block:
+        os.preadv(fd, [block], 0)

@@ -1,0 +1,168 @@
+"""A hook's work in a child: what hangs with the node's disk is the child, not slurmd nor a step.
+
+    hook     forks, passes on what its child says, and ends as soon as that says how it ended
+    child    does all the work; tells the hook which cache it works on, and until when at most
+
+Each LOOK the hook asks a probe (cache/disk.py) whether that cache answers. Where it has not for
+HANGS, or the child's time is over, the hook kills it and goes on without the cache: the job reads
+its source. A killed child does nothing any more; one that is stuck in the kernel does nothing when
+it wakes. A Prolog that works in the background (hooks/background.py) needs none of this.
+
+Nothing is imported here before something hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+TYPE_CHECKING = False  # as in hooks/boundary.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIRST = 120.0  # seconds until the child must have told its own limit: it reads files on /etc, /run
+REST = 60.0  # seconds beyond its limit: a busy node is no hanging one
+LOOK = 3.0  # seconds; nearly all hooks end within a tenth of that
+HANGS = 5.0  # seconds without an answer: a snapshot, or a controller's reset, may take some
+CONTROL = b"\0"  # begins a line for the hook; all others are for the log
+ENDED, CACHE, UNTIL = b"ended", b"cache", b"until"
+SLICE = 0.2  # seconds between two looks at a child that may have died without a word
+
+
+class Watched:
+    """The child's end: what it tells the hook that waits for it."""
+
+    def __init__(self, line: int = -1) -> None:
+        self.line = line
+
+    def tell(self, word: bytes, value: str) -> None:
+        """Nothing where nobody waits."""
+        if self.line >= 0:
+            try:
+                os.write(self.line, CONTROL + word + b" " + os.fsencode(value) + b"\n")
+            except OSError:  # the hook has been killed, and so this is about to be
+                return
+
+    def works_on(self, cache: str) -> None:
+        """From now on it may hang with this cache."""
+        self.tell(CACHE, cache)
+
+    def ends_within(self, seconds: float) -> None:
+        """The work is limited to so many seconds; what is over long after that hangs."""
+        self.tell(UNTIL, f"{time.monotonic() + seconds + REST:f}")
+
+    def end(self, code: int) -> None:
+        """Ends the child, and so the hook; nothing where nobody waits."""
+        if self.line >= 0:
+            self.tell(ENDED, str(code))
+            os._exit(code)
+
+
+ALONE = Watched()
+
+
+class Late(Exception):
+    """The child did not end: its cache hangs, of which this is the root, or "" for its time."""
+
+    def __init__(self, cache: str) -> None:
+        super().__init__(cache)
+        self.cache = cache
+
+
+def fork(keeps_stdout: bool) -> tuple[int, int] | None:
+    """Forks the child; returns its pid and the line on which it tells, in the child (0, line).
+
+    None where it cannot be forked: then the caller does the work itself. `keeps_stdout`: a step's
+    answer goes there. slurmd waits until nobody has what it gave to a Prolog or an Epilog.
+    """
+    ours, theirs = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(ours)
+        os.close(theirs)
+        return None
+    if pid:
+        os.close(theirs)
+        return pid, ours
+    os.close(ours)
+    os.dup2(theirs, 2)
+    if not keeps_stdout:
+        os.dup2(theirs, 1)
+    return 0, theirs
+
+
+def wait(pid: int, line: int, hangs: Callable[[str], float]) -> int:
+    """Returns the child's exit status; passes on what it says. Raises Late, and has killed it then.
+
+    `hangs` asks for how many seconds a cache has not answered.
+    """
+    from select import POLLIN, poll
+
+    child = _Child(pid, line)
+    waiting = poll()
+    waiting.register(line, POLLIN)
+    look = time.monotonic() + LOOK
+    while (status := child.status) is None:
+        now = time.monotonic()
+        if now >= child.until:
+            raise child.late("")
+        if now >= look:
+            if child.cache and hangs(child.cache) >= HANGS:
+                raise child.late(child.cache)
+            look = time.monotonic() + LOOK
+        if waiting.poll(1000 * min(SLICE, max(0.0, look - now))):
+            child.hear()
+        else:
+            child.look()
+    return status
+
+
+class _Child:
+    """The child as the hook knows it: what it works on, until when, and how it ended."""
+
+    def __init__(self, pid: int, line: int) -> None:
+        self.pid = pid
+        self.line = line
+        self.cache = ""
+        self.until = time.monotonic() + FIRST
+        self.status: int | None = None
+        self.rest = b""
+
+    def hear(self) -> None:
+        """Reads what it says: what is not for the hook goes on to where that writes its log."""
+        data = os.read(self.line, 1 << 16)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        for one in lines:
+            word, _, value = one.removeprefix(CONTROL).partition(b" ")
+            if not one.startswith(CONTROL):
+                _say(one + b"\n")
+            elif word == ENDED:
+                self.status = int(value)
+            elif word == CACHE:
+                self.cache = os.fsdecode(value)
+            elif word == UNTIL:
+                self.until = float(value)
+        if not data and self.status is None:  # nobody has the line any more
+            _say(self.rest)
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def look(self) -> None:
+        """Sees one that was killed, though others have the line."""
+        found, status = os.waitpid(self.pid, os.WNOHANG)
+        if found:
+            self.status = os.waitstatus_to_exitcode(status)
+
+    def late(self, cache: str) -> Late:
+        try:
+            os.kill(self.pid, 9)
+        except OSError:  # it has just ended
+            return Late(cache)
+        return Late(cache)
+
+
+def _say(text: bytes) -> None:
+    try:
+        os.write(2, text)
+    except OSError:
+        return

@@ -1,0 +1,159 @@
+"""Whether a file system answers, asked by one process of the node at a time.
+
+    FILE    "PHASE SECONDS PID": what its holder waits for and since when, or when the last one got
+            its answer (monotonic clock); locked (flock(2)) by the process that asks
+
+Who asks one that hangs cannot be killed, and must not be many. So a process of its own asks, which
+is left behind where it hangs, and the lock that it holds is the memory:
+
+    the lock is free, the answer is GOOD       nobody is asked
+    the lock is free                           a process is forked that takes it, asks, and ends
+    it is held, for less than a moment         whoever comes waits for the rest of that moment
+    it is held for longer                      the file system hangs, known at once
+    the process got its answer                 the lock goes with it: asked again, good again
+
+A time stamp in its place would be wrong at both ends: a disk that stopped for a second would count
+as hung for minutes, and one that hangs on would cost a process each time.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage import log
+from forestage.system import child
+from forestage.system.files import opened
+
+GOOD = 1.0  # seconds that an answer counts
+LIMIT = 1.0  # seconds; a healthy disk or server needs milliseconds
+POLL = 0.005  # seconds between two looks at a process that another has started
+ANSWERED = "answered"
+FORKED = "forked"  # nothing was asked yet
+PROCESS_NAME = "forestage-probe"
+
+At = Callable[[str], None]
+"""Says what is asked now, in one word."""
+
+
+class Hang(msgspec.Struct, frozen=True):
+    """What gets no answer, for how many seconds by now, and the process that has asked."""
+
+    phase: str
+    seconds: float
+    pid: int = 0
+
+
+def ask(file: Path, work: Callable[[At], None], limit: float = LIMIT) -> Hang | None:
+    """None where what `work` asks is answered, or was within GOOD; else what hangs.
+
+    `work` does what may hang, and says before each part what that is; an OSError is an answer.
+    Takes `limit` seconds at most. None also where nobody can be asked.
+    """
+    limit = min(limit, LIMIT)
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with opened(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600) as fd:
+            return _asked(fd, work, limit)
+    except OSError:  # /run is full or read-only, or this is no root
+        return None
+
+
+def begin(file: Path, work: Callable[[At], None]) -> None:
+    """Has a process ask, for those who come later; does not wait."""
+    ask(file, work, 0.0)
+
+
+def known(file: Path) -> Hang | None:
+    """What hangs by what is known already; asks nobody, but waits for who asks just now."""
+    with contextlib.suppress(OSError), opened(file, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        return _others(fd, time.monotonic() + LIMIT)
+    return None
+
+
+def _asked(fd: int, work: Callable[[At], None], limit: float) -> Hang | None:
+    start = time.monotonic()
+    said = _said(fd)
+    if said.phase == ANSWERED and said.seconds < GOOD:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _others(fd, start + limit)
+    _say(fd, FORKED)
+    pid, ours = child.begin(partial(_live, fd, work), _failed)
+    with ours:
+        if child.heard(ours, max(limit, 0.001), FORKED) == FORKED:
+            return _hang(fd)
+    with contextlib.suppress(ChildProcessError):  # somebody has collected it
+        os.waitpid(pid, 0)
+    return None
+
+
+def _others(fd: int, until: float) -> Hang | None:
+    """Waits for the process that another has started."""
+    while not _is_free(fd):
+        if time.monotonic() >= until or (_said(fd).seconds >= LIMIT and _hang(fd)):
+            return _hang(fd)
+        time.sleep(POLL)
+    return None
+
+
+def _hang(fd: int) -> Hang | None:
+    """What hangs by what is written there; None where the process only waits for a processor."""
+    hang = _said(fd)
+    return None if hang.phase in (ANSWERED, FORKED) or _runs(hang.pid) else hang
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process could go on, and only waits for its turn on a busy node."""
+    try:
+        # After the last ")": the name before it is anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
+    except (OSError, IndexError):  # it has just ended
+        return True
+
+
+def _is_free(fd: int) -> bool:
+    """Whether nobody asks now; takes the lock for an instant, in which another may miss it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return True
+
+
+def _said(fd: int) -> Hang:
+    """What was written last, and how long ago; as long ago as can be where nothing was."""
+    with contextlib.suppress(ValueError):
+        phase, at, pid = os.pread(fd, 64, 0).decode(errors="replace").split()
+        ago = time.monotonic() - float(at)
+        if ago >= 0:  # else it is not of this boot
+            return Hang(phase, ago, int(pid))
+    return Hang(ANSWERED, float("inf"))
+
+
+def _say(fd: int, phase: str) -> None:
+    os.pwrite(fd, f"{phase} {time.monotonic():f} {os.getpid()}".ljust(64).encode(), 0)
+
+
+def _live(fd: int, work: Callable[[At], None], starter: socket.socket) -> None:
+    """The whole life of the process that asks. It holds the lock, in a copy of the descriptor."""
+    child.let_go({fd, starter.fileno()})
+    # Neither a hook's group nor a job's cgroup waits for it, or kills who remembers.
+    child.leave_job()
+    child.stand_alone(PROCESS_NAME)
+    with contextlib.suppress(OSError):
+        work(partial(_say, fd))
+    _say(fd, ANSWERED)
+
+
+def _failed(starter: socket.socket, error: BaseException | None) -> None:
+    log.say(f"probe result=failed detail={error!r}", by_slurm=True)

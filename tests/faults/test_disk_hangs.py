@@ -1,0 +1,257 @@
+"""The cache's disk stops answering, as with a controller that resets: nobody waits for it long.
+
+The disks are real: a file system on a loop device that is frozen (who writes hangs in D), or whose
+loop device lies on a server that stops (who reads hangs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from far import Far
+from fault import Beside, beside, image
+
+from forestage.admin import evict, status, sweep
+from forestage.errors import Declined
+from forestage.slurm.queue import Slurm
+from forestage.system import lock, probe
+from node import HANGS, Node, comm, until
+from through import here
+
+Stop = Callable[[], None]
+
+
+class Hangs:
+    """The node's NVMe, which `stop` lets hang and `go` has answer again."""
+
+    def __init__(self, node: Node, stop: Stop, go: Stop) -> None:
+        self.node = node
+        self._stop = stop
+        self._go = go
+        self.hangs = False
+
+    def stop(self) -> None:
+        self._stop()
+        self.hangs = True
+
+    def go(self) -> None:
+        """Returns once nobody hangs any more."""
+        if self.hangs:
+            self._go()
+        self.hangs = False
+        until(lambda: not self.asking(), "the probe to get its answer")
+
+    def asking(self) -> list[int]:
+        """The processes that ask this disk now: the test's own, as their hooks have ended."""
+        pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
+        return [pid for pid in pids if comm(pid) == probe.PROCESS_NAME and self._is_ours(pid)]
+
+    def _is_ours(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            return namespace == os.readlink("/proc/self/ns/mnt")
+        return False
+
+
+def run(*argv: object) -> None:
+    subprocess.run([str(word) for word in argv], check=True)
+
+
+@pytest.fixture(autouse=True)
+def nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk is asked each time: else the next hook may go by an answer of this second."""
+    monkeypatch.setattr(probe, "GOOD", 0.0)
+
+
+@pytest.fixture(params=["ext4", "xfs"])
+def frozen(
+    node: Node, disk: Callable[..., Path], request: pytest.FixtureRequest
+) -> Iterator[Hangs]:
+    disk(request.param, "320M" if request.param == "xfs" else "64M")
+    found = Hangs(
+        node,
+        lambda: run("fsfreeze", "--freeze", node.nvme),
+        lambda: run("fsfreeze", "--unfreeze", node.nvme),
+    )
+    yield found
+    found.go()
+
+
+def ended(node: Node, *jobs: int) -> list[tuple[int, str, str]]:
+    return [beside(lambda job=job: node.epilog(job)).ended for job in jobs]  # type: ignore[misc]
+
+
+def test_frozen_disk_gives_hits_and_copies_nothing(node: Node, frozen: Hangs) -> None:
+    path, other = node.put("alice/image.sqsh", image()), node.put("alice/other.sqsh", image(2))
+    assert node.prolog(1, path).said == ("copied", "")
+    assert node.epilog(1).said == ("released", "")
+    frozen.stop()
+    for job in (2, 3):
+        assert beside(lambda job=job: node.prolog(job, path)).ended == (0, "hit", "")  # type: ignore[misc]
+    assert path.read_bytes() == image()
+    assert beside(lambda: node.prolog(4, other)).ended == (0, "declined", "cache-hangs")
+    assert node.shows_source(other)
+    assert len(frozen.asking()) == 1, "one process waits for the node"
+    assert ended(node, 2, 3, 4) == [(0, "released", "cache-hangs")] * 3
+    assert (node.binds(), node.leases.jobs()) == ({}, ())
+    frozen.go()
+    assert node.prolog(5, other).said == ("copied", "")
+
+
+@pytest.fixture
+def suspended(node: Node, far: Far) -> Iterator[Hangs]:
+    """Reads hang, and nothing tells the file system: it still takes what fits into memory."""
+    file = far.put("disk", b"")
+    run("truncate", "-s", "64M", far.folder / "disk")
+    run("mkfs.ext4", "-q", far.folder / "disk")
+    run(
+        "mount", "-o", "loop", file, node.nvme
+    )  # what far does not answer, the loop device waits for
+    found = Hangs(node, far.hang, far.answer)
+    yield found
+    found.go()
+    run("umount", "--lazy", node.nvme)
+
+
+def test_disk_whose_reads_hang_serves_nothing(node: Node, suspended: Hangs) -> None:
+    """The job would hang with the copy that it is shown: its source is read."""
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(1, path).said == ("copied", "")
+    assert node.epilog(1).said == ("released", "")
+    suspended.stop()
+    for job in (2, 3):
+        ran = beside(lambda job=job: node.prolog(job, path))  # type: ignore[misc]
+        assert ran.ended == (0, "declined", "cache-hangs")
+    assert node.shows_source(path)
+    assert len(suspended.asking()) == 1
+    suspended.go()
+    assert node.prolog(4, path).said == ("hit", "")
+
+
+def test_short_freeze_costs_nobody_a_hit(node: Node, frozen: Hangs) -> None:
+    """A snapshot takes less than a second; hooks that begin meanwhile and after it get hits."""
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(1, path).said == ("copied", "")
+    frozen.stop()
+    hook = Beside(lambda: node.prolog(2, path))
+    frozen.go()
+    assert hook.ran().ended == (0, "hit", "")
+    assert beside(lambda: node.prolog(3, path)).ended == (0, "hit", "")
+    assert beside(lambda: node.epilog(3)).ended == (0, "released", "")
+
+
+def test_lock_that_hangs_with_the_disk_is_not_waited_for_and_the_sweep_tidies(
+    node: Node, frozen: Hangs
+) -> None:
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(1, path).said == ("copied", "")
+    frozen.stop()
+    with lock.held(node.cache.space_lock, 60):
+        ran = beside(lambda: node.prolog(2, path))
+        assert ran.ended == (0, "declined", "cache-hangs")
+        assert beside(lambda: node.epilog(1)).ended == (0, "released", "cache-hangs")
+    assert node.leases.jobs() == ()
+    assert node.binds() != {}
+    frozen.go()
+    sweep.sweep(here(node), Slurm("", ""), False, lambda text: None)
+    assert node.binds() == {}
+
+
+def test_outdated_redirect_goes_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(1, path).said == ("copied", "")
+    frozen.stop()
+    (node.server / "alice/image.sqsh").write_bytes(image(2))
+    assert beside(lambda: node.prolog(2, path)).ended == (0, "declined", "cache-hangs")
+    assert path.read_bytes() == image(2)
+
+
+def test_commands_end_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(1, path).said == ("copied", "")
+    frozen.stop()
+    with pytest.raises(Declined, match="writes have hung"):
+        sweep.sweep(here(node), Slurm("", ""), False, lambda text: None)
+    with pytest.raises(Declined, match="writes have hung"):
+        evict.to_watermark(here(node), False)
+    found = status.gather(here(node))
+    assert (found.entries.total, len(found.leases)) == (1, 1)
+    assert "writes have hung" in found.problems[0]
+
+
+def test_status_tells_a_disk_whose_reads_hang(node: Node, suspended: Hangs) -> None:
+    node.staged(1)
+    suspended.stop()
+    found = status.gather(here(node))
+    assert "reads have hung" in found.unusable
+    assert [one.job for one in found.leases] == [1]
+
+
+# A hook on the test's node, whose child takes the disk for a healthy one, and hangs with it.
+SCRIPT = """
+import os, sys
+from forestage.cache import disk
+from forestage.hooks import boundary, prolog, step, watch
+from forestage.system import probe
+hook, hangs = os.getpid(), disk.hangs
+probe.LIMIT, watch.LOOK, watch.HANGS = 0.2, 0.2, 0.3
+def known(*args):
+    return hangs(*args) if os.getpid() == hook else None
+disk.hangs = known
+def hang(node, *args):
+    os.mkdir(node.cache.root / "new")
+prolog.prolog = step.step = hang
+os._exit(boundary._main(sys.argv[1], sys.argv[2]))
+"""
+
+
+def hook(node: Node, name: str, path: Path | None) -> subprocess.Popen[str]:
+    context = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-Ic", SCRIPT, name, str(node.places.root)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=node.environ(1, path) | (context if name == "step" else {}),
+        text=True,
+    )
+
+
+def test_prolog_and_epilog_that_hang_with_the_disk_end(node: Node, frozen: Hangs) -> None:
+    """It stopped after it had been asked. slurmd also waits for their output."""
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(1, path).said == ("copied", "")
+    frozen.stop()
+    for name, result in (("prolog", "declined"), ("epilog", "released")):
+        ran = hook(node, name, path)
+        _, said = ran.communicate(timeout=HANGS)
+        assert ran.returncode == 0
+        assert f"{name} job=1" in said
+        assert f"result={result} reason=cache-hangs" in said
+    assert node.leases.jobs() == ()
+    assert [one.reason for one in node.outcomes("epilog", 1)] == ["cache-hangs"]
+
+
+def test_step_that_hangs_with_the_disk_is_answered(node: Node, frozen: Hangs) -> None:
+    path = node.staged(1, data=image())
+    frozen.stop()
+    helper = hook(node, "step", path)
+    assert helper.stdout is not None
+    assert helper.stdout.readline() == "leave\tcache-hangs\n"
+    assert helper.wait(HANGS) == 0
+
+
+def test_freeze_that_ends_in_time_is_waited_out(node: Node, frozen: Hangs) -> None:
+    path = node.staged(1, data=image())
+    frozen.stop()
+    helper = hook(node, "epilog", path)
+    frozen.go()
+    _, said = helper.communicate(timeout=HANGS)
+    assert "result=released" in said
+    assert "cache-hangs" not in said

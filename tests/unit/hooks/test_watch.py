@@ -1,0 +1,168 @@
+"""A hook waits for the child that does its work, but not for one that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from forestage.hooks import watch
+from forestage.hooks.watch import Late, Watched
+
+Work = Callable[[Watched], None]
+
+
+def never(cache: str) -> float:
+    pytest.fail(f"{cache} was asked")
+
+
+@pytest.fixture
+def children() -> Iterator[list[int]]:
+    """Those that were begun; they must not outlive the test."""
+    begun: list[int] = []
+    yield begun
+    for pid in begun:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            continue
+
+
+@pytest.fixture
+def begin(children: list[int], capfd: object) -> Callable[[Work], tuple[int, int]]:
+    def begin(work: Work, keeps_stdout: bool = False) -> tuple[int, int]:
+        forked = watch.fork(keeps_stdout)
+        assert forked is not None
+        if forked[0] == 0:
+            try:
+                work(Watched(forked[1]))
+            finally:
+                os._exit(3)
+        children.append(forked[0])
+        return forked
+
+    return begin
+
+
+Begin = Callable[..., tuple[int, int]]
+
+
+def lives_until_the_test_is_over(there: int, here: int) -> None:
+    """Forks a process that has all that its parent has, but the pipe's end by which it ends."""
+    if os.fork() == 0:
+        os.close(here)
+        os.read(there, 1)
+        os._exit(0)
+
+
+def hangs(watched: Watched) -> None:
+    watched.works_on("/mnt/nvme/forestage")
+    signal.pause()
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_hook_ends_as_its_child_says(begin: Begin, code: int) -> None:
+    assert watch.wait(*begin(lambda child: child.end(code)), never) == code
+
+
+def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> None:
+    """A stager may live for hours; a child that says how it ended is not waited for."""
+    there, here = os.pipe()
+
+    def work(child: Watched) -> None:
+        lives_until_the_test_is_over(there, here)
+        child.end(0)
+
+    assert watch.wait(*begin(work), never) == 0
+    os.close(here)
+    os.close(there)
+
+
+def test_child_that_was_killed_ends_its_hook(begin: Begin) -> None:
+    def work(child: Watched) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert watch.wait(*begin(work), never) == -signal.SIGKILL
+
+
+def test_child_that_was_killed_is_seen_though_others_have_its_line(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SLICE", 0.01)
+    there, here = os.pipe()
+
+    def work(child: Watched) -> None:
+        lives_until_the_test_is_over(there, here)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert watch.wait(*begin(work), never) == -signal.SIGKILL
+    os.close(here)
+    os.close(there)
+
+
+def test_what_the_child_logs_the_hook_says(begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(child: Watched) -> None:
+        os.write(2, b"a line\nhalf a ")
+        child.works_on("/cache")
+        os.write(2, b"line\n")
+        os.write(1, b"stdout\n")
+
+    assert watch.wait(*begin(work), never) == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("a line\n")
+    assert "stdout\n" in err
+
+
+def test_step_answers_by_its_own_stdout(begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(child: Watched) -> None:
+        os.write(1, b"leave\tno-image\n")
+        child.end(0)
+
+    assert watch.wait(*begin(work, keeps_stdout=True), never) == 0
+    assert capfd.readouterr().out == "leave\tno-image\n"
+
+
+def test_child_whose_cache_hangs_is_killed_and_left(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOK", 0.01)
+    seconds = iter((0.0, watch.HANGS - 1, watch.HANGS))
+    pid, line = begin(hangs)
+    with pytest.raises(Late) as late:
+        watch.wait(pid, line, lambda cache: next(seconds))
+    assert late.value.cache == "/mnt/nvme/forestage"
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_child_whose_time_is_over_is_killed_and_left(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "REST", 0.0)
+
+    def work(child: Watched) -> None:
+        child.ends_within(0.05)
+        signal.pause()
+
+    with pytest.raises(Late) as late:
+        watch.wait(*begin(work), never)
+    assert late.value.cache == ""
+
+
+def test_hook_does_its_work_itself_where_it_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", fork)
+    assert watch.fork(keeps_stdout=False) is None
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_nobody_is_told_where_nobody_waits() -> None:
+    watch.ALONE.works_on("/cache")
+    watch.ALONE.ends_within(1.0)
+    watch.ALONE.end(0)  # and the process goes on
