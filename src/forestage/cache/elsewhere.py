@@ -27,7 +27,7 @@ import msgspec
 from forestage.cache import unmount
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
-from forestage.system import as_user, child, mounts
+from forestage.system import as_user, child, folders, mounts
 from forestage.system.mounts import Mount
 from forestage.system.sha256 import sha256
 
@@ -165,7 +165,7 @@ def clear(
     hung, left = _take_off(cache, gone, total)
     for file in {_note(cache, one) for one in hung}:
         with contextlib.suppress(OSError):  # it only spares others the wait
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folders.make(file.parent, folders.PRIVATE)
             file.touch()
     if now is None:  # all were tried
         for file in set(cache.claims.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:

@@ -30,7 +30,7 @@ import msgspec
 from forestage.cache.layout import Cache
 from forestage.clock import Deadline
 from forestage.errors import Failed
-from forestage.system import as_user, child, lock, mounts
+from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
 
 TIMEOUT = 2.0  # seconds for one path, and for all of a hook's
@@ -98,7 +98,7 @@ def claim(
     """
     mine = []
     for bind in islice(wanted, MOST):
-        cache.claims.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders.make(cache.claims, folders.PRIVATE)
         with contextlib.suppress(lock.Busy):
             if now is None or not hung_lately(cache, bind, now):
                 claim = claims.enter_context(contextlib.ExitStack())

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.system import child
+from forestage.system import child, folders
 from forestage.system.files import opened
 
 GOOD = 1.0  # seconds that an answer counts
@@ -58,7 +58,7 @@ def ask(file: Path, work: Callable[[At], None], limit: float = LIMIT) -> Hang | 
     """
     limit = min(limit, LIMIT)
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders.make(file.parent, folders.PRIVATE)
         with opened(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600) as fd:
             return _asked(fd, work, limit)
     except OSError:  # /run is full or read-only, or this is no root
