@@ -205,8 +205,8 @@ def start_node(name: str, flags: list[str]) -> None:
         run("mount -o loop {disk} /mnt/nvme", disk=mine / "nvme.img")
     # All of /run is lost at a reboot, but munged's socket is that of the one munged there is.
     run(TMPFS, mode="0755", path="/media")
-    for directory in ("munge", "forestage"):
-        Path("/media", directory).mkdir()
+    Path("/media/munge").mkdir()
+    Path("/media/forestage").mkdir(mode=0o711)  # as packaging/tmpfiles.d makes it
     run("mount --bind /run/munge /media/munge")
     if spec.net:
         run("umount /media/munge")

@@ -43,7 +43,11 @@ class Traces:
         return cls(
             processes=sorted(processes.values()),
             mounts=sorted(f"{row[3]} {row[4]}" for row in table if row[4] != ours),
-            run=sorted(str(one.relative_to(run)) for one in run.rglob("*")),
+            run=sorted(
+                str(one.relative_to(run))
+                for one in run.rglob("*")
+                if one.parent.name not in ("claims", "probes")  # locks, as in the cache
+            ),
             cache=sorted(
                 str(one.relative_to(cache))
                 for one in cache.rglob("*")
@@ -60,8 +64,8 @@ class Traces:
         """What there is now that was not there before any job was."""
         layout = ["called.epilog", "called.prolog", "companion", "config.json"]
         layout += ["background", "disk.json", "disk.lock"]
-        layout += ["leases", "redirects", "through"]
-        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "locks", "parts"]
+        layout += ["leases", "redirects", "through", "claims", "probes"]
+        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]
         more += [f"in /run/forestage: {one}" for one in _more(self.run, layout)]

@@ -21,7 +21,7 @@ import pytest
 from msgspec.structs import replace
 
 from forestage import log, trace
-from forestage.stage import stager
+from forestage.stage import fstab, stager
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.system import as_user, lock, mounts
@@ -73,6 +73,7 @@ def without_processes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(as_user, "acting", _acting)
     patch.setattr(as_user, "ask", _ask)
     patch.setattr(stager, "start", _start)
+    patch.setattr(fstab, "binds", lambda copy, user: ())  # whose limits would be this process'
     patch.setattr(mounts, "current", _current)
     patch.setattr(log, "say", lambda line, by_slurm: None)
     patch.setattr(os, "fsync", os.fstat)  # nobody pulls the plug here

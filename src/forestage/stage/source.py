@@ -401,8 +401,13 @@ def must_be_written_nowhere(fd: int, path: str) -> None:
     """Raises Declined where a process has what lies at or below a path open for writing.
 
     `fd` is open in its file system. Where leases prove that nobody has, nothing is looked at.
+    Raises Unreadable where that file system is gone.
     """
-    if not writers.proves(fd):
+    try:
+        proven = writers.proves(fd)
+    except OSError as error:
+        raise Unreadable(path, error) from None
+    if not proven:
         found = writers.find(path, writers.SCAN)
         if found:
             raise written(printable(found))
