@@ -211,7 +211,7 @@ def _led(bound: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def _as_text(found: _Found) -> _Found:
-    """The same without what is no text: an image below such a name is in no lease."""
+    """Leaves out what is no text: an image below such a name is in no lease."""
     counted = (*found.facts, *found.variables, *map(str, found.variables.values()))
     told = all(_printed(one) == one for one in counted)
     return msgspec.structs.replace(
