@@ -13,7 +13,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.data import wanted
 from forestage.hooks import data
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.paths import Places
 from forestage.slurm.job import Job
 
@@ -44,7 +44,7 @@ def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
         "SLURM_JOB_COMMENT": f"stage={directory}/",
     }
     job = Job.from_environ(environ)
-    (outcome,) = data.begin(node, job, Wait.of(Clock(), 600.0, None), None)
+    (outcome,) = data.begin(node, job, Limit.of(Clock(), 600.0, None), None)
     state, end = outcome.result, time.monotonic() + LONGEST
     while state in ("started", "looking", "copying") and time.monotonic() < end:
         time.sleep(0.05)

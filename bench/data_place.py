@@ -22,7 +22,7 @@ from forestage.data import wanted
 from forestage.data.wanted import Tree
 from forestage.events import Handled
 from forestage.hooks import data
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.system import loop, mounts
 from node import ALICE, Node
@@ -131,7 +131,7 @@ class Place:
 
     def begin(self, job: int, tree: str) -> Handled:
         environ = self.node.environ(job, user=ALICE, comment=f"stage={self.node.shared / tree}/")
-        limit = Wait.of(Clock(), 600.0, None)
+        limit = Limit.of(Clock(), 600.0, None)
         (outcome,) = data.begin(self._bare(), Job.from_environ(environ), limit, None)
         assert outcome.result == "started", outcome
         return outcome
@@ -149,7 +149,7 @@ class Place:
     def show(self, job: int) -> str:
         """The block device that a step of the job is shown."""
         environ = self.node.environ(job, user=ALICE)
-        limit = Wait.of(Clock(), 600.0, None)
+        limit = Limit.of(Clock(), 600.0, None)
         shown = data.show(self._bare(), Job.from_environ(environ), limit, None)
         assert shown.lines, shown.outcomes
         return shown.lines[0][1]

@@ -16,7 +16,7 @@ from forestage.data import job_dir
 from forestage.events import Handled
 from forestage.hooks import data
 from forestage.hooks.data import Shown
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
 from forestage.system import loop, mounts
@@ -57,15 +57,15 @@ class Dirs:
         """The outcomes of what went wrong, or was begun."""
         more = {} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}
         asked = self.job(job, comment, user, **more)
-        return data.begin(self.on, asked, Wait.of(Clock(), seconds, None), None)
+        return data.begin(self.on, asked, Limit.of(Clock(), seconds, None), None)
 
     def step(
         self, job: int, user: User = ALICE, fill: float = 240.0, progress: Progress = quiet
     ) -> Shown:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
-        limit = Wait.of(Clock(), 60.0, None)
+        limit = Limit.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())
-        limit = Wait(limit.end, None, limit.small, fill=until, progress=progress)
+        limit = Limit(limit.end, None, limit.small, fill=until, progress=progress)
         return data.show(self.on, asked, limit, None)
 
     @contextlib.contextmanager

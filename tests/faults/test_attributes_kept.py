@@ -18,7 +18,7 @@ from forestage.config import load_settings
 from forestage.data import manifest, wanted
 from forestage.data.manifest import Manifest
 from forestage.hooks import data
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.system import files, loop, mounts
 from node import ALICE, Node, unmount, until
@@ -130,7 +130,7 @@ def show(node: Node) -> data.Shown:
     config = load_settings(node.places.etc).for_partition("batch")
     bare = Bare(config, node.places, node.cache, node.leases, Clock())
     job = Job.from_environ(node.environ(1))
-    return data.show(bare, job, Wait.of(Clock(), 600.0, None), None)
+    return data.show(bare, job, Limit.of(Clock(), 600.0, None), None)
 
 
 @pytest.mark.parametrize("change", [_in_place, _replaced, _removed])

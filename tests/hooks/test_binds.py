@@ -14,7 +14,7 @@ import pytest
 from forestage import trace
 from forestage.cache.layout import Entry
 from forestage.clock import Clock
-from forestage.hooks import binds, image
+from forestage.hooks import binds, limit
 from forestage.hooks.boundary import Hook
 from forestage.slurm.enroot import UNKNOWN
 from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
@@ -393,7 +393,7 @@ def test_stager_redirects_no_image_whose_fstab_may_bind_what_is_above_it(
         if name == "checked":
             until(gate.exists, "the test to let the copy end")
 
-    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORTLY", 0.0)
     monkeypatch.setattr(trace, "listener", wait)
     node.configure(cold="shared")
     path = node.put("images/image.sqsh", packed("${DATA} /data none bind\n"))

@@ -12,7 +12,7 @@ from forestage import trace
 from forestage.cache import redirect
 from forestage.clock import Clock
 from forestage.events import Event, Handled
-from forestage.hooks import image
+from forestage.hooks import limit
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.through import keeper, living
 from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, until
@@ -36,7 +36,7 @@ def gate(
         if name == "checked":
             until(opened.exists, "the test to let a copy end")
 
-    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORTLY", 0.0)
     monkeypatch.setattr(trace, "listener", wait)
     yield opened.touch
     opened.touch()
@@ -74,12 +74,12 @@ def test_job_begins_at_once_and_gets_the_redirect_once_the_copy_is_here(
 
 
 def test_small_image_is_waited_for_shortly(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image, "SHORTLY", 60.0)
+    monkeypatch.setattr(limit, "SHORTLY", 60.0)
     assert result(shared.prolog(7, shared.put("alice/image.sqsh")).outcome) == ("copied", "mounted")
 
 
 def test_user_who_asks_to_wait_waits(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORTLY", 0.0)
     ran = shared.prolog(7, shared.put("alice/image.sqsh"), comment="stage-wait=5m")
     assert result(ran.outcome) == ("copied", "mounted")
 
@@ -277,7 +277,7 @@ def test_job_that_cannot_read_through_starts_from_the_shared_path(
 @pytest.fixture
 def slow(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """No copy ends before the step looks: its first MiB takes half a second."""
-    monkeypatch.setattr(image, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORTLY", 0.0)
     through.configure(redirect="spank", cold=None, bandwidth="2M", threads=1)
     return through
 

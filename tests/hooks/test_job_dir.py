@@ -23,7 +23,7 @@ from forestage.clock import Clock
 from forestage.data import hold, job_dir, job_disk
 from forestage.errors import Declined, Failed
 from forestage.hooks import data
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
@@ -278,7 +278,7 @@ def test_refused_job_keeps_no_variable_of_another_jobs(dirs: Dirs, why: str) -> 
         dirs.on.cache.root.mkdir()
         dirs.on.cache.root.chmod(0o777)
     asked = dirs.job(7, comment + " stage=off" * (why == "off"))
-    limit = Wait.of(Clock(), 60.0, None)
+    limit = Limit.of(Clock(), 60.0, None)
     (outcome,) = data.begin(dirs.on, asked, limit, refusal)
     assert outcome.result in ("declined", "failed")
     shown = data.show(dirs.on, dirs.job(7, "", SLURM_STEP_ID="0"), limit, refusal)

@@ -23,7 +23,7 @@ from forestage.data import erofs, retry, tree, wanted
 from forestage.data.wanted import Tree
 from forestage.events import Copied, Handled
 from forestage.hooks import data
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
@@ -74,12 +74,12 @@ def as_job(node: Node, job: int, comment: str, user: User = ALICE) -> Job:
 
 
 def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[Handled]:
-    limit = Wait.of(Clock(), 600.0, None)
+    limit = Limit.of(Clock(), 600.0, None)
     return data.begin(ready(node, job), as_job(node, job, comment, user), limit, None)
 
 
 def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.Shown:
-    limit = Wait.of(Clock(), 600.0, wait)
+    limit = Limit.of(Clock(), 600.0, wait)
     return data.show(ready(node, job), as_job(node, job, "", user), limit, None)
 
 
@@ -340,7 +340,7 @@ def test_directory_in_which_the_job_works_stays_as_it_is(spank: Node) -> None:
     path = spank.shared
     staged(spank, 1, path / "alice/set")
     job = msgspec.structs.replace(as_job(spank, 1, ""), work_dir=str(path / "alice/set/sub"))
-    shown = data.show(ready(spank, 1), job, Wait.of(Clock(), 600.0, None), None)
+    shown = data.show(ready(spank, 1), job, Limit.of(Clock(), 600.0, None), None)
     assert (shown.lines, shown.outcomes[0].reason) == ([], "no-mount")
 
 
@@ -463,7 +463,7 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
         if len(heard) == 2:
             os.write(here, b".")
 
-    limit = msgspec.structs.replace(Wait.of(Clock(), 600.0, 600.0), progress=progress)
+    limit = msgspec.structs.replace(Limit.of(Clock(), 600.0, 600.0), progress=progress)
     shown = data.show(ready(spank, 1), as_job(spank, 1, ""), limit, None)
     assert shown.outcomes[0].reason == "io"
     words = {"looking": "whose files are being looked at", "copying": "which is about to begin"}
@@ -505,7 +505,7 @@ def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_reco
     monkeypatch.setattr(tree, "_note_end", ended)
     begin(spank, 1, f"stage={path}/")
     job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
-    data.begin(ready(spank, 1), job, Wait.of(Clock(), 600.0, None), None)
+    data.begin(ready(spank, 1), job, Limit.of(Clock(), 600.0, None), None)
     assert settled(spank, 1, path).state == "ready"
     gate.touch()
     until((spank.nvme / "ended0").exists, "the earlier run's process")
@@ -634,7 +634,7 @@ def test_directory_that_holds_the_jobs_own_is_not_shown_wherever_links_lead(
     assert staged(spank, 1, path).state == "ready"
     environ = spank.environ(1) | {"SLURM_STEP_ID": "1"}
     environ[own] = str(link if written == "link" else path / "a")
-    limit = Wait.of(Clock(), 600.0, None)
+    limit = Limit.of(Clock(), 600.0, None)
     shown = data.show(ready(spank, 1), Job.from_environ(environ), limit, None)
     assert shown.lines == []
     (outcome,) = shown.outcomes

@@ -22,7 +22,7 @@ from forestage.data.looks import Found, Look, Round
 from forestage.data.manifest import File, Manifest
 from forestage.data.wanted import Tree
 from forestage.hooks import data
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.system import as_user, loop, mounts
 from node import ALICE, BOB, Later, Node, until
@@ -79,7 +79,7 @@ class Cluster:
     def start(self, name: str, path: Path, **facts: str) -> Tree:
         """The job's start on a node, until its process has ended."""
         bare = self.bare(name)
-        limit = Wait.of(Clock(), 600.0, None)
+        limit = Limit.of(Clock(), 600.0, None)
         with self.counting(name):
             (begun,) = data.begin(bare, self.job(name, f"stage={path}/", **facts), limit, None)
         assert (begun.result, begun.reason) == ("started", "")
@@ -93,7 +93,7 @@ class Cluster:
         return found
 
     def step(self, name: str, number: int = 0, **facts: str) -> data.Shown:
-        limit = Wait.of(Clock(), 600.0, None)
+        limit = Limit.of(Clock(), 600.0, None)
         facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
         with self.counting(name):
             return data.show(self.bare(name), self.job(name, **facts), limit, None)

@@ -20,7 +20,7 @@ from forestage.cache.image import identify
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config, load_settings
-from forestage.hooks import image
+from forestage.hooks import limit
 from forestage.stage.task import Task
 from forestage.system import mounts
 from forestage.through import keeper
@@ -246,7 +246,7 @@ def _cold_starts() -> Iterator[None]:
         return task.node.places.through / task.key / "sock"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image, "SHORTLY", 0.0)
+        patch.setattr(limit, "SHORTLY", 0.0)
         patch.setattr(keeper, "start", start)
         yield
 

@@ -20,7 +20,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import Owner
 from forestage.errors import ConfigError, Declined
 from forestage.events import Handled
-from forestage.hooks import image as request
+from forestage.hooks import answers
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
 from forestage.stage import pipeline, source
 from forestage.stage.source import OpenImage
@@ -61,10 +61,10 @@ def test_any_text_of_a_user_is_one_line_and_one_event(
         try:
             path = image.wanted_path(asked, job.work_dir)
         except Declined as declined:
-            outcomes.append(request.of_error(asked, declined))
+            outcomes.append(answers.of_error(asked, declined))
         else:
             assert path.startswith("/")
-            assert not request.has_control(path)
+            assert not answers.has_control(path)
             assert len(os.fsencode(path)) < image.PATH_MAX
             outcomes.append(Handled("hit", request=asked.path, image=path))
     line = events.summary(job, outcomes, 1.0)

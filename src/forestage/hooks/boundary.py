@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from forestage.config import Config, Settings
     from forestage.errors import Declined
     from forestage.events import Handled, Outcome
-    from forestage.hooks.image import Answer, Wait
+    from forestage.hooks.answers import Answer
+    from forestage.hooks.limit import Limit
     from forestage.hooks.watch import Watched
     from forestage.paths import Places
     from forestage.slurm.job import Job
@@ -301,9 +302,9 @@ class Hook:
 
             outcomes.append(epilog.given_up(places, job, why))
         else:
-            from forestage.hooks import image
+            from forestage.hooks import answers
 
-            outcomes += [image.of_error(request, why) for request in job.requests]
+            outcomes += [answers.of_error(request, why) for request in job.requests]
         self._report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)
 
@@ -448,14 +449,14 @@ class Hook:
         return job.without_reference(), later
 
     def _show_data(
-        self, node: Node, job: Job, limit: Wait, refusal: Declined | None
+        self, node: Node, job: Job, limit: Limit, refusal: Declined | None
     ) -> Sequence[Handled]:
         """Tells the companion what data the step is shown."""
-        from forestage.hooks import data, image
+        from forestage.hooks import answers, data
 
         shown = data.show(node, job, limit, refusal)
         for words in shown.lines:
-            if any(map(image.has_control, words)):
+            if any(map(answers.has_control, words)):
                 self.say(f"result=unshown detail={words!r}")
             else:
                 _write("data", *words)

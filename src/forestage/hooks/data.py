@@ -24,9 +24,10 @@ from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, ForestageError
 from forestage.events import Handled
-from forestage.hooks import image
+from forestage.hooks import answers, leases, serve
+from forestage.hooks.answers import Answer
 from forestage.hooks.binds import Binds
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -49,7 +50,7 @@ class Shown(msgspec.Struct, frozen=True):
     outcomes: list[Handled]
 
 
-def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Handled]:
+def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Handled]:
     """Notes what data the job wants, and begins to bring it. For the Prolog; waits for nothing."""
     asked = job.hints
     if not asked.has_data:
@@ -61,13 +62,13 @@ def begin(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[H
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
         _note_refused(node, job, error, limit.end)
-        return _as_data([image.of_error(Request("", "hint"), error)])
+        return _as_data([answers.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _made(node, job, noted, limit)
     return _as_data([*made, *(_begun(node, job, noted, one, limit) for one in requests)])
 
 
-def show(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Shown:
+def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
     try:
@@ -150,7 +151,7 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
     return data
 
 
-def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:
+def _made(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
     """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
     if noted.room is None:
         return []
@@ -162,7 +163,7 @@ def _made(node: Node, job: Job, noted: Wanted, limit: Wait) -> list[Handled]:
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=printable(str(error)))
             _note(node, job, refused, limit.end)
-        return [image.of_error(STAGE_DIR, error)]
+        return [answers.of_error(STAGE_DIR, error)]
     return []
 
 
@@ -179,11 +180,11 @@ def _own_dir(
             raise Declined("job-dir", noted.refused)
         own = job_dir.shown(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
-        return None, [("env", "FORESTAGE_DIR")], [image.of_error(STAGE_DIR, error)]
+        return None, [("env", "FORESTAGE_DIR")], [answers.of_error(STAGE_DIR, error)]
     return own, [own.line, ("env", "FORESTAGE_DIR", os.fspath(node.places.job_dir))], []
 
 
-def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Wait) -> None:
+def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Limit) -> None:
     if refusal:
         raise refusal
     if job.hints.off:
@@ -198,7 +199,7 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Wai
 
 def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
     with lock.held_if_writable(node.cache.space_lock, end.left()):
-        lease = image.lease_of(node, job)
+        lease = leases.of_job(node, job)
         node.leases.write(msgspec.structs.replace(lease, data=True))
         wanted.note(node.leases, job.id, noted)
         # By this file the companion knows that each step has to ask.
@@ -223,7 +224,7 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
         _note(node, job, refused, end)
 
 
-def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Wait) -> Handled:
+def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Limit) -> Handled:
     try:
         path = images.wanted_path(request, job.work_dir)
         if not request.at:
@@ -250,7 +251,7 @@ def _shown(
     noted: Wanted,
     request: Request,
     own: "Own | None",
-    limit: Wait,
+    limit: Limit,
     bound: Binds,
 ) -> tuple[Sequence[Fields], Handled]:
     try:
@@ -282,7 +283,7 @@ def _shown(
         return (), _of_error(request, error)
 
 
-def _some_time(node: Node, limit: Wait) -> Deadline:
+def _some_time(node: Node, limit: Limit) -> Deadline:
     """What is left to the step, and enough after a long wait for what came before."""
     return Deadline.after(max(limit.end.left(), source.HOOK_TIMEOUT), node.clock)
 
@@ -315,12 +316,11 @@ def _keep_clear_of_binds(bound: Binds, path: str) -> None:
         raise Declined("no-mount", f"{path}: {why}") from None
 
 
-def _staged(node: Node, job: Job, request: Request, limit: Wait) -> image.Answer:
+def _staged(node: Node, job: Job, request: Request, limit: Limit) -> Answer:
     """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
-    job = msgspec.structs.replace(job, saves=None)
-    return image.handle(node, job, [request], limit)[0]
+    return serve.serve(node, job, [request], limit)[0]
 
 
 def _of_error(request: Request, error: Exception) -> Handled:
     named = f"{request.path}@{request.at}" if request.at else request.path
-    return image.of_error(msgspec.structs.replace(request, path=named), error)
+    return answers.of_error(msgspec.structs.replace(request, path=named), error)

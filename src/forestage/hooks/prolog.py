@@ -9,8 +9,9 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.events import Handled, Outcome
-from forestage.hooks import image
-from forestage.hooks.image import Answer, Wait
+from forestage.hooks import answers, leases, serve
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, Request
 from forestage.slurm.job import Job
@@ -44,12 +45,12 @@ def bad_hint(job: Job) -> list[Handled]:
     return [Handled(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Answer]:
+def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Answer]:
     """Stages all that the job asks for. Never raises for a request: each gets its answer.
 
     `refusal` is why nothing may be staged on this node now.
     """
-    answers = image.handle(node, job, job.requests, limit, refusal)
+    answers = serve.serve(node, job, job.requests, limit, refusal)
     if node.config.redirect == "spank":
         _note_hinted(node, job, answers)
     elif job.hints.tell or node.config.user_messages == "all":
@@ -64,7 +65,7 @@ def prolog(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[
 
 def waiting(
     node: Node, job: Job, limits: Limits, refusal: Declined | None, ready: bool = False
-) -> Wait:
+) -> Limit:
     """Returns how long this job's Prolog may go on, and wait for copies.
 
     `ready`: in the background, where nobody waits for it. Where all is refused neither the admin's
@@ -73,13 +74,13 @@ def waiting(
     config, hint = node.config, job.hints.wait
     if refusal:
         seconds = timeouts.patience(limits, source.HOOK_TIMEOUT)
-        return Wait.of(node.clock, seconds, None, small=False, ready=ready)
+        return Limit.of(node.clock, seconds, None, small=False, ready=ready)
     seconds = timeouts.patience(limits, config.deadline)
     if config.redirect == "spank":  # the steps wait, where no timeout of Slurm's ends that
-        return Wait.of(node.clock, seconds, None, small=False, ready=ready)
-    wish = image.wished(config, hint, limits.hurts)
+        return Limit.of(node.clock, seconds, None, small=False, ready=ready)
+    wish = wished(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.patience(limits, wish)
-    return Wait.of(node.clock, seconds, copy, small=hint != 0, ready=ready)
+    return Limit.of(node.clock, seconds, copy, small=hint != 0, ready=ready)
 
 
 def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
@@ -87,7 +88,7 @@ def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
     waited = sum(answer.outcome.wait for answer in answers)
     with (
         contextlib.suppress(ForestageError, OSError),  # only a figure
-        lock.held(node.cache.space_lock, image.GIVE_UP),
+        lock.held(node.cache.space_lock, leases.GIVE_UP),
     ):
         lease = node.leases.read(job.id)
         if lease is not None:
@@ -105,7 +106,7 @@ def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
         # Without it the steps read the shared path.
         with (
             contextlib.suppress(ForestageError, OSError),
-            lock.held(node.cache.space_lock, image.GIVE_UP),
+            lock.held(node.cache.space_lock, leases.GIVE_UP),
         ):
             if node.leases.read(job.id) is not None:
                 node.leases.note_hinted(job.id, found)
@@ -134,9 +135,9 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         return
     with (
         contextlib.suppress(ForestageError, OSError),
-        lock.held_if_writable(node.cache.space_lock, image.GIVE_UP),
+        lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
     ):
-        lease = image.lease_of(node, job)
+        lease = leases.of_job(node, job)
         say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
         node.leases.write(msgspec.structs.replace(lease, say=say))
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
@@ -150,11 +151,11 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
     hints = job.hints
     try:
         with lock.held_if_writable(node.cache.space_lock, end.left()):
-            lease = image.lease_of(node, job)
+            lease = leases.of_job(node, job)
             said = {"off": hints.off, "wait": hints.wait, "tell": hints.tell}
             node.leases.put(msgspec.structs.replace(lease, **said))
     except (ForestageError, OSError) as error:
-        return image.of_error(Request("", "hint"), error)
+        return answers.of_error(Request("", "hint"), error)
     if not hints.off:
         return None
     return Handled(result="declined", via="hint", reason="off", detail="stage=off")

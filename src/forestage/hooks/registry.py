@@ -26,14 +26,15 @@ from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Came, Handled
-from forestage.hooks import image, step
-from forestage.hooks.image import Answer, Wait
+from forestage.hooks import answers, leases, serve, step
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import Limit
 from forestage.hooks.waiting import GONE, Nobody, Tasks, Waiting
 from forestage.registry import full, place, under_way, worker
 from forestage.registry.under_way import PROCESS_NAME, UnderWay
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
-from forestage.slurm.hints import Request
+from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
 from forestage.system import child, folders, run
 from forestage.units import printable
@@ -136,7 +137,7 @@ def _serve(
 def _give_back(node: Node, job: Job, answer: Answer) -> None:
     """Gives back what a job that is over got: its Epilog came first, and none comes again."""
     if answer.image:
-        image.give_back(node, job, answer.image.key)
+        leases.give_back(node, job, answer.image.key)
     with contextlib.suppress(OSError):  # the sweep does it
         place.forget(node.places, job.id)
 
@@ -169,7 +170,7 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
         answer = _obtained(node, job, asked, tasks)
     except (ForestageError, OSError) as error:
         answer = Answer(
-            msgspec.structs.replace(image.of_error(asked.request, error), came="enroot")
+            msgspec.structs.replace(answers.of_error(asked.request, error), came="enroot")
         )
     took = round(node.clock.monotonic() - start, 4)
     facts = {"request": printable(asked.request.path), "wait": took, "via": asked.request.via}
@@ -263,7 +264,7 @@ def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:
         full.note(node.places, job.user, name, printable(word.detail), word.free, now)
 
 
-def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Wait:
+def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Limit:
     return step.waiting(node, job, asked.timeout, say, None)
 
 
@@ -319,13 +320,12 @@ def _words(at_work: Worker, tasks: Waiting) -> Iterator[Word]:
 
 def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Waiting) -> Answer:
     """The file, as any other that a user names: only where they may read it."""
-    request = Request(path, asked.request.via)
-    job = msgspec.structs.replace(job, requests=(request,), saves=None)
+    request = Request(path, asked.request.via, IMPORTED)
     if job.step is None:
-        return image.fetch(node, job, request, _limit(node, job, asked))
+        return serve.fetch(node, job, request, _limit(node, job, asked))
     tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
     limit = _limit(node, job, asked, step.Once(node, job, tasks.speak))
-    (answer,) = image.handle(node, job, (request,), limit)
+    (answer,) = serve.serve(node, job, (request,), limit)
     return answer
 
 

@@ -23,8 +23,9 @@ from forestage.clock import Clock, Deadline
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled, saved
-from forestage.hooks import image
-from forestage.hooks.image import UNSERVED, Answer, Wait
+from forestage.hooks import leases, serve
+from forestage.hooks.answers import UNSERVED, Answer, has_control, measured
+from forestage.hooks.limit import Limit, wished
 from forestage.slurm import nodelist, timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -73,17 +74,17 @@ def waiting(
     say: Say,
     refusal: Declined | None,
     progress: Say | None = None,
-) -> Wait:
+) -> Limit:
     """Returns how long a step may go on, and wait for a copy.
 
     `timeout` is the companion's own limit in seconds, as text. Where all is refused there is only
     the search for stale redirects. `progress` writes lines while the step waits for data.
     """
     config, hint = node.config, job.hints.wait
-    wish = None if refusal else image.wished(config, hint, timeouts.STEP_WAIT)
+    wish = None if refusal else wished(config, hint, timeouts.STEP_WAIT)
     copy = None if wish is None else timeouts.step_patience(wish, timeout)
     end = timeouts.step_patience(source.HOOK_TIMEOUT, timeout)
-    limit = Wait.of(node.clock, end, copy, small=hint != 0)
+    limit = Limit.of(node.clock, end, copy, small=hint != 0)
     wish = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
     longest = max(0.0, timeouts.step_patience(math.inf, timeout) - SPARE)
     fill = Deadline.after(min(wish, longest), node.clock)
@@ -97,9 +98,9 @@ def waiting(
     return limit
 
 
-def step(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> Done:
+def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Done:
     """Stages the step's image; `refusal` is why nothing may be staged on this node now."""
-    answers = image.handle(node, job, job.requests, limit, refusal)
+    answers = serve.serve(node, job, job.requests, limit, refusal)
     own: tuple[str, ...] = ("leave", "no-image")
     also = []
     for request, answer in zip(job.requests, answers, strict=True):
@@ -194,7 +195,7 @@ def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
         return
     with (
         contextlib.suppress(ForestageError, OSError),  # rather twice than never
-        lock.held_if_writable(node.cache.space_lock, image.GIVE_UP),
+        lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
     ):
         lease = node.leases.read(job.id)
         if lease is None or not lease.say:  # another step of the job was faster
@@ -226,7 +227,7 @@ def variables(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
     outcome, word = answer.outcome, result_word(answer.outcome)
     path = outcome.image or os.path.join(job.work_dir, request.path)
     found = [("FORESTAGE_RESULT", word), ("FORESTAGE_IMAGE_PATH", path)]
-    return [pair for pair in found if not any(map(image.has_control, pair))]
+    return [pair for pair in found if not any(map(has_control, pair))]
 
 
 def is_first_node(job: Job) -> bool:
@@ -278,8 +279,8 @@ class Once:
         """Whether the user has read nothing yet; notes in the lease that now they do."""
         node = self.node
         try:
-            with lock.held_if_writable(node.cache.space_lock, image.GIVE_UP):
-                lease = image.lease_of(node, self.job)
+            with lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP):
+                lease = leases.of_job(node, self.job)
                 node.leases.put(msgspec.structs.replace(lease, told=True))
                 return not lease.told
         except (ForestageError, OSError):  # rather twice than never
@@ -336,7 +337,7 @@ def fields(node: Node, answer: Answer) -> tuple[str, ...]:
     word = "through" if answer.socket else "use"
     place = answer.socket or node.cache.image(wanted.key)
     words = (str(place), found.path, *map(str, facts), tell)
-    if any(map(image.has_control, words)):
+    if any(map(has_control, words)):
         return "leave", "bad-path"
     return word, *words
 
@@ -357,7 +358,7 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
         # Only a further step's time depends on it.
         with (
             contextlib.suppress(ForestageError, OSError),
-            lock.held(node.cache.space_lock, image.GIVE_UP),
+            lock.held(node.cache.space_lock, leases.GIVE_UP),
         ):
             if decided:
                 decided = [*decided, shown.of_room(node.cache, node.config), *by_binds]
@@ -396,5 +397,5 @@ def _further(node: Node, first: Answer) -> Answer | None:
     if entry is not None and entry.binds:  # which a helper has to look at
         return None
     if entry is not None:
-        return image.measured(node, Answer(Handled("hit"), Image(entry.identity, entry.access)))
+        return measured(node, Answer(Handled("hit"), Image(entry.identity, entry.access)))
     return Answer(Handled("through"), first.image, first.socket) if first.socket else None

@@ -33,12 +33,16 @@ ABSOLUTE = "the path from / on"
 OFF = ("off", "no", "none")  # values of stage=
 
 Via = Literal["option", "hint"]
+Kind = Literal["image", "imported", "directory", "mount", "fill"]
+IMPORTED: Literal["imported"] = "imported"
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One path as the user wrote it, and where: pyxis' option or a `stage=` hint.
 
     `at` is where it is to show: "" over its own path, an absolute mount point, `job`, `seed:NAME`.
+    No user writes `imported`: an image that was imported from a registry, over the path which pyxis
+    was told.
     """
 
     path: str
@@ -46,9 +50,23 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     at: str = ""
 
     @property
+    def kind(self) -> Kind:
+        """What is to be done with it."""
+        if self.at.startswith("/"):
+            return "mount"
+        if self.at:
+            return "imported" if self.at == IMPORTED else "fill"
+        return "directory" if self.via == "hint" and self.path.endswith("/") else "image"
+
+    @property
     def is_data(self) -> bool:
-        """Whether it is more than a file that shows at its own path."""
-        return bool(self.at) or (self.via == "hint" and self.path.endswith("/"))
+        """Whether it is more than an image."""
+        return self.kind not in ("image", IMPORTED)
+
+    @property
+    def is_redirected(self) -> bool:
+        """Whether it is an image that shows at its own path."""
+        return self.kind == "image"
 
 
 class Rank(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from forestage.hooks.boundary import (
     note_nodes,
     nothing_to_do,
 )
-from forestage.hooks.image import Wait
+from forestage.hooks.limit import Limit
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.stage.source import OpenImage
@@ -208,9 +208,9 @@ def test_broken_configuration_with_several_caches_takes_the_time_of_one(
     caches = {str(tmp_path / name) for name in ("old", "new")}
     for job, cache in enumerate(caches):
         Leases(places.leases).write(Lease(job, me, 0.0, cache, (Use("0a", "/lustre/b"),)))
-    given: list[tuple[str, Wait, Declined | None]] = []
+    given: list[tuple[str, Limit, Declined | None]] = []
 
-    def noting(node: Node, job: Job, limit: Wait, refusal: Declined | None) -> list[Outcome]:
+    def noting(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Outcome]:
         given.append((str(node.cache.root), limit, refusal))
         return []
 

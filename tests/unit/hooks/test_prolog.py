@@ -12,8 +12,9 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.events import Handled
-from forestage.hooks import image, prolog
-from forestage.hooks.image import Answer, Wait
+from forestage.hooks import prolog, serve
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import SHORTLY, Limit
 from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
@@ -27,7 +28,7 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
-def limit(staging_node: Node, job: Job) -> Wait:
+def limit(staging_node: Node, job: Job) -> Limit:
     return prolog.waiting(staging_node, job, LIMITS, None)
 
 
@@ -42,18 +43,18 @@ def handled(monkeypatch: Patch) -> Calls:
     given: Calls = []
 
     def noting(
-        node: Node, job: Job, requests: Sequence[Request], limit: Wait, refusal: Declined | None
+        node: Node, job: Job, requests: Sequence[Request], limit: Limit, refusal: Declined | None
     ) -> list[Answer]:
         given.extend((request.path, refusal) for request in requests)
         return [Answer(Handled("declined", request=one.path, reason="off")) for one in requests]
 
-    monkeypatch.setattr(image, "handle", noting)
+    monkeypatch.setattr(serve, "serve", noting)
     return given
 
 
 @pytest.mark.parametrize("refusal", [None, Declined("disabled", "for now")])
 def test_each_image_has_its_outcome(
-    staging_node: Node, job: Job, limit: Wait, handled: Calls, refusal: Declined | None
+    staging_node: Node, job: Job, limit: Limit, handled: Calls, refusal: Declined | None
 ) -> None:
     outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, refusal)]
     assert [outcome.request for outcome in outcomes] == list(PATHS)
@@ -94,7 +95,7 @@ def test_prolog_waits_where_somebody_asks_for_it_and_no_longer_than_slurm_allows
     job = msgspec.structs.replace(job, hints=Hints(wait=hint))
     found = prolog.waiting(node, job, LIMITS, None)
     assert (found.copy and found.copy.left()) == copy
-    assert found.small.left() == (image.SHORTLY if small else 0.0)
+    assert found.small.left() == (SHORTLY if small else 0.0)
     assert found.end.left() == max(2.0 if config[2] == 2.0 else 15.0, copy or 0.0)
 
 
@@ -118,7 +119,7 @@ def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
 
 @pytest.mark.parametrize("requests", [0, 2])
 def test_stage_off_is_noted_for_the_steps(
-    staging_node: Node, job: Job, limit: Wait, handled: list[object], requests: int
+    staging_node: Node, job: Job, limit: Limit, handled: list[object], requests: int
 ) -> None:
     job = msgspec.structs.replace(job, hints=Hints(off=True), requests=job.requests[:requests])
     outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
@@ -130,7 +131,7 @@ def test_stage_off_is_noted_for_the_steps(
 
 @pytest.mark.parametrize("requests", [0, 2])
 def test_stage_wait_is_noted_for_the_steps_and_is_no_outcome(
-    staging_node: Node, job: Job, limit: Wait, handled: list[object], requests: int
+    staging_node: Node, job: Job, limit: Limit, handled: list[object], requests: int
 ) -> None:
     job = msgspec.structs.replace(job, hints=Hints(wait=3.0), requests=job.requests[:requests])
     assert len(prolog.prolog(staging_node, job, limit, None)) == requests
@@ -140,7 +141,7 @@ def test_stage_wait_is_noted_for_the_steps_and_is_no_outcome(
 
 
 def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
-    staging_node: Node, job: Job, limit: Wait, handled: list[object], monkeypatch: Patch
+    staging_node: Node, job: Job, limit: Limit, handled: list[object], monkeypatch: Patch
 ) -> None:
     def busy(*_: object) -> None:
         raise lock.Busy("space.lock is held")
@@ -161,7 +162,7 @@ def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
     ],
 )
 def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
-    staging_node: Node, asking: Job, limit: Wait, monkeypatch: Patch,
+    staging_node: Node, asking: Job, limit: Limit, monkeypatch: Patch,
     messages: str, tell: bool, redirect: str, noted: float,
 ) -> None:  # fmt: skip
     config = msgspec.structs.replace(staging_node.config, user_messages=messages, redirect=redirect)
@@ -169,7 +170,7 @@ def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
     node.cache.prepare(require_mount=False)
     node.leases.write(Lease(asking.id, asking.user, 1.0, str(node.cache.root), (Use("k"),)))
     took = [Answer(Handled("copied", wait=seconds)) for seconds in (1.0, 2.0)]
-    monkeypatch.setattr(image, "handle", lambda *_: took)
+    monkeypatch.setattr(serve, "serve", lambda *_: took)
     job = msgspec.structs.replace(asking, hints=Hints(tell=tell), requests=())
     monkeypatch.setattr(prolog, "_note_hinted", lambda *_: None)
     prolog.prolog(node, job, limit, None)
@@ -180,7 +181,7 @@ def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
 
 @pytest.mark.parametrize(("problems", "reasons"), [((), []), (("odd", "hint"), ["bad-hint"])])
 def test_hint_that_cannot_be_read_is_an_outcome(
-    staging_node: Node, job: Job, limit: Wait, problems: tuple[str, ...], reasons: list[str]
+    staging_node: Node, job: Job, limit: Limit, problems: tuple[str, ...], reasons: list[str]
 ) -> None:
     job = msgspec.structs.replace(job, requests=(), hints=Hints(problems=problems))
     assert [outcome.reason for outcome in prolog.bad_hint(job)] == reasons

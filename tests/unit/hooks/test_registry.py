@@ -14,8 +14,9 @@ from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.errors import Declined
 from forestage.events import Handled
-from forestage.hooks import image, registry, waiting
-from forestage.hooks.image import Answer, Wait
+from forestage.hooks import leases, registry, waiting
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import Limit
 from forestage.hooks.registry import Asked, message, order_of
 from forestage.hooks.waiting import Tasks
 from forestage.registry import place
@@ -221,7 +222,7 @@ def test_lease_that_came_after_the_epilog_is_given_back(
     def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
         tasks.path.unlink()
         place.make(node.places, job.id, job.step, found.size)
-        with image.leased(node, job, found.key, Wait.of(node.clock, 60.0, None)):
+        with leases.leased(node, job, found.key, Limit.of(node.clock, 60.0, None)):
             return Answer(Handled("hit"), found)
 
     def report(outcomes: object) -> None:

@@ -19,8 +19,9 @@ from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events import Handled, Outcome
-from forestage.hooks import image, step
-from forestage.hooks.image import Answer, Wait
+from forestage.hooks import serve, step
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import SHORTLY, Limit
 from forestage.hooks.step import (
     AGAIN,
     HELD_UP,
@@ -296,7 +297,7 @@ def test_user_reads_one_line_of_a_job_whatever_its_steps_meet(
 
 class Call(NamedTuple):
     job: Job
-    limit: Wait
+    limit: Limit
     refusal: Declined | None
 
 
@@ -306,12 +307,12 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     given: list[Call] = []
 
     def noting(
-        node: Node, job: Job, requests: object, limit: Wait, refusal: Declined | None
+        node: Node, job: Job, requests: object, limit: Limit, refusal: Declined | None
     ) -> list[Answer]:
         given.append(Call(job, limit, refusal))
         return [Answer(Handled("declined", reason="missing"))]
 
-    monkeypatch.setattr(image, "handle", noting)
+    monkeypatch.setattr(serve, "serve", noting)
     return given
 
 
@@ -353,7 +354,7 @@ def test_step_waits_where_somebody_asks_for_it_and_no_longer_than_the_companion(
     run(node, job, timeout=timeout)
     (given,) = [one.limit for one in handled]
     assert (given.copy and given.copy.end - 1000, given.end.end - 1000) == (copy, end)
-    assert given.small.left() == (0.0 if hint == 0 else image.SHORTLY)
+    assert given.small.left() == (0.0 if hint == 0 else SHORTLY)
     assert given.through is (cold == "auto")
 
 

@@ -19,8 +19,9 @@ from forestage.cache.node import Node
 from forestage.cache.redirect import Bind
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
-from forestage.hooks import image
-from forestage.hooks.image import Answer, Wait
+from forestage.hooks import serve
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import SHORTLY, SMALL, Limit
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source, wait
@@ -77,8 +78,8 @@ def handle(node: Node, asking: Job, file: Path) -> Handle:
         changed = msgspec.structs.replace(node.config, **(config or {}))
         here = msgspec.structs.replace(node, config=changed)
         request = Request(path or str(file), "option")
-        limit = Wait.of(node.clock, 600.0, copy, small=False)
-        (answer,) = image.handle(here, job, [request], limit, refusal)
+        limit = Limit.of(node.clock, 600.0, copy, small=False)
+        (answer,) = serve.serve(here, job, [request], limit, refusal)
         return answer
 
     return handling
@@ -196,7 +197,7 @@ def test_all_copies_are_under_way_before_one_is_waited_for(
     for path in (paths[0], paths[2]):
         Path(path).write_bytes(b"1")
     requests = [Request(path, "hint") for path in paths]
-    answers = image.handle(node, asking, requests, Wait.of(node.clock, 60.0, 60.0))
+    answers = serve.serve(node, asking, requests, Limit.of(node.clock, 60.0, 60.0))
     assert slow == [paths[0], paths[2], "waited", "waited"]
     assert [said(answer) for answer in answers] == [
         ("declined", "deadline"), ("declined", "missing"), ("declined", "deadline")
@@ -285,17 +286,17 @@ def test_copy_that_ends_while_the_redirect_is_asked_for_is_used_at_once(
 @pytest.mark.parametrize(
     ("copy", "small", "size", "left"),
     [
-        (None, True, image.SMALL, image.SHORTLY),
-        (None, True, image.SMALL + 1, 0.0),
+        (None, True, SMALL, SHORTLY),
+        (None, True, SMALL + 1, 0.0),
         (None, False, 1, 0.0),
         (9.0, False, 1, 9.0),
-        (9.0, True, image.SMALL + 1, 9.0),
+        (9.0, True, SMALL + 1, 9.0),
     ],
 )
 def test_only_a_small_image_is_waited_for_where_nobody_asks_to_wait(
     node: Node, copy: float | None, small: bool, size: int, left: float
 ) -> None:
-    limit = Wait.of(node.clock, 60.0, copy, small)
+    limit = Limit.of(node.clock, 60.0, copy, small)
     assert limit.for_copy(size).left() == pytest.approx(left, abs=0.5)
 
 

@@ -1,0 +1,122 @@
+"""What a job's lease holds: entries, redirects that come later, and where the job saves to."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from forestage.cache import disk, redirect
+from forestage.cache.image import Image
+from forestage.cache.lease import Lease, Use
+from forestage.cache.node import Node
+from forestage.errors import ForestageError
+from forestage.hooks.binds import LOOK
+from forestage.hooks.limit import Limit
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.stage import source
+from forestage.system import lock
+
+GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
+
+
+def of_job(node: Node, job: Job) -> Lease:
+    """The job's lease, or a new one, not yet written. Under the space lock. Raises Failed."""
+    return node.leases.read(job.id) or Lease(
+        job.id, job.user, node.clock.wall(), str(node.cache.root), node=job.node
+    )
+
+
+@contextlib.contextmanager
+def leased(node: Node, job: Job, key: str, limit: Limit) -> Iterator[Lease]:
+    """Holds the entry for the job; an error gives back what the job did not hold before."""
+    with _space(node, limit):
+        lease = of_job(node, job)
+        is_new = all(use.key != key for use in lease.uses)
+        if not is_new:
+            # A requeued job's, perhaps, which a sweep takes for that of the job as it was.
+            node.leases.confirm(job.id)
+        else:
+            lease = lease.with_use(Use(key))
+            node.leases.write(lease)
+    with contextlib.ExitStack() as on_error:
+        # A job may name one image twice: what the first request got stays. So does what a step
+        # took, as another one may run with it by now.
+        if is_new and job.step is None:
+            on_error.callback(give_back, node, job, key)
+        yield lease
+        on_error.pop_all()
+
+
+def give_back(node: Node, job: Job, key: str) -> None:
+    """Has the job's lease hold the entry no longer. Best effort."""
+    # The deadline may be over, so no waiting: what stays in the lease goes in the Epilog.
+    with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
+        lease = node.leases.read(job.id)
+        if lease is not None:
+            node.leases.put(lease.without(key))
+
+
+def ask_for_redirect(node: Node, job: Job, found: Image) -> None:
+    """Has the stager redirect the path for this job, once the entry is here."""
+    # Whoever holds the lock for so long: the job reads the right bytes without it, only slower.
+    with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
+        lease = node.leases.read(job.id)
+        if lease is not None:
+            node.leases.write(lease.with_use(Use(found.key, found.path)))
+
+
+def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) -> Job:
+    """Notes where the job saves its container: no redirect of the node stays there, or comes.
+
+    --container-save meets one as a read-only file, whoever made it, and needs no image beside it.
+    Returns the job with that path resolved; where this could not be noted, as it is: then it gets
+    no redirect at all (serve._way).
+    """
+    if not job.saves or node.config.redirect == "none":
+        return job
+    if requests and not any(one.is_redirected for one in requests):
+        return job
+    # A name that is no text can be in no lease, and so never has a redirect either.
+    with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
+        path = os.path.join(job.work_dir, job.saves)
+        saved, may = source.saved_to(path, job.user, min(LOOK, limit.end.left()))
+        job = msgspec.structs.replace(job, saves=saved)
+        with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
+            lease = of_job(node, job)
+            # Who cannot write there is in nobody's way, and nobody in theirs.
+            if not may:
+                return job
+            # Before those that lie there go: the stager may lay one.
+            node.leases.put(lease.saving(saved))
+        redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)
+    return job
+
+
+def spare(node: Node, job: Job, path: str, limit: Limit) -> None:
+    """Takes off the job's own redirect of a path whose directory its container binds.
+
+    Not another job's: a step may call any directory its home.
+    """
+    with lock.held(node.cache.space_lock, limit.end.left()):
+        lease = node.leases.read(job.id)
+        if lease is not None and lease.unredirected(path) != lease:
+            node.leases.write(lease.unredirected(path))
+        if path in node.leases.redirected():
+            return
+    redirect.unmount_stale(node.cache, frozenset({path}), "", job.user, limit.end)
+
+
+@contextlib.contextmanager
+def _space(node: Node, limit: Limit) -> Iterator[None]:
+    """Holds the space lock. Who has it may hang with the disk: then it is not waited for."""
+    left = limit.end.left()
+    hang = disk.hangs(node.places, node.cache, left)
+    with contextlib.ExitStack() as held:
+        try:
+            patience = left if hang is None else min(GIVE_UP, left)
+            held.enter_context(lock.held(node.cache.space_lock, patience))
+        except lock.Busy as busy:
+            raise busy if hang is None else disk.declined(node.cache, hang) from None
+        yield

@@ -1,0 +1,63 @@
+"""How long a hook goes on, and waits for the copies that a job wants."""
+
+import msgspec
+
+from forestage.clock import Clock, Deadline
+from forestage.config import Config
+from forestage.stage.wait import Progress, quiet
+
+SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within SHORTLY
+SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """How long a hook goes on: `end` limits everything, `copy` waiting for copies.
+
+    `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
+    all the same. `through`: what can be read through is not waited for until `copy`. `watch` is
+    called now and then during a wait. `fill` is how long a step waits for what its job has put into
+    its own directory; `progress` is called now and then while it waits for data. `ready`: whether
+    the hook waits until what is to be read through can be opened.
+    """
+
+    end: Deadline
+    copy: Deadline | None
+    small: Deadline
+    watch: Progress = quiet
+    fill: Deadline | None = None
+    progress: Progress = quiet
+    ready: bool = True
+    through: bool = False
+
+    @classmethod
+    def of(
+        cls, clock: Clock, end: float, copy: float | None, small: bool = True, ready: bool = True
+    ) -> "Limit":
+        """From now on, in seconds; `small`: whether small images are waited for."""
+        return cls(
+            Deadline.after(max(end, copy or 0.0), clock),
+            None if copy is None else Deadline.after(copy, clock),
+            Deadline.after(SHORTLY if small else 0.0, clock),
+            ready=ready,
+        )
+
+    def for_copy(self, size: int) -> Deadline:
+        """Returns how long to wait for the copy of an image of `size` bytes, at first."""
+        none = Deadline(0.0, self.end.clock)
+        asked = None if self.through else self.copy
+        return asked or (self.small if size <= SMALL else none)
+
+
+def wished(config: Config, hint: float | None, longest: float) -> float | None:
+    """Pure: seconds that a job wants to wait for its copies; None: not at all.
+
+    `hint` is its stage-wait=. It replaces the admin's `deadline:`, also where the job would start
+    from the shared path. `longest` is what `deadline: auto` means.
+    """
+    if hint == 0:
+        return None
+    if hint is not None:
+        return min(hint, config.max_stage_wait)
+    if config.start != "wait":
+        return None
+    return longest if config.deadline is None else config.deadline

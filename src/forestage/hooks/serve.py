@@ -1,0 +1,338 @@
+"""Serves what a job names: from the user's word to the path that shows the local copy.
+
+Prolog and step share this path. `begin` opens the source as the user, takes the lease and has the
+copy begin; `finish` waits for it and shows it. All requests have begun before one is finished, so
+that their copies come in at the same time. Whatever a request comes to is its outcome: nothing that
+is expected to go wrong leaves `serve` as an exception. The lease is taken before the entry is used,
+and before the copy exists, so that nothing evicts it in between.
+
+    cold: wait      the hook waits; at its deadline the job starts as with `shared`
+    cold: shared    the job reads the source; with `redirect: bind` the stager lays the redirect
+    cold: through   a step reads through the copy as it comes in, or as `shared` where it cannot
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forestage.cache import disk, doubt, image, redirect, room
+from forestage.cache.image import Image
+from forestage.cache.lease import Lease
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed, ForestageError
+from forestage.events import Result
+from forestage.hooks import leases
+from forestage.hooks.answers import UNSERVED, Answer, has_control, measured, of_error, shown_as
+from forestage.hooks.binds import Binds
+from forestage.hooks.leases import GIVE_UP
+from forestage.hooks.limit import Limit
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.stage import source, wait
+from forestage.stage.source import OpenImage
+from forestage.units import printable
+
+if TYPE_CHECKING:
+    from forestage.stage.stager import Channel
+
+SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What the requests that are served together share.
+
+    `refusal` is why nothing may be staged; `held` what is open until all of them are finished.
+    """
+
+    node: Node
+    job: Job
+    limit: Limit
+    refusal: Declined | None
+    bound: Binds
+    held: contextlib.ExitStack
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """A request whose source is open and whose entry the job holds, until `held` is left.
+
+    `copying` is the stager that brings the entry; None where it is here. `since` is when the
+    request was begun, on the monotonic clock; `tries` how often by now, as its source changed.
+    """
+
+    request: Request
+    opened: OpenImage
+    lease: Lease
+    copying: "Channel | None"
+    held: contextlib.ExitStack
+    since: float
+    tries: int
+
+
+def serve(
+    node: Node,
+    job: Job,
+    requests: Sequence[Request],
+    limit: Limit,
+    refusal: Declined | None = None,
+) -> list[Answer]:
+    """Stages what is named, and shows it. Never raises for a request: each gets its answer.
+
+    `refusal` is why nothing may be staged now (switched off, misconfigured); the path is looked at
+    all the same where the node has redirects, since none may show this job an outdated file.
+    """
+    job = leases.note_saves(node, job, requests, limit)
+    with contextlib.ExitStack() as held:
+        bound = Binds(node.places.root, job, limit.end)
+        if refusal is None and node.config.redirect != "none" and not _is_all_data(requests):
+            held.enter_context(bound)
+        call = Call(node, job, limit, refusal, bound, held)
+        begun = [begin(call, one) for one in requests]
+        answers = [finish(call, one) for one in begun]
+    return _leave_room(node, job, answers)
+
+
+def begin(call: Call, request: Request) -> Begun | Answer:
+    """Has the copy begin, or finds it here. The answer, where nothing will come of it."""
+    return _begin(call, request, call.node.clock.monotonic(), 1)
+
+
+def finish(call: Call, begun: Begun | Answer) -> Answer:
+    """Waits for the copy as long as the job does, and shows it, or what there is meanwhile."""
+    if isinstance(begun, Answer):
+        return begun
+    request, found = begun.request, begun.opened.image
+    try:
+        with begun.held:
+            answer = _shown(call, begun)
+    except (ForestageError, OSError) as error:
+        if not (isinstance(error, Declined) and error.reason == "changed"):
+            answer = _unserved(request, error, found=found)
+        elif begun.tries < SOURCE_TRIES:  # what lies there now may stay
+            return finish(call, _begin(call, request, begun.since, begun.tries + 1))
+        else:
+            answer = _unserved(request, Declined("changed", f"{SOURCE_TRIES} times, {error}"))
+    return _ended(call, answer, begun.since)
+
+
+def _begin(call: Call, request: Request, since: float, tries: int) -> Begun | Answer:
+    node, job, limit = call.node, call.job, call.limit
+    refusal = call.refusal or _refusal(node, job, request, limit)
+    found: Image | None = None
+    try:
+        if refusal and not redirect.binds(node.cache):
+            raise refusal
+        path = image.wanted_path(request, job.work_dir)
+        with contextlib.ExitStack() as held:
+            opened = held.enter_context(source.open_as(job.user, path, node, limit.end))
+            found = opened.image
+            _check(node, found, refusal)
+            _keep_clear_of_binds(call, request, found)
+            opened = _of_kind(opened, request)
+            lease = held.enter_context(leases.leased(node, job, opened.image.key, limit))
+            copying = held.enter_context(wait.begun(node, job, opened))
+            kept = call.held.enter_context(held.pop_all())
+    except (ForestageError, OSError) as error:
+        return _ended(call, _unserved(request, error, refusal, found), since)
+    return Begun(request, opened, lease, copying, kept, since, tries)
+
+
+def _ended(call: Call, answer: Answer, since: float) -> Answer:
+    """The answer with how long it took, and what decided."""
+    took = round(call.node.clock.monotonic() - since, 4)
+    outcome = msgspec.structs.replace(answer.outcome, wait=took)
+    answer = msgspec.structs.replace(answer, outcome=outcome, decided=call.bound.decided)
+    return measured(call.node, answer)
+
+
+def _unserved(
+    request: Request,
+    error: Exception,
+    refusal: Declined | None = None,
+    found: Image | None = None,
+) -> Answer:
+    """Pure: the answer where nothing is shown; `refusal` says more than what it led to."""
+    if found and isinstance(error, Declined):
+        return Answer(of_error(request, error, found), found)
+    return Answer(of_error(request, error if isinstance(error, Failed) else refusal or error))
+
+
+def _shown(call: Call, begun: Begun) -> Answer:
+    """The entry, if it comes in time; else what the job does meanwhile."""
+    node, job, limit = call.node, call.job, call.limit
+    opened, copying, found = begun.opened, begun.copying, begun.opened.image
+    first = limit.for_copy(found.size)
+    try:
+        came = wait.obtain(node, job, opened, copying, first, limit.watch)
+    except Declined as late:
+        if late.reason != "deadline":
+            raise
+        meanwhile = _meanwhile(call, begun, late)
+        if meanwhile is None:
+            came = "joined"
+        elif until := _rather(call, begun, meanwhile):
+            came = wait.obtain(node, job, opened, copying, until, limit.watch)
+        else:
+            return meanwhile
+    _keep_clear_of_binds(call, begun.request, found)  # what its own fstab says is known now
+    # The use is noted at its end (hooks/epilog.py): a hit writes nothing to a disk that may hang.
+    way = _way(call, begun.request, found)
+    if way == "bind":
+        way = redirect.mount(node.cache, node.places, node.leases, begun.lease, found, limit.end)
+    return shown_as(begun.request, found, came, way)
+
+
+def _rather(call: Call, begun: Begun, meanwhile: Answer) -> Deadline | None:
+    """How long the job would rather wait for its copy than read the source meanwhile, if at all."""
+    reads_source = call.limit.through and not meanwhile.socket
+    shows = _way(call, begun.request, begun.opened.image) == "spank"
+    return call.limit.copy if reads_source and shows else None
+
+
+def _meanwhile(call: Call, begun: Begun, late: Declined) -> Answer | None:
+    """What the job does while its image is copied; None where that has just ended."""
+    node, limit, found = call.node, call.limit, begun.opened.image
+    way = _way(call, begun.request, found)
+    if way == "bind":
+        leases.ask_for_redirect(node, call.job, found)
+        # The stager publishes, then looks who asked: one of the two sees the other.
+        if limit.copy is None and node.cache.find(found):
+            return None
+        way = "later"
+    if limit.copy is not None and not limit.through:
+        return _unserved(begun.request, late, found=found)
+    if way != "spank":
+        return shown_as(begun.request, found, "started", way)
+    return _through(call, begun)
+
+
+def _through(call: Call, begun: Begun) -> Answer:
+    """Has the step read through the copy, or leaves it the shared path where that cannot be.
+
+    The Prolog has all ready for the first step.
+    """
+    node, job, found = call.node, call.job, begun.opened.image
+    started = shown_as(begun.request, found, "started", "none" if job.step is not None else "spank")
+    if node.config.start != "through":
+        return started
+    # A hit needs none of it.
+    from forestage.stage.task import Task
+    from forestage.through import keeper
+
+    try:
+        socket = keeper.start(Task(node, job, begun.opened), wait=call.limit.ready)
+    except Declined as why:
+        detail = printable(str(why))
+        outcome = msgspec.structs.replace(started.outcome, reason=why.reason, detail=detail)
+        return msgspec.structs.replace(started, outcome=outcome)
+    result: Result = "started" if job.step is None else "through"
+    answer = shown_as(begun.request, found, result, "spank")
+    return msgspec.structs.replace(answer, socket=socket)
+
+
+def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
+    """Evicts for what the job's containers take if enroot unpacks them on the cache's disk.
+
+    For the largest, whose outcome says what went: steps come one after the other, mostly. It is
+    only a favour: a job that finds too little has no more without us.
+    """
+    needs = {
+        number: room.unpacked(node.cache, node.config, one.image)
+        for number, one in enumerate(answers)
+        if one.image and one.image.kind == "image" and one.outcome.result not in UNSERVED
+    }
+    number = max(needs, key=lambda number: needs[number], default=None)
+    if number is None or not needs[number]:
+        return answers
+    with contextlib.suppress(ForestageError, OSError):
+        disk.must_take(node.places, node.cache, GIVE_UP)
+        if not room.is_free(node.cache, node.config, needs[number]) and room.is_beside(
+            node.cache, node.places.root, GIVE_UP
+        ):
+            # Mostly there is enough.
+            from forestage.cache import evict
+
+            whose = (needs[number], job.user.uid, GIVE_UP)
+            keys = evict.leave_room(node.cache, node.leases, node.config, *whose)
+            outcome = msgspec.structs.replace(answers[number].outcome, evicted=keys)
+            answers[number] = msgspec.structs.replace(answers[number], outcome=outcome)
+    return answers
+
+
+def _is_all_data(requests: Sequence[Request]) -> bool:
+    """Pure: whether there are requests, and all of them show elsewhere than at their own path."""
+    return bool(requests) and all(one.is_data for one in requests)
+
+
+def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined | None:
+    """Returns why nothing may be staged for this request on this node, if it may not."""
+    try:
+        # First: a registry's name must not count as a failure of the cache, which may drain the
+        # node.
+        image.wanted_path(request, job.work_dir)
+        if job.hints.off:
+            return Declined("off", "the job says stage=off")
+        disk.must_serve(node.places, node.cache, limit.end.left())
+        node.cache.prepare(node.config.require_mount)
+        doubt.must_not_be(node.places)
+    except Declined as declined:
+        return declined
+    except OSError as error:
+        return Failed("io", str(error))
+    return None
+
+
+def _check(node: Node, found: Image, refusal: Declined | None) -> None:
+    """Raises Declined where this image must not be staged for the job."""
+    if refusal:
+        raise refusal
+    if node.config.redirect == "spank" and has_control(found.path):
+        # The step could not tell the companion, whose lines have fields between tabs.
+        raise Declined("bad-path", "the path resolves to a name with control characters")
+
+
+def _of_kind(opened: OpenImage, request: Request) -> OpenImage:
+    """Pure: the same, to be copied as what the request is: an image or data."""
+    kind = "data" if request.is_data else "image"
+    return msgspec.structs.replace(opened, image=msgspec.structs.replace(opened.image, kind=kind))
+
+
+def _keep_clear_of_binds(call: Call, request: Request, found: Image) -> None:
+    """Raises Declined where the job's container binds a directory above.
+
+    Then no redirect of this job's stays; where another job needs one, this container may not start.
+    """
+    if request.is_data or call.node.config.redirect == "none":
+        return
+    try:
+        entry = call.node.cache.read(found.key)
+        call.bound.must_not_hold(found.path, entry.binds if entry else ())
+    except Declined:
+        # A Prolog does not see what a step asks for, and may have laid one.
+        leases.spare(call.node, call.job, found.path, call.limit)
+        raise
+
+
+def _way(call: Call, request: Request, found: Image) -> str:
+    """How the path is to show the entry: bind, spank, or none for the site's sake or the job's."""
+    job, way = call.job, call.node.config.redirect
+    if way == "none" or not job.saves or not request.is_redirected:
+        return way
+    lease = call.node.leases.read(job.id)
+    may = lease is not None and job.saves in lease.saves and job.saves != found.path
+    return way if may else "none"
+
+
+def fetch(node: Node, job: Job, request: Request, limit: Limit) -> Answer:
+    """Has an image copied that the job may use later, and does not hold yet.
+
+    Without a lease: the job may be over by now. Raises Declined, Failed, OSError.
+    """
+    refusal = _refusal(node, job, request, limit)
+    path = image.wanted_path(request, job.work_dir)
+    with source.open_as(job.user, path, node, limit.end) as opened:
+        _check(node, opened.image, refusal)
+        with wait.begun(node, job, opened) as copying:
+            return shown_as(request, opened.image, "started" if copying else "hit", "none")
