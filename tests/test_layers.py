@@ -305,3 +305,13 @@ def test_a_steps_helper_starts_without_the_command_line() -> None:
         [sys.executable, "-BIc", STEP], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "step []\n", "")
+
+
+def test_class_name_is_used_once_within_a_folder() -> None:
+    named: dict[tuple[str, str], list[str]] = {}
+    for module in MODULES:
+        tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                named.setdefault((module.rpartition(".")[0], node.name), []).append(module)
+    assert {name: where for name, where in named.items() if len(where) > 1} == {}

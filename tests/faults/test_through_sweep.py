@@ -57,7 +57,7 @@ def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> 
     through = shown()
     ((spot, state),) = through.living()
     other = Aside(signal.pause)
-    leftover.end(leftover.Keeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
+    leftover.end(leftover.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
     until(lambda: not through.living(), "the keeper's end")
     assert read_fresh(through.path) == source_bytes()
     assert other.kill() == -signal.SIGKILL

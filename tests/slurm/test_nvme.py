@@ -10,11 +10,11 @@ from host import wait_until
 from spec import ClusterSpec, slurm_conf
 
 from forestage.admin import enable
-from forestage.admin.enable import Disk
+from forestage.admin.enable import CacheDisk
 from forestage.admin.site import Conf, Site, Stack
 
 CONF = "/etc/slurm/slurm.conf"
-DISK = Disk("/mnt/nvme", mib=64_000, for_jobs=30)  # the node says what it has, Slurm believes it
+DISK = CacheDisk("/mnt/nvme", mib=64_000, for_jobs=30)  # what the node says, Slurm believes
 
 
 def spec() -> ClusterSpec:

@@ -117,12 +117,12 @@ def compare(
     """Compares all of the open copy, at `rate` bytes per second. Raises SourceFailed, OSError."""
     copy = _Copy(fd)
     try:
-        return _Run(copy, size, chunk, expected, Throttle(rate)).all(threads, done)
+        return _Comparison(copy, size, chunk, expected, Throttle(rate)).all(threads, done)
     finally:
         copy.close()
 
 
-class _Run:
+class _Comparison:
     """What the threads of one comparison share."""
 
     def __init__(

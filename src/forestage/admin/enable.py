@@ -18,7 +18,7 @@ from forestage.admin import site as sites
 from forestage.admin.site import Hook, Pattern, Site
 from forestage.cache.node import Node
 from forestage.errors import Failed, RefusedError
-from forestage.slurm.slurm_conf import Line as ConfLine
+from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
 from forestage.system.terminal import Line, Piece
 from forestage.system.tree import Files
@@ -78,7 +78,7 @@ class Plan(msgspec.Struct):
         return not (self.lines or self.links or self.unlinks)
 
 
-class Disk(msgspec.Struct, frozen=True):
+class CacheDisk(msgspec.Struct, frozen=True):
     """The cache's disk: where it is mounted, its MiB, and the GiB that stage-dir= may take."""
 
     mounted_at: str
@@ -86,7 +86,7 @@ class Disk(msgspec.Struct, frozen=True):
     for_jobs: int
 
 
-def disk_of(node: Node) -> Disk | None:
+def disk_of(node: Node) -> CacheDisk | None:
     """This node's disk; None without a cache on a disk of its own. Raises PermissionError."""
     try:
         facts = os.statvfs(node.cache.root)
@@ -96,7 +96,7 @@ def disk_of(node: Node) -> Disk | None:
     if under is None or under.point == "/":
         return None
     size = facts.f_blocks * facts.f_frsize
-    return Disk(under.point, size >> 20, node.config.data.job_dir.of(size) >> 30)
+    return CacheDisk(under.point, size >> 20, node.config.data.job_dir.of(size) >> 30)
 
 
 def read_site(files: Files, conf: str) -> Site:
@@ -112,7 +112,7 @@ def read_site(files: Files, conf: str) -> Site:
     return found
 
 
-def to_enable(site: Site, disk: Disk | None = None) -> Plan:
+def to_enable(site: Site, disk: CacheDisk | None = None) -> Plan:
     """Pure: what makes Slurm call both hooks, and load the companion where it is installed.
 
     `disk` is that of the cache, for which jobs may want to ask.
@@ -131,7 +131,7 @@ def to_enable(site: Site, disk: Disk | None = None) -> Plan:
     return plan
 
 
-def disk_lines(site: Site, disk: Disk) -> list[LineChange]:
+def disk_lines(site: Site, disk: CacheDisk) -> list[LineChange]:
     """Pure: what lets jobs ask for nodes with this disk, and for room on it.
 
     None where the site has a way of its own: Slurm knows one TmpFS, and the name is the site's.

@@ -21,7 +21,7 @@ from forestage.units import format_size
 COLUMNS = ("key", "size", "result", "path")
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Eviction(msgspec.Struct, frozen=True):
     """One entry: evicted (or, in a dry run, to be evicted), else `why_not`."""
 
     key: str
@@ -35,7 +35,7 @@ class Evictions(msgspec.Struct, frozen=True):
     """What one command did."""
 
     dry_run: bool
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[Eviction, ...] = ()
 
     @property
     def left_out(self) -> int:
@@ -73,9 +73,9 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
     return Evictions(
         dry_run,
         tuple(
-            Verdict(item.key, item.path, item.bytes, True)
+            Eviction(item.key, item.path, item.bytes, True)
             if item.key in evicted
-            else Verdict(item.key, item.path, item.bytes, False, _why_not(item) or "was gone")
+            else Eviction(item.key, item.path, item.bytes, False, _why_not(item) or "was gone")
             for item in wanted
         ),
     )
@@ -103,7 +103,7 @@ def to_watermark(node: Node, dry_run: bool) -> Evictions:
     return Evictions(
         dry_run,
         tuple(
-            Verdict(key, item.path if item else "", item.bytes if item else 0, True)
+            Eviction(key, item.path if item else "", item.bytes if item else 0, True)
             for key, item in known
         ),
     )

@@ -41,7 +41,7 @@ Cells = tuple[str, ...]
 T = TypeVar("T")
 
 
-class Order(msgspec.Struct, frozen=True):
+class Question(msgspec.Struct, frozen=True):
     """What is asked of which nodes. `options` are more of srun's, `within` is seconds for each."""
 
     nodes: tuple[str, ...]
@@ -52,7 +52,7 @@ class Order(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True):
     """One node's. `document` is "" where there is none; then `problem` says why.
 
     `code` is the command's exit status; None: it was not reached, or did not end in time.
@@ -64,18 +64,18 @@ class Answer(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def command(order: Order, srun: str, name: str) -> str:
+def command(question: Question, srun: str, name: str) -> str:
     """Pure: what a shell runs: on the node by ssh, here for srun, where %h is the node."""
-    words = shlex.join([COMMAND, order.words[0], "--json", *order.words[1:]])
-    if order.by == "ssh":
+    words = shlex.join([COMMAND, question.words[0], "--json", *question.words[1:]])
+    if question.by == "ssh":
         return words
-    minutes = int(order.within // 60) + 1
-    limits = (f"--immediate={max(1, int(order.within))}", f"--time={minutes}")
-    job = shlex.join([srun, *SRUN, f"--job-name={name}", *limits, *order.options])
+    minutes = int(question.within // 60) + 1
+    limits = (f"--immediate={max(1, int(question.within))}", f"--time={minutes}")
+    job = shlex.join([srun, *SRUN, f"--job-name={name}", *limits, *question.options])
     return f"{job.replace('%', '%%')} --nodelist=%h -- {words.replace('%', '%%')}"
 
 
-def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Answer, ...]:
+def ask(question: Question, slurm: Slurm, token: str, progress: Progress) -> tuple[Reply, ...]:
     """Runs the command on all nodes; returns their answers in the order of the nodes.
 
     `token` makes the name of srun's jobs unique, so that none of them outlives this command. Raises
@@ -87,27 +87,29 @@ def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Ans
     from ClusterShell.Worker.Ssh import WorkerSsh
 
     srun = shutil.which("srun", path=slurm.path)
-    if order.by == "srun" and srun is None:
+    if question.by == "srun" and srun is None:
         raise SlurmError("srun is not installed", "add its directory to PATH, or use --by ssh")
-    if order.by == "ssh" and shutil.which("ssh") is None:  # of which ClusterShell says nothing
+    if question.by == "ssh" and shutil.which("ssh") is None:  # of which ClusterShell says nothing
         raise ForestageError("ssh is not installed", "use --by srun")
-    left = set(order.nodes)
+    left = set(question.nodes)
 
     class Count(EventHandler):  # type: ignore[misc]
         def ev_hup(self, worker: Any, node: str, rc: int) -> None:
             left.discard(node)
-            progress(f"{len(order.nodes) - len(left)} of {count(len(order.nodes), 'node')} done")
+            progress(
+                f"{len(question.nodes) - len(left)} of {count(len(question.nodes), 'node')} done"
+            )
 
     name = f"forestage-{token}"
     task: Task = task_self()
-    task.set_info("fanout", order.at_once)
+    task.set_info("fanout", question.at_once)
     task.set_info("connect_timeout", CONNECT)
-    kind = WorkerSsh if order.by == "ssh" else ExecWorker
+    kind = WorkerSsh if question.by == "ssh" else ExecWorker
     worker = kind(
-        ",".join(order.nodes),
+        ",".join(question.nodes),
         handler=Count(),
-        timeout=order.within,
-        command=command(order, srun or "", name),
+        timeout=question.within,
+        command=command(question, srun or "", name),
         stderr=True,
     )
     try:
@@ -117,7 +119,7 @@ def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Ans
             task.resume()
             interrupted.pop_all()
     finally:
-        if order.by == "srun" and left:  # an srun that was killed leaves its job
+        if question.by == "srun" and left:  # an srun that was killed leaves its job
             with contextlib.suppress(SlurmError):  # it has a time limit as well
                 slurm.cancel(name)
     late = set(map(str, worker.iter_keys_timeout())) | left
@@ -128,9 +130,9 @@ def ask(order: Order, slurm: Slurm, token: str, progress: Progress) -> tuple[Ans
             None if node in late else codes.get(node),
             _text(worker.node_buffer(node)),
             _text(worker.node_error(node)),
-            f"no answer within {format_duration(order.within)}",
+            f"no answer within {format_duration(question.within)}",
         )
-        for node in order.nodes
+        for node in question.nodes
     )
 
 
@@ -138,10 +140,10 @@ def _text(buffer: bytes | None) -> str:
     return (buffer or b"").decode(errors="replace")
 
 
-def answer(node: str, code: int | None, out: str, err: str, late: str) -> Answer:
+def answer(node: str, code: int | None, out: str, err: str, late: str) -> Reply:
     """Pure: a node's answer: its document, the command's own message, or why there is neither."""
     if code is None:
-        return Answer(node, None, problem=late)
+        return Reply(node, None, problem=late)
     document = ""
     for found in re.finditer(r"^[\[{]", out, re.MULTILINE):  # a login script may print as well
         with contextlib.suppress(msgspec.DecodeError):
@@ -149,22 +151,22 @@ def answer(node: str, code: int | None, out: str, err: str, late: str) -> Answer
             document = out[found.start() :]
             break
     if document:
-        return Answer(node, code, document)
+        return Reply(node, code, document)
     lines = [line.removeprefix("srun: ") for line in err.splitlines() if line.strip()]
     own = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
     if own:
-        return Answer(node, code, problem=own[0])
+        return Reply(node, code, problem=own[0])
     said = [line.removeprefix("error: ") for line in lines]
-    return Answer(node, None, problem=(said or [f"it ended with {code} and no answer"])[0])
+    return Reply(node, None, problem=(said or [f"it ended with {code} and no answer"])[0])
 
 
-def exit_code(answers: Iterable[Answer], unreached: int) -> int:
+def exit_code(answers: Iterable[Reply], unreached: int) -> int:
     """Pure: `unreached` if a node did not answer, else the highest of theirs."""
     codes = [one.code for one in answers]
     return unreached if None in codes else max((code or 0 for code in codes), default=0)
 
 
-def document(answers: Iterable[Answer]) -> dict[str, object]:
+def document(answers: Iterable[Reply]) -> dict[str, object]:
     """Pure: what --json prints: each node with its own document, or the problem."""
     found = []
     for one in answers:
@@ -184,7 +186,7 @@ def folded(rows: Iterable[tuple[str, Cells]]) -> Iterator[Cells]:
         yield (nodes.fold(found), *row)
 
 
-def pieces(answers: Sequence[Answer], view: "View") -> list[Piece]:
+def pieces(answers: Sequence[Reply], view: "View") -> list[Piece]:
     """Pure: what is printed: the view's table, then who did not answer, or could not."""
     rows: list[tuple[str, Cells]] = []
     problems = [(one.node, (one.problem,)) for one in answers if one.problem]

@@ -131,7 +131,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     """
     disk.must_take(node.places, node.cache)
     start = node.clock.monotonic()
-    run = _Run(node, dry_run)
+    run = _Sweep(node, dry_run)
     made = run.tried(run.is_made, node)
     stale: tuple[StaleLease, ...] = ()
     unanswered = ""
@@ -216,7 +216,7 @@ def _raise_if_not_root(error: Exception) -> None:
         raise error
 
 
-class _Run:
+class _Sweep:
     """One sweep at work. `problems` and `unredirected` (paths) grow meanwhile."""
 
     def __init__(self, node: Node, dry_run: bool) -> None:

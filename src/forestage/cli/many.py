@@ -62,9 +62,9 @@ def _ask(ctx: click.Context, named: str, given: dict[str, Any]) -> None:
         raise click.UsageError("--watch is for one node")
     words = (ctx.command.name or "", *_words(ctx, given))
     known = (given["by"], given["within"], given["at_once"], given["more"])
-    order = fleet.Order(expanded(named), words, *known)
+    question = fleet.Question(expanded(named), words, *known)
     with screen.busy() as progress:
-        answers = fleet.ask(order, Slurm.of(os.environ), secrets.token_hex(4), progress)
+        answers = fleet.ask(question, Slurm.of(os.environ), secrets.token_hex(4), progress)
     name = f"{words[0]} --oneline" if given.get("oneline") else words[0]
     show(fleet.document(answers), fleet.pieces(answers, fleet.VIEWS[name]), given["as_json"])
     ctx.exit(fleet.exit_code(answers, Exit.UNREACHED))

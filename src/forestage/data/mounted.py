@@ -38,7 +38,7 @@ HERE = frozenset(("hit", "joined", "copied"))  # results of a file whose copy is
 LOOK = 5.0  # seconds for a look at the mount point
 
 
-class Place(msgspec.Struct, frozen=True):
+class MountPoint(msgspec.Struct, frozen=True):
     """A mount point, without links on its way. `inode` is 0 where it is to be made.
 
     That is done in a tmpfs over `root`, in each task's own namespace.
@@ -81,7 +81,7 @@ def show(
     job: Job,
     request: Request,
     path: str,
-    place: Place,
+    place: MountPoint,
     staged: Staged,
     end: Deadline,
 ) -> tuple[list[Fields], Handled]:
@@ -121,7 +121,7 @@ def _shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, sock
     return facts.image, line
 
 
-def place(node: Node, job: Job, at: str, end: Deadline) -> Place:
+def place(node: Node, job: Job, at: str, end: Deadline) -> MountPoint:
     """Where the mount point `at` leads, looked at as the job's user. Raises Declined, OSError."""
     roots = node.config.data.mount_roots
     known = [name for name in (job.work_dir, job.home) if name.startswith("/")]
@@ -161,14 +161,14 @@ def place(node: Node, job: Job, at: str, end: Deadline) -> Place:
                 f"{path}: this user cannot write to the directory",
                 "a directory of their own can be mounted over, and what is below `mount_roots:`",
             )
-        return Place(path, seen.inode)
+        return MountPoint(path, seen.inode)
     if not root:
         raise Declined("no-mount", f"{path} does not exist", "the admin can set `mount_roots:`")
     if not seen.room:
         raise Declined(
             "no-mount", f"{path} does not exist, and {root} is no empty directory of root's"
         )
-    return Place(path, 0, root)
+    return MountPoint(path, 0, root)
 
 
 def must_be_allowed(path: str, needed: Sequence[str]) -> None:

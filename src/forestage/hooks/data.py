@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import disk
-from forestage.cache import image as images
+from forestage.cache import disk, image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.data import wanted
@@ -114,7 +113,7 @@ def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
 def _absolute(job: Job, request: Request) -> Request:
     """A request with its path absolute: steps may have another directory than their job."""
     with contextlib.suppress(Declined):  # it gets its own outcome
-        return msgspec.structs.replace(request, path=images.wanted_path(request, job.work_dir))
+        return msgspec.structs.replace(request, path=image.wanted_path(request, job.work_dir))
     return request
 
 
@@ -124,7 +123,7 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
         return ()
     # It need not begin as a path does: no reference to a registry can be meant.
     named = Request(os.path.join(".", job.hints.listed), "hint")
-    path = images.wanted_path(named, job.work_dir)
+    path = image.wanted_path(named, job.work_dir)
 
     def work() -> as_user.Found[bytes]:
         as_user.become(job.user)
@@ -135,7 +134,7 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
     try:
         text = as_user.call(work, bytes, min(LOOK, end.left()))[0]
     except OSError as error:
-        raise images.declined_by(error, path) from None
+        raise image.declined_by(error, path) from None
     if len(text) > LONGEST_LIST:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
     lines = [line.strip() for line in os.fsdecode(text).split("\n")]
@@ -226,7 +225,7 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
 
 def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Limit) -> Handled:
     try:
-        path = images.wanted_path(request, job.work_dir)
+        path = image.wanted_path(request, job.work_dir)
         if not request.at:
             from forestage.data import tree
 
@@ -255,7 +254,7 @@ def _shown(
     bound: Binds,
 ) -> tuple[Sequence[Fields], Handled]:
     try:
-        path = images.wanted_path(request, job.work_dir)
+        path = image.wanted_path(request, job.work_dir)
         if not request.at:
             from forestage.data import tree
 

@@ -33,7 +33,7 @@ from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Pro
 from forestage.peers import auth, local_chunks, sessions
 from forestage.peers.auth import MAX_TEXT, Asker, Munge, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
-from forestage.peers.sessions import Session, Sessions, Unproven
+from forestage.peers.sessions import ClientSession, Sessions, Unproven
 from forestage.peers.stats import Counters
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ Explain = Callable[[int, int], bytes]
 class _ChunkRequest(NamedTuple):
     """A request whose MAC was right; `wait` in seconds."""
 
-    session: Session
+    session: ClientSession
     counter: int
     number: int
     span: str
@@ -152,7 +152,7 @@ class Service:
     async def _open_session(self, request: web.BaseRequest) -> web.Response:
         """Decodes a credential and opens the session that it asks for."""
         claim = await self._decoded(request, self.prover.read)
-        session = Session(claim, request.remote or "", self.now())
+        session = ClientSession(claim, request.remote or "", self.now())
         try:
             self.sessions.add(session)
         except Refused as refused:

@@ -26,7 +26,7 @@ MAX_UNPROVEN = 256  # connections; some 20 KiB each
 UNPROVEN = 15.0  # seconds within which a client must have proven itself
 
 
-class Session:
+class ClientSession:
     """One client's session for one key. `client` is an address; `chunks`, `bytes` were uploaded."""
 
     def __init__(self, claim: Claim, client: str, now: float) -> None:
@@ -58,13 +58,13 @@ class Sessions:
     """The open sessions, least recently used first."""
 
     def __init__(self) -> None:
-        self._by_id: OrderedDict[str, Session] = OrderedDict()
+        self._by_id: OrderedDict[str, ClientSession] = OrderedDict()
         self._secrets: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, session: Session) -> None:
+    def add(self, session: ClientSession) -> None:
         """Ends the one used longest ago if need be. Raises Refused for a secret used before."""
         if session.secret in self._secrets:
             raise Refused("a credential a second time")
@@ -72,10 +72,10 @@ class Sessions:
         self._by_id[session.id] = session
         self._end_while(lambda oldest: len(self._by_id) > MAX_SESSIONS)
 
-    def find(self, name: str) -> Session | None:
+    def find(self, name: str) -> ClientSession | None:
         return self._by_id.get(name)
 
-    def touch(self, session: Session, now: float) -> None:
+    def touch(self, session: ClientSession, now: float) -> None:
         """Notes a request whose MAC was right: only such a one keeps a session."""
         session.used = now
         if session.id in self._by_id:
@@ -89,7 +89,7 @@ class Sessions:
         """Ends all, because the service is being stopped."""
         self._end_while(lambda oldest: True)
 
-    def _end_while(self, due: Callable[[Session], bool]) -> None:
+    def _end_while(self, due: Callable[[ClientSession], bool]) -> None:
         while self._by_id and due(next(iter(self._by_id.values()))):
             _, session = self._by_id.popitem(last=False)
             self._secrets.discard(session.secret)

@@ -28,7 +28,7 @@ _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))')
 _TOKEN = re.compile(r"[!#-\[\]-~]+")  # printable, without a space, a quote or a backslash
 
 
-class Refused(Declined):
+class RegistryRefused(Declined):
     """A registry gives no digest; the message is one printable line for the user.
 
     Reasons: registry-denied (401, 403), registry-missing (404), registry-busy (429),

@@ -38,7 +38,7 @@ class File(msgspec.Struct, frozen=True):
     mtime: float
 
 
-class Image(msgspec.Struct, frozen=True):
+class StoredImage(msgspec.Struct, frozen=True):
     """An image: bytes on disk, and when it was used last, in seconds since the epoch."""
 
     name: str
@@ -49,7 +49,7 @@ class Image(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """What is to go: images, and files that belong to none."""
 
-    images: tuple[Image, ...]
+    images: tuple[StoredImage, ...]
     files: tuple[str, ...]
 
 
@@ -62,11 +62,11 @@ class Done(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def images(files: Sequence[File]) -> list[Image]:
+def images(files: Sequence[File]) -> list[StoredImage]:
     """Pure: the images among the files, used longest ago first."""
     used = {file.name: file.mtime for file in files if file.kind == "json"}
     found = [
-        Image(file.name, file.size, max(used.get(file.name, 0.0), file.mtime))
+        StoredImage(file.name, file.size, max(used.get(file.name, 0.0), file.mtime))
         for file in files
         if file.kind == "sqsh"
     ]
@@ -184,7 +184,7 @@ def collect(folder: Path, keep: float, most: int | None, now: float, dry_run: bo
     return Done(tuple(gone), size, files, problem)
 
 
-def _delete(folder: Path, image: Image) -> bool:
+def _delete(folder: Path, image: StoredImage) -> bool:
     """Deletes an image, unless a job has found it since the plan was made."""
     record = folder / f"{image.name}.json"
     with contextlib.suppress(FileNotFoundError):

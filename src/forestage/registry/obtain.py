@@ -73,7 +73,7 @@ def known(reason: str) -> str:
     return reason if reason in REASONS else "registry-odd"
 
 
-class Image:
+class Obtaining:
     """What one worker does for one image."""
 
     def __init__(self, task: Task, digest: str, where: Store, asker: Asker, clock: Clock) -> None:

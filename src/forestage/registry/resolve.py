@@ -23,7 +23,9 @@ from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.registry import answers, credentials
 from forestage.registry.answers import Answer, Challenge, Origin
-from forestage.registry.answers import Refused as Refused  # who calls `digest` needs it
+from forestage.registry.answers import (
+    RegistryRefused as RegistryRefused,  # who calls `digest` needs it
+)
 from forestage.registry.environment import Settings
 from forestage.registry.reference import Reference
 from forestage.system import run
@@ -63,7 +65,7 @@ class _Proof(msgspec.Struct, frozen=True):
 def digest(reference: Reference, settings: Settings, deadline: Deadline) -> str:
     """Returns "sha256:…", the manifest or index that a reference means now.
 
-    One that has a digest costs no request. Raises Refused; Failed without curl.
+    One that has a digest costs no request. Raises RegistryRefused; Failed without curl.
     """
     if reference.digest:
         return reference.digest
@@ -99,7 +101,7 @@ class _Listed(msgspec.Struct):
     platform: _Platform = msgspec.field(default_factory=_Platform)
 
 
-class _Manifest(msgspec.Struct):
+class _Content(msgspec.Struct):
     """What counts of a manifest, which has layers, or of an index, which has manifests."""
 
     layers: list[_Sized] = []
@@ -118,18 +120,18 @@ class _Asking:
         self._known = False  # whether a password was used
 
     def digest(self) -> str:
-        """Raises Refused; ValueError for an answer that cannot be read."""
+        """Raises RegistryRefused; ValueError for an answer that cannot be read."""
         method, answer = self._manifest("HEAD", self._reference.tag)
         return answer.digest if method == "HEAD" else self._hashed(answer)
 
     def layers(self, meant: str) -> int:
-        """Raises Refused; ValueError for an answer that cannot be read."""
-        found = msgspec.json.decode(self._manifest("GET", meant)[1].body, type=_Manifest)
+        """Raises RegistryRefused; ValueError for an answer that cannot be read."""
+        found = msgspec.json.decode(self._manifest("GET", meant)[1].body, type=_Content)
         arch = ARCHITECTURES.get(self._settings.arch, self._settings.arch)
         for one in found.manifests:
             if (one.platform.os, one.platform.architecture) == ("linux", arch):
                 answer = self._manifest("GET", one.digest)[1]
-                found = msgspec.json.decode(answer.body, type=_Manifest)
+                found = msgspec.json.decode(answer.body, type=_Content)
                 break
         return sum(max(0, one.size) for one in found.layers)
 
@@ -149,12 +151,12 @@ class _Asking:
             else:
                 raise self._explained(answer)
 
-    def refused(self, reason: str, what: str) -> Refused:
+    def refused(self, reason: str, what: str) -> RegistryRefused:
         """The error that names the registry, or the server to which it has sent us."""
         line = printable(f"{self._server or self._reference.registry} {what}")
-        return Refused(reason, line)
+        return RegistryRefused(reason, line)
 
-    def _explained(self, answer: Answer) -> Refused:
+    def _explained(self, answer: Answer) -> RegistryRefused:
         """What an answer that gives no digest means."""
         image = f"{self._reference.repository}:{self._reference.tag}"
         status = answer.status
@@ -240,7 +242,7 @@ class _Asking:
             self._pause(answer)
 
     def _pause(self, answer: Answer) -> None:
-        """Waits as an answer 429 wants it. Raises Refused where that is too long."""
+        """Waits as an answer 429 wants it. Raises RegistryRefused where that is too long."""
         clock = self._deadline.clock
         wanted = answers.retry_after(answer, clock.wall())
         seconds = PAUSE if wanted is None else max(1.0, wanted)

@@ -20,7 +20,7 @@ from forestage.errors import Declined
 from forestage.registry import environment, reference, resolve, words
 from forestage.registry.asker import Asker, Gone
 from forestage.registry.environment import Settings
-from forestage.registry.obtain import Image, Task, known
+from forestage.registry.obtain import Obtaining, Task, known
 from forestage.registry.store import Store
 from forestage.registry.words import Odd, Order, Present, Refused, Resolved
 
@@ -67,7 +67,7 @@ def work(order: Order, asker: Asker, clock: Clock) -> Path:
     store = Store(Path(order.directory), clock, order.cache)
     digest = digest_of(task, store, asker, clock)
     asker.say(Resolved(digest, task.name(digest)))
-    return Image(task, digest, store, asker, clock).obtain()
+    return Obtaining(task, digest, store, asker, clock).obtain()
 
 
 def understood(order: Order, clock: Clock) -> Task:
@@ -130,7 +130,7 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     try:
         found = resolve.digest(task.reference, task.settings, Deadline.after(RESOLVE, clock))
         store.set_last(task.text, found)
-    except resolve.Refused as refused:
+    except resolve.RegistryRefused as refused:
         found = _instead(task, store, refused)
     asker.must_wait()
     return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
@@ -159,7 +159,7 @@ def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
         clock.sleep(min(POLL, end.left()))
 
 
-def _instead(task: Task, store: Store, refused: resolve.Refused) -> str:
+def _instead(task: Task, store: Store, refused: resolve.RegistryRefused) -> str:
     """What stands in for the digest that a registry did not say. Raises Declined."""
     if task.order.offline == "use-last" and refused.transient:
         last = store.last(task.text)

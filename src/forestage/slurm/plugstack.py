@@ -9,10 +9,10 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import MAX_FILES, Line, Text
+from forestage.slurm.slurm_conf import MAX_FILES, ConfLine, Text
 
 
-class Include(Line, frozen=True, gc=False):
+class Include(ConfLine, frozen=True, gc=False):
     """A line that includes the files that a pattern matches on this host: none is no error.
 
     `pattern` is absolute.
@@ -21,7 +21,7 @@ class Include(Line, frozen=True, gc=False):
     pattern: str
 
 
-class Plugin(Line, frozen=True, gc=False):
+class Plugin(ConfLine, frozen=True, gc=False):
     """A line that names a plugin; `path` may be a file's name alone.
 
     `by` is the line that includes its file; None in plugstack.conf itself.

@@ -27,7 +27,7 @@ Text = Callable[[str], str]
 """What a file of the node holds; raises OSError, and ValueError where that is no text."""
 
 
-class Line(msgspec.Struct, frozen=True, gc=False):
+class ConfLine(msgspec.Struct, frozen=True, gc=False):
     """One line as Slurm reads it: from line `first` to `last` of a file, joined, no comment."""
 
     file: str
@@ -43,7 +43,7 @@ class Line(msgspec.Struct, frozen=True, gc=False):
 class Setting(msgspec.Struct, frozen=True, gc=False):
     """`name` in lower case. A line has one; Slurm refuses to read on where there are more."""
 
-    line: Line
+    line: ConfLine
     name: str
     value: str
 
@@ -94,7 +94,7 @@ def _beside(top: str, file: str, name: str, text: Text) -> str:
 
 def _lines(
     file: str, top: str, text: Text, found: dict[str, str], left: list[int]
-) -> Iterator[Line]:
+) -> Iterator[ConfLine]:
     """An include stands for its file's lines: one file, no pattern; %c is the cluster's name."""
     left[0] -= 1
     if left[0] < 0:
@@ -108,7 +108,7 @@ def _lines(
             yield line
 
 
-def joined(file: str, text: str) -> Iterator[Line]:
+def joined(file: str, text: str) -> Iterator[ConfLine]:
     """Pure: the lines of one file, without those that say nothing.
 
     _get_next_line(): a comment goes, then a backslash at the end joins the next line, then the
@@ -119,7 +119,7 @@ def joined(file: str, text: str) -> Iterator[Line]:
     for number, raw in enumerate(lines, 1):
         if "\\" not in raw and not first:  # as most: a Prolog waits for this
             if whole := raw.partition("#")[0].strip():
-                yield Line(file, number, number, whole)
+                yield ConfLine(file, number, number, whole)
             continue
         # What is escaped stays out of the way until the line is whole.
         bare = raw.replace("\\\\", "\0").replace("\\#", "\1").partition("#")[0].rstrip()
@@ -128,5 +128,5 @@ def joined(file: str, text: str) -> Iterator[Line]:
             continue
         whole = begun.replace("\\", "").replace("\0", "\\").replace("\1", "#").strip()
         if whole:
-            yield Line(file, first, number, whole)
+            yield ConfLine(file, first, number, whole)
         begun, first = "", 0

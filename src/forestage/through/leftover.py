@@ -26,7 +26,7 @@ CONNECTIONS = "/sys/fs/fuse/connections"
 ABORT = 10.0  # seconds for it
 
 
-class Keeper(msgspec.Struct, frozen=True):
+class LivingKeeper(msgspec.Struct, frozen=True):
     """A keeper that lives: its directory, what it wrote there, and when it was well (epoch)."""
 
     spot: Path
@@ -34,17 +34,17 @@ class Keeper(msgspec.Struct, frozen=True):
     seen: float
 
 
-def hanging(through: Path, clock: Clock) -> list[Keeper]:
+def hanging(through: Path, clock: Clock) -> list[LivingKeeper]:
     """The keepers that live and do not turn. Raises OSError."""
     since = clock.wall() - STALE
-    living = [Keeper(spot, state, _seen(spot)) for spot, state in states(through)]
+    living = [LivingKeeper(spot, state, _seen(spot)) for spot, state in states(through)]
     silent = [one for one in living if one.seen < since]
     if silent:
         clock.sleep(AGAIN)  # a clock that was just set forward makes all look silent
     return [one for one in silent if _seen(one.spot) == one.seen]
 
 
-def end(found: Keeper) -> None:
+def end(found: LivingKeeper) -> None:
     """Ends a keeper that hangs. Raises OSError, Failed, TooSlow."""
     spot, state = found.spot, found.state
     for pid in _keepers():

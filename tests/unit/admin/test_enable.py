@@ -12,7 +12,7 @@ import pytest
 
 from commands import Site
 from forestage.admin import enable, site
-from forestage.admin.enable import Disk, LineChange, Plan
+from forestage.admin.enable import CacheDisk, LineChange, Plan
 from forestage.cache.node import Node
 from forestage.cli.site import enable as command
 from forestage.cli.world import Exit
@@ -447,7 +447,7 @@ def test_slurm_conf_is_where_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None
 # --- nodes with a disk
 
 
-NVME = Disk("/mnt/nvme", mib=3_400_000, for_jobs=1660)
+NVME = CacheDisk("/mnt/nvme", mib=3_400_000, for_jobs=1660)
 
 
 def of_disk(slurm: Slurm) -> list[LineChange]:
@@ -489,7 +489,7 @@ def test_site_that_names_its_disks_already_reads_nothing_of_it(slurm: Slurm, own
 
 
 def test_disk_without_room_for_jobs_is_no_gres(slurm: Slurm) -> None:
-    small = Disk("/mnt/nvme", mib=900, for_jobs=0)
+    small = CacheDisk("/mnt/nvme", mib=900, for_jobs=0)
     found = enable.to_enable(enable.read_site(slurm.files, slurm.conf), small).disk
     assert [one.text for one in found] == ["TmpFS=/mnt/nvme", "Feature=nvme TmpDisk=900"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from commands import NOW, Site
 from forestage.admin import fleet
-from forestage.admin.fleet import Answer, Order
+from forestage.admin.fleet import Question, Reply
 from forestage.cache.lease import Use
 from forestage.cli.world import Exit
 from forestage.events import Event, Handled, Released, append
@@ -195,7 +195,7 @@ def test_name_without_a_directory_is_one_of_this_directory(
 
 
 def test_srun_gets_a_bounded_job_on_each_node() -> None:
-    order = Order(("n1",), ("ls", "--", "/a%b"), "srun", 90.0, options=("--account=lab",))
+    order = Question(("n1",), ("ls", "--", "/a%b"), "srun", 90.0, options=("--account=lab",))
     line = fleet.command(order, "/bin/srun", "forestage-x")
     assert " --immediate=90 --time=2 --account=lab --nodelist=%h -- " in line
     assert line.endswith("forestage ls --json -- /a%%b")
@@ -233,12 +233,12 @@ def test_answer_is_a_document_a_message_or_none(
 
 
 def test_document_of_another_release_is_a_problem_of_its_node() -> None:
-    answers = (Answer("n1", 0, "[]"), Answer("n2", 0, '{"entries": 3}'))
+    answers = (Reply("n1", 0, "[]"), Reply("n2", 0, '{"entries": 3}'))
     lines = fleet.pieces(answers, fleet.VIEWS["ls"])
     assert any("n2: its answer cannot be understood" in str(line) for line in lines)
 
 
 def test_exit_code_is_the_worst_and_unreached_before_all() -> None:
-    assert fleet.exit_code([Answer("a", 1), Answer("b", 7)], 11) == 7
-    assert fleet.exit_code([Answer("a", None), Answer("b", 7)], 11) == 11
+    assert fleet.exit_code([Reply("a", 1), Reply("b", 7)], 11) == 7
+    assert fleet.exit_code([Reply("a", None), Reply("b", 7)], 11) == 11
     assert fleet.exit_code([], 11) == 0

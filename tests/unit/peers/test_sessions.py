@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 
 from forestage.peers import sessions
 from forestage.peers.auth import Claim, Refused
-from forestage.peers.sessions import SESSION_IDLE, UNPROVEN, WINDOW, Session, Sessions, Unproven
+from forestage.peers.sessions import (
+    SESSION_IDLE,
+    UNPROVEN,
+    WINDOW,
+    ClientSession,
+    Sessions,
+    Unproven,
+)
 
 
-def session(now: float = 0.0, secret: bytes | None = None) -> Session:
-    return Session(Claim("k", secret or os.urandom(32)), "10.0.0.1", now)
+def session(now: float = 0.0, secret: bytes | None = None) -> ClientSession:
+    return ClientSession(Claim("k", secret or os.urandom(32)), "10.0.0.1", now)
 
 
 @given(st.lists(st.integers(0, 50)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.registry import answers
-from forestage.registry.answers import Answer, Challenge, Origin, Refused
+from forestage.registry.answers import Answer, Challenge, Origin, RegistryRefused
 
 DIGEST = f"sha256:{'0' * 64}"
 
@@ -192,4 +192,4 @@ def test_retry_after_is_seconds_or_a_date(value: str, seconds: float | None) -> 
 
 def test_only_what_may_be_better_soon_is_transient() -> None:
     kinds = {"denied": False, "missing": False, "odd": False, "silent": True, "busy": True}
-    assert {k: Refused(f"registry-{k}", "x").transient for k in kinds} == kinds
+    assert {k: RegistryRefused(f"registry-{k}", "x").transient for k in kinds} == kinds
