@@ -69,8 +69,8 @@ class Dirs:
         return data.show(self.on, asked, limit, None)
 
     @contextlib.contextmanager
-    def seen(self, job: int, user: User = ALICE) -> Iterator[Path]:
-        """The directory as a task of the job sees it."""
+    def seen(self, job: int, user: User = ALICE, kept: bool = False) -> Iterator[Path]:
+        """The directory as a task of the job sees it; `kept` where something is open in it then."""
         line = job_dir.shown(self.on, self.job(job, "", user)).line
         target = line[-2]
         if line[0] == "served":
@@ -87,7 +87,7 @@ class Dirs:
             yield Path(target)
         finally:
             # The holder may have the clone that it has sent open for a moment longer.
-            mounts.umount(target, mounts.MNT_DETACH if line[0] == "served" else 0)
+            mounts.umount(target, mounts.MNT_DETACH if kept or line[0] == "served" else 0)
 
     def taken(self) -> job_dir.Taken:
         return job_dir.taken(self.node.cache)

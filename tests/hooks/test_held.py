@@ -95,7 +95,7 @@ def test_evicted_entry_counts_for_its_user_as_long_as_anything_holds_it(
         assert inventory.held(node.cache) == Held(1, SIZE)
         assert evict.of_users(node.cache) == {ALICE.uid: SIZE}
         text = " ".join(str(piece) for piece in status.pieces(status.gather(here(node)), 0.0))
-        assert "256 KiB by 1 evicted entry that something has open" in text
+        assert "256 KiB by 1 deleted file that something has open" in text
     assert inventory.held(node.cache) == Held()
     assert evict.of_users(node.cache) == {}
     assert list(node.cache.held.iterdir()) == []

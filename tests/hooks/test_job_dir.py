@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import msgspec
@@ -16,8 +19,8 @@ import pytest
 
 import jobdir
 from forestage import trace
-from forestage.admin import status, sweep
-from forestage.cache import room, space
+from forestage.admin import inventory, status, sweep
+from forestage.cache import evict, room, space
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.data import hold, job_dir, job_disk
@@ -394,6 +397,76 @@ def test_what_a_task_still_holds_goes_with_its_last_mount(dirs: Dirs) -> None:
         assert as_alice("echo late > file", at).returncode != 0  # nothing is written any more
     until(lambda: not dirs.devices(), "the device to go")
     assert before - free(dirs) < MIB
+
+
+@contextlib.contextmanager
+def descriptor(dirs: Dirs, job: int) -> Iterator[Path]:
+    """What another job of the user's keeps by /proc/PID/root; the directory is full."""
+    with dirs.seen(job, kept=True) as at:
+        as_alice("head -c 100M /dev/zero | tr '\\0' x >full; sync -f full", at)
+        fd = os.open(at / "full", os.O_RDONLY)
+    try:
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def test_room_is_given_back_though_another_job_keeps_a_descriptor(dirs: Dirs) -> None:
+    dirs.on.cache.prepare(require_mount=False)
+    before = free(dirs)
+    dirs.prolog(7, "stage-dir=128M")
+    with descriptor(dirs, 7) as full:
+        assert dirs.node.epilog(7).said == ("released", "")
+        assert before - free(dirs) < 4 * MIB
+        assert len(dirs.devices()) == 1
+        with pytest.raises(OSError, match="Input/output"):
+            full.read_bytes()
+        assert inventory.held(dirs.node.cache).number == 1
+        assert dirs.prolog(8, "stage-dir=300M", BOB) == []
+    until(lambda: len(dirs.devices()) == 1, "the device to go")
+    assert inventory.held(dirs.node.cache).number == 0
+
+
+def test_mapping_of_what_is_gone_ends_its_process_and_shows_no_zeros(dirs: Dirs) -> None:
+    """A shutdown stops calls, not faults: a page that is not in memory is read from the disk."""
+    dirs.prolog(7, "stage-dir=128M")
+    program = (
+        "import mmap, os, sys\n"
+        "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)\n"
+        "memory.madvise(mmap.MADV_RANDOM)\n"
+        "os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)\n"
+        "print('mapped', flush=True)\n"
+        "sys.stdin.read(1)\n"
+        "print(memory[50 << 20])\n"
+    )
+    with descriptor(dirs, 7) as full:
+        path = f"/proc/{os.getpid()}/fd/{full.name}"
+        argv = [sys.executable, "-c", program, path]
+        with subprocess.Popen(argv, stdin=PIPE, stdout=PIPE, text=True) as mapped:
+            assert mapped.stdout is not None
+            assert mapped.stdout.readline() == "mapped\n"
+            dirs.node.epilog(7)
+            said, _ = mapped.communicate("x")
+    assert (said, mapped.returncode) == ("", -signal.SIGBUS)
+
+
+def test_file_system_that_could_not_be_shut_down_keeps_its_bytes_and_counts(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "_GOINGDOWN", 0x5877FF)  # no call of ext4's
+    dirs.prolog(7, "stage-dir=300M")
+    with descriptor(dirs, 7) as full:
+        assert dirs.node.epilog(7).said == ("released", "")
+        assert set(full.read_bytes()) == {ord("x")}
+        assert inventory.held(dirs.node.cache).bytes >= 300 * MIB
+        assert evict.of_users(dirs.node.cache)[ALICE.uid] >= 300 * MIB
+        text = " ".join(map(str, status.pieces(status.gather(dirs.on), 0.0)))
+        assert "by 1 deleted file that something has open" in text
+        (outcome,) = dirs.prolog(8, "stage-dir=128M", BOB)
+        assert "other jobs have 300 MiB" in outcome.detail
+    until(lambda: not dirs.devices(), "the device to go")
+    assert dirs.prolog(9, "stage-dir=128M", BOB) == []
 
 
 def test_last_task_of_a_step_does_not_wait_until_all_is_written(dirs: Dirs) -> None:

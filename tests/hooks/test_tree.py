@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 User = type(ALICE)
 MANY = 40
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -298,6 +300,30 @@ def test_tree_with_a_hole_of_any_size_is_declined_before_its_layout(
     found = staged(spank, 1, path)
     assert (found.state, found.reason) == ("declined", "too-large")
     assert spank.entries() == set()
+
+
+def test_tree_of_holes_takes_the_room_of_its_bytes_and_evicts_nothing(
+    spank: Node, mounted: Callable[[data.Shown], Path]
+) -> None:
+    image = spank.put("bob/image.sqsh", content(1), BOB)
+    assert spank.prolog(7, image, BOB).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    spank.epilog(7)
+    path = fill(spank)
+    free = shutil.disk_usage(spank.nvme).free
+    for name in ("hole", "bytes"):
+        (spank.server / f"alice/set/{name}").touch()
+        os.truncate(spank.server / f"alice/set/{name}", 256 * MIB)  # the disk has 64
+    with (spank.server / "alice/set/bytes").open("r+b") as file:
+        for start in (0, 123_456_789, 256 * MIB - 5):
+            file.seek(start)
+            file.write(b"bytes")
+    found = staged(spank, 1, path)
+    assert (found.state, spank.entries()) == ("ready", {key, found.key})
+    assert free - shutil.disk_usage(spank.nvme).free < 16 * MIB
+    copy = mounted(show(spank, 1))
+    assert differences(path, copy) == ""
 
 
 @pytest.mark.parametrize(

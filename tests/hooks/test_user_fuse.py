@@ -326,5 +326,5 @@ def test_space_that_a_hidden_redirect_holds_is_shown(
     assert 0 < found.held.bytes <= size
     assert found.held.number == 1
     text = " ".join(str(piece) for piece in status.pieces(found, 0.0))
-    assert "by 1 evicted entry that something has open" in text
+    assert "by 1 deleted file that something has open" in text
     assert (shown(own), set(node.binds())) == ([ALICE.uid], {str(path)}), "only looked at"

@@ -63,7 +63,7 @@ class Holdings(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Evicted entries that something has open, and their bytes on disk."""
+    """Deleted files that something has open, and their bytes on disk."""
 
     number: int = 0
     bytes: int = 0
@@ -161,7 +161,7 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[It
 
 
 def held(cache: Cache) -> Held:
-    """What deleted images still take of the disk. Raises OSError."""
+    """What deleted files still take of the disk. Raises OSError."""
     found = deleted.gather(cache.held)
     return Held(len(found), sum(one.bytes for one in found))
 

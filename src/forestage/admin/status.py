@@ -61,7 +61,7 @@ class Status(msgspec.Struct, frozen=True):
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
     peer service of this node sent to others, if one runs or has run since boot. `off` says what
     has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
-    that jobs read through a server. `held` is what redirects of evicted entries keep on the disk,
+    that jobs read through a server. `held` is what something keeps on the disk that is deleted,
     `job_dirs` what directories of running jobs take of it. `doubt` is there while the disk is not
     trusted. `data` are the bytes of directories, copies under way included, of `room.data` at most.
     `reclaimable` are the bytes of entries that may be evicted now. `calls` says who was called
@@ -305,7 +305,7 @@ COLUMNS = tuple(facts(Status("", "", (), (), ())))
 def _held(held: inventory.Held) -> list[tuple[str, str]]:
     if held == inventory.Held():
         return []
-    number = count(held.number, "evicted entry", "evicted entries")
+    number = count(held.number, "deleted file")
     return [("held", f"{format_size(held.bytes)} by {number} that something has open")]
 
 

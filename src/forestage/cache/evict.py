@@ -226,7 +226,7 @@ def make_room(
 
     `user` is the uid of who asks, `data` whether it is no image. Raises Declined, and evicts
     nothing, where even everything that may go for them would not do, and where what they hold of
-    evicted entries is their share already: it cannot be evicted.
+    deleted files is their share already: it cannot be evicted.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         kept_open = held.of_users(cache.held)[user] if user else 0
@@ -238,8 +238,8 @@ def make_room(
         if kept_open and kept_open + size > room.share:
             raise Declined(
                 "no-room",
-                f"needs {format_size(size)}; processes of this user have evicted entries of"
-                f" {format_size(kept_open)} open, and one user may take {format_size(room.share)}",
+                f"needs {format_size(size)}; processes of this user hold deleted files of"
+                f" {format_size(kept_open)}, and one user may take {format_size(room.share)}",
             )
         goal = room_for_copy(room, size)
         if not _met(room, goal, 0):

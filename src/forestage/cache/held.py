@@ -3,7 +3,8 @@
     <cache>/held/<handle>    JSON of `Held`: written before the file's name goes
 
 Who has an evicted entry open keeps it, a job that reads on as well as a user who fills the disk in
-this way. So it counts for the user as if it were an entry (cache/evict.py).
+this way. So it counts for the user as if it were an entry (cache/evict.py). So does the disk of a
+job's own directory, for as long as its loop device stays.
 """
 
 import contextlib
@@ -21,11 +22,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A file without a name: its bytes on the disk, and whose they are; None: nobody's alone."""
+    """A file without a name: its bytes on the disk, and whose they are; None: nobody's alone.
+
+    `name` is the last part of the path that it had.
+    """
 
     handle: handles.Handle
     bytes: int
     user: int | None = None
+    name: str = "image"
 
 
 @contextlib.contextmanager
@@ -79,7 +84,7 @@ def _found(file: Path, user: int | None) -> Held | None:
         facts = files.facts(file)
         handle = handles.of(file) if facts else None
         if facts and handle:
-            return Held(handle, facts.st_blocks * 512, user)
+            return Held(handle, facts.st_blocks * 512, user, file.name)
     return None
 
 

@@ -307,7 +307,9 @@ class Cache:
 
     def delete(self, evicted: Path) -> None:
         """Deletes one of these, as far as it can; what something holds of it is noted."""
-        with held.noted(self.held, evicted / "image", _whose(evicted)):
+        disk = evicted / "disk"  # of a job's own directory
+        file = disk if files.facts(disk) else evicted / "image"
+        with held.noted(self.held, file, _whose(evicted)):
             _delete(evicted)
 
     def drop_part(self, key: str) -> None:
@@ -391,10 +393,11 @@ class _Whose(msgspec.Struct, frozen=True):
 
 
 def _whose(evicted: Path) -> int | None:
-    """The uid of the only user of an entry or a part; None where that is unknown."""
-    with contextlib.suppress(OSError):
-        if found := records.find(evicted / "owner.json", _Whose):
-            return found.uid
+    """The uid of the only user of an entry, a part or a job's directory; None: it is unknown."""
+    for record in ("owner.json", "made.json"):
+        with contextlib.suppress(OSError):
+            if found := records.find(evicted / record, _Whose):
+                return found.uid
     return _only_user(evicted / "used")
 
 

@@ -16,8 +16,12 @@ SPARE = 256 * 1024  # bytes: entry.json, and what directories and inodes may tak
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def data_chunks(source: int, size: int, chunk: int) -> set[int]:
-    """The numbers of the chunks that hold any data; the others are holes of a sparse file."""
+def data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]:
+    """The numbers of the chunks that hold any data; the others are holes of a sparse file.
+
+    The open file `begins` so far behind the first chunk's beginning. Of a chunk that has data
+    nothing more is asked: a file may have more holes than any time is enough for.
+    """
     found: set[int] = set()
     at = 0
     while at < size:
@@ -28,8 +32,9 @@ def data_chunks(source: int, size: int, chunk: int) -> set[int]:
             if error.errno == errno.ENXIO:  # nothing but a hole up to the end
                 break
             start, end = at, size  # a file system without SEEK_DATA: no holes are known
-        found.update(range(start // chunk, chunk_count(end, chunk)))
-        at = end
+        after = chunk_count(begins + end, chunk)
+        found.update(range((begins + start) // chunk, after))
+        at = after * chunk - begins
     return found
 
 

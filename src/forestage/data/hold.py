@@ -8,8 +8,11 @@ Prolog to the Epilog; what is in the page cache also stays for the job's next st
     <cache>/jobs/<job>.<restart>/held    locked as long as it lives; its pid
 
 At the end it shuts the file system down first, so that nobody writes what is deleted the next
-moment: who still has files open there gets EIO. It ends by itself, and shuts nothing down, once the
-directory is deleted without that.
+moment: who still has files open there gets EIO. Then it cuts the file to nothing, as a descriptor
+of another job of the user's keeps the device and all its room. Only then: who has the file system
+mounted would find other bytes. What is behind a file's end is an error to a loop device, not zeros:
+to a mapping, which a shutdown does not stop, it is SIGBUS.
+It ends by itself, and does none of this, once the directory is deleted without that.
 One that was killed is missed by nobody but the tasks that then wait.
 """
 
@@ -50,14 +53,16 @@ def _live(device: str, place: Path, prolog: socket.socket) -> None:
     fcntl.flock(held, fcntl.LOCK_EX)
     os.write(held, b"%d" % os.getpid())
     root = mounts.open_hidden(device, job_disk.KIND, os.fspath(place))
+    disk = os.open(place / "disk", os.O_RDWR)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    child.let_go({held, root, prolog.fileno()})
+    child.let_go({held, root, disk, prolog.fileno()})
     child.tell(prolog, "ready")
     prolog.close()
     while not signal.sigtimedwait({signal.SIGTERM}, LOOK):
         if not os.fstat(held).st_nlink:
             return
     fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)
+    os.ftruncate(disk, 0)
 
 
 def end(place: Path, patience: float = END) -> None:

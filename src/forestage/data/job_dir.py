@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import trace
-from forestage.cache import doubt, evict, room
+from forestage.cache import doubt, evict, held, room
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
@@ -167,7 +167,9 @@ def _most(node: Node, size: int) -> int:
 
 
 def _must_fit(node: Node, size: int, most: int) -> None:
-    others = taken(node.cache).bytes
+    # Also of jobs that are over: a disk that was not cut to nothing keeps its room with its device.
+    kept_open = sum(one.bytes for one in held.gather(node.cache.held) if one.name == "disk")
+    others = taken(node.cache).bytes + kept_open
     if others + size > most:
         raise Declined(
             "no-room",

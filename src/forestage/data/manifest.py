@@ -30,6 +30,7 @@ THREADS = 32  # a look at a file costs a network file system a round trip, and h
 LAYOUT = b"1"  # changes with what data/erofs.py makes of a manifest: peers give parts of it
 _NAME_MAX, _PATH_MAX = 255, 4096  # limits.h
 AT_ONCE = 64  # files of one turn of a thread
+HOLE = 4096  # bytes; what is missing of less, its file system may keep beside the inode
 SAMPLE = 64  # files that a node looks at which has another node's manifest
 MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
 MOST_ACL = 65536 - 64  # bytes of one: what an inode of EROFS has room for
@@ -67,16 +68,24 @@ class File(msgspec.Struct, frozen=True, array_like=True):
         return stat.S_ISDIR(self.mode)
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """A directory at its resolved `path`, and all below it, sorted by path."""
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A directory at its resolved `path`, and all below it, sorted by path.
+
+    `sparse` are the numbers of the files that have no blocks on their disk for some of their bytes.
+    """
 
     path: str
     files: tuple[File, ...]
+    sparse: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
-        """64 hex digits: whoever sees the same, sees the same bytes with the same rights."""
-        return hashlib.sha256(LAYOUT + msgspec.msgpack.encode(self)).hexdigest()
+        """64 hex digits: whoever sees the same, sees the same bytes with the same rights.
+
+        Blocks do not count: a disk gives and takes them when it likes.
+        """
+        counted = msgspec.structs.replace(self, sparse=())
+        return hashlib.sha256(LAYOUT + msgspec.msgpack.encode(counted)).hexdigest()
 
     @property
     def bytes(self) -> int:
@@ -164,7 +173,9 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
         return [*more, *(_Todo(one.path) for one in files if one.is_dir)]
 
     _spread([_Todo(b"")], user, look, THREADS)
-    return Manifest(path, tuple(sorted(found, key=lambda one: one.path)))
+    found.sort(key=lambda one: one.path)
+    sparse = tuple(number for number, one in enumerate(found) if one.path in bound.sparse)
+    return Manifest(path, tuple(found), sparse)
 
 
 def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
@@ -197,9 +208,16 @@ def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) 
     names = sum(len(one.path) + len(one.link) for one in found.files)
     if not 0 < len(found.files) <= max_files or names > max_files * NAME_BYTES:
         raise Declined("bad-look", "another node's manifest has too many files")
+    numbers = found.sparse
+    if sorted(set(numbers)) != list(numbers) or not all(_is_file(found, one) for one in numbers):
+        raise Declined("bad-look", "another node's manifest has holes in what is no file")
     for path, acl in acls.items():
         if kinds.get(path, stat.S_IFLNK) == stat.S_IFLNK or not _is_acl(acl):
             raise Declined("bad-look", f"another node's manifest has an ACL of {path!r}")
+
+
+def _is_file(found: Manifest, number: int) -> bool:
+    return 0 <= number < len(found.files) and found.files[number].is_file
 
 
 def _is_acl(acl: bytes) -> bool:
@@ -233,9 +251,12 @@ def _facts(fd: int, name: bytes, disk: int) -> os.stat_result | Asked:
 def still(root: int, files: Sequence[File], user: User) -> bool:
     """Whether these are what they were, and this user may read them. Raises Declined, OSError."""
     disk = os.fstat(root).st_dev
+    bound = _Bound("", len(files))
 
     def same(some: Sequence[File]) -> bool:
-        return all(_look(root, one.path, one.path, disk, user) == one for one in some if one.path)
+        return all(
+            _look(root, one.path, one.path, disk, user, bound) == one for one in some if one.path
+        )
 
     top = _top(root, disk, user)
     if any(one != top for one in files if not one.path):
@@ -254,12 +275,16 @@ class _Todo(NamedTuple):
 
 
 class _Bound:
-    """Counts files, and the bytes of their names and links, as they are listed."""
+    """Counts files, and the bytes of their names and links, as they are listed.
+
+    Notes the paths of those with fewer blocks than bytes.
+    """
 
     def __init__(self, path: str, max_files: int) -> None:
         self.path = path
         self.files, self.max_files = 1, max_files
         self.room = max_files * NAME_BYTES
+        self.sparse: set[bytes] = set()
         self.lock = threading.Lock()
 
     def add(self, files: int, size: int) -> None:
@@ -326,7 +351,9 @@ def _look_into(
         if len(some) > 1:
             return [], [_Todo(directory, names) for names in some]
         names = some[0] if some else ()
-        files = [_look(fd, os.path.join(directory, name), name, disk, user) for name in names]
+        files = [
+            _look(fd, os.path.join(directory, name), name, disk, user, bound) for name in names
+        ]
     bound.add(0, sum(len(one.link) for one in files))
     return files, []
 
@@ -340,7 +367,7 @@ def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:
             yield some
 
 
-def _look(fd: int, path: bytes, name: bytes, disk: int, user: User) -> File:
+def _look(fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _Bound) -> File:
     facts = _facts(fd, name, disk)
     kind = stat.S_IFMT(facts.st_mode)
     shown = os.fsdecode(path)
@@ -353,6 +380,8 @@ def _look(fd: int, path: bytes, name: bytes, disk: int, user: User) -> File:
     wanted = _R_OK if kind == stat.S_IFREG else _R_OK | _X_OK
     if not _grants(facts, wanted, user) and not _may(fd, name, wanted):
         raise Declined("no-permission", f"{shown} is not readable by this user")
+    if kind == stat.S_IFREG and facts.st_size - facts.st_blocks * 512 >= HOLE:
+        bound.sparse.add(path)
     return _file(path, facts)
 
 

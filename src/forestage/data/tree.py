@@ -24,11 +24,12 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.cache import image, part
+from forestage.cache import image, part, space
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases, Use
 from forestage.cache.node import Node
+from forestage.cache.part import chunk_count
 from forestage.clock import Clock, Deadline
 from forestage.data import erofs, looks, manifest, retry, wanted
 from forestage.data.erofs import Layout
@@ -220,6 +221,7 @@ class OpenTree:
         self.made = made
         self.lent = lent
         self.seen: set[int] = set()  # the files that were read here, by number
+        self.data: dict[int, set[int]] = {}  # the chunks that hold any, by their size
         self.own = threading.local()
 
     @property
@@ -238,7 +240,41 @@ class OpenTree:
             self.must_be_unchanged()
         source.must_be_written_nowhere(self.root, self.found.path)
         head = len(self.made.head)
-        return Source(-1, None, self.made.size, self.found.path, self.read, head)
+        return Source(-1, None, self.made.size, self.found.path, self.read, head, self.data_chunks)
+
+    def data_chunks(self, chunk: int) -> set[int]:
+        """The numbers of the chunks that hold any data; what is in no file takes none.
+
+        Only files that lack blocks are asked where their holes are. That is a read of them: each is
+        the one that was looked at, and nobody writes to it. Raises Declined, Unreadable.
+        """
+        if chunk not in self.data:
+            sparse, made = set(self.found.sparse), self.made
+            found = set(range(chunk_count(len(made.head), chunk)))
+            asked = []
+            for start, number in zip(made.starts, made.numbers, strict=True):
+                if number in sparse:
+                    asked.append((start, number))
+                else:
+                    end = start + self.found.files[number].size
+                    found.update(range(start // chunk, chunk_count(end, chunk)))
+            manifest.each_as(self.user, asked, partial(self._add_data, found, chunk))
+            self.data[chunk] = found
+        return self.data[chunk]
+
+    def _add_data(self, found: set[int], chunk: int, where: tuple[int, int]) -> None:
+        """Adds the chunks with data of a file, which is at this place of the image, and number."""
+        start, number = where
+        name, size = self._name(number), self.found.files[number].size
+        try:
+            self._open(number)
+            try:
+                found.update(space.data_chunks(self.own.fd, size, chunk, start))
+                source.must_have_no_writer(self.own.fd, name)
+            finally:
+                self._close()
+        except OSError as error:
+            raise Unreadable(name, error) from None
 
     def must_be_unchanged(self) -> None:
         """Looks at all of it once more; where another node does so, at what was read here.
@@ -263,8 +299,6 @@ class OpenTree:
 
         With the user's rights, whichever thread it is; that has its own back afterwards.
         """
-        if not hasattr(self.own, "fd"):
-            self.own.fd, self.own.number = -1, -1
         made, end = self.made, start + len(want)
         head = made.head[start:end]
         want[: len(head)] = head
@@ -287,7 +321,7 @@ class OpenTree:
         name = self._name(number)
         try:
             with manifest.acting(self.user):
-                if self.own.number != number:
+                if getattr(self.own, "number", -1) != number:
                     self._open(number)
                 done = 0
                 while done < len(want):
@@ -311,9 +345,7 @@ class OpenTree:
         Raises OSError, Declined where it has changed, or somebody writes to it.
         """
         file = self.found.files[number]
-        if self.own.fd >= 0:
-            os.close(self.own.fd)
-            self.own.fd, self.own.number = -1, -1
+        self._close()
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         self.own.fd = os.open(file.path, flags, dir_fd=self.root)
         # What lies behind the piece may be another node's to read: no readahead.
@@ -326,6 +358,11 @@ class OpenTree:
         source.must_have_no_writer(self.own.fd, self._name(number))
         self.own.number = number
         self.seen.add(number)
+
+    def _close(self) -> None:
+        if getattr(self.own, "fd", -1) >= 0:
+            os.close(self.own.fd)
+        self.own.fd, self.own.number = -1, -1
 
 
 def _live(node: Node, job: Job, path: str, hook: Channel) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from forestage.cache import space
-from forestage.cache.part import chunk_count
 from forestage.stage.source import Source, Truncated, Unreadable
 
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
@@ -168,9 +167,9 @@ def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview)
 
 
 def data_chunks(source: Source, chunk: int) -> set[int]:
-    """The numbers of the chunks that hold any data; the others are holes of a sparse file."""
-    if source.read is not None:
-        return set(range(chunk_count(source.size, chunk)))
+    """The numbers of the chunks that hold any data; the others are holes of sparse files."""
+    if source.data is not None:
+        return source.data(chunk)
     return space.data_chunks(source.buffered, source.size, chunk)
 
 

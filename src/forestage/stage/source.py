@@ -46,8 +46,9 @@ SERVER = "source-"  # begins the name of a file that tells whether a server hang
 class Source(msgspec.Struct, frozen=True):
     """An open source as the engines read it; `direct` is the same file past the page cache.
 
-    Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset. The
-    first `own` bytes are what this node has made itself: no other node is asked for them.
+    Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset, and
+    `data` gives the numbers of the chunks of so many bytes that hold any. The first `own` bytes are
+    what this node has made itself: no other node is asked for them.
     """
 
     buffered: int
@@ -56,6 +57,7 @@ class Source(msgspec.Struct, frozen=True):
     path: str = ""  # for messages only
     read: Callable[[int, memoryview], None] | None = None
     own: int = 0
+    data: Callable[[int], set[int]] | None = None
 
 
 class Truncated(Declined):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 _SYMLINK_NOFOLLOW, _EMPTY_PATH, _FORCE_SYNC = 0x100, 0x1000, 0x2000  # linux/fcntl.h, AT_…
 _BASIC = 0x7FF  # linux/stat.h, STATX_BASIC_STATS
-# struct statx: uid, gid, mode, inode, size, ctime, mtime, and the device's numbers.
-_STATX = struct.Struct("=20xIIH2xQQ48xqI4xqI4x8xII")
+# struct statx: uid, gid, mode, inode, size, blocks, ctime, mtime, and the device's numbers.
+_STATX = struct.Struct("=20xIIH2xQQQ40xqI4xqI4x8xII")
 _STATX_BYTES = 256
 
 MOST = 1000  # names of a directory that are held in memory at once
@@ -52,6 +52,7 @@ class Asked(NamedTuple):
     st_gid: int
     st_ino: int
     st_size: int
+    st_blocks: int
     st_ctime_ns: int
     st_mtime_ns: int
     st_dev: int
@@ -71,9 +72,10 @@ def asked(directory: int, name: bytes = b"") -> Asked:
 
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), os.fsdecode(name) or None)
-    uid, gid, mode, inode, size, *times, major, minor = _STATX.unpack_from(facts)
+    uid, gid, mode, inode, size, blocks, *times, major, minor = _STATX.unpack_from(facts)
     changed, written = (times[at] * 1_000_000_000 + times[at + 1] for at in (0, 2))
-    return Asked(mode, uid, gid, inode, size, changed, written, os.makedev(major, minor))
+    disk = os.makedev(major, minor)
+    return Asked(mode, uid, gid, inode, size, blocks, changed, written, disk)
 
 
 @functools.cache

@@ -85,6 +85,31 @@ def test_file_system_that_cannot_tell_has_no_holes(
     assert space.data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
 
 
+def test_file_that_begins_within_a_chunk_counts_from_there(source: int) -> None:
+    os.truncate(source, 4 * CHUNK)
+    os.pwrite(source, b"x" * 2 * BLOCK, 2 * CHUNK - BLOCK)
+    assert space.data_chunks(source, 4 * CHUNK, CHUNK) == {1, 2}
+    assert space.data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK - BLOCK) == {11}
+    assert space.data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK) == {11, 12}
+
+
+def test_file_with_many_holes_is_asked_twice_for_each_chunk(
+    source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.truncate(source, 4 * CHUNK)
+    for start in range(0, 4 * CHUNK, 2 * BLOCK):
+        os.pwrite(source, b"x" * BLOCK, start)
+    asked, real = [], os.lseek
+
+    def lseek(fd: int, at: int, how: int) -> int:
+        asked.append(at)
+        return real(fd, at, how)
+
+    monkeypatch.setattr(os, "lseek", lseek)
+    assert space.data_chunks(source, 4 * CHUNK, CHUNK) == {0, 1, 2, 3}
+    assert len(asked) == 2 * 4
+
+
 def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
     space.reserve(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
     assert part.image.stat().st_size == 3 * CHUNK + 5

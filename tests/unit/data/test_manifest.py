@@ -392,6 +392,25 @@ def test_manifest_that_no_look_finds_is_declined(number: int, facts: dict[str, o
     assert caught.value.reason == "bad-look"
 
 
+@pytest.mark.parametrize("sparse", [(-1,), (0,), (2, 2), (3,), (4,), (1 << 70,)])
+def test_holes_in_what_is_no_file_are_declined(sparse: tuple[int, ...]) -> None:
+    manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=(2,)), {}, 100)
+    with pytest.raises(Declined, match="holes"):
+        manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=sparse), {}, 100)
+
+
+def test_files_that_lack_blocks_are_noted_and_make_no_other_tree(top: Path, me: User) -> None:
+    (top / "small").write_bytes(b"x")
+    (top / "whole").write_bytes(b"x" * 50_000)
+    (top / "sparse").touch()
+    os.truncate(top / "sparse", 50_000)
+    found = look(top, me)
+    assert [found.files[number].path for number in found.sparse] == [b"sparse"]
+    assert found.digest == Manifest(found.path, found.files).digest
+    lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Manifest)
+    assert lent == found
+
+
 @pytest.mark.parametrize(
     ("path", "acl"),
     [

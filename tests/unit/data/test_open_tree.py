@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from forestage.clock import Clock
 from forestage.data import erofs, manifest
@@ -87,6 +90,107 @@ def test_tree_that_had_not_changed_for_long_is_not_looked_at_again(
 
 def test_bytes_are_those_of_the_files(top: Top) -> None:
     assert read(top.opened(HOUR)) == b"12345"
+
+
+# --- holes
+
+
+def with_holes(top: Top, data: dict[str, tuple[int, list[int]]]) -> OpenTree:
+    """A tree of these files: their size in blocks, and the blocks that have bytes."""
+    for name, (size, blocks) in data.items():
+        with (top.path / name).open("wb") as file:
+            file.truncate(size * erofs.BLOCK)
+            for number in blocks:
+                file.seek(number * erofs.BLOCK)
+                file.write(b"x" * erofs.BLOCK)
+    return top.opened(HOUR)
+
+
+def in_full(tree: OpenTree, chunk: int) -> set[int]:
+    """The chunks that have a byte other than 0."""
+    memory = bytearray(tree.made.size)
+    tree.read(0, memoryview(memory))
+    starts = range(0, len(memory), chunk)
+    return {at // chunk for at in starts if any(memory[at : at + chunk])}
+
+
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=25,
+)
+@given(
+    files=st.lists(st.tuples(st.integers(0, 40), st.sets(st.integers(0, 39))), max_size=6),
+    blocks=st.integers(1, 9),
+)
+def test_chunk_of_a_tree_with_a_byte_is_never_taken_for_a_hole(
+    top: Top, files: list[tuple[int, set[int]]], blocks: int
+) -> None:
+    named = {
+        str(number): (size, sorted(block for block in data if block < size))
+        for number, (size, data) in enumerate(files)
+    }
+    tree, chunk = with_holes(top, named), blocks * erofs.BLOCK
+    found, head = tree.data_chunks(chunk), -(-len(tree.made.head) // chunk)
+    assert found - set(range(head)) == in_full(tree, chunk) - set(range(head))
+    assert set(range(head)) <= found
+
+
+def test_hole_is_taken_for_bytes_where_a_file_system_knows_of_none(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = with_holes(top, {"hole": (30, [])})
+
+    def unable(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "lseek", unable)
+    assert tree.data_chunks(erofs.BLOCK) == set(range(tree.made.size // erofs.BLOCK))
+
+
+def test_files_that_have_all_their_blocks_are_not_opened_for_their_holes(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = with_holes(top, {"whole": (3, [0, 1, 2]), "short": (0, [])})
+    monkeypatch.setattr(OpenTree, "_open", lambda *_: pytest.fail("opened"))
+    assert tree.data_chunks(erofs.BLOCK) == set(range(tree.made.size // erofs.BLOCK))
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_where_the_holes_of_a_file_are_counts_only_while_nobody_writes(
+    top: Top, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    tree, hole, came = with_holes(top, {"hole": (30, [])}), top.path / "hole", []
+    real = os.lseek
+
+    def lseek(fd: int, at: int, how: int) -> int:
+        came.append(hole.open("r+b"))
+        return real(fd, at, how)
+
+    if when == "before":
+        came.append(hole.open("r+b"))
+    else:
+        monkeypatch.setattr(os, "lseek", lseek)
+    with pytest.raises(Declined) as caught:
+        tree.data_chunks(erofs.BLOCK)
+    assert caught.value.reason == "written"
+
+
+def test_file_whose_holes_have_been_filled_since_the_look_has_changed(top: Top) -> None:
+    tree = with_holes(top, {"hole": (30, [])})
+    with (top.path / "hole").open("r+b") as file:
+        file.write(b"other")
+    with pytest.raises(Declined) as caught:
+        tree.data_chunks(erofs.BLOCK)
+    assert caught.value.reason == "changed"
+
+
+def test_file_of_holes_is_looked_at_again_where_another_node_has_looked(top: Top) -> None:
+    """It is not read, yet what is shown of it is this node's word."""
+    tree = with_holes(top, {"hole": (30, [])})
+    tree.lent = True
+    tree.data_chunks(erofs.BLOCK)
+    (number,) = tree.found.sparse
+    assert tree.seen == {number}
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "link", "fifo"])
