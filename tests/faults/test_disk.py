@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from fault import MIB, Points, image, served, shut_down, untouched
 
+from forestage.admin import status
 from node import BOB, Node, make_read_only
+from through import here
 
 
 def fill(node: Node, uid: int) -> None:
@@ -87,6 +89,31 @@ def test_disk_that_others_filled_before_is_declined(
     assert node.parts() == []
     (node.nvme / "scratch/enroot").unlink()
     assert node.prolog(2, path).outcome.result == "copied"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (lambda node: None, ("ok", "")),
+        (lambda node: fill(node, 0), ("full", "no room for any entry: 0 B are free, ")),
+        (lambda node: _gone_read_only(node), ("read-only", " is mounted read-only (see `dmesg`)")),
+    ],
+    ids=["fine", "full", "read-only"],
+)
+@pytest.mark.parametrize("scratch", ["ext4"], indirect=True)
+def test_state_of_the_disk_is_known_before_a_copy_fails_for_it(
+    node: Node, scratch: str, fault: Callable[[Node], None], expected: tuple[str, str]
+) -> None:
+    here(node).cache.prepare(False)
+    before = sorted(node.nvme.rglob("*"))
+    fault(node)
+    found = status.gather(here(node))
+    word, why = status.state(found)
+    assert (word, expected[1] in why) == (expected[0], True)
+    percent = 100 if word == "full" else 0
+    assert f"forestage state={word} full={percent}%" in status.oneline(found)
+    left = {one for one in node.nvme.rglob("*") if one.name != "enroot"}
+    assert sorted(left) == before, "looking has written nothing that stays"
 
 
 def _gone_read_only(node: Node) -> None:

@@ -182,7 +182,9 @@ def test_commands_end_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
         evict.to_watermark(here(node), False)
     found = status.gather(here(node))
     assert (found.entries.total, len(found.leases)) == (1, 1)
-    assert "writes have hung" in found.problems[0]
+    assert found.blocked is not None
+    assert (status.state(found)[0], found.problems) == ("hangs", ())
+    assert "writes have hung" in found.blocked.why
 
 
 def test_status_tells_a_disk_whose_reads_hang(node: Node, suspended: Hangs) -> None:
@@ -190,6 +192,7 @@ def test_status_tells_a_disk_whose_reads_hang(node: Node, suspended: Hangs) -> N
     suspended.stop()
     found = status.gather(here(node))
     assert "reads have hung" in found.unusable
+    assert status.state(found) == ("hangs", found.unusable)
     assert [one.job for one in found.leases] == [1]
 
 

@@ -22,6 +22,10 @@ STAGED = ("hit", "joined", "copied")
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
 STEPS = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
 
+UNASKED = (
+    "No step of this job asked forestage for its copies: it ended before its first step, or Slurm"
+    " on this node does not load forestage's SPANK plugin (the admin: `forestage check`)."
+)
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
 
@@ -52,12 +56,16 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """All that is recorded about a job on this node."""
+    """All that is recorded about a job on this node.
+
+    `unasked`: its Prolog left the copies to its steps, none asked for them, and the job is over.
+    """
 
     job: int
     runs: tuple[Run, ...]
     lease: Holder | None
     problems: tuple[str, ...] = ()
+    unasked: bool = False
 
 
 def gather(places: Places, job: int) -> History:
@@ -116,7 +124,25 @@ def history(
     # By their beginning: the stager is done, and on record, before the hook that started it.
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
-    return History(job, tuple(_run(run, images, missed, bad) for run in runs), held, problems)
+    told = tuple(_run(run, images, missed, bad) for run in runs)
+    return History(job, told, held, problems, _is_unasked(own))
+
+
+def _is_unasked(own: Iterable[Event]) -> bool:
+    """Pure: whether no step asked for what the job's last Prolog had for its steps."""
+    left = unasked = False
+    for event in own:
+        outcome = event.outcome
+        if event.hook == "prolog":
+            if isinstance(outcome, Handled):
+                begun = outcome.data and outcome.result == "started"
+                left |= begun or outcome.redirect == "spank"
+            unasked = False
+        elif event.hook == "step":
+            left = False
+        elif isinstance(outcome, Released):
+            left, unasked = False, left
+    return unasked
 
 
 def _missed(copy: Event, deadline: Event) -> bool:
@@ -175,25 +201,24 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
     """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
     made_room = tuple(f"{text}, to free space" for text in _evicted(outcome.evicted, images))
-    if isinstance(outcome, Bad):
-        return (outcome.detail,)
-    if isinstance(outcome, Released):
-        if outcome.result == "released":
-            return _released(outcome, images)
-    elif isinstance(outcome, Copied):
-        if outcome.result == "copied":
-            return (_copied(outcome), *made_room)
-    elif outcome.result == "started":
-        return (*_started(outcome), _redirect(outcome), *made_room)
-    elif outcome.result == "through":
-        read = "through: the step read copied parts locally, and the rest from the source"
-        return (read, *made_room)
-    elif outcome.result in STAGED:
-        return (_staged(outcome), _redirect(outcome), *made_room)
+    if isinstance(outcome, Released) and outcome.result == "released":
+        return _released(outcome, images)
+    if isinstance(outcome, Copied) and outcome.result == "copied":
+        return (_copied(outcome), *made_room)
+    if isinstance(outcome, Handled) and (found := _handled(outcome)):
+        return (*found, *made_room)
     meaning = REASONS.get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
     detail = (outcome.detail,) if outcome.detail else ()
     return (what, *detail, *made_room, _consequence(event))
+
+
+def _handled(outcome: Handled) -> tuple[str, ...]:
+    if outcome.result == "started":
+        return (*_started(outcome), _redirect(outcome))
+    if outcome.result == "through":
+        return ("through: the step read copied parts locally, and the rest from the source",)
+    return (_staged(outcome), _redirect(outcome)) if outcome.result in STAGED else ()
 
 
 def _started(outcome: Handled) -> Iterator[str]:
@@ -231,6 +256,8 @@ def _copied(outcome: Copied) -> str:
 def _redirect(outcome: Handled) -> str:
     if outcome.came and outcome.redirect == "none":  # a Prolog's guess (hooks/registry.guess)
         return "copied ahead: a step shows it, if the reference still means this image"
+    if outcome.data and not outcome.redirect:
+        return "each step is shown it, once all of it is here"
     why = "`redirect: none`, or it saves its container there"
     if outcome.result == "started":
         why = "no copy was here"
@@ -295,6 +322,8 @@ def pieces(found: History, now: float) -> list[Piece]:
             lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
             lines += [Line("")] * (number > 0) + _request(one, _starts(one.outcome, run, counted))
+    if found.unasked:
+        lines += [Line(""), Line(UNASKED)]
     lines += [Line(f"Problem: {problem}") for problem in found.problems]
     return lines + _now(found, now)
 

@@ -125,7 +125,7 @@ def export(
         if config is not None:
             # The cache's disk may be what is wrong; then the rest is wanted all the more.
             with contextlib.suppress(OSError, ForestageError):
-                status = node_status.gather(Node.of(config, places, clock))
+                status = node_status.gather(Node.of(config, places, clock), conf)
         off = bool(switch.by_file(places, clock.wall())) or (
             config is not None and not config.enabled
         )
@@ -178,8 +178,14 @@ def state(facts: Facts) -> Iterator[Metric]:
     yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
     yield _gauge("config_valid", "Whether the configuration can be used.", config is not None)
     yield _gauge("switched_off", "Whether no job is served, by the file or `enabled`.", facts.off)
-    usable = facts.status is not None and not facts.status.unusable
-    yield _gauge("cache_usable", "Whether the cache is mounted and may be used.", usable)
+    found = facts.status
+    usable = found is not None and not (found.unusable or found.blocked)
+    text = "Whether copies can be made: the cache is mounted, answers, takes writes and has room."
+    yield _gauge("cache_usable", text, usable)
+    word = node_status.state(found)[0] if found else ""
+    states = {name: int(name == word) for name in node_status.STATES}
+    text = "What `forestage status` says of the node: the state that is 1."
+    yield _by(GaugeMetricFamily, "state", text, "state", states)
     distrusted = "Whether no job is served until every entry was read, for errors of the disk."
     yield _gauge("disk_doubt", distrusted, bool(facts.doubt))
     if facts.doubt:

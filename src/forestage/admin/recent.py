@@ -11,7 +11,9 @@ import msgspec
 
 from forestage import events
 from forestage.admin.tally import Tally
+from forestage.events import Copied
 from forestage.paths import Places
+from forestage.slurm import loaded as companions
 from forestage.slurm.queue import Slurm
 
 LOOK = 4 * 1024 * 1024  # bytes at the end of the event log: some 10 000 starts
@@ -29,13 +31,15 @@ class Calls(msgspec.Struct, frozen=True):
     """Who was called since the node booted; `companion`: a step or slurmd loaded it.
 
     `missed` are jobs with a step on this node for which no Prolog of forestage ran: they are later
-    than the latest for which one ran.
+    than the latest for which one ran. `without`: which running process of Slurm has not loaded the
+    companion, as what loads it says so at its start.
     """
 
     prolog: Call | None = None
     epilog: Call | None = None
     companion: Call | None = None
     missed: tuple[int, ...] = ()
+    without: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -48,25 +52,33 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Starts(msgspec.Struct, frozen=True):
-    """Starts for which staging was tried, `since` a time in seconds since the epoch."""
+    """Starts for which staging was tried, from `since` to `time`, in seconds since the epoch.
+
+    `copy_failure` is that of the last copy; None where it succeeded.
+    """
 
     since: float = 0.0
     tried: int = 0
     hits: int = 0
     hit_ratio: float | None = None
     failure: Failure | None = None
+    copy_failure: Failure | None = None
+    time: float = 0.0
 
 
-def calls(places: Places) -> Calls:
+def calls(places: Places, now: float) -> Calls:
     """Reads the marks, and which jobs have steps here. Slurm is not asked."""
     prolog = _call(places.called("prolog"))
-    at_work = Slurm("", proc=places.root / "proc").at_work()
+    proc = places.root / "proc"
+    at_work = Slurm("", proc=proc).at_work()
     latest = prolog.job if prolog else 0
+    loaded = _call(places.loaded)
     return Calls(
         prolog,
         _call(places.called("epilog")),
-        _call(places.loaded),
+        loaded,
         tuple(sorted(job for job in at_work if job > latest)),
+        companions.without(proc, loaded.time if loaded else 0.0, now),
     )
 
 
@@ -81,13 +93,17 @@ def _call(mark: Path) -> Call | None:
 def starts(file: Path, now: float) -> Starts:
     """Counts the end of the event log, of the last week at most."""
     tally = Tally()
-    since, failure = 0.0, None
+    since, failure, copy_failure = 0.0, None, None
     for event in events.latest(file, LOOK):
         if not now - AGE <= event.time:
             continue
         since = since or event.time
         tally.add(event)
         outcome = event.outcome
+        failed = Failure(event.time, event.job, outcome.reason, outcome.detail)
         if outcome.result in ("failed", "bad"):
-            failure = Failure(event.time, event.job, outcome.reason, outcome.detail)
-    return Starts(since, tally.tried, tally.starts.get("hit", 0), tally.hit_ratio, failure)
+            failure = failed
+        if isinstance(outcome, Copied) and outcome.result != "declined":
+            copy_failure = failed if outcome.result == "failed" else None
+    hits = tally.starts.get("hit", 0)
+    return Starts(since, tally.tried, hits, tally.hit_ratio, failure, copy_failure, now)

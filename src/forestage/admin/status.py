@@ -5,10 +5,12 @@ Only reads. Also behind the gauges of `forestage metrics`.
 
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
 from forestage.admin import copies, inventory, recent
+from forestage.admin import site as sites
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
 from forestage.cache import disk as cache_disk
@@ -23,10 +25,19 @@ from forestage.peers import stats
 from forestage.peers.stats import Uploaded
 from forestage.registry import under_way as imports
 from forestage.registry.under_way import UnderWay
+from forestage.slurm import companion
 from forestage.system import mounts
+from forestage.system.mounts import Mount
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
+from forestage.system.tree import Files
 from forestage.through import living
 from forestage.units import format_size
+
+STATES = (
+    *("ok", "hangs", "read-only", "full", "failing", "unusable"),
+    *("doubt", "off", "not-called", "no-companion"),
+)
+FAILING = 3600.0  # seconds that a copy's error counts, if no other copy has succeeded since
 
 
 class Disk(msgspec.Struct, frozen=True):
@@ -55,8 +66,16 @@ class Doubt(msgspec.Struct, frozen=True):
     why: str
 
 
+class Blocked(msgspec.Struct, frozen=True):
+    """Why nothing can be staged though the cache is there: its disk hangs, is read-only or full, or
+    copies end with errors."""
+
+    state: Literal["hangs", "read-only", "full", "failing"]
+    why: str
+
+
 class Status(msgspec.Struct, frozen=True):
-    """The node as it is now. `unusable` says why the cache is not used.
+    """The node as it was at `time`, in seconds since the epoch. `unusable`: why no cache is used.
 
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
     peer service of this node sent to others, if one runs or has run since boot. `off` says what
@@ -67,6 +86,7 @@ class Status(msgspec.Struct, frozen=True):
     `reclaimable` are the bytes of entries that may be evicted now. `calls` says who was called
     since boot, `starts` how jobs began lately. `imports` are steps that wait for an image of a
     registry. `in_steps`: the steps of jobs show copies, and the node sees no redirect.
+    `no_companion`: which running Slurm process has not loaded the companion, though it should.
     """
 
     cache: str
@@ -90,48 +110,62 @@ class Status(msgspec.Struct, frozen=True):
     starts: recent.Starts = recent.Starts()
     imports: tuple[UnderWay, ...] = ()
     in_steps: bool = False
+    time: float = 0.0
+    blocked: Blocked | None = None
+    no_companion: str = ""
 
 
-def gather(node: Node) -> Status:
-    """Reads the node. Raises PermissionError for users who may not read the cache."""
-    unusable = ""
+def gather(node: Node, conf: str = "") -> Status:
+    """Reads the node; `conf` is $SLURM_CONF or "".
+
+    Raises PermissionError for users who may not read the cache.
+    """
+    now = node.clock.wall()
+    unusable, blocked = "", None
     try:
         holdings = inventory.gather(node)
         made = inventory.is_made(node)
     except Declined as failed:
         holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
+        if failed.reason == "cache-hangs":
+            blocked = Blocked("hangs", unusable)
     under_way = copies.gather(node) if made else ()
     paths = copies.paths(node) if made else {}
     paths |= {copy.key: copy.image for copy in under_way}
     paths |= {item.key: item.path for item in holdings.items}
-    problems = holdings.problems
-    if hang := None if unusable else cache_disk.hangs(node.places, node.cache):
-        problems += (str(cache_disk.declined(node.cache, hang)),)
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
     disk = doubt.known(node.places)
-    calls = recent.calls(node.places)
+    calls = recent.calls(node.places, now)
+    starts = recent.starts(node.places.events, now)
     found = Status(
+        time=now,
         cache=str(node.cache.root),
         unusable=unusable,
         redirects=bound,
         leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
-        problems=problems,
+        problems=holdings.problems,
         served=stats.read(node.places.peer),
         off=_off(node),
         doubt=Doubt(disk.since, disk.why) if disk.since else None,
         calls=calls,
         in_steps=node.config.redirect in ("auto", "spank") and calls.companion is not None,
-        starts=recent.starts(node.places.events, node.clock.wall()),
+        starts=starts,
+        blocked=blocked,
+        no_companion=calls.without if _should_load(node, calls, conf) else "",
         through=tuple(spot.name for spot, _ in living.states(node.places.through)),
         imports=imports.gather(node.places),
     )
-    if not made:
+    if unusable:
         return found
+    under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
+    if not made:
+        return msgspec.structs.replace(found, blocked=_blocked(node, under, None, starts))
     stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
     return msgspec.structs.replace(
         found,
-        disk=_disk(node.cache),
+        blocked=_blocked(node, under, room, starts),
+        disk=_disk(node.cache, under),
         room=room,
         data=sum(one.bytes for one in stored if one.is_data) + room.data_under_way,
         entries=counts(holdings.items),
@@ -140,6 +174,36 @@ def gather(node: Node) -> Status:
         held=inventory.held(node.cache),
         job_dirs=job_dir.taken(node.cache),
     )
+
+
+def _blocked(
+    node: Node, under: Mount | None, room: evict.Room | None, starts: recent.Starts
+) -> Blocked | None:
+    """Why no copy can be made now, as far as that shows before one; a disk is asked in a child."""
+    if hang := cache_disk.hangs(node.places, node.cache):
+        return Blocked("hangs", str(cache_disk.declined(node.cache, hang)))
+    if under and under.is_read_only:
+        return Blocked("read-only", f"{under.point} is mounted read-only (see `dmesg`)")
+    if room is not None and not room.may_take:
+        others = "the rest is not the cache's"
+        free = f"{format_size(room.free)} are free, {format_size(room.min_free)} stay free"
+        return Blocked("full", f"the disk has no room for any entry: {free}, {others}")
+    failed = starts.copy_failure
+    if failed and starts.time - failed.time < FAILING:
+        ago = f"the last copy failed {age(starts.time - failed.time)} ago ({failed.reason})"
+        return Blocked("failing", f"{ago}: {failed.detail}".removesuffix(": "))
+    return None
+
+
+def _should_load(node: Node, calls: recent.Calls, conf: str) -> bool:
+    """Whether steps are to get the companion: by the configuration, or since it was here before."""
+    if node.config.redirect == "spank":
+        return True
+    if node.config.redirect != "auto" or calls.companion is None:
+        return False
+    files = Files(node.places.root)
+    found = sites.find_conf(files, conf)
+    return found is None or companion.is_loaded(node.places.loaded, str(files.at(found.path)))
 
 
 def _off(node: Node) -> str:
@@ -162,9 +226,8 @@ def counts(items: Iterable[Item]) -> Counts:
     )
 
 
-def _disk(cache: Cache) -> Disk:
+def _disk(cache: Cache, under: Mount | None) -> Disk:
     facts = os.statvfs(cache.root)
-    under = mounts.holder(mounts.current(), os.path.realpath(cache.root))
     return Disk(
         mounted_at=under.point if under else "?",
         total=facts.f_blocks * facts.f_frsize,
@@ -189,13 +252,17 @@ def _facts(status: Status) -> list[tuple[str, str]]:
     facts.append(("cache", status.cache))
     if status.unusable:
         facts.append(("state", f"not in use: {status.unusable}"))
-    elif status.room is None:
+    elif status.blocked:
+        facts.append(("state", f"{status.blocked.state}: {status.blocked.why}"))
+    if status.room is None and not status.unusable:
         facts.append(("state", "does not exist yet: the first job with an image creates it"))
     if status.doubt:
         told = f"since {moment(status.doubt.since)}: {status.doubt.why}"
         facts.append(("disk errors", f"no image is served, {told} (until the sweep has read all)"))
     if status.disk and status.room:
         disk, room = status.disk, status.room
+        less = f"; {format_size(room.may_take)} now, as others fill the disk"
+        less *= room.may_take < room.max_size
         of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"
         numbers = msgspec.structs.asdict(status.entries)
         entries = str(numbers.pop("total"))
@@ -203,12 +270,12 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             entries = f"{entries} ({states})"
         facts += [
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
-            ("used", f"{format_size(room.used)} by the cache, {room.percent}% of max_size"),
+            ("used", f"{format_size(room.used)} by the cache, {room.percent}% of what it may take"),
             ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
             ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
             *_held(status.held),
             *_job_dirs(status.job_dirs),
-            ("max_size", f"{format_size(room.max_size)}, the most it may take"),
+            ("max_size", f"{format_size(room.max_size)}, the most it may take{less}"),
             ("low_watermark", f"{format_size(room.low)}; the Epilog evicts down to this"),
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
             ("entries", entries),
@@ -243,6 +310,8 @@ def _lately(status: Status, now: float) -> list[tuple[str, str]]:
         if one
     ]
     facts = [("called", ", ".join(words) or "neither Prolog nor Epilog since the node booted")]
+    if status.no_companion:
+        facts.append(("no companion", f"{status.no_companion} (see `forestage check`)"))
     if calls.missed:
         jobs = ", ".join(map(str, calls.missed[: copies.MAX_NAMED]))
         more = len(calls.missed) - copies.MAX_NAMED
@@ -260,7 +329,9 @@ def _lately(status: Status, now: float) -> list[tuple[str, str]]:
 
 
 def state(status: Status) -> tuple[str, str]:
-    """Pure: the node in one word, and why it is not "ok"."""
+    """Pure: the node in one word, and why it is not "ok"; of several the first counts."""
+    if status.blocked:
+        return status.blocked.state, status.blocked.why
     if status.unusable:
         return "unusable", status.unusable
     if status.doubt:
@@ -269,12 +340,15 @@ def state(status: Status) -> tuple[str, str]:
         return "off", status.off
     if status.calls.missed:
         return "not-called", f"no Prolog of forestage ran for job {status.calls.missed[0]}"
+    if status.no_companion:
+        return "no-companion", status.no_companion
     return "ok", ""
 
 
 def facts(status: Status) -> dict[str, str]:
     """Pure: the node in a few words, by the names of `--oneline`."""
     ratio, room = status.starts.hit_ratio, status.room
+    failed = status.starts.failure
     return {
         "state": state(status)[0],
         "full": f"{room.percent}%" if room else "-",
@@ -285,14 +359,14 @@ def facts(status: Status) -> dict[str, str]:
         "copies": str(len(status.copies)),
         "hits": f"{ratio:.0%}" if ratio is not None else "-",
         "companion": "yes" if status.calls.companion else "no",
-        "failure": status.starts.failure.reason if status.starts.failure else "-",
+        "failure": f"{failed.reason}@{age(status.time - failed.time)}" if failed else "-",
     }
 
 
 def oneline(status: Status) -> str:
     """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
 
-    New fields come at the end. It has no age, so that healthy nodes print much the same.
+    New fields come at the end. Only a failure has its age, so healthy nodes print much the same.
     """
     why = state(status)[1]
     words = [f"{name}={value}" for name, value in facts(status).items()]

@@ -46,9 +46,17 @@ class Room(msgspec.Struct, frozen=True):
     data_under_way: int = 0
 
     @property
+    def may_take(self) -> int:
+        """The most that entries may take now: less than `max_size` where others fill the disk.
+
+        Evicting does not change it: what is no longer used is free.
+        """
+        return max(0, min(self.max_size, self.used + self.free - self.min_free))
+
+    @property
     def percent(self) -> int:
-        """How full the cache is, of what it may take at most."""
-        return round(100 * self.used / self.max_size) if self.max_size else 100
+        """How full the cache is, of what it may take now."""
+        return round(100 * self.used / self.may_take) if self.may_take else 100
 
 
 class Goal(msgspec.Struct, frozen=True):
@@ -183,18 +191,20 @@ def _room(cache: Cache, config: Config, used: int, kept_open: int = 0) -> Room:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
-    max_size = config.max_size.of(total)
-    min_free = config.min_free.of(total)
-    # Evicting does not change it: what is no longer used is free.
-    may_take = max(0, min(max_size, used + free - min_free))
-    return Room(
+    room = Room(
         free=free,
         used=used,
-        max_size=max_size,
-        min_free=min_free,
-        low=config.low_watermark.of(may_take),
-        share=config.max_user_share.of(max(0, min(max_size, used + kept_open + free - min_free))),
-        data=config.data.share.of(may_take),
+        max_size=config.max_size.of(total),
+        min_free=config.min_free.of(total),
+        low=0,
+        share=0,
+    )
+    with_held = msgspec.structs.replace(room, used=used + kept_open)
+    return msgspec.structs.replace(
+        room,
+        low=config.low_watermark.of(room.may_take),
+        share=config.max_user_share.of(with_held.may_take),
+        data=config.data.share.of(room.may_take),
     )
 
 

@@ -22,8 +22,6 @@ NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
     *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
 }
-# A disk with errors goes read-only in its file system's options alone (errors=remount-ro).
-_READ_ONLY = {"ro", "emergency_ro"}
 _QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 and xfs in mountinfo
 
 
@@ -79,7 +77,7 @@ def _place(
                 line,
             )
             break
-    if not _READ_ONLY.isdisjoint(under.options):
+    if under.is_read_only:
         yield Finding(
             "cache-read-only",
             "critical",

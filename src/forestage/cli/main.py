@@ -90,7 +90,7 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
             screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
     try:
-        found = view.gather(node)
+        found = view.gather(node, os.environ.get("SLURM_CONF", ""))
     except PermissionError:
         if not oneline:
             with contextlib.suppress(OSError):  # else why root is needed

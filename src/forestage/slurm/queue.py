@@ -4,7 +4,7 @@ import contextlib
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,17 +132,8 @@ class Slurm(NamedTuple):
 
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
-        found = set()
-        for process in self.proc.glob("[0-9]*"):
-            try:
-                title = (process / "cmdline").read_bytes()
-                is_root = process.stat().st_uid == 0
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
-                continue
-            manager = _MANAGER.match(title)
-            if manager and is_root:  # any user's process may call itself so
-                found.add(int(manager[1]))
-        return frozenset(found)
+        managers = (_MANAGER.match(title) for _, title in processes(self.proc))
+        return frozenset(int(one[1]) for one in managers if one)
 
     def command(
         self, words: Sequence[str], stop: threading.Event | None = None, limit: float | None = None
@@ -167,6 +158,18 @@ class Slurm(NamedTuple):
         if ran.code != 0:
             raise SlurmError(ran.explained())
         return ran.out
+
+
+def processes(proc: Path) -> Iterator[tuple[Path, bytes]]:
+    """Root's processes, each with its title: any user's may call itself what it likes."""
+    for process in proc.glob("[0-9]*"):
+        try:
+            title = (process / "cmdline").read_bytes()
+            is_root = process.stat().st_uid == 0
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+            continue
+        if is_root:
+            yield process, title
 
 
 def found(listing: str, job: int) -> JobState | None:

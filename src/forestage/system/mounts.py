@@ -21,6 +21,7 @@ MNT_DETACH = 2
 CLONE_NEWNS = 0x00020000
 _SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100  # on every architecture
 _SYS_MOVE_MOUNT, _FROM_FD, _TO_FD = 429, 4, 0x40
+_READ_ONLY = frozenset(("ro", "emergency_ro"))
 
 
 @functools.cache
@@ -58,6 +59,11 @@ class Mount(msgspec.Struct, frozen=True):
         fields = self.rest.split(" ")
         # Neither name nor source of a mount holds a space as it is: the last field is the kernel's.
         return [*fields[0].split(","), *fields[-1].split(",")]
+
+    @property
+    def is_read_only(self) -> bool:
+        """Also where only its file system is, as with errors=remount-ro once a disk has failed."""
+        return not _READ_ONLY.isdisjoint(self.options)
 
     @property
     def fuse_user(self) -> int:

@@ -321,6 +321,37 @@ def test_lease_lost_without_epilog_is_noticed() -> None:
     assert "no Epilog is recorded" not in printed(event(hit()), released)
 
 
+LEFT = event(hit(redirect="spank"))
+OVER = event(Released("released"), hook="epilog", time=NOW + 9)
+NEXT = event(hit(redirect="spank"), time=NOW + 20)
+
+
+@pytest.mark.parametrize(
+    ("events", "is_told"),
+    [
+        ((LEFT, OVER), True),
+        ((event(Handled("started", request="/d/", data=True)), OVER), True),
+        ((LEFT,), False),  # it may be about to
+        ((LEFT, event(hit(), hook="step", step=0, time=NOW + 1), OVER), False),
+        ((event(hit(redirect="mounted")), OVER), False),
+        ((event(Handled("declined", reason="missing")), OVER), False),
+        ((LEFT, OVER, NEXT), False),  # requeued, and runs
+        ((event(hit(), hook="step", step=0), OVER, NEXT, OVER), True),
+    ],
+)
+def test_job_whose_steps_never_asked_is_told_why_that_may_be(
+    events: tuple[Event, ...], is_told: bool
+) -> None:
+    text = printed(*events)
+    assert ("No step of this job asked forestage for its copies" in text) == is_told
+    assert history(7, events, None).unasked == is_told
+
+
+def test_directory_in_a_prolog_says_what_its_steps_get() -> None:
+    text = printed(event(Handled("started", request="/d/", via="hint", data=True)))
+    assert "each step is shown it, once all of it is here" in text
+
+
 def test_data_is_told_from_an_image() -> None:
     found = printed(event(hit(request="/lustre/set/", image="/lustre/set", data=True)))
     assert "data     /lustre/set" in found

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from commands import NOW, Site
 from forestage import events
-from forestage.admin import metrics
+from forestage.admin import metrics, status
 from forestage.admin.metrics import Facts
 from forestage.admin.tally import Tally
 from forestage.cache import doubt
@@ -369,6 +369,28 @@ def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(sit
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 1
     assert written(site)["forestage_disk_doubt_timestamp_seconds"] == NOW
+
+
+def state(site: Site) -> list[str]:
+    """The states that are 1."""
+    names = {name: value for name, value in written(site).items() if "forestage_state " in name}
+    assert len(names) == len(status.STATES)
+    return [name.partition("state=")[2] for name, value in names.items() if value]
+
+
+def test_state_is_one_series_each_and_a_copy_that_failed_makes_the_cache_unusable(
+    site: Site,
+) -> None:
+    site.node.cache.prepare(False)
+    site.run("metrics")
+    assert (state(site), written(site)["forestage_cache_usable"]) == (["ok"], 1)
+    failed = Copied("failed", reason="io", key="k")
+    append(site.places.events, [Event(time=NOW - 60, hook="stager", job=7, outcome=failed)])
+    site.run("metrics")
+    assert (state(site), written(site)["forestage_cache_usable"]) == (["failing"], 0)
+    site.configure("enabled: maybe\n")
+    site.run("metrics")
+    assert state(site) == []
 
 
 def off_by_file(site: Site) -> None:

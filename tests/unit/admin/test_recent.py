@@ -9,7 +9,7 @@ import pytest
 
 from commands import NOW, Site
 from forestage.admin import recent
-from forestage.events import Event, Handled, append
+from forestage.events import Copied, Event, Handled, append
 from forestage.hooks import boundary
 
 
@@ -125,3 +125,106 @@ def test_oneline_has_the_fields_that_the_page_lists(site: Site) -> None:
         *("forestage", "state", "full", "reclaimable", "entries", "damaged", "leases"),
         *("copies", "hits", "companion", "failure"),
     ]
+
+
+def slurmd(site: Site, began: float, title: str = "/usr/sbin/slurmd\0-D", pid: int = 900) -> None:
+    """A process of Slurm's that began so many seconds before NOW, as /proc shows it."""
+    process = site.places.root / f"proc/{pid}"
+    process.mkdir(parents=True, exist_ok=True)
+    (process / "cmdline").write_text(title)
+    ticks = round((5000.0 - began) * os.sysconf("SC_CLK_TCK"))
+    (process / "stat").write_text(f"{pid} (slurm) d) S {' '.join(['0'] * 18)} {ticks} 0")
+    (site.places.root / "proc/uptime").write_text("5000.00 1.00\n")
+
+
+def loaded(site: Site, ago: float) -> None:
+    site.places.run.mkdir(parents=True, exist_ok=True)
+    site.places.loaded.touch()
+    os.utime(site.places.loaded, (NOW - ago, NOW - ago))
+
+
+STEP = "slurmstepd: [43.{}]"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's processes are root's")
+@pytest.mark.parametrize(
+    ("title", "began", "last", "said"),
+    [
+        ("/usr/sbin/slurmd\0-D", 600, 599.8, ""),
+        ("/usr/sbin/slurmd\0-D", 600, 4000, "slurmd has not loaded forestage's SPANK plugin"),
+        ("/usr/sbin/slurmd\0-D", 10, 4000, ""),  # it may be about to
+        ("/usr/sbin/sshd\0-D", 600, 4000, ""),
+        (STEP.format(0), 600, 4000, "step 43.0 runs without forestage's SPANK plugin"),
+        (STEP.format("batch"), 600, 4000, "step 43.batch runs without forestage's SPANK plugin"),
+        (STEP.format("extern"), 600, 4000, ""),
+    ],
+)
+def test_slurm_that_began_after_the_companion_was_loaded_last_runs_without_it(
+    site: Site, title: str, began: float, last: float, said: str
+) -> None:
+    loaded(site, last)
+    mark(site, "prolog", 43)
+    slurmd(site, began, title)
+    assert site.json("status")["no_companion"] == said
+    line = site.run("status", "--oneline").stdout
+    assert line.startswith("forestage state=no-companion " if said else "forestage state=ok ")
+    assert (f'why="{said}"' in line) == bool(said)
+    assert (f"{said} (see `forestage check`)" in site.run("status").stdout) == bool(said)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's processes are root's")
+@pytest.mark.parametrize(
+    ("redirect", "line", "state"),
+    [
+        ("auto", "optional /usr/lib/forestage/spank/forestage.so", "no-companion"),
+        ("auto", "", "ok"),  # the admin has taken it out: `auto` is bind
+        ("bind", "optional /usr/lib/forestage/spank/forestage.so", "ok"),
+        ("spank", "", "no-companion"),
+    ],
+)
+def test_companion_is_missed_only_where_steps_are_to_get_it(
+    site: Site, redirect: str, line: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    site.configure(f"redirect: {redirect}\n")
+    conf = site.places.root / "etc/slurm/slurm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("ClusterName=x\n")
+    conf.with_name("plugstack.conf").write_text(f"{line}\n")
+    loaded(site, 4000)
+    slurmd(site, 600)
+    assert f"state={state} " in site.run("status", "--oneline").stdout
+
+
+def copy(result: str, ago: float, **facts: str) -> Event:
+    outcome = Copied(result, key="k", **facts)  # type: ignore[arg-type]
+    return Event(time=NOW - ago, hook="stager", job=7, outcome=outcome)
+
+
+FAILED = {"reason": "io", "detail": "[Errno 5] Input/output error"}
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([copy("copied", 900), copy("failed", 300, **FAILED)], "failing"),
+        ([copy("failed", 900, **FAILED), copy("copied", 300)], "ok"),
+        ([copy("failed", 900, **FAILED), copy("declined", 300, reason="no-room")], "failing"),
+        ([copy("declined", 300, reason="source-error")], "ok"),
+        ([copy("failed", 3601, **FAILED)], "ok"),
+    ],
+)
+def test_last_copy_that_failed_is_the_state_for_an_hour(
+    site: Site, events: list[Event], state: str
+) -> None:
+    site.node.cache.prepare(False)
+    append(site.places.events, events)
+    line = site.run("status", "--oneline").stdout
+    assert line.startswith(f"forestage state={state} ")
+    if state == "failing":
+        assert "(io): [Errno 5] Input/output error" in line
+
+
+def test_failure_has_its_age(site: Site) -> None:
+    append(site.places.events, [start("failed", 2 * 3600 + 300, reason="io")])
+    assert "failure=io@2h5m" in site.run("status", "--oneline").stdout
