@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,9 @@ from forestage.cache import elsewhere, unmount
 from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
 from forestage.stage import source
-from forestage.system import lock, probe
+from forestage.system import lock, mounts, probe
+
+DEV = Path("/dev")
 
 LIMITS = (
     (auth, "PATIENCE"),
@@ -72,3 +78,28 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str, Callable[[]
         monkeypatch.setattr(module, name, called)
 
     return arrange
+
+
+@pytest.fixture
+def dev_log(private_mounts: None, tmp_path: Path) -> Iterator[socket.socket]:
+    """The socket behind /dev/log, in a /dev of the test's own."""
+    host = tmp_path / "dev"
+    host.mkdir()
+    mounts.mount("/dev", str(host), mounts.MS_BIND | mounts.MS_REC)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", DEV], check=True)
+    for device in host.iterdir():
+        (DEV / device.name).symlink_to(device)
+    (DEV / "log").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(DEV / "log"))
+        yield listener
+
+
+@pytest.fixture
+def unread(dev_log: socket.socket) -> None:
+    """Nobody reads, and the queue is full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as filler:
+        filler.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                filler.sendto(b"x", str(DEV / "log"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import stat
 import subprocess
 from pathlib import Path
@@ -44,7 +45,13 @@ def run(tmp_path: Path, hook: str, fake: str | bytes | None) -> subprocess.Compl
     copy.write_text(text.replace(INTERPRETER, str(interpreter)))
     copy.chmod(0o755)
     return subprocess.run(
-        [copy], env={}, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, check=False
+        [copy],
+        env={"SLURM_JOB_ID": "7"},
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        timeout=60,
     )
 
 
@@ -53,6 +60,38 @@ def run(tmp_path: Path, hook: str, fake: str | bytes | None) -> subprocess.Compl
 def test_only_75_drains_the_node(tmp_path: Path, hook: str, fake: str) -> None:
     script, code = FAKES[fake]
     assert run(tmp_path, hook, script).returncode == code
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("fake", "status"), [("is missing", 127), ("prints a traceback", 1)])
+def test_python_that_fails_is_one_line_of_the_log(
+    tmp_path: Path, dev_log: socket.socket, hook: str, fake: str, status: int
+) -> None:
+    run(tmp_path, hook, FAKES[fake][0])
+    dev_log.setblocking(False)
+    received = dev_log.recv(65536).decode()
+    assert f" forestage: {hook} job=7 result=failed reason=python status={status} " in received
+    assert received.startswith("<27>"), "daemon.err"
+    with pytest.raises(BlockingIOError):
+        dev_log.recv(1)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("fake", ["exits 0", "asks to drain"])
+def test_python_that_ends_as_it_should_is_no_line_of_the_guards(
+    tmp_path: Path, dev_log: socket.socket, hook: str, fake: str
+) -> None:
+    run(tmp_path, hook, FAKES[fake][0])
+    dev_log.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        dev_log.recv(1)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_log_that_nobody_reads_does_not_hold_up_the_guard(tmp_path: Path, hook: str) -> None:
+    ran = run(tmp_path, hook, None)
+    assert (ran.returncode, ran.stdout) == (0, b"")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -70,7 +109,8 @@ def test_slurmd_can_run_the_file_and_it_is_short(hook: str) -> None:
     assert file.stat().st_mode & stat.S_IXUSR
     lines = file.read_text().splitlines()
     assert lines[0] == "#!/bin/sh"
-    assert len(lines) <= 15
+    assert len(lines) <= 20
     # No PATH from slurmd: a program without its folder would not be found.
-    commands = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.match(r"/|\[ ", command) for command in commands)
+    text = "\n".join(line for line in lines if line and not line.startswith("#"))
+    programs = re.findall(r"(?m)(?:^|\|\| )(?!exit )(\S+) ", text.replace("\\\n", ""))
+    assert all(re.match(r"/|\[$", program) for program in programs), programs

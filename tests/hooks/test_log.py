@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from forestage import log
-from forestage.system import mounts
 from node import Node
 
-DEV = Path("/dev")
 NO_IMAGE = "from forestage.hooks import main; main({!r})"
-
-
-@pytest.fixture
-def dev_log(private_mounts: None, tmp_path: Path) -> Iterator[socket.socket]:
-    """The socket behind /dev/log, in a /dev of the test's own."""
-    host = tmp_path / "dev"
-    host.mkdir()
-    mounts.mount("/dev", str(host), mounts.MS_BIND | mounts.MS_REC)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", DEV], check=True)
-    for device in host.iterdir():
-        (DEV / device.name).symlink_to(device)
-    (DEV / "log").unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(str(DEV / "log"))
-        yield listener
-
-
-@pytest.fixture
-def unread(dev_log: socket.socket) -> None:
-    """Nobody reads, and the queue is full."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as filler:
-        filler.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                filler.sendto(b"x", str(DEV / "log"))
 
 
 def run_without_image(hook: str) -> subprocess.CompletedProcess[str]:

@@ -281,6 +281,17 @@ def test_links_of_the_shipped_documents_lead_to_shipped_files() -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "installed"),
+    [("health", "/usr/lib/forestage/bin/forestage-health"),
+     ("nhc/forestage.nhc", "/usr/share/forestage/nhc/forestage.nhc")],
+)  # fmt: skip
+def test_health_check_lies_where_the_docs_say(file: str, installed: str) -> None:
+    assert (PACKAGING / file).is_file()
+    assert re.search(rf"packaging/{file}\"|[ =]{file}\b", (PACKAGING / "build").read_text())
+    assert installed in (REPO / "docs/operations.md").read_text()
+
+
+@pytest.mark.parametrize(
     ("manager", "asked"),
     [
         ("apt-get", "apt-get install -y --no-install-recommends gcc libc6-dev make binutils gzip"),
