@@ -247,14 +247,12 @@ static const char *make_folder(spank_t sp, const struct datum *one, int *fd)
 
 const char *show_datum(spank_t sp, struct datum *one)
 {
-	const char *wrong = "no mount namespace";
-
-	/* First: what is opened in another namespace cannot be mounted over. */
-	if (!own_namespace())
-		return wrong;
+	const char *wrong;
 	int fd = open_target(sp, one, &wrong);
+
 	if (fd < 0)
 		return wrong;
+	will_change();
 	if (strcmp(kind(one), "device") == 0)
 		wrong = mount_device(one, fd);
 	else if (strcmp(kind(one), "served") == 0)

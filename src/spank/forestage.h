@@ -108,8 +108,8 @@ const char *show_item(spank_t sp, const struct item *item);
 /* forestage.c. In the task: why it is not shown. */
 void say_item(spank_t sp, const struct item *item, const char *why, int error);
 
-/* namespace.c. This process has a mount namespace of its own from now on; false, and errno. */
-bool own_namespace(void);
+/* namespace.c. Before the first mount: the task is to enter the namespace in which it is made. */
+void will_change(void);
 
 /* through.c. By the path of its socket, as root; -1, and errno. For the step manager too. */
 int connect_keeper(const char *path);

@@ -65,13 +65,12 @@ struct place {
 	int folder;
 };
 
-static bool own; /* whether this process has a mount namespace of its own */
+static bool own;     /* whether this process has a mount namespace of its own */
+static bool changed; /* whether that is one to enter */
 
-bool own_namespace(void)
+void will_change(void)
 {
-	own = own || (unshare(CLONE_NEWNS) == 0 &&
-		      mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) == 0);
-	return own;
+	changed = true;
 }
 
 /* As SLURMS in system/child.py. */
@@ -195,6 +194,8 @@ static const char *show_in_turn(spank_t sp, const struct item *item)
 	uid_t uid = 0;
 	off_t place = hash(item->path) % PLACES_OF_USER;
 
+	if (!own)
+		return "no mount namespace";
 	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
 		return "nobody says whose job this is";
 	place += (off_t)uid * PLACES_OF_USER;
@@ -223,6 +224,8 @@ static void live(spank_t sp, int line, const struct item *items, int count)
 	let_go(line, items, count);
 	leave_cgroups();
 	alarm(LIMIT_MS / 1000 + 1); /* nobody listens by then */
+	/* First: what is opened in another namespace can neither be mounted nor mounted over. */
+	own = unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) == 0;
 	for (int i = 0; i < count; i++) {
 		if (items[i].over)
 			continue;
@@ -241,21 +244,24 @@ static void live(spank_t sp, int line, const struct item *items, int count)
 	/* By these links, as root may not be let into a user's directory by its name. */
 	struct place place = {open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC),
 			      open("/proc/self/root", folder), open("/proc/self/cwd", folder)};
-	if (own && (place.namespace < 0 || place.root < 0 || place.folder < 0))
+	if (changed && (place.namespace < 0 || place.root < 0 || place.folder < 0))
 		_exit(1);
-	news.what = own ? ENTER : STAY;
-	tell(line, &news, own ? &place : NULL);
+	news.what = changed ? ENTER : STAY;
+	tell(line, &news, changed ? &place : NULL);
 	_exit(0);
 }
 
-/* Not as a child of the task's: what hangs would be found by proctrack/linuxproc, and by wait(2). */
+/*
+ * Not as a child of the task's: what hangs would be found by proctrack/linuxproc, and by wait(2). The
+ * one in between shares the task's memory, of which a copy takes longer than all that is done here.
+ */
 static int start(spank_t sp, const struct item *items, int count)
 {
 	int ends[2];
 
 	if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0)
 		return -1;
-	pid_t pid = fork();
+	const pid_t pid = vfork();
 	if (pid == 0) {
 		if (fork() == 0)
 			live(sp, ends[1], items, count);

@@ -236,22 +236,17 @@ static bool bind_entry(int folder, int target)
 
 static const char *lay(spank_t sp, const struct step *step, struct copy *copy, int *target)
 {
-	/* Looked at from outside first: what is to stay as it is needs no namespace. */
 	const char *wrong = step->through ? NULL : open_entry(step, copy);
 	enum sight seen = wrong ? IS_OTHER : look(sp, step, copy->image, target);
 
+	if (!wrong && step->through && (seen == IS_SOURCE || seen == IS_STALE)) {
+		wrong = open_through(step, copy);
+		seen = wrong ? IS_OTHER : look(sp, step, copy->image, target);
+	}
 	if (wrong)
 		return wrong;
-	if (seen == IS_SOURCE || seen == IS_STALE) {
-		if (!own_namespace())
-			return "no mount namespace";
-		/* In the new namespace, a file opened in the old one cannot be bound, or bound over. */
-		close_copy(copy);
-		wrong = step->through ? open_through(step, copy) : open_entry(step, copy);
-		if (wrong)
-			return wrong;
-		seen = look(sp, step, copy->image, target);
-	}
+	if (seen == IS_SOURCE || seen == IS_STALE)
+		will_change();
 	for (int i = 0; seen == IS_STALE && i < STALE_BINDS; i++) {
 		if (!take_off(*target))
 			return "an older copy lies over it";
