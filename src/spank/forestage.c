@@ -226,6 +226,42 @@ const char *show_item(spank_t sp, const struct item *item)
 	return item->image ? redirect(sp, item->image) : show_datum(sp, item->datum);
 }
 
+static void add_escaped(char *out, size_t size, const char *path)
+{
+	size_t at = 0;
+
+	for (; *path && at + 7 < size; path++) {
+		const unsigned char byte = (unsigned char)*path;
+		if (byte < ' ' || byte == '"' || byte == '\\')
+			at += (size_t)snprintf(out + at, size - at, "\\u%04x", byte);
+		else
+			out[at++] = *path;
+	}
+	out[at] = '\0';
+}
+
+void note_hang(spank_t sp, const struct item *item)
+{
+	const char *node = getenv("SLURMD_NODENAME");
+	char path[6 * PATH_MAX], rest[7 * PATH_MAX];
+	uint32_t job = 0, number = 0;
+	uid_t uid = 0;
+	int task = 0;
+
+	spank_get_item(sp, S_TASK_ID, &task);
+	if (task != 0 || spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
+		return;
+	add_escaped(path, sizeof(path), item->path);
+	snprintf(rest, sizeof(rest),
+		 "\"hook\":\"step\",\"job\":%u,\"uid\":%u,\"node\":\"%s\",\"outcome\":{\"kind\":"
+		 "\"handled\",\"result\":\"declined\",\"reason\":\"" MOUNT_HANGS "\",\"image\":\"%s\","
+		 "\"data\":%s}}",
+		 job, uid, node ? node : "", path, item->image ? "false" : "true");
+	append_event(EVENTS, number, 0, rest);
+}
+
 void say_item(spank_t sp, const struct item *item, const char *why, int error)
 {
 	int task = 0;

@@ -46,6 +46,7 @@ struct step {
 #define MOST_DATA 40   /* lines of a step; more are left out */
 #define RUN "/run/forestage"
 #define LEASES RUN "/leases"
+#define EVENTS "/var/log/forestage/events.jsonl"
 
 /* What a task is to be shown: an image, or a line on data that is a mount. */
 struct item {
@@ -54,7 +55,7 @@ struct item {
 	const struct step *image; /* or NULL */
 	struct datum *datum;
 	bool over;        /* it failed: it is not tried again */
-	bool hung;
+	bool hung;        /* and nobody has noted that yet */
 };
 
 /* What is to show at the path, opened; -1 where it is not. */
@@ -90,6 +91,9 @@ void await_answer(spank_t sp, struct step *step);
 /* shown.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
 void recall(const struct asker *who, struct step *step);
 
+/* shown.c. A line of the event log, of a step: microseconds in all, and the rest of its JSON. */
+void append_event(const char *file, uint32_t number, long long total, const char *rest);
+
 /* Between two looks at what is about to end. */
 void wait_a_moment(void);
 
@@ -104,6 +108,9 @@ const char *fetch_item(const struct item *item);
 
 /* forestage.c. Where the mounts are made. NULL, or why it is not shown, and errno. */
 const char *show_item(spank_t sp, const struct item *item);
+
+/* forestage.c. Notes for `forestage explain` that its mount hangs. */
+void note_hang(spank_t sp, const struct item *item);
 
 /* forestage.c. In the task: why it is not shown. */
 void say_item(spank_t sp, const struct item *item, const char *why, int error);

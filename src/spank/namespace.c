@@ -7,7 +7,7 @@
  * mounts once it goes on. So:
  *
  *   task                                   mounter, in no cgroup of the step, nobody's descendant
- *   gets what somebody serves
+ *   fetches mounts that a program serves
  *   forks it, waits up to LIMIT_MS
  *                                          unshare(2): a copy of the task's mount namespace
  *                                          mounts there, tells what fails
@@ -227,6 +227,8 @@ static void live(spank_t sp, int line, const struct item *items, int count)
 	/* First: what is opened in another namespace can neither be mounted nor mounted over. */
 	own = unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) == 0;
 	for (int i = 0; i < count; i++) {
+		if (items[i].hung)
+			note_hang(sp, &items[i]); /* the task must not wait for a disk */
 		if (items[i].over)
 			continue;
 		news = (struct news){.what = BEGINS, .item = i};
@@ -255,7 +257,7 @@ static void live(spank_t sp, int line, const struct item *items, int count)
  * Not as a child of the task's: what hangs would be found by proctrack/linuxproc, and by wait(2). The
  * one in between shares the task's memory, of which a copy takes longer than all that is done here.
  */
-static int start(spank_t sp, const struct item *items, int count)
+static int start(spank_t sp, struct item *items, int count)
 {
 	int ends[2];
 
@@ -268,6 +270,8 @@ static int start(spank_t sp, const struct item *items, int count)
 		_exit(0);
 	}
 	int error = errno;
+	for (int i = 0; i < count; i++)
+		items[i].hung = false;
 	close(ends[1]);
 	while (pid > 0 && waitpid(pid, NULL, 0) < 0 && errno == EINTR)
 		;
@@ -393,4 +397,7 @@ void show_items(spank_t sp, struct item *items, int count)
 	for (struct item *one = items; one < items + count; one++)
 		if (!one->over)
 			give_up(sp, one, wrong, error);
+	int last = error == ETIMEDOUT ? start(sp, items, count) : -1; /* it notes what hangs */
+	if (last >= 0)
+		close(last);
 }

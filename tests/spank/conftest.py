@@ -17,6 +17,7 @@ sys.path.insert(0, str(HERE))
 
 # It lies beside this file, not in a package.
 from companion import (  # noqa: E402
+    EVENTS,
     FOLDER,
     GID,
     KEY,
@@ -46,6 +47,7 @@ OTHERS: Others = {
     "forestage.h": {
         "MOST_DATA": ("40", " 6"),
         "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
+        "EVENTS": ('"/var/log/forestage/events.jsonl"', f'"{EVENTS}"'),
         "LEASES": ('RUN "/leases"', f'"{LEASES}"'),
     },
 }

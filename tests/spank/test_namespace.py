@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from companion import Ran, Step
+from companion import EVENTS, GID, JOB, UID, Ran, Step
 from test_bind import options
 from test_data import keeping, line, served
 
+from forestage import events
+from forestage.events import Handled
 from node import until
 from parking import Park
 
 MOUNTER = "forestage-task"
+BATCH = 0xFFFFFFFB  # the step, as fake.c has it
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -54,6 +57,7 @@ def _tidy(step: Step, park: Park) -> Iterator[None]:
     yield
     park.let_go()
     until(gone, "the mounters to end")
+    EVENTS.unlink(missing_ok=True)
 
 
 def test_task_stands_where_it_stood_when_it_has_its_mounts(step: Step) -> None:
@@ -92,6 +96,40 @@ def test_task_whose_image_cannot_be_mounted_over_reads_the_source(
     assert ran.logged.count("a mount over it hangs (mount-hangs): Connection timed out") == 2
     assert len(ran.said) == 1
     assert "setenv 1 FORESTAGE_RESULT=mount-hangs" in ran.facts("setenv")
+
+
+def noted() -> list[tuple[int, int | None, str, str, bool]]:
+    found = []
+    for event in events.read(EVENTS):
+        assert isinstance(event.outcome, Handled)
+        told = event.outcome
+        found.append((event.job, event.step, told.reason, told.image, told.data))
+    return found
+
+
+def test_mount_that_hangs_is_noted_once_for_explain(hasty: Step, park: Park) -> None:
+    park(hasty.image, "read")
+    hasty.answers(hasty.use())
+    hasty.run("tasks=2")
+    until(noted, "the event")
+    assert noted() == [(JOB, BATCH, "mount-hangs", str(hasty.image), False)]
+
+
+def test_each_mount_that_hangs_is_noted_whatever_its_name(hasty: Step, park: Park) -> None:
+    odd = hasty.folder / 'home/a "b"\\ c'
+    odd.mkdir(parents=True)
+    os.chown(odd.parent, UID, GID)
+    os.chown(odd, UID, GID)
+    park(hasty.image, "read")
+    park(odd, "list")
+    with keeping(hasty, "clones") as socket:
+        hasty.answers(served(socket, odd), hasty.use())
+        hasty.run()
+    until(lambda: len(noted()) == 2, "two events")
+    assert [(image, data) for *_, image, data in noted()] == [
+        (str(hasty.image), False),
+        (str(odd), True),
+    ]
 
 
 class Beside:
