@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import lanes  # it and `node` lie beside this file, not in a package
 from forestage.system import mounts
 from node import Node
+from parking import Park, with_fuse
 
 pytest_plugins = ["flaky"]
 
@@ -76,28 +77,23 @@ def machine() -> None:
         pytest.fail(f"missing: {', '.join(missing)} (run tests/prepare)")
 
 
-def _built(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A program of tests/faults, which is a FUSE file system."""
-    program = tmp_path_factory.mktemp(name) / name
-    argv = ["pkg-config", "--cflags", "--libs", "fuse3"]
-    flags = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
-    source = Path(__file__).parent / f"faults/{name}.c"
-    subprocess.run(
-        ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, source, *flags], check=True
-    )
-    return program
-
-
 @pytest.fixture(scope="session")
 def farfs(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program of the file system that can be slow, hang and die."""
-    return _built("farfs", tmp_path_factory)
+    return with_fuse("farfs", tmp_path_factory.mktemp("farfs"))
+
+
+@pytest.fixture
+def park(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Park]:
+    """Has somebody hold inodes until the test ends, or lets go of them."""
+    with contextlib.ExitStack() as stack:
+        yield Park(with_fuse("park", tmp_path_factory.mktemp("park")), stack)
 
 
 @pytest.fixture(scope="session")
 def nfslike(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program of the file system that keeps attributes, names and listings."""
-    return _built("nfslike", tmp_path_factory)
+    return with_fuse("nfslike", tmp_path_factory.mktemp("nfslike"))
 
 
 @pytest.fixture

@@ -74,6 +74,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "redirects"
 
     @property
+    def mounting(self) -> Path:
+        """Who mounts locks a byte of it; src/spank/namespace.c does, too."""
+        return self.run / "mounting"
+
+    @property
     def through(self) -> Path:
         """A directory for each image that read-through servers show, see cache/readers.py."""
         return self.run / "through"

@@ -15,7 +15,6 @@
 
 #include "forestage.h"
 
-#define MOST_DATA 40 /* lines of a step; more are left out */
 #define MOST_FIELDS 7
 #define SERVED_SECONDS 20 /* until it is served: PLACED and START of data/serving.py */
 #define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
@@ -25,6 +24,7 @@ struct datum {
 	char *text;               /* what `field` points into */
 	char *field[MOST_FIELDS]; /* of a mount, the last two are where, and its inode or `root` */
 	int count;
+	int mount;                /* fetched from who serves it; -1 */
 	bool done;
 };
 
@@ -87,7 +87,7 @@ void understand_data(const char *line)
 		slurm_info("forestage: more than %d lines on data: left out: %s", MOST_DATA, line);
 		return;
 	}
-	*one = (struct datum){.text = strdup(line)};
+	*one = (struct datum){.text = strdup(line), .mount = -1};
 	rest = one->text;
 	while (rest && one->count < MOST_FIELDS)
 		one->field[one->count++] = strsep(&rest, "\t");
@@ -178,27 +178,32 @@ static const char *mount_device(const struct datum *one, int fd)
 	return wrong;
 }
 
-/* Whoever serves it first has a program begin, in the cgroups that Slurm puts this task into. */
-static const char *mount_served(const struct datum *one, int fd)
+/*
+ * Whoever serves it first has a program begin, in the cgroups that Slurm puts this task into. Anew for
+ * each try: what was mounted in one that hangs cannot be mounted elsewhere.
+ */
+const char *fetch_datum(struct datum *one)
 {
 	static char answer[ANSWER_BYTES];
 	const struct timeval patience = {.tv_sec = SERVED_SECONDS};
 	const char *wrong = "nobody serves it";
-	int keeper = connect_keeper(one->field[1]);
 
+	if (strcmp(kind(one), "served") != 0)
+		return NULL;
+	if (one->mount >= 0)
+		close(one->mount);
+	one->mount = -1;
+	int keeper = connect_keeper(one->field[1]);
 	if (keeper < 0)
 		return wrong;
 	setsockopt(keeper, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-	int got = fetch_mount(keeper, answer), error = errno;
+	one->mount = fetch_mount(keeper, answer);
+	int error = errno;
 	close(keeper);
 	errno = error;
-	if (got < 0)
-		return strncmp(answer, "no ", 3) == 0 ? answer + 3 : wrong;
-	wrong = attach_mount(got, fd) ? NULL : "it cannot be mounted";
-	error = errno;
-	close(got);
-	errno = error;
-	return wrong;
+	if (one->mount >= 0)
+		return NULL;
+	return strncmp(answer, "no ", 3) == 0 ? answer + 3 : wrong;
 }
 
 static bool is_made(const struct datum *one)
@@ -240,45 +245,35 @@ static const char *make_folder(spank_t sp, const struct datum *one, int *fd)
 	return name ? "it cannot be made" : NULL;
 }
 
-static const char *show_one(spank_t sp, const struct datum *one)
+const char *show_datum(spank_t sp, struct datum *one)
 {
-	const char *wrong = "no mount namespace";
-
-	/* First: what is opened in another namespace cannot be mounted over. */
-	if (!own_namespace())
-		return wrong;
+	const char *wrong;
 	int fd = open_target(sp, one, &wrong);
+
 	if (fd < 0)
 		return wrong;
+	will_change();
 	if (strcmp(kind(one), "device") == 0)
 		wrong = mount_device(one, fd);
 	else if (strcmp(kind(one), "served") == 0)
-		wrong = mount_served(one, fd);
+		wrong = attach_mount(one->mount, fd) ? NULL : "it cannot be mounted";
 	else
 		wrong = make_folder(sp, one, &fd);
 	int error = errno;
 	if (fd >= 0)
 		close(fd);
 	errno = error;
+	one->done = !wrong;
 	return wrong;
 }
 
-void show_data(spank_t sp)
+int list_data(struct item *items)
 {
-	int task = 0;
+	int count = 0;
 
-	spank_get_item(sp, S_TASK_ID, &task);
-	for (struct datum *one = data; one < data + data_count; one++) {
-		if (strcmp(kind(one), "env") == 0)
-			continue;
-		errno = 0;
-		const char *wrong = show_one(sp, one);
-		one->done = !wrong;
-		if (!wrong)
-			continue;
-		slurm_info("forestage: nothing is mounted at %s: %s: %s", target(one), wrong,
-			   strerror(errno));
-		if (task == 0)
-			slurm_spank_log("forestage: nothing is mounted at %s: %s", target(one), wrong);
-	}
+	for (struct datum *one = data; one < data + data_count; one++)
+		if (strcmp(kind(one), "env") != 0)
+			items[count++] = (struct item){
+				.path = target(one), .kept = &one->mount, .datum = one};
+	return count;
 }

@@ -33,7 +33,6 @@ SPANK_PLUGIN(forestage, 1)
 #define MOST_SECONDS 570
 
 /* Slurm loads us: by this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). */
-#define RUN "/run/forestage"
 #define MARK RUN "/companion"
 #define EXTERN_STEP 0xfffffffcu /* SLURM_EXTERN_CONT of slurm.h */
 
@@ -217,28 +216,94 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	return 0;
 }
 
-static void show(spank_t sp, const struct step *one)
+const char *fetch_item(const struct item *item)
 {
-	const char *image = one->image, *wrong;
+	return item->image ? NULL : fetch_datum(item->datum);
+}
+
+const char *show_item(spank_t sp, const struct item *item)
+{
+	return item->image ? redirect(sp, item->image) : show_datum(sp, item->datum);
+}
+
+static void add_escaped(char *out, size_t size, const char *path)
+{
+	size_t at = 0;
+
+	for (; *path && at + 7 < size; path++) {
+		const unsigned char byte = (unsigned char)*path;
+		if (byte < ' ' || byte == '"' || byte == '\\')
+			at += (size_t)snprintf(out + at, size - at, "\\u%04x", byte);
+		else
+			out[at++] = *path;
+	}
+	out[at] = '\0';
+}
+
+void note_hang(spank_t sp, const struct item *item)
+{
+	const char *node = getenv("SLURMD_NODENAME");
+	char path[6 * PATH_MAX], rest[7 * PATH_MAX];
+	uint32_t job = 0, number = 0;
+	uid_t uid = 0;
 	int task = 0;
 
-	if (!one->use || !(wrong = redirect(sp, one)))
-		return;
-	slurm_info("forestage: %s stays as it is: %s: %s", image, wrong, strerror(errno));
 	spank_get_item(sp, S_TASK_ID, &task);
-	if (one->tell && task == 0)
-		slurm_spank_log("forestage: %s is read from where it is: %s", image, wrong);
+	if (task != 0 || spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
+		return;
+	add_escaped(path, sizeof(path), item->path);
+	snprintf(rest, sizeof(rest),
+		 "\"hook\":\"step\",\"job\":%u,\"uid\":%u,\"node\":\"%s\",\"outcome\":{\"kind\":"
+		 "\"handled\",\"result\":\"declined\",\"reason\":\"" MOUNT_HANGS "\",\"image\":\"%s\","
+		 "\"data\":%s}}",
+		 job, uid, node ? node : "", path, item->image ? "false" : "true");
+	append_event(EVENTS, number, 0, rest);
+}
+
+void say_item(spank_t sp, const struct item *item, const char *why, int error)
+{
+	int task = 0;
+
+	spank_get_item(sp, S_TASK_ID, &task);
+	if (item->image == &step && item->hung)
+		spank_setenv(sp, RESULT, MOUNT_HANGS, 1);
+	if (!item->image) {
+		slurm_info("forestage: nothing is mounted at %s: %s: %s", item->path, why,
+			   strerror(error));
+		if (task == 0)
+			slurm_spank_log("forestage: nothing is mounted at %s: %s", item->path, why);
+		return;
+	}
+	slurm_info("forestage: %s stays as it is: %s: %s", item->path, why, strerror(error));
+	if (item->image->tell && task == 0)
+		slurm_spank_log("forestage: %s is read from where it is: %s", item->path, why);
+}
+
+static int list_image(struct item *items, struct step *one)
+{
+	*items = (struct item){.path = one->image, .kept = &one->keeper, .image = one};
+	return one->use;
 }
 
 /* In each task, as root, when it has joined the job's own namespaces. */
 int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 {
+	struct item items[1 + MOST_HINTED + MOST_DATA];
+	int count = 0;
+
 	(void)ac, (void)av;
 	if (step.later)
 		await_answer(sp, &step);
-	show(sp, &step);
+	count += list_image(items + count, &step);
 	for (int i = 0; i < step.count; i++)
-		show(sp, &step.also[i]);
-	show_data(sp); /* after the images, which are known by what lies beneath */
+		count += list_image(items + count, &step.also[i]);
+	count += list_data(items + count); /* after the images, which are known by what lies beneath */
+	if (count)
+		show_items(sp, items, count);
+	for (int i = 0; i < count; i++)
+		if (*items[i].kept >= 0)
+			close(*items[i].kept);
 	return 0;
 }

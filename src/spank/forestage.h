@@ -40,9 +40,23 @@ struct step {
 /* What the step's environment says of its image: a word, and the path at which it shows. */
 #define RESULT "FORESTAGE_RESULT"
 #define IMAGE_PATH "FORESTAGE_IMAGE_PATH"
+#define MOUNT_HANGS "mount-hangs" /* of events/reasons.py */
 
 #define MOST_HINTED 16 /* MAX_HINTED in slurm/job.py */
-#define LEASES "/run/forestage/leases"
+#define MOST_DATA 40   /* lines of a step; more are left out */
+#define RUN "/run/forestage"
+#define LEASES RUN "/leases"
+#define EVENTS "/var/log/forestage/events.jsonl"
+
+/* What a task is to be shown: an image, or a line on data that is a mount. */
+struct item {
+	const char *path; /* where */
+	int *kept;        /* what serves it: a connection, or a mount; or -1 */
+	const struct step *image; /* or NULL */
+	struct datum *datum;
+	bool over;        /* it failed: it is not tried again */
+	bool hung;        /* and nobody has noted that yet */
+};
 
 /* What is to show at the path, opened; -1 where it is not. */
 struct copy {
@@ -77,8 +91,32 @@ void await_answer(spank_t sp, struct step *step);
 /* shown.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
 void recall(const struct asker *who, struct step *step);
 
+/* shown.c. A line of the event log, of a step: microseconds in all, and the rest of its JSON. */
+void append_event(const char *file, uint32_t number, long long total, const char *rest);
+
 /* Between two looks at what is about to end. */
 void wait_a_moment(void);
+
+/* helper.c. Of a clock that nobody sets. */
+long long now_ms(void);
+
+/* namespace.c. Shows a task these, in their order, and says of each that it is not shown why. */
+void show_items(spank_t sp, struct item *items, int count);
+
+/* forestage.c. In the task: what may take long. NULL, or why it is not shown, and errno. */
+const char *fetch_item(const struct item *item);
+
+/* forestage.c. Where the mounts are made. NULL, or why it is not shown, and errno. */
+const char *show_item(spank_t sp, const struct item *item);
+
+/* forestage.c. Notes for `forestage explain` that its mount hangs. */
+void note_hang(spank_t sp, const struct item *item);
+
+/* forestage.c. In the task: why it is not shown. */
+void say_item(spank_t sp, const struct item *item, const char *why, int error);
+
+/* namespace.c. Before the first mount: the task is to enter the namespace in which it is made. */
+void will_change(void);
 
 /* through.c. By the path of its socket, as root; -1, and errno. For the step manager too. */
 int connect_keeper(const char *path);
@@ -115,10 +153,7 @@ bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups);
 /* redirect.c. Calls `open_it` with the job's ids and groups, which a task does not have yet. */
 int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what);
 
-/* redirect.c. The task has a mount namespace of its own from now on; false, and errno. */
-bool own_namespace(void);
-
-/* redirect.c. The path shows the entry to this task alone. NULL, or why not, and errno. */
+/* redirect.c. The path shows the entry in a namespace of this process. NULL, or why not, and errno. */
 const char *redirect(spank_t sp, const struct step *step);
 
 /* data.c. A line of the helper's on the job's data, without its first word. */
@@ -130,7 +165,13 @@ void forget_data(void);
 /* data.c. In user_init: what the helper said of the step's environment. */
 void set_variables(spank_t sp);
 
-/* data.c. In each task: all that is to be mounted, in the order of the lines. */
-void show_data(spank_t sp);
+/* data.c. All that is to be mounted, in the order of the lines; how many that are. */
+int list_data(struct item *items);
+
+/* data.c. NULL, or why it cannot be had, and errno. Waits for who serves it. */
+const char *fetch_datum(struct datum *one);
+
+/* data.c. NULL, or why nothing is mounted there, and errno. */
+const char *show_datum(spank_t sp, struct datum *one);
 
 #endif

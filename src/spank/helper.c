@@ -225,7 +225,7 @@ void wait_a_moment(void)
 	nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
 }
 
-static long long now_ms(void)
+long long now_ms(void)
 {
 	struct timespec now;
 

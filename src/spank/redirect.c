@@ -1,10 +1,9 @@
-/* How does the path show the copy in this task? By a mount in a mount namespace of its own. */
+/* How does the path show the copy? By a mount, in the namespace that the task enters (namespace.c). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <regex.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -120,19 +119,9 @@ int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what)
 	if (act_as(uid, gid, count, groups))
 		fd = open_it(what);
 	int error = errno;
-	if (!act_as(0, own_gid, own_count, own))
-		slurm_error("forestage: cannot become root again: %s", strerror(errno));
+	act_as(0, own_gid, own_count, own); /* whoever mounts looks whether it is root */
 	errno = error;
 	return fd;
-}
-
-bool own_namespace(void)
-{
-	static bool own;
-
-	own = own || (unshare(CLONE_NEWNS) == 0 &&
-		      mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) == 0);
-	return own;
 }
 
 /* Whose mount the open file is on: a bind of an entry is known by its root (redirect.py). */
@@ -247,22 +236,17 @@ static bool bind_entry(int folder, int target)
 
 static const char *lay(spank_t sp, const struct step *step, struct copy *copy, int *target)
 {
-	/* Looked at from outside first: what is to stay as it is needs no namespace. */
 	const char *wrong = step->through ? NULL : open_entry(step, copy);
 	enum sight seen = wrong ? IS_OTHER : look(sp, step, copy->image, target);
 
+	if (!wrong && step->through && (seen == IS_SOURCE || seen == IS_STALE)) {
+		wrong = open_through(step, copy);
+		seen = wrong ? IS_OTHER : look(sp, step, copy->image, target);
+	}
 	if (wrong)
 		return wrong;
-	if (seen == IS_SOURCE || seen == IS_STALE) {
-		if (!own_namespace())
-			return "no mount namespace";
-		/* In the new namespace, a file opened in the old one cannot be bound, or bound over. */
-		close_copy(copy);
-		wrong = step->through ? open_through(step, copy) : open_entry(step, copy);
-		if (wrong)
-			return wrong;
-		seen = look(sp, step, copy->image, target);
-	}
+	if (seen == IS_SOURCE || seen == IS_STALE)
+		will_change();
 	for (int i = 0; seen == IS_STALE && i < STALE_BINDS; i++) {
 		if (!take_off(*target))
 			return "an older copy lies over it";
@@ -286,8 +270,6 @@ const char *redirect(spank_t sp, const struct step *step)
 	if (target >= 0)
 		close(target);
 	close_copy(&copy);
-	if (step->keeper >= 0)
-		close(step->keeper);
 	errno = error;
 	return wrong;
 }

@@ -187,15 +187,15 @@ static long long now_us(clockid_t clock)
 	return now.tv_sec * 1000000LL + now.tv_nsec / 1000;
 }
 
-/* One line, as events/log.py writes it, whatever the last one was cut short by. */
-static void write_event(const struct note *note, uint32_t number, long long total)
+/* As events/log.py writes it, whatever the last line was cut short by. */
+void append_event(const char *file, uint32_t number, long long total, const char *rest)
 {
 	const long long now = now_us(CLOCK_REALTIME);
 	static char line[EVENT_BYTES];
 	char last = '\n';
 	struct stat st;
 	/* No link is followed, and a FIFO without a reader is an error and no wait. */
-	int fd = open(note->events, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
+	int fd = open(file, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
 		      0640);
 
 	if (fd < 0)
@@ -205,7 +205,7 @@ static void write_event(const struct note *note, uint32_t number, long long tota
 	int length = snprintf(line, sizeof(line),
 			      "%s{\"time\":%lld.%03lld,\"total\":%lld.%04lld,\"step\":%u,%s\n",
 			      last == '\n' ? "" : "\n", now / 1000000, now / 1000 % 1000,
-			      total / 1000000, total / 100 % 10000, number, note->event);
+			      total / 1000000, total / 100 % 10000, number, rest);
 	if (length > 0 && (size_t)length < sizeof(line))
 		(void)!write(fd, line, (size_t)length); /* the step is served all the same */
 	close(fd);
@@ -290,5 +290,5 @@ void recall(const struct asker *who, struct step *step)
 		return;
 	if (!step->through)
 		utimensat(copy.folder, "used", NULL, AT_SYMLINK_NOFOLLOW);
-	write_event(&note, who->number, now_us(CLOCK_MONOTONIC) - start);
+	append_event(note.events, who->number, now_us(CLOCK_MONOTONIC) - start, note.event);
 }

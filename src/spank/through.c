@@ -13,7 +13,7 @@
 
 #include "forestage.h"
 
-#define ANSWER_SECONDS 5  /* for each packet to or from the keeper */
+#define ANSWER_SECONDS 1  /* for each packet to or from the keeper; below LIMIT_MS */
 #define DEVICE "/dev/fuse"
 #define ACCEPTS "ok " /* begins an answer to "serve"; the rest are the options of the mount */
 
@@ -169,10 +169,8 @@ const char *open_through(const struct step *step, struct copy *copy)
 	if (keeper != step->keeper)
 		close(keeper);
 	errno = error;
-	if (copy->image < 0) {
-		slurm_verbose("forestage: %s answers: %s", step->entry, answer);
+	if (copy->image < 0)
 		return "its copy is not served";
-	}
 	if (fstat(copy->image, &st) == 0 && S_ISREG(st.st_mode) &&
 	    (unsigned long long)st.st_size == step->identity[1])
 		return NULL;

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forestage.cache import elsewhere, unmount
+from forestage.cache import elsewhere, redirect, unmount
 from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
 from forestage.stage import source
@@ -23,6 +23,7 @@ LIMITS = (
     (auth, "PATIENCE"),
     (source, "HOOK_TIMEOUT"),
     (source, "STAGER_TIMEOUT"),
+    (redirect, "OVER_TIMEOUT"),
     (unmount, "TIMEOUT"),
     (elsewhere, "LOOK"),
     (epilog, "IMAGES_TIME"),

@@ -92,11 +92,12 @@ def test_batch_script_and_its_steps_have_a_server_each(data: Site) -> None:
 def test_tasks_of_a_step_share_the_server_on_each_node(data: Site) -> None:
     image = data.image("tasks")
     options = [comment(image), "--ntasks-per-node=3", "--overcommit"]
-    look = ["stat", "-c", "%d", f"{POINT}/etc"]
-    ran = data.srun(None, *look, options=options, node="n1,n2")
-    shown = ran.stdout.split()
+    look = f"echo $SLURMD_NODENAME $(stat -c %d {POINT}/etc)"
+    ran = data.srun(None, "sh", "-c", look, options=options, node="n1,n2")
+    shown = ran.stdout.splitlines()
     assert len(shown) == 6
-    assert len(set(shown)) == 2
+    assert {line.split()[0] for line in shown} == {"n1", "n2"}
+    assert len(set(shown)) == 2  # the number of a server that has ended is the next one's
 
 
 def test_step_with_a_container_sees_it_inside(data: Site) -> None:

@@ -22,6 +22,7 @@ SERVED = "from afar\n"  # as long as the image
 Keeper = Callable[[str], None]
 LEASES = Path(f"/tmp/forestage-spank-leases-{os.getpid()}")
 MARK = Path(f"/tmp/forestage-spank-run-{os.getpid()}/companion")
+EVENTS = MARK.parent / "events.jsonl"
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,16 @@ sys.path.insert(0, str(HERE))
 
 # It lies beside this file, not in a package.
 from companion import (  # noqa: E402
+    EVENTS,
     FOLDER,
+    GID,
     KEY,
     LEASES,
     MARK,
     OLD_KEY,
     SANITIZERS,
     SERVED,
+    UID,
     WARNINGS,
     Keeper,
     Step,
@@ -31,27 +34,46 @@ from companion import (  # noqa: E402
 
 # Waits and places, as they are and as the tests have them. A helper that is killed ends; only a
 # machine that stands still lets it take longer than the companion waits.
-OTHERS = {
+Others = dict[str, dict[str, tuple[object, object]]]
+OTHERS: Others = {
     "helper.c": {
         "LOOK_MS": (1000, 100),
         "EXIT_MS": (5000, 500),
         "KILLED_MS": (2000, 60000),
     },
     "shown.c": {"PROLOG_US": (1000000, 60000000)},
-    "through.c": {"ANSWER_SECONDS": (5, 2)},
-    "data.c": {"MOST_DATA": ("40", "6")},
-    "forestage.c": {"RUN": ('"/run/forestage"', f'"{MARK.parent}"')},
-    "forestage.h": {"LEASES": ('"/run/forestage/leases"', f'"{LEASES}"')},
+    "through.c": {"ANSWER_SECONDS": (1, 2)},
+    "namespace.c": {"LIMIT_MS": (2000, 60000)},
+    "forestage.h": {
+        "MOST_DATA": ("40", " 6"),
+        "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
+        "EVENTS": ('"/var/log/forestage/events.jsonl"', f'"{EVENTS}"'),
+        "LEASES": ('RUN "/leases"', f'"{LEASES}"'),
+    },
 }
+
+
+HASTY = {**OTHERS, "namespace.c": {"LIMIT_MS": (2000, 700)}}
+"""For tests in which a mount hangs, and somebody waits for that limit."""
 
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("spank"), OTHERS)
+
+
+@pytest.fixture
+def hasty(step: Step, tmp_path_factory: pytest.TempPathFactory) -> Step:
+    """A step whose tasks do not wait long for a mount."""
+    step.program = built(tmp_path_factory.mktemp("spank-hasty"), HASTY)
+    return step
+
+
+def built(folder: Path, others: Others) -> Path:
     if os.geteuid() != 0:
         pytest.skip("the callbacks run as root")
-    folder = tmp_path_factory.mktemp("spank")
-    own = [adapted(source, folder) for source in FOLDER.glob("*.c")]
-    adapted(FOLDER / "forestage.h", folder)
+    own = [adapted(source, folder, others) for source in FOLDER.glob("*.c")]
+    adapted(FOLDER / "forestage.h", folder, others)
     out, sources = folder / "fake", [*HERE.glob("*.c"), *own]
     command: list[str | Path] = [
         "gcc",
@@ -67,10 +89,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def adapted(source: Path, folder: Path) -> Path:
+def adapted(source: Path, folder: Path, others: Others) -> Path:
     """A copy of the companion's source, with other waits."""
     text = source.read_text()
-    for name, (usual, ours) in OTHERS.get(source.name, {}).items():
+    for name, (usual, ours) in others.get(source.name, {}).items():
         line = f"#define {name} {usual}"
         assert line in text, f"{line} is not in {source}"
         text = text.replace(line, f"#define {name} {ours}")
@@ -96,6 +118,16 @@ def step(program: Path) -> Iterator[Step]:
     yield step
     for left in (folder, LEASES, MARK.parent):
         shutil.rmtree(left, ignore_errors=True)
+
+
+@pytest.fixture
+def point(step: Step) -> Path:
+    """A directory of the user's."""
+    point = step.folder / "home/point"
+    point.mkdir(parents=True)
+    for one in (point.parent, point):
+        os.chown(one, UID, GID)
+    return point
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@
  *   image=, save=, flag=  pyxis' options               env=NAME=VAL  in the step's environment
  *   before=CMD     as root there, before user_init     between=CMD   as root, after user_init
  *   task=CMD       as root, in each task               tasks=N       1 if not given
+ *   stands=DIR     a task's directory             chroot=DIR    its root
  *   closed=1       0, 1 and 2 are closed               leak=1        descriptors without CLOEXEC
  *   context=slurmd, local                              request=UID   a request of UID's waits
  *   contained=1    user_init runs beside the step manager, in other namespaces
@@ -35,7 +36,8 @@
 #define MOST 32
 
 static int report = -1;
-static char *report_name, *image, *save, *container, *flag, *context, *before, *between, *task, *cwd, *request;
+static char *report_name, *image, *save, *container, *flag, *context, *before, *between, *task, *cwd, *request,
+	*stands, *root;
 static char *args[MOST], *step_env[MOST];
 static int arg_count, env_count, tasks = 1, closed, leak, contained;
 static uid_t uid = 4242;
@@ -170,7 +172,8 @@ static void read_arguments(int argc, char **argv)
 		char **value;
 	} known[] = {{"image", &image},	  {"save", &save},     {"container", &container}, {"flag", &flag},	      {"context", &context},
 		     {"before", &before}, {"between", &between}, {"task", &task},
-		     {"cwd", &cwd},	  {"request", &request}};
+		     {"cwd", &cwd},	  {"request", &request},   {"stands", &stands},
+		     {"chroot", &root}};
 
 	for (int i = 2; i < argc; i++) {
 		char *value = strchr(argv[i], '=');
@@ -284,8 +287,14 @@ static int run_task(void)
 	check(setgroups(1, (gid_t[]){4711}), "setgroups");
 	/* A task of 24.11 has the handlers of its step manager until it runs its program. */
 	signal(SIGTERM, step_managers);
-	check(chdir("/"), "chdir"); /* so does setns(2), where a job has its own namespace */
+	if (root)
+		check(chroot(root), "chroot");
+	/* "/" is where setns(2) leaves it, where a job has its own namespace */
+	check(chdir(stands ? stands : "/"), "chdir");
 	fact("task %d", slurm_spank_task_init_privileged(NULL, arg_count, args));
+	char *stood = getcwd(NULL, 0);
+	fact("folder %s", stood);
+	free(stood);
 	fact("descriptors %d more", descriptors() - open_before);
 	count = getgroups(MOST, own);
 	fact("root %d %d %d %d %d %d", getuid(), geteuid(), getgid(), getegid(), count,

@@ -17,16 +17,6 @@ from forestage.system import loop
 
 
 @pytest.fixture
-def point(step: Step) -> Path:
-    """A directory of the user's."""
-    point = step.folder / "home/point"
-    point.mkdir(parents=True)
-    for one in (point.parent, point):
-        os.chown(one, UID, GID)
-    return point
-
-
-@pytest.fixture
 def socket(step: Step) -> Iterator[Path]:
     """Of a keeper that hands out clones of a directory with one file."""
     with keeping(step, "clones") as socket:
@@ -43,8 +33,10 @@ def keeping(step: Step, manner: str) -> Iterator[Path]:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        yield socket
-        process.kill()
+        try:
+            yield socket
+        finally:
+            process.kill()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ mount table is the only record of them (docs/decisions/0002).
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +28,13 @@ from forestage.config import switch
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
 from forestage.slurm import enroot
-from forestage.system import as_user, folders, lock, mounts
+from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
+OVER_TIMEOUT = 0.5  # seconds for mount(2) over a user's file, under the space lock
+PLACES = 1 << 40  # of those in `Places.mounting`; below it are the companion's
 
 Step = Literal["keep", "mount", "unmount"]
 Shown = Literal["kept", "mounted"]
@@ -171,6 +174,7 @@ def _mount_once(
     note: Callable[[], None],
 ) -> Shown | None:
     """None where a bind has to go first, or goes just now."""
+    turn = _Turn(places.mounting, PLACES + user.uid)
     # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
     target, identity = _open_target(cache, wanted, user, deadline.left())
     try:
@@ -188,7 +192,7 @@ def _mount_once(
             # Lease first: an Epilog that runs next takes off what no lease mentions.
             note()
             if step == "mount":
-                _bind(cache.image(wanted.key), places.redirects / wanted.key, target)
+                _bind(cache.image(wanted.key), places.redirects / wanted.key, target, turn)
             return "mounted" if step == "mount" else "kept"
     finally:
         os.close(target)
@@ -258,7 +262,22 @@ def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tup
     return fds[0], target.identity
 
 
-def _bind(source: Path, spot: Path, target: int) -> None:
+class _Turn(msgspec.Struct, frozen=True):
+    """A byte of a file, locked by the process that mounts; one that hangs keeps it."""
+
+    file: Path
+    place: int
+
+    def take(self) -> None:
+        """Until this process ends. Raises Declined, OSError."""
+        fd = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
+        except BlockingIOError:
+            raise Declined("mount-hangs", "an earlier mount for this user still hangs") from None
+
+
+def _bind(source: Path, spot: Path, target: int, turn: _Turn) -> None:
     """Lays `source` over the open file `target`, read-only from the first moment on.
 
     A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
@@ -267,7 +286,7 @@ def _bind(source: Path, spot: Path, target: int) -> None:
 
     Raises OSError, also where somebody has cleared the spot meanwhile: after a change of `cache:`
     two hooks may hold each the lock of another cache. Declined where the target was replaced since
-    it was opened.
+    it was opened, or cannot be mounted over in time.
     """
     folders.keep(spot.parent)
     _free(spot)
@@ -281,12 +300,31 @@ def _bind(source: Path, spot: Path, target: int) -> None:
         with opened(spot, os.O_PATH | os.O_NOFOLLOW) as made:
             if not os.path.samestat(os.fstat(made), os.lstat(source)):
                 raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
-            try:
-                mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
-            except FileNotFoundError:  # what the kernel says of a file that was deleted
-                raise Declined("changed", "the image or its copy was replaced just now") from None
+            _lay_over(made, target, turn)
     finally:
         _free(spot)
+
+
+def _lay_over(made: int, target: int, turn: _Turn) -> None:
+    """Binds `made` over `target`, in a child: whoever can read that file may have mount(2) wait.
+
+    No signal ends that wait, and the child would mount when it is over, whenever that is. But the
+    kernel looks then whether `made` is still mounted, and the caller unmounts it at once: so what
+    was not mounted in time never is (docs/decisions/0046). Raises Declined, OSError.
+    """
+
+    def work() -> as_user.Found[bool]:
+        child.leave_job()  # nobody is to wait for it
+        turn.take()
+        mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+        return True, []
+
+    try:
+        as_user.call(work, bool, OVER_TIMEOUT, keep=(made, target))
+    except FileNotFoundError:  # what the kernel says of a file that was deleted
+        raise Declined("changed", "the image or its copy was replaced just now") from None
+    except as_user.TooSlow:
+        raise Declined("mount-hangs", "a process keeps the file from being mounted over") from None
 
 
 def _free(spot: Path) -> None:

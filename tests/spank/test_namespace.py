@@ -1,0 +1,254 @@
+"""A mount that hangs hangs in nobody's task, and what it mounts later shows to nobody."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from companion import EVENTS, GID, JOB, UID, Ran, Step
+from test_bind import options
+from test_data import keeping, line, served
+
+from forestage import events
+from forestage.events import Handled
+from node import until
+from parking import Park
+
+MOUNTER = "forestage-task"
+BATCH = 0xFFFFFFFB  # the step, as fake.c has it
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def mounters() -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "comm").read_text() == f"{MOUNTER}\n":
+                found.append(int(folder.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def state(pid: int) -> list[str]:
+    """Its state, its parent, its group and its session."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+
+
+def hanging() -> list[int]:
+    return [pid for pid in mounters() if state(pid)[0] == "D"]
+
+
+def gone() -> bool:
+    for pid in mounters():  # the test's own process adopts them
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            continue
+    return not mounters()
+
+
+@pytest.fixture(autouse=True)
+def _tidy(step: Step, park: Park) -> Iterator[None]:
+    """Before the step's folder is deleted, which would wait for who holds a file in it."""
+    yield
+    park.let_go()
+    until(gone, "the mounters to end")
+    EVENTS.unlink(missing_ok=True)
+
+
+def test_task_stands_where_it_stood_when_it_has_its_mounts(step: Step) -> None:
+    ran = step.run(f"stands={step.image.parent}", f"task=cat ./{step.image.name}")
+    assert ran.facts("folder") == {f"folder {step.image.parent}"}
+    assert options(ran.mounts[0], step.image)
+    assert ran.out == "the image\n"
+
+
+def test_task_stands_on_its_mount_where_that_covers_its_directory(step: Step, point: Path) -> None:
+    """As it would without: what it has open leads to where it did."""
+    with keeping(step, "clones") as socket:
+        step.answers(served(socket, point), "leave\tno-image")
+        ran = step.run(f"stands={point}", f"task=ls . {point}")
+    assert ran.out == f".:\n\n{point}:\nfile\n"
+
+
+def test_task_of_a_slurmd_in_a_chroot_stays_in_it(step: Step) -> None:
+    root = step.folder / "root"
+    make = [f"mkdir {root}", f"mount -t tmpfs root {root}", f"touch {root}/marker"]
+    for name in ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "tmp", "usr"):
+        make.append(f"mkdir {root}/{name}; mount --rbind /{name} {root}/{name}")
+    ran = step.run(f"before={'; '.join(make)}", f"chroot={root}", f"task=ls /marker {step.image}")
+    assert ran.out.split() == ["/marker", str(step.image)]
+    assert options(ran.mounts[0], step.image)
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+def test_task_whose_image_cannot_be_mounted_over_reads_the_source(
+    hasty: Step, park: Park, how: str
+) -> None:
+    park(hasty.image, how)
+    hasty.answers(hasty.use())
+    ran = hasty.run("tasks=2", f"task=stat -c %i {hasty.image}")
+    assert ran.out.split() == [str(hasty.image.stat().st_ino)] * 2
+    assert ran.logged.count("a mount over it hangs (mount-hangs): Connection timed out") == 2
+    assert len(ran.said) == 1
+    assert "setenv 1 FORESTAGE_RESULT=mount-hangs" in ran.facts("setenv")
+
+
+def noted() -> list[tuple[int, int | None, str, str, bool]]:
+    found = []
+    for event in events.read(EVENTS):
+        assert isinstance(event.outcome, Handled)
+        told = event.outcome
+        found.append((event.job, event.step, told.reason, told.image, told.data))
+    return found
+
+
+def test_mount_that_hangs_is_noted_once_for_explain(hasty: Step, park: Park) -> None:
+    park(hasty.image, "read")
+    hasty.answers(hasty.use())
+    hasty.run("tasks=2")
+    until(noted, "the event")
+    assert noted() == [(JOB, BATCH, "mount-hangs", str(hasty.image), False)]
+
+
+def test_each_mount_that_hangs_is_noted_whatever_its_name(hasty: Step, park: Park) -> None:
+    odd = hasty.folder / 'home/a "b"\\ c'
+    odd.mkdir(parents=True)
+    os.chown(odd.parent, UID, GID)
+    os.chown(odd, UID, GID)
+    park(hasty.image, "read")
+    park(odd, "list")
+    with keeping(hasty, "clones") as socket:
+        hasty.answers(served(socket, odd), hasty.use())
+        hasty.run()
+    until(lambda: len(noted()) == 2, "two events")
+    assert [(image, data) for *_, image, data in noted()] == [
+        (str(hasty.image), False),
+        (str(odd), True),
+    ]
+
+
+class Beside:
+    """A step whose tasks look at a path when `path` was mounted, or would have been."""
+
+    def __init__(self, step: Step, look: str, *arguments: str) -> None:
+        self._go = step.folder / "go"
+        waits = f"until test -e {self._go}; do sleep 0.02; done; {look}"
+        self._ran: list[Ran] = []
+        run: Callable[[], None] = lambda: self._ran.append(  # noqa: E731
+            step.run(f"task=touch {step.folder}/$$.runs; {waits}", *arguments)
+        )
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        until(lambda: list(step.folder.glob("*.runs")), "the task to run")
+
+    def ran(self) -> Ran:
+        self._go.touch()
+        self._thread.join()
+        return self._ran[0]
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+def test_path_of_a_running_task_does_not_turn_when_the_mount_comes_late(
+    hasty: Step, park: Park, how: str
+) -> None:
+    park(hasty.image, how)
+    hasty.answers(hasty.use())
+    task = Beside(hasty, f"stat -c %i {hasty.image}")
+    assert len(hanging()) == 1
+    park.let_go()
+    until(gone, "the late mount")
+    assert task.ran().out.split() == [str(hasty.image.stat().st_ino)]
+
+
+def test_directory_that_is_being_listed_keeps_nobody_from_running(
+    hasty: Step, park: Park, point: Path
+) -> None:
+    park(point, "list")
+    with keeping(hasty, "clones") as socket:
+        hasty.answers(served(socket, point), "leave\tno-image")
+        task = Beside(hasty, f"ls {point}")
+        park.let_go()
+        until(gone, "the late mount")
+        ran = task.ran()
+    assert ran.out == ""
+    assert ran.said == [
+        f"forestage: nothing is mounted at {point}: a mount over it hangs (mount-hangs)"
+    ]
+
+
+def test_mount_that_hangs_keeps_no_other_from_being_shown(
+    hasty: Step, park: Park, point: Path
+) -> None:
+    park(hasty.image, "read")
+    with keeping(hasty, "clones") as socket:
+        hasty.answers(served(socket, point), hasty.use())
+        ran = hasty.run(f"task=stat -c %i {hasty.image}; ls {point}")
+    assert ran.out.split() == [str(hasty.image.stat().st_ino), "file"]
+
+
+def test_two_mounts_that_hang_leave_a_task_as_it_was(hasty: Step, park: Park, point: Path) -> None:
+    other = hasty.folder / "data"
+    other.mkdir()
+    park(hasty.image, "read")
+    park(point, "list")
+    with keeping(hasty, "clones") as socket:
+        made = line("folder", "made", other, "root")
+        hasty.answers(served(socket, point), made, hasty.use())
+        ran = hasty.run(f"task=stat -c %i {hasty.image}; ls {other}")
+    assert f"nothing is mounted at {other}: another mount hangs" in ran.logged
+    assert ran.out.split() == [str(hasty.image.stat().st_ino)]
+
+
+def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park: Park) -> None:
+    park(hasty.image, "read")
+    hasty.answers(hasty.use())
+    for _ in range(2):
+        hasty.run("tasks=6")
+    assert len(hanging()) == 1
+
+
+def test_what_hangs_is_in_no_cgroup_of_slurms_and_nobodys_child(hasty: Step, park: Park) -> None:
+    folders = [CGROUPS / name / f"slurm_spank_{os.getpid()}" for name in ("freezer", "memory")]
+    for folder in folders:
+        if not (folder.parent / "cgroup.procs").exists():
+            pytest.skip("needs cgroup v1")
+        folder.mkdir()
+    enter = "".join(f"echo $$ >{folder}/cgroup.procs\n" for folder in folders)
+    inside = hasty.folder / "inside"
+    inside.write_text(f'#!/bin/sh\n{enter}exec {hasty.program} "$@"\n')
+    inside.chmod(0o755)
+    hasty.program = inside
+    park(hasty.image, "read")
+    hasty.answers(hasty.use())
+    try:
+        task = Beside(hasty, "true")
+        (pid,) = hanging()
+        groups = Path(f"/proc/{pid}/cgroup").read_text()
+        _, parent, group, session = state(pid)
+        task.ran()
+    finally:
+        for folder in folders:
+            until(lambda at=folder: not (at / "cgroup.procs").read_text(), "the step to end")
+            folder.rmdir()
+    assert "slurm" not in groups
+    assert int(parent) in (1, os.getpid())  # it has lost its own
+    assert (int(group), int(session)) == (pid, pid)
+
+
+def test_inode_that_is_held_again_and_again_shows_the_copy_or_the_source(
+    hasty: Step, park: Park, point: Path
+) -> None:
+    park(hasty.image, "read", ms=40)
+    park(point, "list", ms=60)
+    right = {str(hasty.image.stat().st_ino), str(hasty.entry().stat().st_ino)}
+    with keeping(hasty, "clones") as socket:
+        hasty.answers(served(socket, point), hasty.use())
+        for _ in range(10):
+            ran = hasty.run("tasks=4", f"task=stat -c %i {hasty.image}")
+            assert set(ran.out.split()) <= right
+            assert len(ran.out.split()) == 4
