@@ -87,14 +87,14 @@ def key_of(path: Path) -> str:
 
 
 def test_image_that_is_being_written_is_copied_once_that_is_over(
-    node: Node, place: Path, parked: Parked
+    node: Node, place: Path, parked: Parked, points: Points
 ) -> None:
     path = put(place / "image.sqsh", image())
     parked.begin(path, OFFSET)
     key = key_of(path)
 
     assert node.prolog(1, path).said == ("declined", "written")
-    assert (node.entries(), node.parts()) == (set(), [])
+    assert (node.entries(), node.parts(), points.count("reserved")) == (set(), [], 0)
 
     parked.land()
     assert key_of(path) == key  # whoever had copied it would not know

@@ -405,7 +405,7 @@ def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
     That counts for no job: 200,000 long names take 400 MiB. Raises Declined.
     """
     for name, most in ((f"trees-{job.user.uid}", OF_USER), ("trees", PLACES)):
-        while not _is_taken(node, name, most, held):
+        while lock.take_one(node.cache.locks, name, most, held) is None:
             _must_be_wanted(node, job)
             node.clock.sleep(PLACE)
 
@@ -416,20 +416,12 @@ def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline)
     Other users' looks are in nobody's way: a step waits.
     """
     with contextlib.suppress(OSError):  # of a disk that is read-only by now
-        while not _is_taken(node, f"looks-{job.user.uid}", OF_USER, held):
+        name = f"looks-{job.user.uid}"
+        while lock.take_one(node.cache.locks, name, OF_USER, held) is None:
             if not until.left():
                 return False
             node.clock.sleep(min(POLL, until.left()))
     return True
-
-
-def _is_taken(node: Node, name: str, most: int, held: contextlib.ExitStack) -> bool:
-    """Takes one of so many places, if one is free."""
-    for number in range(most):
-        with contextlib.suppress(lock.Busy):
-            held.enter_context(lock.held(node.cache.locks / f"{name}.{number}.lock", 0))
-            return True
-    return False
 
 
 def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:

@@ -36,13 +36,14 @@ from forestage.registry.words import Importing, Order, Present, Progress, Refuse
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
-from forestage.system import child, folders, run
+from forestage.system import child, folders, lock, run
 from forestage.units import printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
 SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
 START = 10.0  # seconds until the process stands on its own
 GUESS = 60.0  # seconds for what a Prolog has looked for
+GUESSES, OF_USER = 16, 4  # Prologs' workers at once, of all users and of one
 PATIENCE = 30.0  # seconds for the word of the node that resolves for all
 
 CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
@@ -214,9 +215,10 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
     order = order_of(node, job, asked)
-    at_work = worker.start(job.user, order, asked.environment, _entering(job, tasks))
     shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
-    with at_work, contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo:
+        enter = _bounded(node, job, undo) if job.step is None else _entering(job, tasks)
+        at_work = undo.enter_context(worker.start(job.user, order, asked.environment, enter))
         undo.callback(under_way.forget, node.places, shown)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
@@ -242,8 +244,7 @@ def _entering(job: Job, tasks: Waiting) -> Callable[[], None]:
     """Has the worker go to the cgroups of a task: bounded by what the step may take.
 
     Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
-    it has unpacked. Of a Prolog it goes nowhere. Raises Declined where the step has ended before it
-    had tasks.
+    it has unpacked. Raises Declined where the step has ended before it had tasks.
     """
     if not job.manager:
         return run.nowhere
@@ -252,6 +253,22 @@ def _entering(job: Job, tasks: Waiting) -> Callable[[], None]:
             raise Declined("stopped", GONE)
         tasks.wait(-1)
     return partial(child.enter_task, job.manager, without="freezer")
+
+
+def _bounded(node: Node, job: Job, taken: contextlib.ExitStack) -> Callable[[], None]:
+    """Has a Prolog's worker go to a cgroup with limits of its own, which few have at once.
+
+    A step's, which would bound it, is not there yet. Raises Declined, Failed, OSError.
+    """
+    node.cache.prepare(node.config.require_mount)  # without it there is no copy anyway
+    locks = node.cache.locks
+    number = lock.take_one(locks, f"guesses-{job.user.uid}", OF_USER, taken)
+    if number is not None:
+        number = lock.take_one(locks, "guesses", GUESSES, taken)
+    if number is None:
+        raise Declined("busy", "as many images are being looked for as may be at once")
+    taken.callback(child.leave_bounded, number)
+    return partial(child.enter_bounded, number)
 
 
 def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:

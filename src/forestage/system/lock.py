@@ -93,6 +93,18 @@ def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
         yield
 
 
+def take_one(folder: Path, name: str, most: int, taken: contextlib.ExitStack) -> int | None:
+    """Takes one of `most` places of this name, if one is free, until `taken` ends; its number.
+
+    Raises OSError.
+    """
+    for number in range(most):
+        with contextlib.suppress(Busy):
+            taken.enter_context(held(folder / f"{name}.{number}.lock", 0))
+            return number
+    return None
+
+
 def remove_if_free(path: Path) -> None:
     """Removes a lock file that nobody holds now. Raises OSError."""
     with contextlib.suppress(Busy), held(path, 0):

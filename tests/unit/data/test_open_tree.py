@@ -220,10 +220,21 @@ def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(top: Top) -> Non
         read(tree)
 
 
-def test_file_that_somebody_may_write_to_is_not_read(top: Top) -> None:
-    tree = top.opened(HOUR)
-    with (top.path / "file").open("r+b"), pytest.raises(Declined) as caught:
+def test_file_that_somebody_may_write_to_is_not_read(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they have written when it is asked again, after the read."""
+    tree, real = top.opened(HOUR), os.preadv
+    writer = (top.path / "file").open("r+b")
+
+    def preadv(fd: int, *more: Any) -> int:
+        writer.close()
+        return real(fd, *more)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(Declined) as caught:
         read(tree)
+    writer.close()
     assert caught.value.reason == "written"
     assert str(top.path / "file") in str(caught.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ from forestage.hooks.limit import Limit
 from forestage.hooks.registry import Asked, message, order_of
 from forestage.hooks.waiting import Tasks
 from forestage.registry import place
+from forestage.registry.words import Order
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import child, run
+from forestage.system.as_user import User
 from node import until
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
@@ -291,3 +294,47 @@ def handled(**facts: object) -> Handled:
 )
 def test_user_reads_what_became_of_the_reference(outcome: Handled, wanted: str, text: str) -> None:
     assert message(outcome, wanted) == text  # type: ignore[arg-type]
+
+
+def unmounted(node: Node) -> Node:
+    """Its cache is on no disk of its own."""
+    return msgspec.structs.replace(
+        node, config=msgspec.structs.replace(node.config, require_mount=False)
+    )
+
+
+def test_prologs_worker_is_bounded(
+    staging_node: Node, asking: Job, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No task of the job is there, whose limits could be the worker's."""
+    staging_node = unmounted(staging_node)
+    seen: list[str] = []
+    monkeypatch.setattr(child, "enter_bounded", lambda number: seen.append(f"enters {number}"))
+    monkeypatch.setattr(child, "leave_bounded", lambda number: seen.append(f"leaves {number}"))
+
+    def start(user: User, order: Order, environ: int, enter: Callable[[], None]) -> None:
+        enter()
+        raise Declined("not-imported", "it is none")
+
+    monkeypatch.setattr(registry.worker, "start", start)
+    with pytest.raises(Declined, match="it is none"):
+        registry._worked(stored(staging_node), asking, asked, waiting.Nobody(60.0))
+    assert seen == ["enters 0", "leaves 0"]
+
+
+def test_few_workers_of_prologs_are_at_once_and_fewer_of_one_user(
+    staging_node: Node, asking: Job
+) -> None:
+    staging_node = unmounted(staging_node)
+
+    def of_user(uid: int) -> Job:
+        return msgspec.structs.replace(asking, user=User("", uid, uid))
+
+    with contextlib.ExitStack() as taken:
+        for number in range(registry.GUESSES):
+            registry._bounded(staging_node, of_user(number // registry.OF_USER), taken)
+            if number == registry.OF_USER - 1:
+                with pytest.raises(Declined):
+                    registry._bounded(staging_node, of_user(0), taken)
+        with pytest.raises(Declined):
+            registry._bounded(staging_node, of_user(1000), taken)

@@ -307,9 +307,12 @@ class Opening(Clock):
         self.opened.append(self.file.open("r+b"))
 
 
-def test_writer_is_asked_for_only_once_a_change_would_show(task: Task, source: Path) -> None:
+def test_writer_is_asked_for_only_once_a_change_would_show(
+    task: Task, source: Path, after_copy: AfterCopy
+) -> None:
     """What they then write may have the very times that are known already."""
     clock = Opening(source)
+    after_copy(lambda: clock.opened[0].close())  # nobody writes any more when that is asked again
     task = msgspec.structs.replace(task, node=msgspec.structs.replace(task.node, clock=clock))
     assert not refused(task, "written")
     clock.opened[0].close()

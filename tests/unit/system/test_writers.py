@@ -124,7 +124,9 @@ def test_lease_of_a_moment_says_who_writes_and_is_given_back(file: Path) -> None
     assert by_lease(file) is False
     with file.open("ab"):
         assert by_lease(file) is True
-    os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+    with file.open("rb") as asked:  # and open on
+        assert writers.by_lease(asked.fileno()) is False
+        os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
 
 
 @pytest.mark.usefixtures("no_leases")
