@@ -126,7 +126,7 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
         total=total,
         hit_ratio=total.hit_ratio,
         kept_off=sums.kept_off,
-        savings=_savings(sums, total.waited),
+        savings=_savings(sums, total.seconds),
         warm=Waits(sums.warm.count, sums.warm.median()),
         cold=Waits(sums.cold.count, sums.cold.median()),
         evicted=dict(sorted(sums.evicted.items())),

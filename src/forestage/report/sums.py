@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from forestage.admin.tally import Tally, kind_of
+from forestage.admin.tally import Start, Tally
 from forestage.events import Copied, Event, Handled
 
 QUARTER = 900  # seconds; the days of every time zone begin at a multiple
@@ -53,21 +53,27 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct):
-    """Starts by kind, bytes, evicted entries and seconds waited, in a quarter of an hour or more.
+    """Starts by kind, bytes, evicted entries and `seconds` waited, in a quarter of an hour or more.
 
-    `original` starts were to be staged and had to read the original path. `excluded` starts were
-    not to be staged, by a rule or at the job's wish.
+    The kinds are those of admin/tally.
     """
 
     hit: int = 0
     joined: int = 0
-    cold: int = 0
+    through: int = 0
+    waited: int = 0
+    shared: int = 0
     original: int = 0
     excluded: int = 0
     kept_off: int = 0
     read: int = 0
     evicted: int = 0
-    waited: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def cold(self) -> int:
+        """Starts whose image was not here, whatever they did until it was."""
+        return self.through + self.waited + self.shared
 
     @property
     def tried(self) -> int:
@@ -168,8 +174,8 @@ class Sums:
             user.waited += outcome.wait
             self._add_wait(outcome, slot)
             if start:
-                self._add_start(outcome, start.spared, slot)
-                _add_user(user, outcome, start.spared)
+                self._add_start(outcome, start, slot)
+                _add_user(user, outcome, start)
         if evicted := len(outcome.evicted):
             slot.evicted += evicted
             self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
@@ -189,7 +195,7 @@ class Sums:
             self.rates.add(outcome.bytes / outcome.copying)
 
     def _add_wait(self, outcome: Handled, slot: Slot) -> None:
-        slot.waited += outcome.wait
+        slot.seconds += outcome.wait
         if outcome.image:
             self.images.setdefault(outcome.image, ImageSums()).waited += outcome.wait
         if outcome.result == "hit":
@@ -197,8 +203,8 @@ class Sums:
         elif outcome.result in ("joined", "copied") or outcome.reason == "deadline":
             self.cold.add(outcome.wait)
 
-    def _add_start(self, outcome: Handled, kept_off: int, slot: Slot) -> None:
-        kind = kind_of(outcome)
+    def _add_start(self, outcome: Handled, start: Start, slot: Slot) -> None:
+        kind, kept_off = start.kind, start.spared
         setattr(slot, kind, getattr(slot, kind) + 1)
         if outcome.reason:
             self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
@@ -214,8 +220,8 @@ class Sums:
             image.data = outcome.data
 
 
-def _add_user(user: UserSums, outcome: Handled, kept_off: int) -> None:
-    kind = kind_of(outcome)
+def _add_user(user: UserSums, outcome: Handled, start: Start) -> None:
+    kind, kept_off = start.kind, start.spared
     user.starts += kind != "excluded"
     user.hits += kind == "hit"
     user.kept_off += kept_off

@@ -104,7 +104,7 @@ MINE = Handled("copied", image=PATH, key=PATH, size=GIB, redirect="mounted")
         Counted(
             "the first step is the Prolog's start",
             (("prolog", MINE), ("step", hit(redirect="kept"))),
-            "cold",
+            "waited",
             0,
             0.0,
         ),
@@ -118,7 +118,7 @@ MINE = Handled("copied", image=PATH, key=PATH, size=GIB, redirect="mounted")
 )
 def test_start_is_counted_as_what_it_was(case: Counted) -> None:
     found = reported(*(event(hook, outcome) for hook, outcome in case.runs))
-    kinds = ("hit", "joined", "cold", "original", "excluded")
+    kinds = ("hit", "joined", "through", "waited", "shared", "original", "excluded")
     assert [kind for kind in kinds if getattr(found.total, kind)] == case.starts.split()
     assert sum(found.kept_off.values()) == case.kept_off
     assert found.hit_ratio == case.ratio
@@ -138,7 +138,7 @@ def test_savings_are_time_of_copies_less_all_waiting() -> None:
     assert found.savings is not None
     assert found.savings.gross == pytest.approx(4 * 10.0)
     assert found.savings.net == pytest.approx(40 - 10 - 4 * 0.5 - 3)
-    assert found.total.waited == 15.0
+    assert found.total.seconds == 15.0
 
 
 @pytest.mark.parametrize(
