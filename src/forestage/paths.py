@@ -65,7 +65,7 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "background"
 
     def called(self, hook: str) -> Path:
-        """What a Prolog or Epilog leaves when Slurm calls it, see hooks/boundary.note_call."""
+        """What a Prolog or Epilog leaves when Slurm calls it (hooks/boundary), and a sweep."""
         return self.run / f"called.{hook}"
 
     @property

@@ -139,7 +139,7 @@ def results(site: Site, node: str) -> Counter[tuple[str, str]]:
 
 def filled(query: str) -> str:
     """A panel's query as Grafana sends it."""
-    known = {"$instance": ".*", "$__rate_interval": "1m", "$__range": "5m"}
+    known = {"$instance": ".*", "$cluster": ".*", "$__rate_interval": "1m", "$__range": "5m"}
     for name, value in known.items():
         query = query.replace(name, value)
     assert "$" not in query

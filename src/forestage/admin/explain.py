@@ -311,7 +311,7 @@ def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
 def pieces(found: History, now: float) -> list[Piece]:
     """Pure: what `explain` prints."""
     lines: list[Piece] = [Line(_head(found), heading=True)]
-    counted: set[str] = set()  # with `redirect: bind` a job's first step is its Prolog's start
+    counted = saved.Starts()
     for run in found.runs:
         took = f", {format_duration(run.total)}" if run.total else ""
         whose = f" of job {run.job}" if run.job != found.job else ""
@@ -362,20 +362,9 @@ def _request(explained: Explained, starts: bool) -> list[Piece]:
     return [Facts(tuple(facts), indent=2)]
 
 
-def _starts(outcome: Outcome, run: Run, counted: set[str]) -> bool:
-    """Whether something began to read a copy; `counted` are keys of Prologs not yet repeated."""
-    if not isinstance(outcome, Handled) or outcome.result not in STAGED:
-        return False
-    key, local = outcome.key, outcome.redirect in saved.LOCAL
-    if run.hook == "prolog":
-        if not local or outcome.redirect == "spank":
-            return False
-        counted.add(key)
-        return True
-    if key in counted:
-        counted.remove(key)
-        return False
-    return local
+def _starts(outcome: Outcome, run: Run, counted: saved.Starts) -> bool:
+    """Whether something began to read a copy; `counted` has what was asked about before."""
+    return counted.is_one(run.hook, run.job, outcome)
 
 
 def _saved(outcome: Handled) -> str:

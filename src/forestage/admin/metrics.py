@@ -61,7 +61,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Everything that is exported. `config` is None where it cannot be used.
 
     `status` is None where the node's state could not be read. `doubt` is since when the cache's
-    disk is not trusted, in seconds since the epoch; 0 where it is.
+    disk is not trusted, in seconds since the epoch; 0 where it is. `swept` is when the last sweep
+    was, 0 if none was since the node booted.
     """
 
     tally: Tally
@@ -70,6 +71,7 @@ class Facts(msgspec.Struct, frozen=True):
     config: Config | None = None
     status: Status | None = None
     doubt: float = 0.0
+    swept: float = 0.0
 
 
 @contextlib.contextmanager
@@ -130,7 +132,8 @@ def export(
             config is not None and not config.enabled
         )
         since = doubt.known(places).since
-        written = text(Facts(tally, version, off, config, status, since))
+        swept = last_sweep(places)
+        written = text(Facts(tally, version, off, config, status, since, swept))
         textfile = (config or Config()).metrics.textfile
         if textfile is not None:
             file = places.root / textfile.lstrip("/")
@@ -144,6 +147,14 @@ def export(
     if wrong:
         raise wrong
     return written
+
+
+def last_sweep(places: Places) -> float:
+    """When it was, in seconds since the epoch; 0 if none was since the node booted."""
+    try:
+        return places.called("sweep").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def text(facts: Facts) -> bytes:
@@ -188,6 +199,8 @@ def state(facts: Facts) -> Iterator[Metric]:
     yield _by(GaugeMetricFamily, "state", text, "state", states)
     distrusted = "Whether no job is served until every entry was read, for errors of the disk."
     yield _gauge("disk_doubt", distrusted, bool(facts.doubt))
+    swept = "When the sweep ran last; 0 if it did not since the node booted."
+    yield _gauge("last_sweep_timestamp_seconds", swept, facts.swept)
     if facts.doubt:
         since = "When the last of these errors was seen."
         yield _gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
@@ -258,6 +271,7 @@ def counters(tally: Tally) -> Iterator[Metric]:
     copied = _filled(("source", "peers"), tally.copied)
     bad = _filled(("sweep", "verify"), tally.bad)
     spared = _filled(("hit", "joined"), tally.spared) | {"peers": copied["peers"]}
+    through = _filled(("copy", "source"), tally.read_through)
     for name, text, label, numbers in (
         ("starts", "Images that jobs and their further steps began with.", "result", starts),
         ("declined", "Requests not served, by a rule or the user's mistake.", "reason", declined),
@@ -271,19 +285,22 @@ def counters(tally: Tally) -> Iterator[Metric]:
         ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),
         ("copied_bytes", "Bytes copied into the cache.", "from", copied),
         ("spared_bytes", "Bytes not read from the shared file system.", "by", spared),
+        ("read_through_bytes", "Bytes read of copies before they were complete.", "from", through),
         ("bad_entries", "Entries with wrong bytes, by who found them.", "by", bad),
         ("evictions", "Entries evicted, by the hook.", "hook", _filled(EVICTORS, tally.evicted)),
     ):
         yield _by(CounterMetricFamily, name, text, label, numbers)
     given = tally.given
-    for name, text, number in (
+    for name, text, grown in (
+        ("saved_seconds", "What measured starts saved, where their copy was faster.", tally.saved),
+        ("lost_seconds", "What measured starts lost, where their copy was slower.", tally.lost),
         ("swept_leases", "Leases released by the sweep: their Epilog never ran.", tally.swept),
         ("peer_served_bytes", "Bytes given to other nodes.", given.bytes),
         ("peer_served_chunks", "Chunks given to other nodes.", given.chunks),
         ("peer_sessions", "Sessions that other nodes have opened.", given.sessions),
         ("peer_refused", "Requests of peers that were refused.", given.refused),
     ):
-        yield CounterMetricFamily(f"forestage_{name}", text, value=number)
+        yield CounterMetricFamily(f"forestage_{name}", text, value=grown)
 
 
 def histograms(tally: Tally) -> Iterator[Metric]:

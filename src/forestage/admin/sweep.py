@@ -45,7 +45,7 @@ from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.registry import place
 from forestage.slurm.queue import Slurm, why_over
-from forestage.system import lock
+from forestage.system import folders, lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.through import leftover
@@ -165,6 +165,8 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     if made and not dry_run:
         run.tried(end_doubt, node)
     collected = () if dry_run else run.tried(collect, node) or ()
+    if not dry_run:
+        run.tried(note_run, node)
     done = SweepReport(
         dry_run=dry_run,
         unmounted=run.unmounted,
@@ -214,6 +216,13 @@ def _raise_if_not_root(error: Exception) -> None:
     """Raises PermissionError for a user who may not read the cache; root reports a problem."""
     if isinstance(error, PermissionError) and os.geteuid() != 0:
         raise error
+
+
+def note_run(node: Node) -> None:
+    """Leaves when the last sweep was, for the alert about nodes without one. Raises OSError."""
+    mark = node.places.called("sweep")
+    folders.make(mark.parent, folders.PASSABLE)
+    mark.touch()
 
 
 class _Sweep:

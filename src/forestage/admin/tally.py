@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.events import Bad, Copied, Event, Handled
+from forestage.events import Bad, Copied, Event, Handled, saved
 from forestage.peers.stats import Uploaded
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -22,13 +22,16 @@ RATES = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
 """Bytes per second: from one stream over a slow link to NVMe's own pace."""
 
 HAD = ("hit", "joined")  # results of an image that was here, or came by another job's copy
+FOR_STEPS = (*HAD, "started")  # of a Prolog, where steps are shown the copy
 
 REMEMBERED = 10_000
 """Jobs whose first step repeats what their Prolog was counted for; a node has some hundreds."""
 
-Kind = Literal["hit", "joined", "cold", "original", "excluded"]
-"""Of a start. `original`: it was to be staged and had to read the original path. `excluded`: it was
-not to be staged, by a rule or at the job's wish.
+Kind = Literal["hit", "joined", "through", "waited", "shared", "original", "excluded"]
+"""Of a start. Of those whose image was not here, `through` read through the copy, `waited` had it
+at their first step, and `shared` read the shared path while it was made. `original`: it was to be
+staged and had to read the original path. `excluded`: it was not to be staged, by a rule or at the
+job's wish.
 """
 
 
@@ -57,6 +60,7 @@ class Start(msgspec.Struct, frozen=True):
     `spared` are the bytes that it had from the cache instead of the shared file system.
     """
 
+    kind: Kind
     spared: int = 0
 
 
@@ -64,11 +68,14 @@ class Tally(msgspec.Struct):
     """All that was counted on this node; it only grows. Sizes are bytes.
 
     `requests` and `waits` are by hook (prolog, step), the former by result below that; `of_data`
-    are those requests that were for data; `starts` are by the result that the first hook had, once
-    for a Prolog and its job's first step, and `excluded` what was not to be staged; `declined` and
-    `errors` by reason; `copies` by result, `copied` by where the bytes came from (source, peers),
-    `evicted` by the hook that made room.
+    are those requests that were for data; `starts` are by result, once for a Prolog and its job's
+    first step, and `excluded` what was not to be staged; `declined` and `errors` by reason;
+    `copies` by result, `copied` by where the bytes came from (source, peers), `evicted` by the hook
+    that made room.
     `spared` are bytes that a job had from the cache instead of the shared file system, by result.
+    `saved` and `lost` are seconds of starts that their copies made faster, and slower
+    (events/saved); `read_through` is what jobs read of copies before these were complete, by where
+    it came from.
     `registry` are images of registries that steps named, by how they came, `imports` what the
     steps waited that did not begin at once. `bad` are entries with wrong bytes, by who found them.
     `swept` are leases whose Epilog never ran, `given` is what the peer service sent to others, over
@@ -93,10 +100,20 @@ class Tally(msgspec.Struct):
     given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
     last_given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
     expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
+    begun: dict[int, list[str]] = {}  # by job, keys whose copy its Prolog started for its steps
+    from_copy: saved.Starts = msgspec.field(default_factory=saved.Starts)
+    saved: float = 0.0
+    lost: float = 0.0
+    read_through: dict[str, int] = {}
 
     def add(self, event: Event) -> Start | None:
         """Counts one event; returns the start it reports, unless an earlier event reported it."""
         outcome, start = event.outcome, None
+        is_from_copy = self.from_copy.is_one(event.hook, event.job, outcome)
+        if is_from_copy and isinstance(outcome, Handled):
+            seconds = saved.seconds(outcome) or 0.0
+            self.saved += max(0.0, seconds)
+            self.lost += max(0.0, -seconds)
         if isinstance(outcome, Copied):
             self._copy(outcome)
         elif isinstance(outcome, Handled):
@@ -105,6 +122,7 @@ class Tally(msgspec.Struct):
             _more(self.bad, event.hook)
         else:
             self.expected.pop(event.job, None)
+            self.begun.pop(event.job, None)
             # Job 0 stands for what belonged to no job.
             self.swept += event.hook == "sweep" and event.job != 0
             if outcome.result == "failed":
@@ -120,6 +138,8 @@ class Tally(msgspec.Struct):
         # Resumed bytes count here: the stager that copied them was killed, and wrote no event.
         _more(self.copied, "source", max(0, outcome.bytes - outcome.from_peers))
         _more(self.copied, "peers", outcome.from_peers)
+        _more(self.read_through, "source", outcome.read_straight)
+        _more(self.read_through, "copy", max(0, outcome.read_through - outcome.read_straight))
         fetched = outcome.bytes - outcome.resumed
         if fetched > 0 and outcome.copying > 0:
             self.rates.add(fetched / outcome.copying)
@@ -137,19 +157,28 @@ class Tally(msgspec.Struct):
         if outcome.result == "failed":
             _more(self.errors, outcome.reason)
         self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
-        if self._repeats_prolog(event, outcome):
-            return None
-        if event.hook == "prolog" and outcome.redirect == "spank" and outcome.result in HAD:
+        return None if self._repeats_prolog(event, outcome) else self._start(event, outcome)
+
+    def _start(self, event: Event, outcome: Handled) -> Start | None:
+        is_for_steps = outcome.redirect == "spank" or outcome.data
+        if event.hook == "prolog" and is_for_steps and outcome.result in FOR_STEPS:
             # Nobody has seen the copy yet: the step that is shown it is the start.
             self.expected[event.job].remove(outcome.key)
+            if outcome.result == "started":
+                _remember(self.begun, event.job, outcome.key)
             return None
-        excluded = kind_of(outcome) == "excluded"
-        _more(self.starts, "excluded" if excluded else outcome.result)
-        is_local = outcome.redirect in ("mounted", "kept", "spank")
-        if not (is_local and outcome.result in HAD):
-            return Start()
+        begun = self.begun.get(event.job, ()) if event.hook == "step" else ()
+        if outcome.key in begun:
+            self.begun[event.job].remove(outcome.key)
+            if outcome.result in HAD:
+                # What a job's own Prolog began to copy is no hit of its step, however fast it was.
+                outcome = msgspec.structs.replace(outcome, result="copied")
+        kind = kind_of(outcome)
+        _more(self.starts, "excluded" if kind == "excluded" else outcome.result)
+        if not (outcome.redirect in saved.LOCAL and outcome.result in HAD):
+            return Start(kind)
         _more(self.spared, outcome.result, outcome.size)
-        return Start(spared=outcome.size)
+        return Start(kind, spared=outcome.size)
 
     def _repeats_prolog(self, event: Event, outcome: Handled) -> bool:
         """Whether the job's first step repeats what was counted for the job's Prolog."""
@@ -157,11 +186,7 @@ class Tally(msgspec.Struct):
         if outcome.result not in ("hit", "joined", "copied", "started", "through"):
             return False
         if event.hook == "prolog":
-            # A requeued job begins anew, and its Epilog may not have run.
-            keys = self.expected.pop(job, [])
-            self.expected[job] = keys if key in keys else [*keys, key]
-            while len(self.expected) > REMEMBERED:
-                del self.expected[next(iter(self.expected))]
+            _remember(self.expected, job, key)
             return False
         if key not in self.expected.get(job, ()):
             return False
@@ -191,6 +216,14 @@ class Tally(msgspec.Struct):
         self.last_given = msgspec.structs.replace(now, keys={})
 
 
+def _remember(keys: dict[int, list[str]], job: int, key: str) -> None:
+    # A requeued job begins anew, and its Epilog may not have run.
+    before = keys.pop(job, [])
+    keys[job] = before if key in before else [*before, key]
+    while len(keys) > REMEMBERED:
+        del keys[next(iter(keys))]
+
+
 def _more(counts: dict[str, int], name: str, number: int = 1) -> None:
     counts[name] = counts.get(name, 0) + number
 
@@ -205,8 +238,12 @@ def kind_of(outcome: Handled) -> Kind:
         return "hit"
     if outcome.result == "joined":
         return "joined"
-    if outcome.result in ("copied", "started", "through"):
-        return "cold"
+    if outcome.result == "through":
+        return "through"
+    if outcome.result == "copied":
+        return "waited"
+    if outcome.result == "started":
+        return "shared"
     # A request that was declined before its image was opened has no key.
     was_tried = outcome.result == "failed" or (outcome.key and outcome.reason != "off")
     return "original" if was_tried else "excluded"

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -38,8 +37,10 @@ def _time_option(ctx: click.Context, parameter: click.Parameter, value: str | No
     "--since", metavar="TIME", callback=_time_option, help=f"Count events from then on: {EXPECTED}."
 )
 @click.option("--until", metavar="TIME", callback=_time_option, help="Count events before then.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the page.")
-@click.option("-o", "--output", metavar="FILE", help="Write to FILE; - is standard output.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead.")
+@click.option(
+    "-o", "--output", metavar="FILE", help="The HTML page, or JSON, to FILE; - is standard output."
+)
 @click.pass_context
 def report(
     ctx: click.Context,
@@ -49,23 +50,29 @@ def report(
     as_json: bool,
     output: str | None,
 ) -> None:
-    """Report what staging saved, as an HTML page.
+    """Report what staging saved: as a text, or with -o as an HTML page.
 
-    Reads the event LOGs of any number of nodes (- is standard input), or else this node's. The page
-    shows start-up time saved, the hit ratio, bytes kept off the shared file system, and images.
+    Reads the event LOGs of any number of nodes (- is standard input), or else this node's. It shows
+    start-up time saved, the hit ratio, bytes kept off the shared file system, what starts waited,
+    what reading through was worth, failures, and images, users, partitions and nodes.
     """
     from forestage import report as reports
+    from forestage.errors import NotFound
+    from forestage.system.terminal import show
 
-    if not as_json and output is None and sys.stdout.isatty():
-        raise click.UsageError("the page is for a browser: name a file with -o")
     now = ctx.obj.clock.wall()
     if since is not None and until is not None and since >= until:
         raise click.UsageError("--since is not before --until")
     names = logs or reports.of_node(ctx.obj.places.events)
     window = reports.Window(since, until)
     found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
+    if output is None:
+        show(found, reports.pieces(found), as_json)
+        return
+    if not Path(output).parent.is_dir():
+        raise NotFound(f"{Path(output).parent} is not there", "-o names a file in it")
     # A file is replaced once it is whole; a link, or a device such as /dev/null, never is.
-    file = Path(output or "-")
+    file = Path(output)
     is_replaced = file.is_file() or not os.path.lexists(file)
-    with click.open_file(output or "-", "wb", atomic=is_replaced and not file.is_symlink()) as out:
+    with click.open_file(output, "wb", atomic=is_replaced and not file.is_symlink()) as out:
         out.write(reports.as_json(found) if as_json else reports.as_page(found))

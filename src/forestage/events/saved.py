@@ -1,12 +1,49 @@
 """What one start saved: what reading the image from its source takes, less what staging took. Pure.
 
-docs/operations.md says how it is measured (`What it saved`).
+The one definition, for `explain`, `stage-tell=yes`, the report and the metrics; docs/operations.md
+says how it is measured (`What it saved`).
 """
 
-from forestage.events.log import Handled
+import msgspec
+
+from forestage.events.log import Handled, Outcome
 from forestage.units import format_duration
 
 LOCAL = ("mounted", "kept", "spank")  # redirects by which the start reads the copy
+WHOLE = ("hit", "joined", "copied")  # results of what is here when the start begins
+REMEMBERED = 10_000  # jobs whose first step repeats their Prolog's start; a node has some hundreds
+
+
+class Starts(msgspec.Struct):
+    """Which requests of a node are starts from a copy, in the order of its log.
+
+    With `redirect: bind` a job's first step repeats its Prolog's start: `counted` are the keys of
+    those, by job, that no step has repeated yet.
+    """
+
+    counted: dict[int, list[str]] = {}
+
+    def is_one(self, hook: str, job: int, outcome: Outcome) -> bool:
+        """Whether something began to read a copy, and no earlier event reported it."""
+        if not isinstance(outcome, Handled):
+            if hook in ("epilog", "sweep"):
+                self.counted.pop(job, None)
+            return False
+        if not (outcome.result in WHOLE and outcome.redirect in LOCAL):
+            return False
+        if hook == "prolog":
+            if outcome.redirect == "spank":  # nobody has seen it yet
+                return False
+            keys = self.counted.setdefault(job, [])
+            if outcome.key not in keys:
+                keys.append(outcome.key)
+            while len(self.counted) > REMEMBERED:
+                del self.counted[next(iter(self.counted))]
+            return True
+        if outcome.key in self.counted.get(job, ()):
+            self.counted[job].remove(outcome.key)
+            return False
+        return True
 
 
 def seconds(outcome: Handled) -> float | None:
@@ -14,8 +51,8 @@ def seconds(outcome: Handled) -> float | None:
 
     Of a step that reads through, or from the source while the copy goes on, nobody knows it.
     """
-    whole = outcome.result in ("hit", "joined", "copied") and outcome.redirect in LOCAL
-    return outcome.baseline - outcome.wait if whole and outcome.baseline else None
+    is_local = outcome.result in WHOLE and outcome.redirect in LOCAL
+    return outcome.baseline - outcome.wait if is_local and outcome.baseline else None
 
 
 def phrase(outcome: Handled) -> str:

@@ -1,6 +1,6 @@
 """Savings report: what staging saved, computed from the event logs of one node or many.
 
-`from_logs` adds up the events; `as_page` and `as_json` render the result. Event logs are
+`from_logs` adds up the events; `pieces`, `as_page` and `as_json` render the result. Event logs are
 all that is read and nothing is written. Jinja2 is imported only when a page is made.
 """
 
@@ -12,6 +12,7 @@ from forestage.report.logs import of_node as of_node
 from forestage.report.logs import read
 from forestage.report.sums import Sums
 from forestage.report.sums import Window as Window
+from forestage.report.text import pieces as pieces
 
 
 def from_logs(logs: Iterable[str], window: Window, now: float, utc_offset: int) -> Report:

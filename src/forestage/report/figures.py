@@ -7,16 +7,14 @@ since the epoch; `Report` is also the JSON document, so its field names are an i
 import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from typing import TypeVar
 
 import msgspec
 
 from forestage.report.logs import LogCounts
-from forestage.report.sums import (
-    QUARTER,
-    Slot,
-    Sums,
-    Window,
-)
+from forestage.report.sums import QUARTER, Distribution, GroupSums, Slot, Sums, Window
+
+G = TypeVar("G", bound=GroupSums)
 
 HOUR, DAY = 3600, 86400
 WIDTHS = (HOUR, 6 * HOUR, DAY, 7 * DAY, 28 * DAY, 364 * DAY)  # seconds of a period
@@ -25,14 +23,33 @@ FIRST_MONDAY = 4 * DAY  # after the epoch
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """How long jobs waited; the median is at most 2 % too high."""
+    """What starts waited for staging; `median` and `most` are at most 2 % too high.
+
+    95 of 100 waited `most` seconds or less.
+    """
 
     count: int
     median: float | None
+    most: float | None
 
 
-class Savings(msgspec.Struct, frozen=True):
-    """An estimate of the start-up time that staging saved, summed over nodes.
+class Through(msgspec.Struct, frozen=True):
+    """What reading through was worth.
+
+    Of `steps` that read through, those whose copy was completed began `ahead` seconds before that
+    (the median; `seconds` in all). Until then jobs read so many bytes, `straight` of them from the
+    source.
+    """
+
+    steps: int
+    ahead: float | None
+    seconds: float
+    read: int
+    straight: int
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """Another answer than `saved`, for clusters whose copies are not measured (peers).
 
     `gross` is what copying all `kept_off` bytes would have taken at `rate`, the median of `copies`
     in bytes per second; `net` is `gross` less all waiting, and may be negative.
@@ -44,33 +61,36 @@ class Savings(msgspec.Struct, frozen=True):
     copies: int
 
 
-class Image(msgspec.Struct, frozen=True):
-    """Figures of one image path; `saved` is the net estimate in seconds."""
+class Group(msgspec.Struct, frozen=True):
+    """Figures of a user, a partition, a node or an image.
 
-    path: str
-    size: int
-    starts: int
-    hits: int
-    copies: int
-    kept_off: int
-    saved: float | None
-    kind: str = "image"
-
-
-class Person(msgspec.Struct, frozen=True):
-    """Figures of one user.
-
-    `saved` is, in seconds, what their images' own reading from the source would have taken, less
-    all that they waited; None where no start was measured. Of `local` starts `measured` were.
+    `saved` is in seconds, as `forestage explain` has it (events/saved), of the `measured` starts of
+    `local` ones from a copy; None where none was measured.
     """
 
-    user: str
+    name: str
     starts: int
     hits: int
     local: int
     measured: int
     kept_off: int
     saved: float | None
+
+
+class Image(Group, frozen=True, kw_only=True):
+    """Figures of one image path, or of a directory."""
+
+    size: int
+    copies: int
+    kind: str = "image"
+
+
+class OneNode(Group, frozen=True, kw_only=True):
+    """`rate` is the median of the node's copies in bytes per second; `failed` counts failures."""
+
+    failed: int
+    rate: float | None
+    waits: Waits
 
 
 class Period(Slot, kw_only=True):
@@ -83,7 +103,8 @@ class Report(msgspec.Struct, frozen=True):
     """All figures of a report.
 
     `first` and `last` are the times of the earliest and latest event; `kept_off` are bytes by how
-    they were kept off the shared file system, `evicted` entries by the hook that evicted them.
+    they were kept off the shared file system, `evicted` entries by the hook that evicted them,
+    `failed` failures by reason, `original` and `excluded` such starts by reason.
     Events outside of the window or at an impossible time are not counted.
     """
 
@@ -92,17 +113,21 @@ class Report(msgspec.Struct, frozen=True):
     first: float | None
     last: float | None
     utc_offset: int
-    nodes: int
     total: Slot
     hit_ratio: float | None
     kept_off: dict[str, int]
-    savings: Savings | None
-    warm: Waits
-    cold: Waits
+    all: Group
+    estimate: Estimate | None
+    waits: Waits
+    through: Through
+    failed: dict[str, int]
     evicted: dict[str, int]
-    reasons: dict[str, int]
+    original: dict[str, int]
+    excluded: dict[str, int]
+    nodes: tuple[OneNode, ...]
+    partitions: tuple[Group, ...]
     images: tuple[Image, ...]
-    users: tuple[Person, ...]
+    users: tuple[Group, ...]
     width: int
     periods: tuple[Period, ...]
     events: int
@@ -116,23 +141,43 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
     for slot in sums.slots.values():
         total.add(slot)
     width = _period_width(sums.first, sums.last)
+    through = sums.through
     return Report(
         made=round(sums.now),
         window=sums.window,
         first=sums.first if sums.events else None,
         last=sums.last if sums.events else None,
         utc_offset=utc_offset,
-        nodes=len(sums.nodes),
         total=total,
         hit_ratio=total.hit_ratio,
         kept_off=sums.kept_off,
-        savings=_savings(sums, total.waited),
-        warm=Waits(sums.warm.count, sums.warm.median()),
-        cold=Waits(sums.cold.count, sums.cold.median()),
+        all=Group("", *_numbers(sums.total)),
+        estimate=_estimate(sums, total.seconds),
+        waits=_waits(sums.waits),
+        through=Through(
+            through.steps,
+            through.ahead.median(),
+            through.seconds,
+            through.read,
+            through.straight,
+        ),
+        failed=_most_first(sums.failed),
         evicted=dict(sorted(sums.evicted.items())),
-        reasons=dict(sorted(sums.reasons.items(), key=lambda item: (-item[1], item[0]))),
-        images=tuple(_images(sums)),
-        users=tuple(_users(sums)),
+        original=_most_first(sums.original),
+        excluded=_most_first(sums.excluded),
+        nodes=tuple(_nodes(sums)),
+        partitions=tuple(_groups(sums.partitions)),
+        images=tuple(
+            Image(
+                path,
+                *_numbers(image),
+                size=image.size,
+                copies=image.copies,
+                kind="data" if image.data else "image",
+            )
+            for path, image in _most_kept_off(sums.images)
+        ),
+        users=tuple(_groups(sums.users)),
         width=width,
         periods=tuple(_periods(sums.slots, width, utc_offset)),
         events=sums.events,
@@ -142,35 +187,53 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
     )
 
 
-def _savings(sums: Sums, waited: float) -> Savings | None:
+def _estimate(sums: Sums, waited: float) -> Estimate | None:
     """Returns None if no copy shows how long one takes."""
     rate = sums.rates.median()
     if not rate:
         return None
     gross = sum(image.kept_off for image in sums.images.values()) / rate
-    return Savings(gross - waited, gross, rate, sums.rates.count)
+    return Estimate(gross - waited, gross, rate, sums.rates.count)
 
 
-def _images(sums: Sums) -> Iterator[Image]:
+def _waits(found: Distribution) -> Waits:
+    return Waits(found.count, found.median(), found.at(0.95))
+
+
+def _most_first(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _numbers(sums: GroupSums) -> tuple[int, int, int, int, int, float | None]:
+    """The fields of a Group, after its name."""
+    saved = sums.saved if sums.measured else None
+    return sums.starts, sums.hits, sums.local, sums.measured, sums.kept_off, saved
+
+
+def _most_kept_off(groups: dict[str, G]) -> list[tuple[str, G]]:
     """Those with most bytes kept off come first."""
-    rate = sums.rates.median()
-    for path, image in sorted(
-        sums.images.items(),
-        key=lambda item: (-item[1].kept_off, -item[1].starts, item[0]),
-    ):
-        saved = image.kept_off / rate - image.waited if rate else None
-        kind = "data" if image.data else "image"
-        numbers = (image.size, image.starts, image.hits, image.copies, image.kept_off)
-        yield Image(path, *numbers, saved, kind)
+    return sorted(groups.items(), key=lambda item: (-item[1].kept_off, -item[1].starts, item[0]))
 
 
-def _users(sums: Sums) -> Iterator[Person]:
-    """Those with most bytes kept off come first."""
-    for name, user in sorted(
-        sums.users.items(), key=lambda item: (-item[1].kept_off, -item[1].starts, item[0])
-    ):
-        numbers = (user.starts, user.hits, user.local, user.measured, user.kept_off)
-        yield Person(name, *numbers, user.baseline - user.waited if user.measured else None)
+def _groups(groups: dict[str, GroupSums]) -> Iterator[Group]:
+    for name, sums in _most_kept_off(groups):
+        yield Group(name, *_numbers(sums))
+
+
+def _nodes(sums: Sums) -> list[OneNode]:
+    """Those to look at come first: with failures, then with slow copies."""
+    found = (
+        OneNode(
+            name,
+            *_numbers(node),
+            failed=node.failed,
+            rate=node.rates.median(),
+            waits=_waits(node.waits),
+        )
+        for name, node in sums.nodes.items()
+        if node.events
+    )
+    return sorted(found, key=lambda one: (-one.failed, one.rate or math.inf, one.name))
 
 
 def _period_width(first: float, last: float) -> int:

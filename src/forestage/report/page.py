@@ -18,7 +18,7 @@ from forestage.report.plots import HEIGHT, all_plots
 from forestage.units import format_size, printable
 
 FOLDER = Path(__file__).parent
-MAX_IMAGES = 15  # rows, of users too
+MAX_ROWS = 15  # of each table
 
 
 def render(report: Report) -> bytes:
@@ -47,8 +47,10 @@ def render(report: Report) -> bytes:
     html = environment.get_template("page.html.j2").render(
         report=report,
         total=report.total,
-        images=report.images[:MAX_IMAGES],
-        users=report.users[:MAX_IMAGES],
+        images=report.images[:MAX_ROWS],
+        users=report.users[:MAX_ROWS],
+        partitions=report.partitions[:MAX_ROWS],
+        nodes=report.nodes[:MAX_ROWS],
         plots=all_plots(report),
         plot_height=HEIGHT,
         reason_texts=REASONS,

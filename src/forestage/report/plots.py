@@ -68,16 +68,22 @@ def all_plots(report: Report) -> list[Plot]:
     starts = (
         Series("hit", "hit", "hit"),
         Series("joined", "joined", "joined"),
-        Series("cold", "cold", "cold"),
-        Series("original", "original", "original path"),
+        Series("through", "through", "read through"),
+        Series("waited", "waited", "waited"),
+        Series("shared", "shared", "shared"),
+        Series("original", "original", "in vain"),
     )
-    traffic = (Series("kept_off", "hit", "kept off it"), Series("read", "cold", "read from it"))
+    traffic = (Series("kept_off", "hit", "kept off it"), Series("read", "waited", "read from it"))
     evicted = (Series("evicted", "original", "evicted"),)
     return [
         _bars("ratio", "Hit ratio", ratio, fmt.share, lambda _: 1.0, report),
         _bars("starts", "Starts", starts, fmt.number, count_scale, report),
         _bars("bytes", "Shared file system", traffic, format_size, size_scale, report),
-        _bars("evictions", "Entries evicted", evicted, fmt.number, count_scale, report),
+        *(
+            [_bars("evictions", "Entries evicted", evicted, fmt.number, count_scale, report)]
+            if report.evicted
+            else []
+        ),
     ]
 
 

@@ -8,17 +8,18 @@ import math
 
 import msgspec
 
-from forestage.admin.tally import Tally, kind_of
-from forestage.events import Copied, Event, Handled
+from forestage.admin.tally import Start, Tally
+from forestage.events import Copied, Event, Handled, saved
 
 QUARTER = 900  # seconds; the days of every time zone begin at a multiple
 EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
 MAX_AHEAD = 86_400.0  # seconds that a node's clock may be ahead of ours
 BIN_RATIO = 1.02
+MOST_READING = 10_000  # steps of a node that read through one copy
 
 
 class Distribution:
-    """A histogram with bins that are 2 % wide, for medians."""
+    """A histogram with bins that are 2 % wide, for medians and percentiles."""
 
     def __init__(self) -> None:
         self.bins: dict[int, int] = {}
@@ -31,14 +32,17 @@ class Distribution:
         self.count += 1
         self.largest = max(self.largest, value)
 
-    def median(self) -> float | None:
-        """Returns at least the true median and at most 2 % more; None without values."""
+    def at(self, share: float) -> float | None:
+        """Returns what `share` of all are not above, at most 2 % too high; None without values."""
         below = 0
         for number in sorted(self.bins):
             below += self.bins[number]
-            if 2 * below >= self.count:
+            if below >= share * self.count:
                 return min(BIN_RATIO ** (number + 1), self.largest)
         return None
+
+    def median(self) -> float | None:
+        return self.at(0.5)
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -53,21 +57,27 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct):
-    """Starts by kind, bytes, evicted entries and seconds waited, in a quarter of an hour or more.
+    """Starts by kind, bytes, evicted entries and `seconds` waited, in a quarter of an hour or more.
 
-    `original` starts were to be staged and had to read the original path. `excluded` starts were
-    not to be staged, by a rule or at the job's wish.
+    The kinds are those of admin/tally.
     """
 
     hit: int = 0
     joined: int = 0
-    cold: int = 0
+    through: int = 0
+    waited: int = 0
+    shared: int = 0
     original: int = 0
     excluded: int = 0
     kept_off: int = 0
     read: int = 0
     evicted: int = 0
-    waited: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def cold(self) -> int:
+        """Starts whose image was not here, whatever they did until it was."""
+        return self.through + self.waited + self.shared
 
     @property
     def tried(self) -> int:
@@ -88,33 +98,65 @@ class Slot(msgspec.Struct):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class ImageSums:
-    """Sums of one path; `size` is its latest size, `waited` the seconds of all hooks."""
+class GroupSums:
+    """Sums of one user, partition, node or image.
 
-    def __init__(self) -> None:
-        self.starts = 0
-        self.hits = 0
-        self.copies = 0
-        self.kept_off = 0
-        self.waited = 0.0
-        self.size = 0
-        self.data = False
-
-
-class UserSums:
-    """Sums of one user; `baseline` are the seconds that their starts from a copy would have taken.
-
-    Of these starts, `measured` have one.
+    Of `local` starts from a copy `measured` are known to have `saved` so many seconds.
     """
 
     def __init__(self) -> None:
         self.starts = 0
         self.hits = 0
+        self.kept_off = 0
         self.local = 0
         self.measured = 0
-        self.kept_off = 0
-        self.baseline = 0.0
-        self.waited = 0.0
+        self.saved = 0.0
+
+    def add(self, start: Start | None, found: float | None, is_local: bool) -> None:
+        if start and start.kind != "excluded":
+            self.starts += 1
+            self.hits += start.kind == "hit"
+        if start:
+            self.kept_off += start.spared
+        self.local += is_local
+        if found is not None:
+            self.measured += 1
+            self.saved += found
+
+
+class ImageSums(GroupSums):
+    """Sums of one path; `size` is its latest size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+        self.size = 0
+        self.data = False
+
+
+class NodeSums(GroupSums):
+    """Sums of one node, and the state that its events have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = Distribution()
+        self.waits = Distribution()
+        self.events = 0  # of the report's time
+        self.failed = 0
+        self.tally = Tally()
+        self.from_copy = saved.Starts()
+        self.reading: dict[str, list[float]] = {}  # by key, when steps began to read through
+
+
+class ThroughSums:
+    """Steps that read through a copy: how long before its end, and what was read until then."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.ahead = Distribution()
+        self.seconds = 0.0
+        self.read = 0
+        self.straight = 0
 
 
 class Sums:
@@ -128,27 +170,33 @@ class Sums:
         self.events = 0
         self.first = math.inf
         self.last = 0.0
-        self.nodes: set[str] = set()
         self.slots: dict[int, Slot] = {}
+        self.total = GroupSums()
         self.images: dict[str, ImageSums] = {}
-        self.users: dict[str, UserSums] = {}
+        self.users: dict[str, GroupSums] = {}
+        self.partitions: dict[str, GroupSums] = {}
+        self.nodes: dict[str, NodeSums] = {}
         self.rates = Distribution()
-        self.warm = Distribution()
-        self.cold = Distribution()
+        self.waits = Distribution()
+        self.through = ThroughSums()
         self.kept_off = {"hit": 0, "joined": 0, "peers": 0}
-        self.reasons: dict[str, int] = {}
+        self.original: dict[str, int] = {}
+        self.excluded: dict[str, int] = {}
+        self.failed: dict[str, int] = {}
         self.evicted: dict[str, int] = {}
-        self._tallies: dict[str, Tally] = {}
 
     def add(self, event: Event, log: str) -> None:
         """Counts one event; a node's events come in the order of its log.
 
         `log` stands for the node in events that do not name one.
         """
-        node = event.node or log
+        outcome, name = event.outcome, event.node or log
+        node = self.nodes.get(name) or NodeSums()
         # Before the window is checked: a Prolog before it makes the job's first step in it no
         # further start.
-        start = self._tallies.setdefault(node, Tally()).add(event)
+        start = node.tally.add(event)
+        is_local = node.from_copy.is_one(event.hook, event.job, outcome)
+        self.nodes[name] = node
         if not EARLIEST <= event.time <= self.now + MAX_AHEAD:
             self.impossible_time += 1
             return
@@ -156,27 +204,34 @@ class Sums:
             self.outside_window += 1
             return
         self.events += 1
-        self.nodes.add(node)
+        node.events += 1
         self.first = min(self.first, event.time)
         self.last = max(self.last, event.time)
         slot = self.slots.setdefault(int(event.time // QUARTER), Slot())
-        outcome = event.outcome
         if isinstance(outcome, Copied):
-            self._add_copy(outcome, slot)
+            self._add_copy(event, outcome, node, slot)
         elif isinstance(outcome, Handled):
-            user = self.users.setdefault(event.user or str(event.uid), UserSums())
-            user.waited += outcome.wait
-            self._add_wait(outcome, slot)
-            if start:
-                self._add_start(outcome, start.spared, slot)
-                _add_user(user, outcome, start.spared)
+            self._add_request(event, outcome, node, slot)
+            self._add_start(event, outcome, start, is_local, node, slot)
+        if outcome.result == "failed":
+            node.failed += 1
+            self.failed[outcome.reason] = self.failed.get(outcome.reason, 0) + 1
         if evicted := len(outcome.evicted):
             slot.evicted += evicted
             self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
 
-    def _add_copy(self, outcome: Copied, slot: Slot) -> None:
+    def _add_copy(self, event: Event, outcome: Copied, node: NodeSums, slot: Slot) -> None:
+        began = node.reading.pop(outcome.key, [])
         if outcome.result != "copied":
             return
+        for time in began:
+            if time < event.time - outcome.wait:  # of an earlier copy, which was over before it
+                continue
+            ahead = max(0.0, event.time - time)
+            self.through.ahead.add(ahead)
+            self.through.seconds += ahead
+        self.through.read += outcome.read_through
+        self.through.straight += outcome.read_straight
         slot.read += max(0, outcome.bytes - outcome.from_peers)
         slot.kept_off += outcome.from_peers
         self.kept_off["peers"] += outcome.from_peers
@@ -187,39 +242,45 @@ class Sums:
         # The stager that copied the resumed bytes was killed, so its seconds are in no event.
         if not outcome.resumed and outcome.bytes and outcome.copying > 0:
             self.rates.add(outcome.bytes / outcome.copying)
+            node.rates.add(outcome.bytes / outcome.copying)
 
-    def _add_wait(self, outcome: Handled, slot: Slot) -> None:
-        slot.waited += outcome.wait
-        if outcome.image:
-            self.images.setdefault(outcome.image, ImageSums()).waited += outcome.wait
-        if outcome.result == "hit":
-            self.warm.add(outcome.wait)
-        elif outcome.result in ("joined", "copied") or outcome.reason == "deadline":
-            self.cold.add(outcome.wait)
+    def _add_request(self, event: Event, outcome: Handled, node: NodeSums, slot: Slot) -> None:
+        slot.seconds += outcome.wait
+        if outcome.result == "through":
+            self.through.steps += 1
+            began = node.reading.setdefault(outcome.key, [])
+            if len(began) < MOST_READING:
+                began.append(event.time)
 
-    def _add_start(self, outcome: Handled, kept_off: int, slot: Slot) -> None:
-        kind = kind_of(outcome)
-        setattr(slot, kind, getattr(slot, kind) + 1)
-        if outcome.reason:
-            self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
-        if kept_off:
-            slot.kept_off += kept_off
-            self.kept_off[outcome.result] += kept_off
+    def _add_start(
+        self,
+        event: Event,
+        outcome: Handled,
+        start: Start | None,
+        is_local: bool,
+        node: NodeSums,
+        slot: Slot,
+    ) -> None:
+        found = saved.seconds(outcome) if is_local else None
+        user = self.users.setdefault(event.user or str(event.uid), GroupSums())
+        partition = self.partitions.setdefault(event.partition or "-", GroupSums())
+        groups: list[GroupSums] = [self.total, user, partition, node]
         if outcome.image:
             image = self.images.setdefault(outcome.image, ImageSums())
-            image.starts += kind != "excluded"
-            image.hits += kind == "hit"
-            image.kept_off += kept_off
             image.size = outcome.size or image.size
             image.data = outcome.data
-
-
-def _add_user(user: UserSums, outcome: Handled, kept_off: int) -> None:
-    kind = kind_of(outcome)
-    user.starts += kind != "excluded"
-    user.hits += kind == "hit"
-    user.kept_off += kept_off
-    user.local += kept_off > 0
-    if kept_off and outcome.baseline:
-        user.measured += 1
-        user.baseline += outcome.baseline
+            groups.append(image)
+        for group in groups:
+            group.add(start, found, is_local)
+        if start is None:
+            return
+        setattr(slot, start.kind, getattr(slot, start.kind) + 1)
+        slot.kept_off += start.spared
+        if start.spared:
+            self.kept_off[outcome.result] += start.spared
+        if start.kind != "excluded":
+            self.waits.add(outcome.wait)
+            node.waits.add(outcome.wait)
+        if outcome.reason and start.kind in ("original", "excluded"):
+            reasons = self.original if start.kind == "original" else self.excluded
+            reasons[outcome.reason] = reasons.get(outcome.reason, 0) + 1

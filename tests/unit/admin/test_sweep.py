@@ -15,7 +15,7 @@ import pytest
 
 from commands import CHUNK, NOW, Frozen, Site
 from forestage import events
-from forestage.admin import compare, registry, sources, sweep, verify
+from forestage.admin import compare, metrics, registry, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
 from forestage.cache import disk, doubt, hot, unmount
@@ -674,6 +674,16 @@ def test_dry_run_reports_everything_and_changes_nothing(
 
 
 # --- what is on record
+
+
+def test_sweep_leaves_when_it_ran_for_the_alert_and_the_metrics(site: Site) -> None:
+    assert metrics.last_sweep(site.places) == 0.0
+    swept(site)
+    mark = site.places.called("sweep")
+    os.utime(mark, (5.0, 5.0))
+    assert metrics.last_sweep(site.places) == 5.0
+    swept(site)
+    assert metrics.last_sweep(site.places) > 5.0
 
 
 def test_released_lease_is_an_event_that_explain_prints(site: Site) -> None:

@@ -117,6 +117,38 @@ def test_cold_job_is_no_hit(first: Result, then: Result) -> None:
     assert counted(*runs).starts == {first: 1, then: 1}, "the second step is a start of its own"
 
 
+@pytest.mark.parametrize(
+    ("step", "counted_as"),
+    [("through", "through"), ("started", "started"), ("hit", "copied"), ("joined", "copied")],
+)
+def test_cold_start_of_the_companions_is_what_its_step_met(step: Result, counted_as: str) -> None:
+    """The Prolog only starts the copy; whether the job read through shows in its first step."""
+    runs = [
+        event("prolog", served("started", redirect="spank")),
+        event("step", served(step, redirect="spank")),
+    ]
+    found = counted(*runs)
+    assert (found.starts, found.hit_ratio) == ({counted_as: 1}, 0.0)
+    assert found.spared == {}
+    again = [*runs, event("epilog", RELEASED), event("step", served("hit", redirect="spank"))]
+    assert counted(*again).starts == {counted_as: 1, "hit": 1}
+
+
+def test_saved_and_lost_seconds_are_those_of_explain() -> None:
+    def start(job: int, wait: float, baseline: float) -> Event:
+        outcome = Handled("hit", key="a", redirect="spank", wait=wait, baseline=baseline)
+        return event("step", outcome, job)
+
+    found = counted(start(1, 0.5, 10.0), start(2, 9.0, 4.0), start(3, 1.0, 0.0))
+    assert (found.saved, found.lost) == (9.5, 5.0)
+
+
+def test_what_was_read_before_a_copy_was_whole_is_split() -> None:
+    outcome = Copied("copied", size=9, read_through=GIB, read_straight=GIB // 4)
+    found = counted(event("stager", outcome), event("stager", Copied("failed", read_through=GIB)))
+    assert found.read_through == {"copy": GIB - GIB // 4, "source": GIB // 4}
+
+
 def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED", 3)
     tally = counted(*(event("prolog", served("hit"), job) for job in range(10)))

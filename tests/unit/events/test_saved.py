@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forestage.events import Handled, Result, saved
+from forestage.events import Handled, Released, Result, saved
 
 
 def outcome(**changes: Any) -> Handled:
@@ -49,3 +49,38 @@ def test_start_that_read_the_source_as_well_saves_nobody_knows_what(result: Resu
 )
 def test_user_reads_two_digits_of_it(changes: dict[str, Any], text: str) -> None:
     assert saved.phrase(outcome(**changes)) == text
+
+
+BIND = (("prolog", "hit", "mounted"), ("step", "hit", "kept"), ("step", "hit", "kept"))
+
+
+@pytest.mark.parametrize(
+    ("runs", "starts"),
+    [
+        (BIND, [True, False, True]),  # the first step is the Prolog's start
+        ((BIND[0], ("epilog", "", ""), BIND[1]), [True, False, True]),  # another job of that number
+        ((("prolog", "hit", "spank"), ("step", "hit", "spank")), [False, True]),
+        ((("prolog", "started", "later"), ("step", "hit", "kept")), [False, True]),
+        ((("prolog", "started", "spank"), ("step", "through", "spank")), [False, False]),
+        ((("prolog", "declined", ""), ("step", "failed", "")), [False, False]),
+        ((("prolog", "hit", "none"),), [False]),  # nobody reads that copy
+    ],
+)
+def test_start_from_a_copy_counts_once(runs: Any, starts: list[bool]) -> None:
+    told = saved.Starts()
+    outcomes = [
+        (
+            hook,
+            outcome(result=result, redirect=redirect, key="a") if result else Released("released"),
+        )
+        for hook, result, redirect in runs
+    ]
+    assert [told.is_one(hook, 7, one) for hook, one in outcomes] == starts
+
+
+def test_jobs_whose_step_never_came_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "REMEMBERED", 3)
+    told = saved.Starts()
+    for job in range(10):
+        told.is_one("prolog", job, outcome(redirect="mounted", key="a"))
+    assert list(told.counted) == [7, 8, 9]
