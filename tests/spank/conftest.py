@@ -53,7 +53,7 @@ OTHERS: Others = {
 }
 
 
-HASTY = {**OTHERS, "namespace.c": {"LIMIT_MS": (2000, 700)}}
+HASTY = {**OTHERS, "namespace.c": {}}
 """For tests in which a mount hangs, and somebody waits for that limit."""
 
 

@@ -159,7 +159,7 @@ def test_path_of_a_running_task_does_not_turn_when_the_mount_comes_late(
     park(hasty.image, how)
     hasty.answers(hasty.use())
     task = Beside(hasty, f"stat -c %i {hasty.image}")
-    assert len(hanging()) == 1
+    until(hanging, "the mounter to hang")
     park.let_go()
     until(gone, "the late mount")
     assert task.ran().out.split() == [str(hasty.image.stat().st_ino)]
@@ -209,6 +209,7 @@ def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park:
     hasty.answers(hasty.use())
     for _ in range(2):
         hasty.run("tasks=6")
+    until(lambda: gone() or mounters() == hanging(), "those that wait for their turn to end")
     assert len(hanging()) == 1
 
 
@@ -227,6 +228,7 @@ def test_what_hangs_is_in_no_cgroup_of_slurms_and_nobodys_child(hasty: Step, par
     hasty.answers(hasty.use())
     try:
         task = Beside(hasty, "true")
+        until(hanging, "the mounter to hang")
         (pid,) = hanging()
         groups = Path(f"/proc/{pid}/cgroup").read_text()
         _, parent, group, session = state(pid)
