@@ -267,7 +267,7 @@ void say_item(spank_t sp, const struct item *item, const char *why, int error)
 	int task = 0;
 
 	spank_get_item(sp, S_TASK_ID, &task);
-	if (item->image == &step && item->hung)
+	if (item->image && item->hung && (item->image == &step || !step.image[0]))
 		spank_setenv(sp, RESULT, MOUNT_HANGS, 1);
 	if (!item->image) {
 		slurm_info("forestage: nothing is mounted at %s: %s: %s", item->path, why,

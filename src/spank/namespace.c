@@ -44,11 +44,13 @@
 #define HANGS " (" MOUNT_HANGS ")"
 
 /*
- * In these bytes of the file a mounter locks one for what it mounts. The one that hangs keeps it, and
- * the others wait for the lock instead, where a signal ends them: of each user, so many hang at most.
+ * A mounter locks two bytes of this file: one for the path that it mounts over, one that is any of a
+ * few. The one that hangs keeps them, and others wait for a lock instead, where a signal ends them: so
+ * one process of a user hangs for each path, and so many in all. Root's redirects are above (redirect.py).
  */
 #define PLACES RUN "/mounting"
-#define PLACES_OF_USER 8
+#define PLACES_OF_USER (1LL << 29)
+#define MOST_OF_USER 8
 
 /* What a mounter tells: that it begins with an item, what was wrong with that, or the end. */
 struct news {
@@ -150,15 +152,14 @@ static void let_go(int line, const struct item *items, int count)
 	close(null);
 }
 
-/* Of a user's mounters, those that wait in mount(2) have all the places, and the others wait here. */
-static bool take_place(off_t number, short how)
+static bool lock_place(off_t number, short how, int command)
 {
 	struct flock place = {.l_type = how, .l_start = number, .l_len = 1};
 	static int file = -1;
 
 	if (file < 0)
 		file = open(PLACES, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
-	return file >= 0 && fcntl(file, F_SETLKW, &place) == 0;
+	return file >= 0 && fcntl(file, command, &place) == 0;
 }
 
 static void tell(int line, struct news *news, const struct place *place)
@@ -180,31 +181,43 @@ static void tell(int line, struct news *news, const struct place *place)
 		_exit(1); /* the task has ended, or waits no more */
 }
 
-static unsigned hash(const char *path)
+static off_t hash(const char *path)
 {
-	unsigned sum = 0;
+	unsigned long long sum = 0;
 
 	while (*path)
-		sum = sum * 31 + (unsigned char)*path++;
-	return sum;
+		sum = (sum * 31 + (unsigned char)*path++) % (PLACES_OF_USER - MOST_OF_USER);
+	return (off_t)sum;
+}
+
+/* Until this process ends, or lets go of both. */
+static bool take_places(off_t first, off_t path, off_t *any)
+{
+	if (!lock_place(path, F_WRLCK, F_SETLKW))
+		return false;
+	for (*any = first; *any < first + MOST_OF_USER; ++*any)
+		if (lock_place(*any, F_WRLCK, F_SETLK))
+			return true;
+	--*any;
+	return lock_place(*any, F_WRLCK, F_SETLKW);
 }
 
 static const char *show_in_turn(spank_t sp, const struct item *item)
 {
 	uid_t uid = 0;
-	off_t place = hash(item->path) % PLACES_OF_USER;
 
 	if (!own)
 		return "no mount namespace";
 	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
 		return "nobody says whose job this is";
-	place += (off_t)uid * PLACES_OF_USER;
-	if (!take_place(place, F_WRLCK))
+	off_t first = (off_t)uid * PLACES_OF_USER, path = first + MOST_OF_USER + hash(item->path), any;
+	if (!take_places(first, path, &any))
 		return PLACES " cannot be locked";
 	errno = 0;
 	const char *wrong = show_item(sp, item);
 	int error = errno;
-	take_place(place, F_UNLCK);
+	lock_place(any, F_UNLCK, F_SETLK);
+	lock_place(path, F_UNLCK, F_SETLK);
 	errno = error;
 	return wrong;
 }

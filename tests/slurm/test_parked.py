@@ -11,6 +11,7 @@ from host import wait_until
 from jobs import Site
 from spec import INSIDE_STATE, ClusterSpec
 from steps import accompanied
+from suite import on_suite
 
 from parking import with_fuse
 
@@ -21,9 +22,12 @@ TASKS = 4
 Holding = Callable[..., contextlib.AbstractContextManager[None]]
 
 
-@pytest.fixture(scope="module")
-def cluster_spec() -> ClusterSpec:
-    return accompanied(1, UnkillableStepTimeout="10", KillWait="5")
+@pytest.fixture(
+    scope="module", params=["bookworm", pytest.param("trixie", marks=pytest.mark.suite("trixie"))]
+)
+def cluster_spec(request: pytest.FixtureRequest, machine: None) -> ClusterSpec:
+    spec = accompanied(1, UnkillableStepTimeout="10", KillWait="5")
+    return spec if request.param == "bookworm" else on_suite(spec, request.param)
 
 
 @pytest.fixture

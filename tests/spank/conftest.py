@@ -53,7 +53,7 @@ OTHERS: Others = {
 }
 
 
-HASTY = {**OTHERS, "namespace.c": {"LIMIT_MS": (2000, 700)}}
+HASTY = {**OTHERS, "namespace.c": {"MOST_OF_USER": (8, 2)}}
 """For tests in which a mount hangs, and somebody waits for that limit."""
 
 
@@ -62,10 +62,15 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("spank"), OTHERS)
 
 
+@pytest.fixture(scope="session")
+def hasty_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("spank-hasty"), HASTY)
+
+
 @pytest.fixture
-def hasty(step: Step, tmp_path_factory: pytest.TempPathFactory) -> Step:
+def hasty(step: Step, hasty_program: Path) -> Step:
     """A step whose tasks do not wait long for a mount."""
-    step.program = built(tmp_path_factory.mktemp("spank-hasty"), HASTY)
+    step.program = hasty_program
     return step
 
 

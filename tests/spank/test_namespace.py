@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -39,7 +40,11 @@ def state(pid: int) -> list[str]:
 
 
 def hanging() -> list[int]:
-    return [pid for pid in mounters() if state(pid)[0] == "D"]
+    found = []
+    for pid in mounters():
+        with contextlib.suppress(OSError):  # it has ended
+            found += [pid] * (state(pid)[0] == "D")
+    return found
 
 
 def gone() -> bool:
@@ -159,7 +164,7 @@ def test_path_of_a_running_task_does_not_turn_when_the_mount_comes_late(
     park(hasty.image, how)
     hasty.answers(hasty.use())
     task = Beside(hasty, f"stat -c %i {hasty.image}")
-    assert len(hanging()) == 1
+    until(hanging, "the mounter to hang")
     park.let_go()
     until(gone, "the late mount")
     assert task.ran().out.split() == [str(hasty.image.stat().st_ino)]
@@ -209,7 +214,23 @@ def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park:
     hasty.answers(hasty.use())
     for _ in range(2):
         hasty.run("tasks=6")
+    until(lambda: gone() or mounters() == hanging(), "those that wait for their turn to end")
     assert len(hanging()) == 1
+
+
+def test_few_processes_of_a_user_hang_however_many_paths_are_held(
+    hasty: Step, park: Park, point: Path
+) -> None:
+    points = [point / name for name in ("a", "b", "c")]
+    with keeping(hasty, "clones") as socket:
+        for one in points:
+            one.mkdir()
+            os.chown(one, UID, GID)
+            park(one, "list")
+            hasty.answers(served(socket, one), "leave\tno-image")
+            hasty.run()
+    until(lambda: gone() or mounters() == hanging(), "those that wait for their turn to end")
+    assert len(hanging()) == 2
 
 
 def test_what_hangs_is_in_no_cgroup_of_slurms_and_nobodys_child(hasty: Step, park: Park) -> None:
@@ -227,6 +248,7 @@ def test_what_hangs_is_in_no_cgroup_of_slurms_and_nobodys_child(hasty: Step, par
     hasty.answers(hasty.use())
     try:
         task = Beside(hasty, "true")
+        until(hanging, "the mounter to hang")
         (pid,) = hanging()
         groups = Path(f"/proc/{pid}/cgroup").read_text()
         _, parent, group, session = state(pid)

@@ -34,7 +34,7 @@ from forestage.system.files import opened
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
 OVER_TIMEOUT = 0.5  # seconds for mount(2) over a user's file, under the space lock
-PLACES = 1 << 40  # of those in `Places.mounting`; below it are the companion's
+PLACES = 1 << 62  # of those in `Places.mounting`; below it are the companion's
 
 Step = Literal["keep", "mount", "unmount"]
 Shown = Literal["kept", "mounted"]

@@ -65,9 +65,9 @@ REASONS = {
     " admin's `deadline:` moves that), or the time of its hook was used up before.",
     "no-through": "The step could not read through the copy while it was made.",
     "no-mount": "The file could not be mounted in the step; its mount point is unchanged.",
-    "mount-hangs": "A process held the file or directory in a system call, so that nothing could be"
-    " mounted over it in time. `fuser -v PATH` on the node shows who has it open. A copy of your own"
-    " or stage=off avoids it.",
+    "mount-hangs": "A process held the file or directory, so that nothing could be mounted over it"
+    " in time. `fuser -v PATH` on the node shows who has it open; a copy of your own or stage=off"
+    " avoids it.",
     "busy": "A lock of the node was held too long.",
     "changed": "The file was written to or replaced during the copy; a partial copy is not used.",
     "stopped": "The copy was stopped; what has arrived is kept until a job wants the image again.",
