@@ -143,11 +143,15 @@ class Compute:
         return self.run(f"ls {CACHE}/entries 2>/dev/null || true").out.split()
 
     def left(self) -> str:
-        """What there may not be without a job: processes, leases, mounts, loop devices."""
+        """What there may not be without a job: leases, mounts, loop devices.
+
+        Processes neither: it waits for their end, also of a copy that no job needs any more.
+        """
+        self.until("! ps -e -o comm= | grep -qE '^(forestage|squashfuse)'")
         return self.run(
-            "ps -e -o comm= | grep -E '^(forestage|squashfuse)' || true;"
-            "ls /run/forestage/leases /run/forestage/through /run/forestage/served 2>/dev/null"
-            " | grep -v ':$' | grep . || true;"
+            # A keeper's directory stays for the sweep, the state in it does not.
+            "cd /run/forestage; find leases served through/*/state -type f -o -type s 2>/dev/null"
+            " | grep . || true;"
             f"grep -E ' (/lustre/|{CACHE})' /proc/self/mountinfo || true;"
             " losetup --list --noheadings"
         ).out.strip()
