@@ -22,7 +22,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.paths import Places
 from forestage.stage import chunks
-from forestage.stage.chunks import Source, Tuning
+from forestage.stage.chunks import Content, Tuning
 from forestage.system.as_user import User
 
 NOW = 1_800_000_000.0
@@ -98,7 +98,7 @@ class Site:
         part, owner = self.part(path)
         wanted = owner.image
         with path.open("rb") as file:
-            source = Source(file.fileno(), None, wanted.size)
+            source = Content(file.fileno(), None, wanted.size)
             tuning = Tuning(threads=2, chunk=CHUNK, digest=digests)
             chunks.copy(source, part, tuning, threading.Event())
         access = wanted.access

@@ -17,7 +17,7 @@ from forestage.cache import digest
 from forestage.cache.part import chunk_count
 from forestage.stage import reading
 from forestage.stage.reading import BLOCK, Throttle
-from forestage.stage.source import Source, Truncated, Unreadable
+from forestage.stage.source import Content, Truncated, Unreadable
 
 PROGRESS_EVERY = 0.2  # seconds
 
@@ -42,7 +42,7 @@ Expected = Callable[[int, memoryview, int], bytes | None]
 
 def of_source(fd: int, size: int, bandwidth: int | None) -> Expected:
     """The digests of the source's own bytes. Raises SourceFailed; `bandwidth` is per second."""
-    source, throttle, never = Source(fd, None, size), Throttle(bandwidth), threading.Event()
+    source, throttle, never = Content(fd, None, size), Throttle(bandwidth), threading.Event()
 
     def expected(start: int, buffer: memoryview, want: int) -> bytes:
         throttle.take(want, never)

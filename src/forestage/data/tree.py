@@ -20,6 +20,7 @@ import stat
 import threading
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -40,7 +41,7 @@ from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source, stager
-from forestage.stage.source import OpenImage, Source, Truncated, Unreadable
+from forestage.stage.source import Content, OpenImage, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.stage.wait import Eta, Progress, quiet
@@ -200,6 +201,8 @@ class OpenTree:
     `looked` is the wall clock's time before the first look. `lent`: another node has looked.
     """
 
+    is_read_through: ClassVar[bool] = False
+
     def __init__(
         self,
         root: int,
@@ -228,7 +231,7 @@ class OpenTree:
     def image(self) -> Image:
         return _image_of(self.found, self.made.size)
 
-    def open(self) -> Source:
+    def open(self) -> Content:
         """Returns it as the engines read it, once a further change must show in its times.
 
         What had not changed for long when it was first looked at needs no other look now. Whether
@@ -240,7 +243,7 @@ class OpenTree:
             self.must_be_unchanged()
         source.must_be_written_nowhere(self.root, self.found.path)
         head = len(self.made.head)
-        return Source(-1, None, self.made.size, self.found.path, self.read, head, self.data_chunks)
+        return Content(-1, None, self.made.size, self.found.path, self.read, head, self.data_chunks)
 
     def data_chunks(self, chunk: int) -> set[int]:
         """The numbers of the chunks that hold any data; what is in no file takes none.

@@ -29,7 +29,7 @@ from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
 from forestage.cache.readers import NOW, PIECE, Readers
 from forestage.errors import Declined, Failed, Stopped
 from forestage.stage import reading
-from forestage.stage.source import Source
+from forestage.stage.source import Content
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 SHARED_CHUNK = 64 * 1024 * 1024  # bytes; chunks that threads share are held in memory
@@ -70,7 +70,7 @@ def order(missing: Sequence[int], count: int, hot: Sequence[int] = ()) -> list[i
 
 
 def copy(
-    source: Source,
+    source: Content,
     part: Part,
     tuning: Tuning,
     stop: threading.Event,
@@ -97,7 +97,7 @@ def digests(
 ) -> bytes:
     """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
     fd = os.open(image, os.O_RDONLY)
-    source = Source(fd, None, size, path or os.fspath(image))
+    source = Content(fd, None, size, path or os.fspath(image))
     wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
     own = threading.local()
 
@@ -136,7 +136,7 @@ class Run:
 
     def __init__(
         self,
-        source: Source,
+        source: Content,
         part: Part,
         tuning: Tuning,
         stop: threading.Event,

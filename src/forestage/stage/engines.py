@@ -11,7 +11,7 @@ from forestage.config import Config
 from forestage.errors import Failed, Stopped
 from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning
-from forestage.stage.source import Source, Unreadable
+from forestage.stage.source import Content, Unreadable
 from forestage.system import run
 
 if TYPE_CHECKING:
@@ -35,19 +35,19 @@ class Chunks:
         self.tuning = tuning
         self.downloads = downloads
 
-    def needs(self, source: Source) -> int:
+    def needs(self, source: Content) -> int:
         """The bytes of disk that image and map will take in all."""
         data = reading.data_chunks(source, self.tuning.chunk)
         return space.needed(source.size, self.tuning.chunk, data)
 
-    def reserve(self, source: Source, part: Part) -> None:
+    def reserve(self, source: Content, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
         data = reading.data_chunks(source, self.tuning.chunk)
         space.reserve(part, source.size, self.tuning.chunk, data)
 
     def copy(
         self,
-        source: Source,
+        source: Content,
         part: Part,
         stop: threading.Event,
         peers: "Peers | None" = None,
@@ -79,10 +79,10 @@ class Rsync:
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
 
-    def needs(self, source: Source) -> int:
+    def needs(self, source: Content) -> int:
         return source.size + space.map_bytes(source.size, self.tuning.chunk)
 
-    def reserve(self, source: Source, part: Part) -> None:
+    def reserve(self, source: Content, part: Part) -> None:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.
         with space.opened(part.image) as fd:
             space.allocate(fd, 0, source.size)
@@ -90,7 +90,7 @@ class Rsync:
 
     def copy(
         self,
-        source: Source,
+        source: Content,
         part: Part,
         stop: threading.Event,
         peers: "Peers | None" = None,
@@ -117,7 +117,7 @@ class Rsync:
         self._write_map(source, part)
         return Fetched()
 
-    def _write_map(self, source: Source, part: Part) -> None:
+    def _write_map(self, source: Content, part: Part) -> None:
         """rsync keeps its own sums to itself, so the digests are taken from the copy."""
         found = chunks.digests(part.image, source.size, self.tuning, path=source.path)
         with space.opened(part.map) as fd:  # not truncated: its space stays its own

@@ -21,9 +21,9 @@ from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, 
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
-from forestage.stage import chunks, engines, fstab, queue, source
+from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.meanwhile import meanwhile
-from forestage.stage.source import Source, Truncated, Unreadable
+from forestage.stage.source import Content, Truncated, Unreadable
 from forestage.stage.task import Task
 from forestage.system import lock, records
 from forestage.system.files import opened
@@ -63,7 +63,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     owner = claim(task)
     trace.point("claimed")
     owner = queue.wait_turn(task.node, task.key, owner, stop)
-    opened = _open_settled(task)
+    opened = task.source.open()
     _make_room(task, opened, figures)
     with contextlib.suppress(OSError):  # only a matter of speed
         hot.inherit(task.node.cache, task.image)
@@ -80,7 +80,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         if shown is not None:
             figures.read_through, figures.read_straight = shown.was_read()
         trace.point("copied")
-        must_be_unchanged(task)
+        task.source.must_be_unchanged()
         trace.point("checked")
         _mirror_access(task)
         doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
@@ -132,26 +132,6 @@ def _take_back(task: Task, owner: Owner) -> None:
         cache.take_back(task.key)
 
 
-def _open_settled(task: Task) -> Source:
-    """Opens the source once a further change of it would show in its times, and none is under way.
-
-    In this order: a write that began before the times were known may be in none of them.
-    """
-    if task.tree is not None:
-        return task.tree.open()
-    clock = task.node.clock
-    clock.sleep(source.settling(task.image, clock.wall()))
-    opened = source.open_source(task.opened, task.node.config)
-    _must_have_no_writer(task)
-    return opened
-
-
-def _must_have_no_writer(task: Task) -> None:
-    fd, path = task.opened.fd, task.image.path
-    source.must_have_no_writer(fd, path)
-    source.must_be_written_nowhere(fd, path)
-
-
 def _begin(task: Task, owner: Owner) -> Owner:
     """Strikes what an earlier copy left wrong; from now on the part counts as being copied."""
     part = task.part
@@ -190,7 +170,7 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
     return len(wrong)
 
 
-def _make_room(task: Task, opened: Source, figures: Figures) -> None:
+def _make_room(task: Task, opened: Content, figures: Figures) -> None:
     """Makes room for what the copy will allocate, or raises Declined before it is begun.
 
     Holes of the source cost nothing: who wrote no bytes must not evict what others did.
@@ -208,7 +188,7 @@ def _make_room(task: Task, opened: Source, figures: Figures) -> None:
     )
 
 
-def _reserve(task: Task, opened: Source, figures: Figures) -> None:
+def _reserve(task: Task, opened: Content, figures: Figures) -> None:
     """Takes the room at once, so that no copy fails half-way for want of space."""
     engine = engines.of(task.node.config)
     try:
@@ -227,7 +207,7 @@ def _readers(task: Task) -> Iterator[Readers | None]:
     config = task.node.config
     directory = task.node.places.through / task.key
     made = None
-    if config.engine == "chunks" and task.tree is None:
+    if config.engine == "chunks" and task.source.is_read_through:
         made = readers.make(directory, task.image.size, config.chunk_size, task.part.image)
     try:
         yield made
@@ -237,7 +217,7 @@ def _readers(task: Task) -> Iterator[Readers | None]:
 
 
 def _fetch(
-    task: Task, opened: Source, stop: threading.Event, shown: Readers | None
+    task: Task, opened: Content, stop: threading.Event, shown: Readers | None
 ) -> engines.Fetched:
     """Copies the bytes."""
     config = task.node.config
@@ -246,7 +226,7 @@ def _fetch(
     try:
         return engines.of(config).copy(opened, task.part, stop, _peers(task), shown)
     except Failed:
-        must_be_unchanged(task)  # an engine may fail over a source that moves under it
+        task.source.must_be_unchanged()  # an engine may fail over a source that moves under it
         raise
 
 
@@ -324,36 +304,6 @@ def progress_line(task: Task, owner: Owner) -> str:
         f" copied={done} of={owner.image.size}"
         f" rate={format_rate(done - owner.resumed, took).replace(' ', '')}"
     )
-
-
-def must_be_unchanged(task: Task) -> None:
-    """Raises Declined unless both the open file and what the path leads to now are as before.
-
-    And where somebody has begun to write: their next bytes need no other times.
-    """
-    if task.tree is not None:
-        task.tree.must_be_unchanged()
-        return
-    _must_have_no_writer(task)
-    wanted, node = task.image, task.node
-    known = (wanted.identity, wanted.access)
-    source.must_be_same(task.opened)
-    caches = [node.cache.real]
-    try:
-        found, line = source.open_as_user(
-            wanted.path,
-            task.job.user,
-            node.config.staged_from,
-            caches,
-            source.STAGER_TIMEOUT,
-            services=node.config.user_mounts,
-        )
-    except OSError:
-        raise source.changed(wanted.path) from None
-    line.close()
-    if found.image is None or (found.image.identity, found.image.access) != known:
-        why = found.image and source.difference(wanted.identity, found.image.identity)
-        raise source.changed(wanted.path, why or "")
 
 
 def _mirror_access(task: Task) -> None:

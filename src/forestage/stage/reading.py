@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from forestage.cache import space
-from forestage.stage.source import Source, Truncated, Unreadable
+from forestage.stage.source import Content, Truncated, Unreadable
 
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
 READ_TRIES = 3  # a network file system may fail a read once and serve it the next moment
@@ -111,7 +111,7 @@ class Pace:
 
 
 def pieces(
-    source: Source,
+    source: Content,
     start: int,
     size: int,
     buffer: memoryview,
@@ -130,7 +130,7 @@ def pieces(
         at += len(piece)
 
 
-def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
     """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, Unreadable.
 
     What the page cache has is taken from there, and stays there for those who brought it in. The
@@ -166,14 +166,14 @@ def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview)
         os.posix_fadvise(source.buffered, start + cached, rest, os.POSIX_FADV_DONTNEED)
 
 
-def data_chunks(source: Source, chunk: int) -> set[int]:
+def data_chunks(source: Content, chunk: int) -> set[int]:
     """The numbers of the chunks that hold any data; the others are holes of sparse files."""
     if source.data is not None:
         return source.data(chunk)
     return space.data_chunks(source.buffered, source.size, chunk)
 
 
-def _from_cache(source: Source, start: int, want: memoryview) -> int:
+def _from_cache(source: Content, start: int, want: memoryview) -> int:
     """Bytes, whole blocks of them, that the page cache had; RWF_NOWAIT never waits for a disk.
 
     One block is asked for first. A miss makes the kernel read ahead, NOWAIT or not, as far as the

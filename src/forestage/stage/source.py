@@ -14,6 +14,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -43,7 +44,7 @@ SKEW_NS = 300_000_000_000
 SERVER = "source-"  # begins the name of a file that tells whether a server hangs
 
 
-class Source(msgspec.Struct, frozen=True):
+class Content(msgspec.Struct, frozen=True):
     """An open source as the engines read it; `direct` is the same file past the page cache.
 
     Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset, and
@@ -58,6 +59,22 @@ class Source(msgspec.Struct, frozen=True):
     read: Callable[[int, memoryview], None] | None = None
     own: int = 0
     data: Callable[[int], set[int]] | None = None
+
+
+class Source(Protocol):
+    """Which bytes are meant: a file (stage/file.py), or a directory (data/tree.py).
+
+    All that a copy asks of what it copies. Whoever adds a kind of source brings one of these.
+    """
+
+    is_read_through: ClassVar[bool]
+    """Whether jobs may read through its copy, while that is made."""
+
+    def open(self) -> Content:
+        """Returns it as the engines read it, once a further change would show. Raises Declined."""
+
+    def must_be_unchanged(self) -> None:
+        """Raises Declined unless all of it is what it was, and nobody writes to it."""
 
 
 class Truncated(Declined):
@@ -377,12 +394,12 @@ def settling(wanted: Image, now: float) -> float:
     return tick / 1_000_000_000 if age < tick + SKEW_NS else 0.0
 
 
-def open_source(opened: OpenImage, config: Config) -> Source:
+def open_source(opened: OpenImage, config: Config) -> Content:
     """The source as the engines want it: past the page cache as well, where that is a gain.
 
     Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
     """
-    return Source(
+    return Content(
         opened.fd, _look_again(opened, config.direct), opened.image.size, opened.image.path
     )
 

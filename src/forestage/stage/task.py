@@ -1,37 +1,30 @@
 """What a stager is to do."""
 
-from typing import Protocol
-
 import msgspec
 
 from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.part import Part
 from forestage.slurm.job import Job
+from forestage.stage.file import FileSource
 from forestage.stage.source import OpenImage, Source
 
 
-class Tree(Protocol):
-    """A directory that is copied as one image (data/tree.py)."""
-
-    def open(self) -> Source:
-        """Returns it as the engines read it, once a further change would show. Raises Declined."""
-
-    def must_be_unchanged(self) -> None:
-        """Raises Declined unless all of it is as it was."""
-
-
 class Task(msgspec.Struct, frozen=True):
-    """What to copy, where to, and for which job first; of a directory `tree` is its source."""
+    """What to copy, where to, and for which job first; `other` is a source that is no file."""
 
     node: Node
     job: Job
     opened: OpenImage
-    tree: Tree | None = None
+    other: Source | None = None
 
     def received(self) -> "Task":
         """Returns the same with the source as a descriptor of this process."""
-        return Task(self.node, self.job, self.opened.received())
+        return Task(self.node, self.job, self.opened.received(), self.other)
+
+    @property
+    def source(self) -> Source:
+        return self.other or FileSource(self.node, self.job.user, self.opened)
 
     @property
     def image(self) -> Image:

@@ -29,14 +29,14 @@ from forestage.peers.ring import SOURCE
 from forestage.peers.schedule import Ask, Policy, Schedule
 from forestage.stage import reading
 from forestage.stage.chunks import Run, Tuning, Write
-from forestage.stage.source import Source, Unreadable
+from forestage.stage.source import Content, Unreadable
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 SERVED_POLL = 0.03  # … while jobs read the image
 
 
 def copy(
-    source: Source,
+    source: Content,
     part: Part,
     tuning: Tuning,
     stop: threading.Event,
@@ -75,7 +75,7 @@ class Shared(Run):
 
     def __init__(
         self,
-        source: Source,
+        source: Content,
         part: Part,
         tuning: Tuning,
         stop: threading.Event,

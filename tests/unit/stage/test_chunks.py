@@ -23,7 +23,7 @@ from forestage.errors import Failed, Stopped
 from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning
 from forestage.stage.reading import BLOCK, PIECE, Throttle
-from forestage.stage.source import Source, Truncated, Unreadable
+from forestage.stage.source import Content, Truncated, Unreadable
 
 CHUNK = 4 * BLOCK
 TUNING = Tuning(threads=3, chunk=CHUNK)
@@ -68,8 +68,8 @@ class Pair:
         self.direct = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
 
     @property
-    def source(self) -> Source:
-        return Source(self.fd, self.direct, os.fstat(self.fd).st_size)
+    def source(self) -> Content:
+        return Content(self.fd, self.direct, os.fstat(self.fd).st_size)
 
     def reserve(self, size: int | None = None) -> None:
         found = space.data_chunks(self.fd, size or self.source.size, CHUNK)
@@ -79,7 +79,7 @@ class Pair:
         self,
         tuning: Tuning = TUNING,
         stop: threading.Event | None = None,
-        source: Source | None = None,
+        source: Content | None = None,
     ) -> None:
         chunks.copy(source or self.source, self.part, tuning, stop or threading.Event())
 
@@ -158,7 +158,7 @@ def reads(monkeypatch: Patch) -> list[int]:
     starts: list[int] = []
     real = reading.read_piece
 
-    def noting(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+    def noting(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
         starts.append(start)
         real(source, start, want, buffer)
 
@@ -410,7 +410,7 @@ def test_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
     starts: list[int] = []
     both = threading.Barrier(2)
 
-    def first_fails(_: Source, start: int, *__: memoryview) -> None:
+    def first_fails(_: Content, start: int, *__: memoryview) -> None:
         starts.append(start)
         both.wait(600)
         if start == 0:

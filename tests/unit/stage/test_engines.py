@@ -17,7 +17,7 @@ from forestage.errors import Failed, Stopped
 from forestage.stage import engines
 from forestage.stage.chunks import Tuning
 from forestage.stage.engines import Chunks, Engine, Rsync
-from forestage.stage.source import Source, Truncated
+from forestage.stage.source import Content, Truncated
 from forestage.system import run
 
 Patch = pytest.MonkeyPatch
@@ -45,8 +45,8 @@ def part(tmp_path: Path) -> Part:
     return Part(tmp_path / "part")
 
 
-def of(source: int) -> Source:
-    return Source(source, None, os.fstat(source).st_size)
+def of(source: int) -> Content:
+    return Content(source, None, os.fstat(source).st_size)
 
 
 def bring(engine: Engine, source: int, part: Part) -> None:

@@ -28,8 +28,9 @@ from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.stage import chunks, engines, pipeline
 from forestage.stage import source as stage_source
+from forestage.stage.file import FileSource
 from forestage.stage.pipeline import Figures
-from forestage.stage.source import OpenImage, Source
+from forestage.stage.source import Content, OpenImage
 from forestage.stage.task import Task
 from forestage.stage.with_peers import Peers
 from forestage.system import lock, writers
@@ -86,15 +87,15 @@ class During:
         self.real = engines.of(task.node.config)
         self.then = then
 
-    def needs(self, source: Source) -> int:
+    def needs(self, source: Content) -> int:
         return self.real.needs(source)
 
-    def reserve(self, source: Source, part: Part) -> None:
+    def reserve(self, source: Content, part: Part) -> None:
         self.real.reserve(source, part)
 
     def copy(
         self,
-        source: Source,
+        source: Content,
         part: Part,
         stop: threading.Event,
         peers: Peers | None = None,
@@ -200,7 +201,7 @@ def test_rights_that_the_cache_cannot_hold_prevent_publishing(
     def unable(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(pipeline, "must_be_unchanged", lambda _: None)
+    monkeypatch.setattr(FileSource, "must_be_unchanged", lambda _: None)
     monkeypatch.setattr(os, "setxattr", unable)
     assert not refused(task, "acl")
 
@@ -289,10 +290,10 @@ def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
     monkeypatch.setattr(
         "forestage.stage.source.open_as_user", lambda *_, **__: (seen, socket.socket())
     )
-    pipeline.must_be_unchanged(task)
+    task.source.must_be_unchanged()
     change(source)
     with pytest.raises(Declined) as caught:
-        pipeline.must_be_unchanged(task)
+        task.source.must_be_unchanged()
     assert caught.value.reason == "changed"
 
 
@@ -418,7 +419,7 @@ def test_source_settles_before_it_is_opened(task: Task, monkeypatch: Patch) -> N
     done: list[object] = []
     open_source = stage_source.open_source
 
-    def noting(*arguments: object) -> Source:
+    def noting(*arguments: object) -> Content:
         done.append("open")
         return open_source(*arguments)  # type: ignore[arg-type]
 
@@ -549,7 +550,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
 
     monkeypatch.setattr(engines, "of", lambda _: Stub())
     monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
-    monkeypatch.setattr(stage_source, "open_source", lambda *_: Source(-1, None, count))
+    monkeypatch.setattr(stage_source, "open_source", lambda *_: Content(-1, None, count))
     monkeypatch.setattr(evict, "make_room", lambda *_, **__: ())
     identity = msgspec.structs.replace(task.image.identity, size=count)
     wanted = msgspec.structs.replace(task.image, identity=identity)

@@ -17,7 +17,7 @@ from forestage.cache.readers import NOW, PIECE, SOON, Readers
 from forestage.errors import Stopped
 from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning, order
-from forestage.stage.source import Source
+from forestage.stage.source import Content
 
 CHUNK = 2 * PIECE
 COUNT = 5
@@ -63,7 +63,7 @@ class Scene:
         self.then: Callable[[], None] = lambda: None
         real = reading.read_piece
 
-        def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+        def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
             self.reading += 1
             self.most = max(self.most, self.reading)
             real(source, start, want, buffer)
@@ -79,7 +79,7 @@ class Scene:
         (self.readers.directory / "sock").touch()
 
     def copy(self, **tuning: object) -> None:
-        source = Source(self.fd, None, SIZE)
+        source = Content(self.fd, None, SIZE)
         known = msgspec.structs.replace(TUNING, **tuning)
         self.pace = chunks.copy(source, self.part, known, self.stop, self.readers)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from forestage.stage import reading
 from forestage.stage.reading import BLOCK, PIECE, READ_TRIES, Throttle
-from forestage.stage.source import Source, Truncated, Unreadable
+from forestage.stage.source import Content, Truncated, Unreadable
 
 CHUNK = 4 * BLOCK
 
@@ -41,7 +41,7 @@ class File:
         os.pwrite(self.fd, self.data, 0)
 
     def read(self, direct: bool = False, size: int | None = None) -> bytes:
-        source = Source(self.fd, self.direct if direct else None, len(self.data), "/lustre/a")
+        source = Content(self.fd, self.direct if direct else None, len(self.data), "/lustre/a")
         pieces = reading.pieces(source, 0, size or source.size, reading.buffer(CHUNK))
         return b"".join(bytes(piece) for _, piece in pieces)
 

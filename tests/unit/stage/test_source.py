@@ -20,8 +20,8 @@ from forestage.stage.source import (
     COARSE_TICK_NS,
     FINE_TICK_NS,
     SKEW_NS,
+    Content,
     OpenImage,
-    Source,
     Unreadable,
 )
 from forestage.system import mounts
@@ -82,7 +82,7 @@ def test_sources_page_cache_is_passed_where_that_is_a_gain(
     opened = look(shared / "a")
     monkeypatch.setattr(os, "major", lambda _: device)
     found = source.open_source(opened, msgspec.structs.replace(Config(), direct=direct))
-    assert found == Source(opened.fd, found.direct, 5, opened.image.path)
+    assert found == Content(opened.fd, found.direct, 5, opened.image.path)
     assert (found.direct is not None) == past
     if found.direct is not None:
         os.close(found.direct)

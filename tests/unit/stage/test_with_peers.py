@@ -23,7 +23,7 @@ from forestage.peers.ring import SOURCE, Ring
 from forestage.peers.schedule import Ask, Policy, Schedule, Why
 from forestage.stage import chunks, reading, with_peers
 from forestage.stage.chunks import Tuning
-from forestage.stage.source import Source, Truncated, Unreadable
+from forestage.stage.source import Content, Truncated, Unreadable
 
 Patch = pytest.MonkeyPatch
 
@@ -76,7 +76,7 @@ class Pair:
         self.data = os.urandom(SIZE)
         (folder / "source").write_bytes(self.data)
         self.fd = os.open(folder / "source", os.O_RDONLY)
-        self.source = Source(self.fd, None, SIZE)
+        self.source = Content(self.fd, None, SIZE)
         self.part = Part(folder / "key")
         self.part.directory.mkdir()
         found = space.data_chunks(self.fd, SIZE, CHUNK)
@@ -85,7 +85,7 @@ class Pair:
         self.reading: Callable[[int], None] = lambda number: None
         real = reading.read_piece
 
-        def read_piece(source: Source, start: int, want: memoryview, buffer: memoryview) -> None:
+        def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
             self.read.append(start // CHUNK)
             self.reading(start // CHUNK)
             real(source, start, want, buffer)

@@ -1,0 +1,102 @@
+"""A kind of source that no code knows: what it has to bring, and what it gets for that."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from forestage.admin import inventory, verify
+from forestage.admin.verify import Manner
+from forestage.cache import evict
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.lease import Lease, Use
+from forestage.cache.node import Node
+from forestage.slurm.job import Job
+from forestage.stage import source, stager
+from forestage.stage.source import Content, OpenImage
+from forestage.stage.task import Task
+
+SIZE = 70_000  # bytes: the last chunk is not full
+
+
+class Counting:
+    """A file that lies nowhere: each of its bytes is the low byte of where it is."""
+
+    is_read_through: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.opened_at = 0
+
+    def open(self) -> Content:
+        self.opened_at = self.version
+        return Content(-1, None, SIZE, "/made/up", self.read)
+
+    def read(self, start: int, want: memoryview) -> None:
+        want[:] = bytes(number % 256 for number in range(start, start + len(want)))
+
+    def must_be_unchanged(self) -> None:
+        if self.version != self.opened_at:
+            raise source.changed("/made/up")
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def task(staging_node: Node, asking: Job, counting: Counting) -> Task:
+    identity = Identity("/made/up", inode=1, size=SIZE, mtime_ns=1, ctime_ns=1)
+    wanted = Image(identity, Access(os.getuid(), os.getgid(), 0o640), "data")
+    return Task(staging_node, asking, OpenImage(wanted, asking.user, -1), counting)
+
+
+def copy(task: Task) -> tuple[str, str]:
+    message = stager.copy(task, threading.Event())
+    return message.state, message.reason
+
+
+def shown(task: Task) -> Path:
+    return task.node.cache.image(task.key)
+
+
+def test_made_up_source_is_copied_proven_and_a_hit_from_then_on(task: Task) -> None:
+    assert copy(task) == ("published", "")
+    assert shown(task).read_bytes() == bytes(number % 256 for number in range(SIZE))
+    assert shown(task).stat().st_mode & 0o777 == 0o640
+    assert copy(task) == ("found", "")
+    items = inventory.items_of(task.node.cache.stored_entries(), [])
+    done = verify.verify(task.node, items, False, lambda _: None, Manner(no_source="it has none"))
+    assert [one.result for one in done.verdicts] == ["ok"]
+
+
+def test_made_up_source_that_changes_meanwhile_is_not_published(
+    task: Task, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = counting.read
+
+    def changing(start: int, want: memoryview) -> None:
+        counting.version = 2
+        real(start, want)
+
+    monkeypatch.setattr(counting, "read", changing)
+    assert copy(task) == ("failed", "changed")
+    assert task.node.cache.read(task.key) is None
+
+
+def test_leased_entry_of_a_made_up_source_stays_until_the_lease_goes(task: Task) -> None:
+    copy(task)
+    node, job = task.node, task.job
+    node.leases.write(
+        Lease(job.id, job.user, 0.0, os.fspath(node.cache.root), (Use(task.key),), node=job.node)
+    )
+    assert evict.evict_keys(node.cache, node.leases, [task.key]) == ()
+    assert shown(task).exists()
+    node.leases.drop(job.id)
+    assert evict.evict_keys(node.cache, node.leases, [task.key]) == (task.key,)
+    assert not shown(task).exists()
