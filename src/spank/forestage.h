@@ -40,6 +40,9 @@ struct step {
 /* What the step's environment says of its image: a word, and the path at which it shows. */
 #define RESULT "FORESTAGE_RESULT"
 #define IMAGE_PATH "FORESTAGE_IMAGE_PATH"
+/* What it says of the job's data, which the helper sets: the worst word, and what is local. */
+#define DATA_RESULT "FORESTAGE_DATA_RESULT"
+#define LOCAL "FORESTAGE_LOCAL"
 
 #define MOST_HINTED 16 /* MAX_HINTED in slurm/job.py */
 #define LEASES "/run/forestage/leases"
