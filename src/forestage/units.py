@@ -147,6 +147,13 @@ def format_duration(seconds: float) -> str:
     return text
 
 
+def to_tenths(seconds: float) -> str:
+    """Returns `seconds` for users, who gain nothing from more: "0.3s", "12s", "1m30s"; below 0.1 s
+    ""."""
+    tenths = round(seconds, 1)
+    return format_duration(tenths if seconds < 10 else round(seconds)) if tenths else ""
+
+
 def exact_duration(seconds: float) -> str:
     """Returns `seconds` as `parse_duration` reads them: "2h", "0.071s"; nothing is rounded."""
     text = format_duration(seconds)

@@ -188,9 +188,11 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	(void)ac, (void)av;
 	if (refused)
 		return 0;
-	/* Those of the batch script's or of the submitting step's image say nothing of this one. */
+	/* Those of the batch script or of the submitting step say nothing of this one. */
 	spank_unsetenv(sp, RESULT);
 	spank_unsetenv(sp, IMAGE_PATH);
+	spank_unsetenv(sp, DATA_RESULT);
+	spank_unsetenv(sp, LOCAL);
 	step.hinted = is_hinted(sp);
 	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image, PATH_MAX);
 	step.reference = is_reference(step.image);

@@ -41,6 +41,9 @@ struct step {
 #define RESULT "FORESTAGE_RESULT"
 #define IMAGE_PATH "FORESTAGE_IMAGE_PATH"
 #define MOUNT_HANGS "mount-hangs" /* of events/reasons.py */
+/* What it says of the job's data, which the helper sets: the worst word, and what is local. */
+#define DATA_RESULT "FORESTAGE_DATA_RESULT"
+#define LOCAL "FORESTAGE_LOCAL"
 
 #define MOST_HINTED 16 /* MAX_HINTED in slurm/job.py */
 #define MOST_DATA 40   /* lines of a step; more are left out */

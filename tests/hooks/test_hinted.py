@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from forestage.events import Handled, read
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.slurm.hints import MAX_PROBLEMS
 from forestage.system import lock
+from helper import Helper, environ
 from node import BOB, Node, content, until
 
 
@@ -63,6 +65,15 @@ def test_step_without_an_image_shows_all_that_the_comment_names(
     assert [one.result for one in spank.outcomes("step", 1)] == ["hit", "hit"]
     spank.epilog(1)
     assert list(spank.leases.directory.iterdir()) == []
+
+
+def test_images_of_the_comment_that_are_here_are_local(spank: Node, paths: list[Path]) -> None:
+    new = spank.put("alice/new.sqsh", content(3))
+    assert spank.prolog(1, comment=f"stage={paths[1]},{new},{paths[0]} stage-wait=0").code == 0
+    found = Helper(spank, environ(spank, 1, paths[0])).variables()
+    listed = found["FORESTAGE_LOCAL"].split(":")
+    assert [one for one in listed if one != str(new)] == [str(paths[1]), str(paths[0])]
+    assert "FORESTAGE_DATA_RESULT" not in found
 
 
 def test_step_with_an_image_shows_that_and_the_comments(
@@ -193,6 +204,34 @@ def test_nobody_hears_of_hints_that_are_well_or_where_they_do_not_count(
         comment = "stage=off"
     loaded.prolog(1, comment=comment)
     assert said(step(loaded, 1, capfd)) == []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        (lambda node: node.write_config("nonsense: true\n"), "forestage is not set up right"),
+        (lambda node: node.cache.root.chmod(0o777), "this node's cache cannot be used"),
+    ],
+    ids=["configuration", "cache"],
+)
+@pytest.mark.parametrize("tell", [True, False])
+def test_user_who_asks_is_told_of_each_request_that_the_node_cannot_serve(
+    loaded: Node,
+    paths: list[Path],
+    capfd: pytest.CaptureFixture[str],
+    trouble: Callable[[Node], None],
+    why: str,
+    tell: bool,
+) -> None:
+    """And reads what to do, not what an admin has to."""
+    trouble(loaded)
+    comment = f"stage={paths[0]},{loaded.shared}/alice/set/" + " stage-tell=yes" * tell
+    assert loaded.prolog(1, paths[1], comment=comment).code == 0
+    lines = [line.split()[2] for line in said(step(loaded, 1, capfd, paths[1])) if why in line]
+    named = [str(paths[0]), str(paths[1]), f"{loaded.shared}/alice/set/"]
+    assert sorted(lines) == (named if tell else lines)
+    assert tell or len(lines) <= 1
+    assert said(step(loaded, 1, capfd, paths[1])) == []
 
 
 def test_hint_of_a_terminals_escapes_is_said_without_them(

@@ -286,7 +286,7 @@ def test_refused_job_keeps_no_variable_of_another_jobs(dirs: Dirs, why: str) -> 
     assert outcome.result in ("declined", "failed")
     shown = data.show(dirs.on, dirs.job(7, "", SLURM_STEP_ID="0"), limit, refusal)
     assert shown.lines == [NONE, ("env", "CACHE")]
-    assert [one.request for one in shown.outcomes] == ["stage-dir"]
+    assert [one.request for one in shown.outcomes] == ["stage-dir", f"{dirs.source}/set@seed:CACHE"]
 
 
 def test_requeued_job_has_an_empty_directory(dirs: Dirs) -> None:

@@ -90,12 +90,15 @@ class Mounting:
         until(lambda: key in self.node.entries() and self.node.is_idle(key), "the copy")
 
     def step(self, job: int, **more: str) -> list[list[str]]:
-        """What the helper tells the companion, in fields."""
+        """What the helper tells the companion, in fields, but for `variables`."""
         own = {"SLURM_STEP_ID": str(STEP), "FORESTAGE_MANAGER": str(self.manager.pid)}
         environ = self.node.environ(job) | own | more
         self.capfd.readouterr()
         assert Hook("step", environ, time.monotonic()).run(self.node.places, Clock()) == 0
-        return [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
+        lines = [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
+        own_variables = [one for one in lines if one[:2] == ["data", "env"]]
+        self.variables = {one[2]: one[3] for one in own_variables}
+        return [one for one in lines if one not in own_variables]
 
     def job(self, number: int, user: User = ALICE) -> Job:
         own = {"SLURM_STEP_ID": "0", "FORESTAGE_MANAGER": str(self.manager.pid)}
@@ -201,6 +204,8 @@ def test_step_mounts_the_nodes_copy_and_not_the_shared_file(mounting: Mounting) 
     outcome = mounting.outcome(1)
     assert (outcome.result, outcome.redirect) == ("hit", "spank")
     assert outcome.request == f"{mounting.path}@{mounting.point}"
+    local = {"FORESTAGE_DATA_RESULT": "hit", "FORESTAGE_LOCAL": str(mounting.point)}
+    assert mounting.variables == local
     shown = mounting.show(name)
     (mounting.node.server / "alice/env.sqsh").write_bytes(b"")
     assert shown.read_text() == TEXT
@@ -670,7 +675,7 @@ def test_line_with_a_control_character_is_left_out_and_told(
     mounting.staged(1)
     lines = [("env", "A", "x\ty"), ("env", "B", "y")]
     monkeypatch.setattr(data, "show", lambda *_: data.Shown(lines, []))
-    assert mounting.step(1) == [["data", "env", "B", "y"], ["leave", "no-image"]]
+    assert (mounting.step(1), mounting.variables) == ([["leave", "no-image"]], {"B": "y"})
 
 
 @pytest.fixture

@@ -196,6 +196,17 @@ def test_second_job_has_a_hit_and_brings_nothing(spank: Node) -> None:
     assert spank.held(2).uses[0].key == first.key
 
 
+def test_tree_is_local_at_the_path_that_the_comment_names(spank: Node) -> None:
+    path, late = fill(spank), fill(spank, "alice/late")
+    staged(spank, 7, path)
+    assert show(spank, 7).local == (str(path),)
+    begin(spank, 8, f"stage={late}/,{path}/,{path}/a/")
+    for one in (path, late, path / "a"):
+        settled(spank, 8, one)
+    # One in another is in that one's copy, too.
+    assert show(spank, 8).local == (str(late), str(path), str(path / "a"))
+
+
 def test_tree_that_has_changed_since_is_shown_to_no_step(spank: Node) -> None:
     path = fill(spank)
     staged(spank, 1, path)

@@ -227,10 +227,9 @@ def test_what_the_environment_says_of_another_steps_image_is_unset(
 ) -> None:
     """Whatever a batch script or its user has there: this step's may be none of ours."""
     step.answers("leave\tno-image")
-    ran = step.run("env=FORESTAGE_RESULT=x", "env=FORESTAGE_IMAGE_PATH=/x", image=image)
-    assert ran.facts("unsetenv") == {
-        "unsetenv FORESTAGE_RESULT", "unsetenv FORESTAGE_IMAGE_PATH"
-    }  # fmt: skip
+    names = [f"FORESTAGE_{name}" for name in ("RESULT", "IMAGE_PATH", "DATA_RESULT", "LOCAL")]
+    ran = step.run(*(f"env={name}=x" for name in names), image=image)
+    assert ran.facts("unsetenv") == {f"unsetenv {name}" for name in names}
     assert ran.facts("setenv") == set()
 
 

@@ -19,6 +19,7 @@ from forestage.units import (
     parse_share,
     parse_size,
     quote,
+    to_tenths,
 )
 
 HUGE = 10**5000  # more digits than str() takes
@@ -182,3 +183,20 @@ def test_amount_reads_back_as_the_same_amount(millionths: int, size: int) -> Non
     share = Amount.parse(f"{millionths // 10000}.{millionths % 10000:04d}%")
     for amount in (share, Amount(size=size)):
         assert Amount.parse(str(amount)) == amount
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.0, ""),
+        (0.049, ""),
+        (0.05, "0.1s"),
+        (0.26, "0.3s"),
+        (9.96, "10s"),
+        (12.34, "12s"),
+        (59.7, "1m"),
+        (90.0, "1m30s"),
+    ],
+)
+def test_users_read_tenths_of_a_second(seconds: float, expected: str) -> None:
+    assert to_tenths(seconds) == expected

@@ -68,7 +68,8 @@ class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
 
-    `refused` says why it has none though, `off` that for this reason it gets nothing else either.
+    `refused` says why it has none though, `off` that for this reason it gets nothing else either;
+    `reason` is that in one word.
     `restart` is the run of the job, as Slurm counts them. `trees` has the directories by their
     paths as the job names them.
     """
@@ -78,6 +79,7 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     ram: bool = False
     refused: str = ""
     off: bool = False
+    reason: str = ""
     trees: dict[str, Tree] = {}
     restart: int = 0
 

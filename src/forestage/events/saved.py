@@ -7,7 +7,7 @@ says how it is measured (`What it saved`).
 import msgspec
 
 from forestage.events.log import Handled, Outcome
-from forestage.units import format_duration
+from forestage.units import to_tenths
 
 LOCAL = ("mounted", "kept", "spank")  # redirects by which the start reads the copy
 WHOLE = ("hit", "joined", "copied")  # results of what is here when the start begins
@@ -61,4 +61,5 @@ def phrase(outcome: Handled) -> str:
     if found is None:
         return "what that saves is not known"
     word = "saves" if found >= 0 else "costs"
-    return f"which {word} about {format_duration(float(f'{abs(found):.2g}'))}"
+    about = to_tenths(float(f"{abs(found):.2g}"))
+    return f"which {word} about {about}" if about else "as fast as from its source"

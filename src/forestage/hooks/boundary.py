@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from forestage.errors import Declined
     from forestage.events import Handled, Outcome
     from forestage.hooks.answers import Answer
+    from forestage.hooks.data import Shown
     from forestage.hooks.limit import Limit
     from forestage.hooks.watch import Watched
     from forestage.paths import Places
@@ -362,8 +363,10 @@ class Hook:
             from forestage.hooks import data
 
             outcomes += data.begin(nodes[0], job, limit, refusal)
-        if refusal is None and places.loaded.exists():
-            prolog.note_bad_hints(nodes[0], job, outcomes)
+        if (refusal is None or job.hints.tell) and places.loaded.exists():
+            from forestage.hooks import step
+
+            prolog.note_bad_hints(step.telling(nodes[0], job), job, outcomes)
         return outcomes
 
     def _note_background(self, places: Places, decided: Sequence[str]) -> None:
@@ -408,8 +411,14 @@ class Hook:
                 _write("data", "env", name, value)
         for words in done.also:
             _write("also", *words)
+        data: Sequence[Handled] = ()
+        local = step.local_images(job, done.answers)
         if os.path.exists(nodes[0].leases.data(job.id)):
-            outcomes += self._show_data(nodes[0], job, limit, refusal)
+            shown_data = self._show_data(nodes[0], job, limit, refusal)
+            data, local = shown_data.outcomes, (*local, *shown_data.local)
+        for name, value in step.data_variables(data, local):
+            _write("data", "env", name, value)
+        outcomes += data
         step.tell(nodes[0], job, outcomes, say, say.always)
         # At once: the log can wait, the step does not.
         self.answer(*(later or done.answer))
@@ -448,9 +457,7 @@ class Hook:
             self.say(f"result=failed reason=registry detail={str(error)!r}")
         return job.without_reference(), later
 
-    def _show_data(
-        self, node: Node, job: Job, limit: Limit, refusal: Declined | None
-    ) -> Sequence[Handled]:
+    def _show_data(self, node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
         """Tells the companion what data the step is shown."""
         from forestage.hooks import answers, data
 
@@ -460,7 +467,7 @@ class Hook:
                 self.say(f"result=unshown detail={words!r}")
             else:
                 _write("data", *words)
-        return shown.outcomes
+        return shown
 
     def _epilog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
         from forestage.errors import ConfigError

@@ -21,9 +21,10 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.data import wanted
 from forestage.data.wanted import Fields, Wanted
-from forestage.errors import Declined, ForestageError
+from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
-from forestage.hooks import answers, leases, serve
+from forestage.events.reasons import FAILURES
+from forestage.hooks import answers, leases, serve, step
 from forestage.hooks.answers import Answer
 from forestage.hooks.binds import Binds
 from forestage.hooks.limit import Limit
@@ -43,10 +44,12 @@ STAGE_DIR = Request("stage-dir", "hint")
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """What a step gets: lines for the companion, and what became of each request."""
+    """What a step gets: lines for the companion, what became of each request, and the paths, in the
+    comment's order, at which all of it is read from this node."""
 
     lines: list[Fields]
     outcomes: list[Handled]
+    local: tuple[str, ...] = ()
 
 
 def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Handled]:
@@ -78,20 +81,42 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     own, lines, outcomes = _own_dir(node, job, noted)
     bound = Binds(node.places.root, job)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    off = refusal or (Declined("no-mount", noted.refused) if noted.off else None)
+    off = refusal or (_refused(noted) if noted.off else None)
     if off:
-        mounts = [one for one in noted.requests if one.at.startswith("/")]
-        outcomes += [_of_error(one, off) for one in mounts]
+        outcomes += [_of_error(one, off) for one in noted.requests]
     requests = () if off else noted.requests
+    came: dict[Request, Handled] = {}
     for request in sorted(requests, key=lambda one: one.at.startswith("/")):
-        found, outcome = _shown(node, job, noted, request, own, limit, bound)
+        found, came[request] = _shown(node, job, noted, request, own, limit, bound)
         lines += found
-        outcomes.append(outcome)
+    outcomes += came.values()
     if any(one.at.startswith("seed:") for one in noted.requests):
         from forestage.data import fill
 
         lines += fill.unset(own, noted)  # of those that are not in there by now
-    return Shown(wanted.disentangled(wanted.in_order(lines)), _as_data(outcomes))
+    kept = wanted.disentangled(wanted.in_order(lines))
+    local = [_local(node, kept, request, came[request]) for request in requests]
+    return Shown(kept, _as_data(outcomes), tuple(filter(None, local)))
+
+
+def _refused(noted: Wanted) -> Declined:
+    """Pure: why the job's Prolog refused all that it wants."""
+    kind = Failed if noted.reason in FAILURES else Declined
+    return kind(noted.reason or "no-mount", noted.refused)
+
+
+def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handled) -> str:
+    """Where the step reads the whole of a request from this node's disk; "" where it does not."""
+    if outcome.result not in step.WHOLE:
+        return ""
+    if request.at.startswith("/"):
+        return request.at
+    if request.at:
+        from forestage.data import fill
+
+        return f"{node.places.job_dir}/{fill.name_of(request)}"
+    shown = (f"{line[-2]}/" for line in kept if line[0] == "device" and line[3] == "erofs")
+    return request.path.rstrip("/") if f"{outcome.image}/".startswith(tuple(shown)) else ""
 
 
 def _as_refused(noted: Wanted, why: Declined) -> Shown:
@@ -208,17 +233,18 @@ def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
 def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     """Has the steps of a job that gets nothing unset its variables: they may be another job's.
 
-    And say that there are no mounts.
+    And say that there are no mounts; of all it wants, where its user asked to be told.
     """
     asked = job.hints
     told = tuple(
         one
         for one in asked.data
-        if one.at.startswith("seed:") or (one.at.startswith("/") and not asked.off)
+        if one.at.startswith("seed:") or ((one.at.startswith("/") or asked.tell) and not asked.off)
     )
     if asked.room is None and not told:
         return
-    refused = Wanted(told, asked.room, refused=printable(str(why)), off=True, restart=job.restart)
+    text, reason = printable(str(why)), answers.of_error(Request("", "hint"), why).reason
+    refused = Wanted(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
         _note(node, job, refused, end)
 

@@ -10,7 +10,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.events import Handled, Outcome
 from forestage.hooks import answers, leases, serve
-from forestage.hooks.answers import Answer
+from forestage.hooks.answers import UNSERVED, Answer
 from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, Request
@@ -131,6 +131,7 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         and one.reason in TO_DO
         and one.request != "stage-dir"  # which the step has a line for
     ]
+    lines += _unserved(job, outcomes)
     if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
         return
     with (
@@ -141,6 +142,21 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
         node.leases.write(msgspec.structs.replace(lease, say=say))
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
+
+
+def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
+    """Pure: of images in the comment that no step asks for again, for who wants to hear of each."""
+    if not job.hints.tell:
+        return []
+    from forestage.hooks import step
+
+    found = (
+        step.message(one, "all")
+        for one in outcomes
+        if isinstance(one, Handled) and one.via == "hint" and one.request and not one.data
+        if one.result in UNSERVED and one.reason not in TO_DO
+    )
+    return list(filter(None, found))
 
 
 def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:

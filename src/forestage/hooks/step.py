@@ -31,7 +31,7 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.system import lock
-from forestage.units import format_duration
+from forestage.units import to_tenths
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 HELD_UP = 5.0  # seconds that a step waits before its user reads why
@@ -48,6 +48,28 @@ AS_DECIDED = frozenset(
         *("off", "disabled", "config", "set-id", "unlisted", "container"),
     )
 )
+
+WHOLE = ("hit", "joined", "copied")  # results with which all of it is read from this node's disk
+BY_WORTH = (*WHOLE, "through", "started", "declined", "failed")
+MAX_LOCAL = 8192  # bytes; a line to the companion has twice as many at most
+
+_TELL = "tell your admin (`forestage explain` says more)"
+FOR_USERS = {
+    "no-room": f"this node's cache has no room for it; if that stays so, {_TELL}",
+    "io": f"this node's disk gave an error; {_TELL}",
+    "copy": f"the copy failed on this node; {_TELL}",
+    "cache-not-mounted": f"this node's cache disk is not mounted; {_TELL}",
+    "cache-not-ours": f"this node's cache cannot be used; {_TELL}",
+    "cache-format": f"this node's cache cannot be used; {_TELL}",
+    "cache-hangs": f"this node's cache disk does not answer; {_TELL}",
+    "disk-errors": f"this node's cache disk has errors; {_TELL}",
+    "config": f"forestage is not set up right on this node; {_TELL}",
+    **dict.fromkeys(
+        ("busy", "helper", "lease-damaged", "loop", "program", "redirect", "slurm-conf"),
+        f"forestage failed on this node; {_TELL}",
+    ),
+}
+"""What users are told where only an admin can do something; the event and `explain` have it all."""
 
 Say = Callable[[str], None]
 
@@ -115,7 +137,7 @@ def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Done:
 def tell(
     node: Node, job: Job, outcomes: Sequence[Handled], say: Say, always: Say | None = None
 ) -> None:
-    """Says what the requests came to, what went wrong first: a user may read one line only.
+    """Says what the requests came to, what went wrong first: most users read one line only.
 
     That a mount is missing they read `always`: each step finds an empty directory there.
     """
@@ -230,6 +252,33 @@ def variables(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
     return [pair for pair in found if not any(map(has_control, pair))]
 
 
+def local_images(job: Job, answers: Sequence[Answer]) -> tuple[str, ...]:
+    """Pure: the images of the comment that the step reads from this node's disk."""
+    return tuple(
+        answer.outcome.image
+        for request, answer in zip(job.requests, answers, strict=True)
+        if request.via == "hint" and result_word(answer.outcome) in WHOLE
+    )
+
+
+def data_variables(outcomes: Sequence[Handled], local: Sequence[str]) -> list[tuple[str, str]]:
+    """Pure: what the step's environment says of all its data, and where it is local.
+
+    The word is the worst one: of a failure, of what was declined, then the last of BY_WORTH. Paths
+    beyond MAX_LOCAL bytes are left out.
+    """
+    found = []
+    if outcomes:
+        worst = max(outcomes, key=lambda one: BY_WORTH.index(one.result))
+        found.append(("FORESTAGE_DATA_RESULT", result_word(worst)))
+    listed = ""
+    for path in dict.fromkeys(local):
+        word = f":{path.replace('%', '%25').replace(':', '%3A')}"
+        if not has_control(path) and len(os.fsencode(listed + word)) <= MAX_LOCAL:
+            listed += word
+    return found + ([("FORESTAGE_LOCAL", listed[1:])] if listed else [])
+
+
 def is_first_node(job: Job) -> bool:
     """Pure: whether this node is the one of the step's that speaks to its user."""
     listed = job.step_nodelist or job.nodelist
@@ -255,6 +304,7 @@ class Patience:
 class Once:
     """Says a line to a job's user: one for each job, from the first node of the step.
 
+    With `user_messages: all`, or stage-tell=yes, a line for each request of the job's first step.
     `progress` says any number; why something failed is still said after it. `always` does so from
     each node.
     """
@@ -263,9 +313,12 @@ class Once:
         self.node = node
         self.job = job
         self.say = say
+        self.may: bool | None = None
 
     def __call__(self, text: str) -> None:
-        if is_first_node(self.job) and self._is_first():
+        if self.may is None or self.node.config.user_messages != "all":
+            self.may = is_first_node(self.job) and self._is_first()
+        if self.may:
             self.say(f"{self.job.node}: {text}")
 
     def progress(self, text: str) -> None:
@@ -296,28 +349,33 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
     if wanted == "none":
         return ""
     if outcome.result in UNSERVED:
+        why = FOR_USERS.get(outcome.reason, outcome.detail)
         if outcome.request == "stage-dir":
-            return f"this job has no directory of its own on this node: {outcome.detail}"
+            return f"this job has no directory of its own on this node: {why}"
         if outcome.request.endswith("@job") or "@seed:" in outcome.request:
-            return f"{name} is not in the job's directory: {outcome.detail}"
+            return f"{name} is not in the job's directory: {why}"
         decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
         # Of a directory pyxis tells nothing.
         is_directory = outcome.data and outcome.request.endswith("/")
         quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
         if outcome.reason == "no-mount" or is_unmounted(outcome):
-            return f"{name} is not mounted: {outcome.detail}"
+            return f"{name} is not mounted: {why}"
         if outcome.reason == "registry" and not quiet:
             return f"{name} is imported by enroot, as without forestage"
-        return "" if quiet else f"{name} is read from its original path: {outcome.detail}"
+        return "" if quiet else f"{name} is read from its original path: {why}"
     if wanted != "all":
         return ""
-    took = format_duration(outcome.wait)
-    copy = {"started": "its original path", "through": "this node's copy while it is made"}
+    copy = {
+        "started": "its original path, while the copy for the next job is made",
+        "through": "this node's copy while it is made",
+    }
     where = copy.get(outcome.result, "this node's copy")
-    before = f", after {format_duration(waited)} in the Prolog" * (waited >= 0.1)
+    took, before = to_tenths(outcome.wait), to_tenths(waited)
+    said = outcome.result + (f", the step waited {took}" if took else "")
+    said += f", the job's start {before}" if before else ""
     whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)
     worth = f", {saved.phrase(whole)}" * (outcome.result not in copy)
-    return f"{name} is read from {where} ({outcome.result} in {took}{before}){worth}"
+    return f"{name} is read from {where} ({said}){worth}"
 
 
 def fields(node: Node, answer: Answer) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events import Handled, Outcome
+from forestage.events.reasons import FAILURES
 from forestage.hooks import serve, step
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import SHORTLY, Limit
@@ -152,7 +153,8 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
     result: str, reason: str, told: bool
 ) -> None:
     outcome = hit(result=result, reason=reason, detail="this is why", redirect="")
-    expected = f"{PATH} is read from its original path: this is why" if told else ""
+    why = step.FOR_USERS.get(reason, "this is why")
+    expected = f"{PATH} is read from its original path: {why}" if told else ""
     assert message(outcome, "problems") == expected
     decided = {"registry", "outside-sources", "disabled", "too-large"}
     assert bool(message(outcome, "all")) == (told or reason in decided)
@@ -165,15 +167,68 @@ def test_image_of_a_registry_is_not_said_to_be_read_from_a_path() -> None:
 
 
 def test_success_is_told_to_who_wants_to_hear_all() -> None:
-    copy = f"{PATH} is read from this node's copy (hit in 0.02s), "
+    copy = f"{PATH} is read from this node's copy (hit), "
     assert message(hit(), "all") == f"{copy}what that saves is not known"
     assert message(hit(baseline=12.34), "all") == f"{copy}which saves about 12s"
-    assert message(hit(baseline=12.34, wait=20.0), "all").endswith("which costs about 7.7s")
-    waited = message(hit(baseline=12.34), "all", 20.0)
-    assert waited.endswith("(hit in 0.02s, after 20s in the Prolog), which costs about 7.7s")
+    assert message(hit(baseline=0.04), "all") == f"{copy}as fast as from its source"
+    waited = message(hit(baseline=12.34, wait=20.04), "all")
+    assert waited.endswith("copy (hit, the step waited 20s), which costs about 7.7s")
+    waited = message(hit(result="copied", baseline=12.34, wait=0.13), "all", 20.0)
+    assert waited.endswith(
+        "(copied, the step waited 0.1s, the job's start 20s), which costs about 7.8s"
+    )
     assert message(hit(result="through"), "all").startswith(f"{PATH} is read from this node's copy")
     assert message(hit(result="started"), "all").startswith(f"{PATH} is read from its original")
     assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
+
+
+def test_user_reads_of_the_node_what_they_can_do_and_not_its_files() -> None:
+    detail = "[Errno 30] Read-only file system: '/mnt/nvme/forestage/locks/space.lock'"
+    line = message(Handled("failed", request=PATH, reason="io", detail=detail), "problems")
+    assert ("nvme" in line, "tell your admin" in line) == (False, True)
+    assert set(step.FOR_USERS) >= FAILURES - {"evicted-stays", "job-dir"}
+
+
+def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
+    configured: Configured, image_asked: Job
+) -> None:
+    outcomes = [hit(), hit(request="/b", image="/b"), hit(request="/c", image="/c")]
+    outcomes[1] = Handled("declined", request="/b", reason="changed", detail="it changed")
+    node, heard = configured(user_messages="all"), list[str]()
+    step.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
+    assert [line.split()[1] for line in heard] == ["/b", PATH, "/c"]
+    step.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
+    assert len(heard) == 3, "a further step says nothing"
+    other = msgspec.structs.replace(image_asked, id=8)
+    node = configured(user_messages="problems")
+    step.tell(node, other, outcomes * 2, Once(node, other, heard.append))
+    assert len(heard) == 4
+
+
+@pytest.mark.parametrize(
+    ("results", "word"),
+    [
+        (["hit"], "hit"),
+        (["hit", "joined", "copied"], "copied"),
+        (["through", "hit"], "through"),
+        (["started", "through"], "started"),
+        (["missing", "started"], "missing"),
+        (["missing", "io", "hit"], "io"),
+    ],
+)
+def test_environment_says_the_worst_of_the_data(results: list[str], word: str) -> None:
+    made = {
+        "missing": Handled("declined", reason="missing"),
+        "io": Handled("failed", reason="io"),
+    }
+    outcomes = [made.get(one) or hit(result=one) for one in results]
+    assert step.data_variables(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
+
+
+def test_environment_says_what_is_local_and_no_more_than_fits() -> None:
+    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * step.MAX_LOCAL}", "/last")
+    assert step.data_variables((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
+    assert step.data_variables((), ()) == []
 
 
 def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_asked: Job) -> None:
