@@ -34,9 +34,19 @@ def values(name: str, service: str = "forestage-peer") -> list[str]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_command_of_the_service_exists_beside_the_hooks_interpreter(service: str) -> None:
     (start,) = values("ExecStart", service)
-    program, command = start.split()
+    program, command, *_ = start.split()
     assert command in main.commands
     assert str(Path(program).parent / "python3") in (REPOSITORY / "prolog/forestage").read_text()
+
+
+@pytest.mark.parametrize("service", ["forestage-room", "forestage-metrics"])
+def test_service_of_each_minute_fills_no_journal_and_hides_no_error(service: str) -> None:
+    """LogLevelMax= drops systemd's own lines as well; what the program says is at SyslogLevel=."""
+    assert values("LogLevelMax", service) == values("SyslogLevel", service) == ["notice"]
+
+
+def test_room_says_nothing_where_nothing_is_evicted() -> None:
+    assert values("ExecStart", "forestage-room")[0].endswith("forestage evict --quiet")
 
 
 def test_service_with_a_wrong_configuration_is_not_started_again() -> None:

@@ -191,12 +191,14 @@ def path(world: World, image: str, as_json: bool) -> None:
 @some_words
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing if there is nothing to evict.")
 @click.pass_context
 def evict(
     ctx: click.Context,
     words: tuple[str, ...],
     everything: bool,
     dry_run: bool,
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Evict entries: exactly those named, or down to the low watermark.
@@ -214,7 +216,8 @@ def evict(
         done = evict.exactly(node, chosen, dry_run)
     else:
         done = evict.to_watermark(node, dry_run)
-    show(done, evict.pieces(done), as_json)
+    if done.verdicts or not quiet:
+        show(done, evict.pieces(done), as_json)
     if words and done.left_out:
         ctx.exit(Exit.NOT_FOUND)
 

@@ -213,6 +213,13 @@ def test_cache_of_another_format_is_left_alone(site: Site) -> None:
     assert site.keys() == {key}
 
 
+def test_quiet_evict_speaks_only_of_what_it_evicted(site: Site) -> None:
+    assert site.run("evict", "-q").stdout == ""
+    assert site.run("evict").stdout == "0 entries evicted, 0 B.\n"
+    key = site.publish(site.image("a.sqsh"))
+    assert "1 entry evicted" in site.run("evict", "-q", key).stdout
+
+
 def test_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     site.lease(7, Use(key))
