@@ -20,7 +20,7 @@ from forestage.cache.lease import Use
 from forestage.clock import Clock
 from forestage.config import switch
 from forestage.events import Event, read
-from forestage.hooks import boundary
+from forestage.hooks import boundary, script
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
 from forestage.system.as_user import User
 from helper import Helper, ask, environ, noted
@@ -205,14 +205,14 @@ def test_record_is_void_once_the_configuration_changes_while_a_hook_works(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = warm(spank, 1)
-    read_config = Hook._config
+    read_config = script.read_config
 
     def and_then_it_changes(hook: Hook, *given: object) -> object:
         found = read_config(hook, *given)  # type: ignore[arg-type]
         spank.configure(redirect="spank", user_messages="none")
         return found
 
-    monkeypatch.setattr(Hook, "_config", and_then_it_changes)
+    monkeypatch.setattr(script, "read_config", and_then_it_changes)
     spank.prolog(7, path)
     config = spank.places.etc / "forestage.yaml"
     line = f"file\t{config}\t{config.stat().st_ino}\t{config.stat().st_size}"
@@ -432,7 +432,7 @@ def test_our_failure_never_drains_a_node_for_a_step(spank: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "is_served"), [(redirect, "binds", False), (Hook, "_report", True)]
+    ("module", "name", "is_served"), [(redirect, "binds", False), (script, "report", True)]
 )
 def test_unexpected_is_an_answer_as_well_and_takes_none_back(
     spank: Node,

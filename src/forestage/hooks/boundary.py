@@ -17,20 +17,14 @@ from forestage import log
 
 TYPE_CHECKING = False  # the real one costs the import of typing, 9 ms; checkers know it by name
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from typing import Literal, NoReturn
 
-    from forestage.cache.node import Node
     from forestage.clock import Clock
-    from forestage.config import Config, Settings
-    from forestage.errors import Declined
-    from forestage.events import Handled, Outcome
-    from forestage.hooks.answers import Answer
-    from forestage.hooks.data import Shown
-    from forestage.hooks.limit import Limit
+    from forestage.config import Settings
+    from forestage.events import Outcome
     from forestage.hooks.watch import Watched
     from forestage.paths import Places
-    from forestage.slurm.job import Job
 
     Name = Literal["prolog", "step", "epilog"]
 
@@ -289,6 +283,7 @@ class Hook:
 
         from forestage.clock import Clock
         from forestage.errors import Declined
+        from forestage.hooks import script
         from forestage.paths import Places
         from forestage.slurm.job import Job
 
@@ -306,244 +301,14 @@ class Hook:
             from forestage.hooks import answers
 
             outcomes += [answers.of_error(request, why) for request in job.requests]
-        self._report(job, outcomes, places, Clock())
+        script.report(self, job, outcomes, places, Clock())
         self.answer("leave", why.reason)
 
     def run(self, places: Places, clock: Clock) -> int:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
-        from forestage.slurm.job import Job
+        from forestage.hooks import script
 
-        if self.in_background:
-            from forestage.hooks import background
-            from forestage.system import child
-
-            child.leave_job()
-
-        job = Job.from_environ(self.environ).of_manager(self.manager)
-        if self.name == "step":
-            from forestage.hooks import step
-
-            job = step.environment(step.named(job), self.environ)
-        work = {"prolog": self._prolog, "step": self._step, "epilog": self._epilog}[self.name]
-        outcomes = work(job, places, clock)
-        if self.in_background:
-            background.forget_hints(places, job)
-        self._report(job, outcomes, places, clock)
-        failed = any(outcome.result == "failed" for outcome in outcomes)
-        return DRAIN if failed and self.drains else 0
-
-    def _prolog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
-        from forestage.cache import shown
-        from forestage.hooks import prolog
-        from forestage.slurm import timeouts
-
-        has_data = job.hints.has_data
-        if not (job.requests or job.saves or job.hints.for_steps or has_data):
-            bad = job.hints.problems and places.loaded.exists()
-            if not bad:  # or nobody reads it
-                return prolog.bad_hint(job)
-        limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
-        decided = shown.decided_by(places)
-        answers: Sequence[Answer] = ()
-        nodes, refusal = self._nodes(job, places, clock)
-        self._note_background(places, decided)
-        if refusal is None:
-            job, _ = self._begin_import(nodes[0], job, places, clock)
-        # Once: several caches must not take several times what slurm.conf allows.
-        limit = prolog.waiting(nodes[0], job, limits, refusal, self.in_background)
-        self.watched.ends_within(limit.end.left())
-        for node in nodes:
-            answers = prolog.prolog(node, job, limit, refusal)
-        if nodes[0].config.redirect == "spank":
-            from forestage.hooks import step
-
-            step.note_shown(step.telling(nodes[0], job), job, decided, answers)
-        outcomes: list[Outcome] = [answer.outcome for answer in answers]
-        if has_data:
-            from forestage.hooks import data
-
-            outcomes += data.begin(nodes[0], job, limit, refusal)
-        if (refusal is None or job.hints.tell) and places.loaded.exists():
-            from forestage.hooks import step
-
-            prolog.note_bad_hints(step.telling(nodes[0], job), job, outcomes)
-        return outcomes
-
-    def _note_background(self, places: Places, decided: Sequence[str]) -> None:
-        """Lets the next Prologs end before their work does, where the companion is loaded."""
-        if self.settings is None or not places.loaded.exists():
-            return
-        from forestage.hooks import background
-
-        try:
-            conf = self.environ.get("SLURM_CONF", "")
-            background.note(places, self.settings, self._has_companion(places), decided, conf)
-        except OSError:  # they do their work first
-            return
-
-    def _step(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
-        from forestage.cache import shown
-        from forestage.hooks import background, step
-        from forestage.system import child
-
-        decided = shown.decided_by(places)
-        # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
-        child.leave_job()
-        background.wait(background.mark_of(self.environ, os.fspath(places.run)))
-        timeout = self.environ.get("FORESTAGE_TIMEOUT", "")
-        self.watched.ends_within(float("inf"))  # the companion has a limit of its own
-        done = step.Done([], ("leave", "no-image"))
-        nodes, refusal = self._nodes(job, places, clock)
-        job, refusal = step.as_noted(nodes[0], job, refusal)
-        nodes = [step.telling(node, job) for node in nodes]
-        later: tuple[str, ...] = ()
-        if refusal is None:
-            job, later = self._begin_import(nodes[0], job, places, clock)
-        say = step.Once(nodes[0], job, _speak)
-        step.say_bad_hints(nodes[0], job, say)
-        # Once, as in the Prolog.
-        limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
-        for node in nodes:
-            done = step.step(node, job, limit, refusal)
-        outcomes = done.outcomes
-        if not later:
-            for name, value in step.variables(job, done.answers):
-                _write("data", "env", name, value)
-        for words in done.also:
-            _write("also", *words)
-        data: Sequence[Handled] = ()
-        local = step.local_images(job, done.answers)
-        if os.path.exists(nodes[0].leases.data(job.id)):
-            shown_data = self._show_data(nodes[0], job, limit, refusal)
-            data, local = shown_data.outcomes, (*local, *shown_data.local)
-        for name, value in step.data_variables(data, local):
-            _write("data", "env", name, value)
-        outcomes += data
-        step.tell(nodes[0], job, outcomes, say, say.always)
-        # At once: the log can wait, the step does not.
-        self.answer(*(later or done.answer))
-        step.note_shown(nodes[0], job, decided, done.answers)
-        return outcomes
-
-    def _begin_import(
-        self, node: Node, job: Job, places: Places, clock: Clock
-    ) -> tuple[Job, tuple[str, ...]]:
-        """Has a process obtain the registry's image that the job names: that may take long.
-
-        Returns the job without it, and a step's answer. The job as it is, where it names none,
-        there is no store, or pyxis would not ask our importer for it.
-        """
-        request, config = job.reference, node.config
-        asked = config.registry.enabled and config.registry.store and not job.hints.off
-        if request is None or not asked or config.redirect != "spank":
-            return job, ()
-        from forestage.errors import ForestageError
-        from forestage.slurm import companion
-
-        if not companion.is_importer(companion.importer(self.environ.get("SLURM_CONF", ""))):
-            return job, ()
-        from forestage.hooks import registry
-
-        def report(outcomes: Sequence[Outcome]) -> None:
-            self._report(job, outcomes, places, clock)
-
-        later: tuple[str, ...] = ()
-        try:
-            if self.name == "prolog":
-                registry.guess(node, job, request, report)
-            elif found := registry.Asked.of(request, self.environ):
-                later = registry.begin(node, job, found, report)
-        except (ForestageError, OSError) as error:
-            self.say(f"result=failed reason=registry detail={str(error)!r}")
-        return job.without_reference(), later
-
-    def _show_data(self, node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
-        """Tells the companion what data the step is shown."""
-        from forestage.hooks import answers, data
-
-        shown = data.show(node, job, limit, refusal)
-        for words in shown.lines:
-            if any(map(answers.has_control, words)):
-                self.say(f"result=unshown detail={words!r}")
-            else:
-                _write("data", *words)
-        return shown
-
-    def _epilog(self, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
-        from forestage.errors import ConfigError
-        from forestage.hooks import epilog
-        from forestage.slurm import timeouts
-
-        try:
-            config = self._config(job, places, clock)
-        except ConfigError as error:
-            self.say(f"result=failed reason=config detail={error.one_line!r}")
-            config = None
-        limits = timeouts.read(self.environ.get("SLURM_CONF", ""))
-        return epilog.epilog(config, places, clock, job, limits, self.watched)
-
-    def _config(self, job: Job, places: Places, clock: Clock) -> Config:
-        """Reads what the admin decided for the job's partition. Raises ConfigError."""
-        from forestage.config import decided, load_settings, switch
-
-        self.settings = load_settings(places.etc, places.config)
-        found = self.settings.for_partition(job.partition)
-        if found.redirect == "auto":
-            found = decided(found, self._has_companion(places))
-        # Not while it is off: during an upgrade old and new code may meet.
-        off = switch.by_file(places, clock.wall())
-        self.drains = found.on_error == "drain" and self.name != "step" and not off
-        return found
-
-    def _has_companion(self, places: Places) -> bool:
-        """Whether the job's steps get the companion; it is what runs a step's hook."""
-        from forestage.slurm import companion
-
-        conf = self.environ.get("SLURM_CONF", "")
-        return self.name == "step" or companion.is_loaded(places.loaded, conf)
-
-    def _nodes(self, job: Job, places: Places, clock: Clock) -> tuple[list[Node], Declined | None]:
-        """The node to work on, and why nothing may be staged on it now.
-
-        Where the configuration cannot be used nobody can say which cache is meant: there is a node
-        for each cache that a lease names, so that no redirect shows the job an outdated file.
-        """
-        from pathlib import Path
-
-        from forestage.cache.layout import Cache
-        from forestage.cache.lease import Leases
-        from forestage.cache.node import Node
-        from forestage.config import Config, switch
-        from forestage.errors import ConfigError, Declined, Failed
-
-        # First, as the configuration may be why somebody has switched it off.
-        off = switch.by_file(places, clock.wall())
-        try:
-            config = self._config(job, places, clock)
-        except ConfigError as error:
-            leases = Leases(places.leases)
-            bare = Config(sources=("/",))
-            nodes = [
-                Node(bare, places, Cache(Path(root), places.claims), leases, clock)
-                for root in leases.caches()
-            ]
-            refusal = Declined("disabled", off) if off else Failed("config", error.one_line)
-            return nodes or [Node.of(bare, places, clock)], refusal
-        off = off or ("" if config.enabled else "`enabled: false`")
-        node = Node.of(config, places, clock)
-        self.watched.works_on(os.fspath(node.cache.root))
-        return [node], Declined("disabled", off) if off else None
-
-    def _report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
-        from forestage import events
-
-        total = time.monotonic() - self.start
-        self.say(events.summary(job, outcomes, total))
-        try:
-            events.record(places.events, clock.wall(), self.name, job, outcomes, total)
-        except OSError as error:
-            # The job is served; a full log disk is no reason to drain its node.
-            self.say(f"result=unrecorded detail={str(error)!r}")
+        return script.run(self, places, clock)
 
     def say(self, text: str) -> None:
         """The hook's line in the log."""
@@ -555,7 +320,7 @@ class Hook:
         """The companion's answer, if it waits for one and has none yet."""
         if not self.answered:
             self.answered = True
-            _write(*fields)
+            write(*fields)
 
 
 def _hangs(cache: str, root: str) -> float:
@@ -570,19 +335,12 @@ def _hangs(cache: str, root: str) -> float:
     return hang.seconds if hang else 0.0
 
 
-def _write(*fields: str) -> None:
+def write(*fields: str) -> None:
     """One line for the companion, which may have gone."""
     try:
         os.write(1, "\t".join(fields).encode(errors="backslashreplace") + b"\n")
     except OSError:
         return
-
-
-def _speak(text: str) -> None:
-    """Writes one line for the user, whatever bytes the name of their file has."""
-    from forestage.units import printable
-
-    _write("say", f"forestage: {printable(text)}")
 
 
 def _place(error: Exception) -> str:

@@ -1,0 +1,262 @@
+"""What Prolog, step and Epilog do, from top to bottom; each calls the modules that have its name.
+
+Only a hook that has work loads this (hooks/boundary.py). What just one of the three needs is
+imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forestage import events
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import Config, decided, load_settings, switch
+from forestage.errors import ConfigError, Declined, Failed, ForestageError
+from forestage.hooks import background
+from forestage.hooks.boundary import DRAIN, Hook, write
+from forestage.paths import Places
+from forestage.slurm import companion, timeouts
+from forestage.slurm.job import Job
+from forestage.units import printable
+
+if TYPE_CHECKING:
+    from forestage.events import Handled, Outcome
+    from forestage.hooks.answers import Answer
+    from forestage.hooks.data import Shown
+    from forestage.hooks.limit import Limit
+
+
+def run(hook: Hook, places: Places, clock: Clock) -> int:
+    """The work, its log line and its events. Expected errors become outcomes; others rise."""
+    if hook.in_background:
+        from forestage.system import child
+
+        child.leave_job()
+    job = Job.from_environ(hook.environ).of_manager(hook.manager)
+    if hook.name == "step":
+        from forestage.hooks import step
+
+        job = step.environment(step.named(job), hook.environ)
+    work = {"prolog": _prolog, "step": _step, "epilog": _epilog}[hook.name]
+    outcomes = work(hook, job, places, clock)
+    if hook.in_background:
+        background.forget_hints(places, job)
+    report(hook, job, outcomes, places, clock)
+    failed = any(outcome.result == "failed" for outcome in outcomes)
+    return DRAIN if failed and hook.drains else 0
+
+
+def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+    from forestage.cache import shown
+    from forestage.hooks import prolog
+
+    has_data = job.hints.has_data
+    if not (job.requests or job.saves or job.hints.for_steps or has_data):
+        bad = job.hints.problems and places.loaded.exists()
+        if not bad:  # or nobody reads it
+            return prolog.bad_hint(job)
+    limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
+    decided = shown.decided_by(places)
+    answers: Sequence[Answer] = ()
+    nodes, refusal = _nodes(hook, job, places, clock)
+    _note_background(hook, places, decided)
+    if refusal is None:
+        job, _ = _begin_import(hook, nodes[0], job, places, clock)
+    # Once: several caches must not take several times what slurm.conf allows.
+    limit = prolog.waiting(nodes[0], job, limits, refusal, hook.in_background)
+    hook.watched.ends_within(limit.end.left())
+    for node in nodes:
+        answers = prolog.prolog(node, job, limit, refusal)
+    if nodes[0].config.redirect == "spank":
+        from forestage.hooks import step
+
+        step.note_shown(step.telling(nodes[0], job), job, decided, answers)
+    outcomes: list[Outcome] = [answer.outcome for answer in answers]
+    if has_data:
+        from forestage.hooks import data
+
+        outcomes += data.begin(nodes[0], job, limit, refusal)
+    if (refusal is None or job.hints.tell) and places.loaded.exists():
+        from forestage.hooks import step
+
+        prolog.note_bad_hints(step.telling(nodes[0], job), job, outcomes)
+    return outcomes
+
+
+def _note_background(hook: Hook, places: Places, decided: Sequence[str]) -> None:
+    """Lets the next Prologs end before their work does, where the companion is loaded."""
+    if hook.settings is None or not places.loaded.exists():
+        return
+    try:
+        conf = hook.environ.get("SLURM_CONF", "")
+        background.note(places, hook.settings, _has_companion(hook, places), decided, conf)
+    except OSError:  # they do their work first
+        return
+
+
+def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+    from forestage.cache import shown
+    from forestage.hooks import step
+    from forestage.system import child
+
+    decided = shown.decided_by(places)
+    # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
+    child.leave_job()
+    background.wait(background.mark_of(hook.environ, os.fspath(places.run)))
+    timeout = hook.environ.get("FORESTAGE_TIMEOUT", "")
+    hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
+    done = step.Done([], ("leave", "no-image"))
+    nodes, refusal = _nodes(hook, job, places, clock)
+    job, refusal = step.as_noted(nodes[0], job, refusal)
+    nodes = [step.telling(node, job) for node in nodes]
+    later: tuple[str, ...] = ()
+    if refusal is None:
+        job, later = _begin_import(hook, nodes[0], job, places, clock)
+    say = step.Once(nodes[0], job, _speak)
+    step.say_bad_hints(nodes[0], job, say)
+    # Once, as in the Prolog.
+    limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
+    for node in nodes:
+        done = step.step(node, job, limit, refusal)
+    outcomes = done.outcomes
+    if not later:
+        for name, value in step.variables(job, done.answers):
+            write("data", "env", name, value)
+    for words in done.also:
+        write("also", *words)
+    data: Sequence[Handled] = ()
+    local = step.local_images(job, done.answers)
+    if os.path.exists(nodes[0].leases.data(job.id)):
+        shown_data = _show_data(hook, nodes[0], job, limit, refusal)
+        data, local = shown_data.outcomes, (*local, *shown_data.local)
+    for name, value in step.data_variables(data, local):
+        write("data", "env", name, value)
+    outcomes += data
+    step.tell(nodes[0], job, outcomes, say, say.always)
+    # At once: the log can wait, the step does not.
+    hook.answer(*(later or done.answer))
+    step.note_shown(nodes[0], job, decided, done.answers)
+    return outcomes
+
+
+def _begin_import(
+    hook: Hook, node: Node, job: Job, places: Places, clock: Clock
+) -> tuple[Job, tuple[str, ...]]:
+    """Has a process obtain the registry's image that the job names: that may take long.
+
+    Returns the job without it, and a step's answer. The job as it is, where it names none,
+    there is no store, or pyxis would not ask our importer for it.
+    """
+    request, config = job.reference, node.config
+    asked = config.registry.enabled and config.registry.store and not job.hints.off
+    if request is None or not asked or config.redirect != "spank":
+        return job, ()
+    if not companion.is_importer(companion.importer(hook.environ.get("SLURM_CONF", ""))):
+        return job, ()
+    from forestage.hooks import registry
+
+    def report_it(outcomes: Sequence[Outcome]) -> None:
+        report(hook, job, outcomes, places, clock)
+
+    later: tuple[str, ...] = ()
+    try:
+        if hook.name == "prolog":
+            registry.guess(node, job, request, report_it)
+        elif found := registry.Asked.of(request, hook.environ):
+            later = registry.begin(node, job, found, report_it)
+    except (ForestageError, OSError) as error:
+        hook.say(f"result=failed reason=registry detail={str(error)!r}")
+    return job.without_reference(), later
+
+
+def _show_data(hook: Hook, node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
+    """Tells the companion what data the step is shown."""
+    from forestage.hooks import answers, data
+
+    shown = data.show(node, job, limit, refusal)
+    for words in shown.lines:
+        if any(map(answers.has_control, words)):
+            hook.say(f"result=unshown detail={words!r}")
+        else:
+            write("data", *words)
+    return shown
+
+
+def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+    from forestage.hooks import epilog
+
+    try:
+        config = read_config(hook, job, places, clock)
+    except ConfigError as error:
+        hook.say(f"result=failed reason=config detail={error.one_line!r}")
+        config = None
+    limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
+    return epilog.epilog(config, places, clock, job, limits, hook.watched)
+
+
+def read_config(hook: Hook, job: Job, places: Places, clock: Clock) -> Config:
+    """Reads what the admin decided for the job's partition. Raises ConfigError."""
+    hook.settings = load_settings(places.etc, places.config)
+    found = hook.settings.for_partition(job.partition)
+    if found.redirect == "auto":
+        found = decided(found, _has_companion(hook, places))
+    # Not while it is off: during an upgrade old and new code may meet.
+    off = switch.by_file(places, clock.wall())
+    hook.drains = found.on_error == "drain" and hook.name != "step" and not off
+    return found
+
+
+def _has_companion(hook: Hook, places: Places) -> bool:
+    """Whether the job's steps get the companion; it is what runs a step's hook."""
+    conf = hook.environ.get("SLURM_CONF", "")
+    return hook.name == "step" or companion.is_loaded(places.loaded, conf)
+
+
+def _nodes(
+    hook: Hook, job: Job, places: Places, clock: Clock
+) -> tuple[list[Node], Declined | None]:
+    """The node to work on, and why nothing may be staged on it now.
+
+    Where the configuration cannot be used nobody can say which cache is meant: there is a node
+    for each cache that a lease names, so that no redirect shows the job an outdated file.
+    """
+    # First, as the configuration may be why somebody has switched it off.
+    off = switch.by_file(places, clock.wall())
+    try:
+        config = read_config(hook, job, places, clock)
+    except ConfigError as error:
+        leases = Leases(places.leases)
+        bare = Config(sources=("/",))
+        nodes = [
+            Node(bare, places, Cache(Path(root), places.claims), leases, clock)
+            for root in leases.caches()
+        ]
+        refusal = Declined("disabled", off) if off else Failed("config", error.one_line)
+        return nodes or [Node.of(bare, places, clock)], refusal
+    off = off or ("" if config.enabled else "`enabled: false`")
+    node = Node.of(config, places, clock)
+    hook.watched.works_on(os.fspath(node.cache.root))
+    return [node], Declined("disabled", off) if off else None
+
+
+def report(hook: Hook, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
+    """Writes the log line and the events of what came of the job's requests."""
+    total = time.monotonic() - hook.start
+    hook.say(events.summary(job, outcomes, total))
+    try:
+        events.record(places.events, clock.wall(), hook.name, job, outcomes, total)
+    except OSError as error:
+        # The job is served; a full log disk is no reason to drain its node.
+        hook.say(f"result=unrecorded detail={str(error)!r}")
+
+
+def _speak(text: str) -> None:
+    """Writes one line for the user, whatever bytes the name of their file has."""
+    write("say", f"forestage: {printable(text)}")
