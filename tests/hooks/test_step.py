@@ -150,7 +150,8 @@ def test_user_who_wants_to_hear_it_reads_one_line_at_the_first_step(
     assert noted(spank, 7) == []
     first = Helper(spank, environ(spank, 7, path)).lines()
     (said,) = [line[1] for line in first if line[0] == "say"]
-    assert said.startswith(f"forestage: n1: {path} is read from this node's copy (hit), ")
+    # How long it waited is said from a tenth of a second on: on a busy machine it may be that.
+    assert said.startswith(f"forestage: n1: {path} is read from this node's copy (hit")
     assert any(word in said for word in ("saves about", "costs about", "as fast as"))
     assert noted(spank, 7)
     assert Helper(spank, environ(spank, 7, path, step=1)).answer() == used(spank, path, "1")
