@@ -54,7 +54,7 @@ class Health:
                 found[name].startswith(text) for name, text in notes.items()
             )
 
-        wait_until(there, 60, self.node)
+        wait_until(there, 200, self.node)
 
     def set(self, then: str = "", **notes: str) -> None:
         """Writes notes, and does something, in one moment for slurmd's runs."""
@@ -110,9 +110,9 @@ def test_note_that_a_boot_made_forget_is_cleared_once_the_node_is_well(health: H
 def test_what_the_site_wrote_there_stays(health: Health) -> None:
     health.set(f"rm -f {KNOWN}", Extra='{"rack": 7}', Comment="RMA 4711")
     health.break_cache()
-    wait_until(lambda: BROKEN in health.root("sh", "-c", f"cat {KNOWN} || :"), 60, health.node)
+    wait_until(lambda: BROKEN in health.root("sh", "-c", f"cat {KNOWN} || :"), 200, health.node)
     health.mend_cache()
-    wait_until(lambda: not health.root("cat", KNOWN).strip(), 60, health.node)
+    wait_until(lambda: not health.root("cat", KNOWN).strip(), 200, health.node)
     assert health.notes() == {"Extra": '{"rack": 7}', "Comment": "RMA 4711"}
 
 

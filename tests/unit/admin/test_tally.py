@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,18 @@ def test_cold_start_of_the_companions_is_what_its_step_met(step: Result, counted
     assert found.spared == {}
     again = [*runs, event("epilog", RELEASED), event("step", served("hit", redirect="spank"))]
     assert counted(*again).starts == {counted_as: 1, "hit": 1}
+
+
+@pytest.mark.parametrize("what", [{"data": True}, {"came": "stored", "redirect": "none"}])
+@pytest.mark.parametrize(("first", "start"), [("started", "through"), ("hit", "hit")])
+def test_what_only_steps_are_shown_is_their_start(
+    what: dict[str, Any], first: Result, start: Result
+) -> None:
+    """Data, and a registry's image that a Prolog copies ahead."""
+    seen = served(start, redirect="spank")
+    found = counted(event("prolog", Handled(first, key="a", **what)), event("step", seen))
+    assert found.starts == {start: 1}
+    assert found.spared == ({"hit": 10} if start == "hit" else {})
 
 
 def test_saved_and_lost_seconds_are_those_of_explain() -> None:
