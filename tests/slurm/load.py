@@ -81,7 +81,7 @@ def strained(nodes: int = 3) -> ClusterSpec:
     """Nodes that are given more than they can take; Slurm's own patience is not what is tried."""
     spec = hooked(
         nodes,
-        nvme_mib=512,  # what has left its job may keep the blocks of what was evicted
+        nvme_mib=768,  # what has left its job may keep the blocks of what was evicted
         hook=HOOK,
         AuthInfo=f"cred_expire={CRED_EXPIRE}",
         PartitionName="\nPartitionName=".join(
@@ -92,6 +92,7 @@ def strained(nodes: int = 3) -> ClusterSpec:
     )
     return dataclasses.replace(
         spec,
+        node_dirs=(*spec.node_dirs, "/forestage"),
         companion="",
         # What is looked at is which bytes a task is given; to run them would add nothing.
         plugstack=(f"required {{state}}/pyxis.so report={PYXIS_REPORT} container=no",),
@@ -149,12 +150,10 @@ class Plan:
     def options(self) -> list[str]:
         """Of sbatch."""
         first = self.pictures[0].path
-        named = [one.path for one in self.pictures]
-        if self.trick == "huge":
-            named += tricks.OF_HOLES
+        named = ",".join(one.path for one in self.pictures) + tricks.HINTS.get(self.trick, "")
         asked = {
             "option": [f"--container-image={first}"],
-            "hint": [f"--comment=stage={','.join(named)}"],
+            "hint": [f"--comment=stage={named}"],
             "off": ["--comment=stage=off"],
             "inner": [],
         }[self.way]
@@ -172,7 +171,7 @@ class Plan:
             steps.insert(1, 'test "${SLURM_RESTART_COUNT:-0}" != 0 || sleep 600')
         begin = f"touch {self.begun('$SLURM_JOB_ID')}"
         trick = tricks.script(self.trick, self.pictures[0].path)
-        return "\n".join(["#!/bin/sh", begin, trick, "code=0", *steps, "exit $code", ""])
+        return "\n".join(["#!/bin/bash", begin, trick, "code=0", *steps, "exit $code", ""])
 
     def begun(self, job: int | str) -> str:
         """The file that is there once the script is at work."""
@@ -238,10 +237,13 @@ def _plan(chance: random.Random, nodes: Sequence[str]) -> Plan:
     # Only against what forestage does: where it does nothing, they are the users' own affair.
     user = chance.choice([ALICE, BOB])
     trick: Trick = ""
-    if chance.random() < 0.1 and way != "off" and partition != "plain":
+    if chance.random() < 0.3 and way != "off" and partition != "plain":
         trick = chance.choice(tricks.TRICKS)
-        way = "hint" if trick == "huge" else way
+        way = "hint" if trick in tricks.BY_HINT else way
         partition = "binds" if trick == "fuse" else partition
+        partition = "steps" if trick in tricks.IN_STEPS else partition
+        # Who is killed at it keeps a process in the kernel, with forestage or without.
+        fate = "ends" if trick == "parked" else fate
     return Plan(
         user=pictures[0].owner if trick == "lease" else user,
         pictures=pictures,

@@ -64,8 +64,8 @@ class Traces:
         """What there is now that was not there before any job was."""
         layout = ["called.epilog", "called.prolog", "companion", "config.json"]
         layout += ["background", "disk.json", "disk.lock"]
-        layout += ["leases", "redirects", "through", "claims", "probes"]
-        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "locks", "parts"]
+        layout += ["leases", "redirects", "served", "through", "claims", "probes"]
+        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "jobs", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]
         more += [f"in /run/forestage: {one}" for one in _more(self.run, layout)]
@@ -107,7 +107,7 @@ def shown_elsewhere(site: Site, node: str) -> list[str]:
 
 def misread(load: Load) -> list[str]:
     """Every task that was shown other bytes than it might have, or none; and tasks that did not."""
-    wrong = []
+    wrong = _outdated(load)
     looked: Counter[tuple[int, str]] = Counter()
     pictures = {picture.path: picture for picture in load.sources.now()}
     for one in load.site.cluster.pyxis_reports():
@@ -136,9 +136,26 @@ def misread(load: Load) -> list[str]:
     return wrong
 
 
+def _outdated(load: Load) -> list[str]:
+    """Steps that were shown a file without the write that had landed before."""
+    last: dict[int, Mapping[str, object]] = {}
+    for one in load.site.cluster.pyxis_reports():
+        if str(one["path"]).endswith(f"/{tricks.PARKED}"):
+            job = int(str(one["job"]))
+            last[job] = max(last.get(job, one), one, key=lambda one: int(str(one["step"])))
+    landed = dict(line.split() for line in load.site.cluster.read(tricks.LANDED).splitlines())
+    return [
+        f"not {sha256}, which had landed: {last[int(job)]} {load.runs[int(job)]}"
+        for job, sha256 in landed.items()
+        if _is_calm(load.runs[int(job)]) and last[int(job)]["sha256"] != sha256
+    ]
+
+
 def _is_a_version(load: Load, report: Mapping[str, object]) -> bool:
     """Whether a task was shown, if anything, what the picture that a trick has copied ever was."""
     name = str(report["path"]).rpartition("/")[2]
+    if name == tricks.PARKED:  # see _outdated
+        return True
     (picture,) = (one for one in load.sources.now() if one.path.endswith(f"/{name}"))
     return report["sha256"] in ("", *load.sources.shown(picture, 1))
 

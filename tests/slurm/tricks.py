@@ -5,17 +5,38 @@ namespace   a process leaves the job, with a user's mount namespace that has the
 lease       one leaves the job with a write lease (F_SETLEASE) on the copy, if nobody reads that
 fuse        a file system of the user's covers the folder of an image that is redirected there
 renames     the folder of an image is renamed all the time, while steps ask for that image
+parked      a write to an image of the user's is under way while a step asks for it, and lands later
+sparse      the comment names a directory with a file of holes, larger than the cache
+keeps       one leaves the job with a descriptor of the job's own directory, and of a copy
+stopped     the squashfuse of a mounted file is stopped, and never goes on
+escapes     it becomes a program that leaves its session, twice forked
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 from jobs import Site
 
-Trick = Literal["", "huge", "namespace", "lease", "fuse", "renames"]
-TRICKS: Sequence[Trick] = ("huge", "namespace", "lease", "fuse", "renames")
+Trick = Literal[
+    "",
+    "huge",
+    "namespace",
+    "lease",
+    "fuse",
+    "renames",
+    "parked",
+    "sparse",
+    "keeps",
+    "stopped",
+    "escapes",
+]
+TRICKS: Sequence[Trick] = get_args(Trick)[1:]
+BY_HINT = ("huge", "sparse", "keeps", "stopped", "escapes")
+IN_STEPS = ("keeps", "stopped", "escapes")  # those that need the companion
 ON_PICTURE = ("namespace", "lease")  # those with a task that looks at the job's first picture
 STEPS = 2  # that a trick has at the most
 FOLDER = "odd"  # where a job has an image of its own: /shared/USER/odd-JOB
@@ -25,6 +46,17 @@ OF_HOLES: Mapping[str, int] = {  # the larger one is what ext4 takes
     "/shared/bob/holes.sqsh": 57 << 20,
 }
 COVER = "/shared/alice/tiny.sqsh"  # a squashfs that can be mounted
+SPARSE = "/shared/alice/sparse"  # with a file of holes
+POINT = "/shared/alice/point"
+PARKED = "parked.sqsh"  # what is written to, in a folder of the job's own
+HINTS: Mapping[Trick, str] = {
+    "huge": ",".join(["", *OF_HOLES]),
+    "sparse": f",{SPARSE}/",
+    "keeps": " stage-dir=16M",
+    "stopped": f",{COVER}@{POINT}",
+    "escapes": f",{COVER}@{POINT}",
+}
+LANDED = "/shared/landed"  # a line for each write that has landed: the file, and what it has then
 DONE = "/shared/tricks"  # a line for each trick that was done
 OVER = "/shared/over"  # once it is there, what has left its job ends
 
@@ -46,7 +78,87 @@ COVERING = f"""\
 echo $$ >$1.pid
 exec squashfuse -f {COVER} $1
 """
-PROGRAMS = {"/shared/hold.sh": HOLD, "/shared/lease.py": LEASE, "/shared/cover.sh": COVERING}
+# The write's bytes lie in a file of a squashfuse that is stopped meanwhile. It goes past the page
+# cache, for which ext4 has to have the blocks already.
+PARK = f"""\
+import mmap, os, signal, subprocess, sys, time
+path, folder = sys.argv[1:]
+os.mkdir(folder)
+quiet = {{"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}}
+server = subprocess.Popen(["squashfuse", "-f", {COVER!r}, folder], **quiet)
+while not os.path.ismount(folder):
+    time.sleep(0.01)
+fd = os.open(f"{{folder}}/padding", os.O_RDONLY)
+mapped = mmap.mmap(fd, 4096, prot=mmap.PROT_READ, offset=512 << 10)
+os.kill(server.pid, signal.SIGSTOP)
+before = os.stat(path).st_ctime_ns
+if os.fork() == 0:
+    os.pwrite(os.open(path, os.O_RDWR | os.O_DIRECT), mapped, 8192)
+    os._exit(0)
+while os.stat(path).st_ctime_ns == before:  # it has begun
+    time.sleep(0.01)
+print("parked", flush=True)
+sys.stdin.readline()
+os.kill(server.pid, signal.SIGCONT)
+_, status = os.wait()
+print("landed" if status == 0 else "failed", flush=True)
+server.kill()
+subprocess.run(["fusermount3", "-uz", folder])
+"""
+PARKING = f"""\
+own=$PWD/{FOLDER}-$SLURM_JOB_ID
+mkdir -p $own/tmp && cp --sparse=never {{image}} $own/{PARKED} && sync $own/{PARKED} || own=
+if test -n "$own"; then
+    coproc python3 /shared/park.py $own/{PARKED} $own/tmp/fuse
+    read word <&${{{{COPROC[0]}}}}
+    test "$word" = parked && srun --container-image=$own/{PARKED} true
+    echo >&${{{{COPROC[1]}}}}
+    read word <&${{{{COPROC[0]}}}}
+    if test "$word" = landed; then
+        echo parked >>{DONE}
+        set -- $(sha256sum $own/{PARKED})
+        echo $SLURM_JOB_ID $1 >>{LANDED}
+        srun --container-image=$own/{PARKED} true
+    fi
+fi
+"""
+KEEP = f"""\
+exec 9<$1 8<$2
+echo keeps >>{DONE}
+until test -e {OVER}; do sleep 1; done
+"""
+TOUCH = """\
+test -n "$FORESTAGE_DIR" || exit 0
+head -c 1M /dev/zero >$FORESTAGE_DIR/file
+setsid --fork sh /shared/keep.sh $FORESTAGE_DIR/file {image} </dev/null >/dev/null 2>&1
+sleep 0.5
+"""
+# Of this user, whichever step's: one at a time, or a step would wait for what another has stopped.
+STOP = f"""\
+exec 9>/shared/lock-$SLURMD_NODENAME
+flock 9
+ls {POINT} >/dev/null
+for pid in $(pgrep -u $(id -u) squashfuse); do
+    tr '\\0' ' ' </proc/$pid/cmdline | grep -q /dev/fd/ && kill -STOP $pid && echo stopped >>{DONE}
+done
+"""
+ESCAPE = f"""\
+exec 9>/shared/lock-$SLURMD_NODENAME
+flock 9
+ls {POINT} >/dev/null
+for pid in $(pgrep -u $(id -u) squashfuse); do
+    tr '\\0' ' ' </proc/$pid/cmdline | grep -q /dev/fd/ && /shared/inject $pid /shared/escape.sh
+done
+"""
+ESCAPED = f"""\
+#!/bin/sh
+echo escapes >>{DONE}
+setsid sh -c 'setsid --fork sleep 4260; exec sleep 4261' </dev/null >/dev/null 2>&1 &
+exec sleep 4262
+"""
+PROGRAMS = {"/shared/park.py": PARK, "/shared/keep.sh": KEEP, "/shared/stop.sh": STOP}
+PROGRAMS |= {"/shared/escape.sh": ESCAPED, "/shared/become.sh": ESCAPE}
+PROGRAMS |= {"/shared/hold.sh": HOLD, "/shared/lease.py": LEASE, "/shared/cover.sh": COVERING}
 # Slurm's linuxproc finds the children of the job's processes, and no others.
 LEAVE = "setsid --fork {program} </dev/null >/dev/null 2>&1"
 PRIVATE = "unshare --user --map-root-user --mount --propagation private sh /shared/hold.sh"
@@ -74,6 +186,11 @@ while test -n "$own"; do mv $own $own.x; sleep 0.01; mv $own.x $own; sleep 0.01;
 for step in 1 2; do test -n "$own" && srun --container-image=$own/{{name}} true; done
 kill $! && echo renames >>{DONE}
 """,
+    "parked": PARKING,
+    "sparse": f"srun true && echo sparse >>{DONE}\n",
+    "keeps": f"srun --nodes=1 --ntasks=1 --overlap sh -c '{TOUCH}'\n",
+    "stopped": "srun --nodes=1 --ntasks=1 --overlap sh /shared/stop.sh\n",
+    "escapes": "srun --nodes=1 --ntasks=1 --overlap sh /shared/become.sh\n",
 }
 
 
@@ -89,7 +206,16 @@ def prepare(site: Site) -> None:
             file.truncate(size)
     for path, text in PROGRAMS.items():
         site.cluster.write(path, text)
-    site.cluster.write(DONE, "", mode=0o666)
+    site.cluster.run(["chmod", "755", "/shared/escape.sh"], user="root")
+    for path in (DONE, LANDED):
+        site.cluster.write(path, "", mode=0o666)
+    inject = site.source("/shared/inject")
+    subprocess.run(["gcc", "-o", inject, Path(__file__).with_name("inject.c")], check=True)
+    for node in site.cluster.nodes:
+        site.cluster.write(f"/shared/lock-{node}", "", mode=0o666)
+    for folder in (POINT, SPARSE):
+        site.cluster.run(["mkdir", "-p", folder], user="alice")
+    site.cluster.run(["truncate", "-s", "200M", f"{SPARSE}/holes"], user="alice")
     site.image(COVER.rpartition("/")[2].removesuffix(".sqsh"))
 
 

@@ -33,7 +33,7 @@ from forestage.admin import evict, inventory, old_imports, registry, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
-from forestage.cache import disk, doubt, elsewhere, hot, redirect, unmount
+from forestage.cache import disk, doubt, elsewhere, held, hot, redirect, unmount
 from forestage.cache import evict as eviction
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
@@ -160,6 +160,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         due = run.tried(due_entries, node) or ()
         if not dry_run:
             run.tried(eviction.drop_dead_locks, node.cache)
+            run.tried(held.gather, node.cache.held)
             run.tried(preload, node)
     verified = () if dry_run else tuple(run.proofs(due, progress))
     if made and not dry_run:
