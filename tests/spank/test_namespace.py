@@ -60,8 +60,11 @@ def gone() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _tidy(step: Step, park: Park) -> Iterator[None]:
-    """Before the step's folder is deleted, which would wait for who holds a file in it."""
+def _tidy(private_mounts: None, step: Step, park: Park) -> Iterator[None]:
+    """Before the step's folder is deleted, which would wait for who holds a file in it.
+
+    The FUSE by which that is held is mounted where no other test looks at what is mounted.
+    """
     child.control(PR_SET_CHILD_SUBREAPER, 1)
     yield
     park.let_go()
