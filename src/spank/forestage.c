@@ -255,7 +255,7 @@ void note_hang(spank_t sp, const struct item *item)
 	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS ||
 	    spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
 		return;
-	add_escaped(path, sizeof(path), item->path);
+	add_escaped(path, sizeof(path), item->image ? item->image->path : item->path);
 	snprintf(rest, sizeof(rest),
 		 "\"hook\":\"step\",\"job\":%u,\"uid\":%u,\"node\":\"%s\",\"outcome\":{\"kind\":"
 		 "\"handled\",\"result\":\"declined\",\"reason\":\"" MOUNT_HANGS "\",\"image\":\"%s\","

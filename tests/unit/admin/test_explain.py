@@ -50,6 +50,15 @@ def test_every_reason_in_the_code_is_explained() -> None:
     assert set(REASONS) - found == set(), "reasons that nothing gives any more"
 
 
+def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:
+    hangs = Handled("declined", "mount-hangs", image="/shared/a.sqsh")
+    text = printed(event(hangs, hook="step", step=0))
+    assert "/shared/a.sqsh" in text
+    assert "`fuser -v PATH`" in text
+    assert "stage=off" in text
+    assert "The step kept its original path." in text
+
+
 @pytest.mark.parametrize("result", get_args(Result))
 @pytest.mark.parametrize("hook", get_args(Hook))
 def test_every_result_is_explained(result: Result, hook: str) -> None:
