@@ -278,6 +278,9 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None
     sources, services = node.config.staged_from, node.config.user_mounts
+    # Where a step's user can be told, and reads the same bytes next.
+    of_steps = node.config.redirect == "spank"
+    is_new = functools.partial(_is_new, node.cache) if of_steps else None
     _must_not_hang(node, path)
     try:
         found, line = open_as_user(
@@ -288,7 +291,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
             limit,
             head,
             services,
-            functools.partial(_is_new, node.cache),
+            is_new,
         )
     except as_user.TooSlow:
         if server := _server(node, path):
