@@ -182,6 +182,25 @@ def test_environment_says_what_became_of_the_image(spank: Node) -> None:
     assert unseen["FORESTAGE_RESULT"] == "none"
 
 
+@pytest.mark.parametrize("redirect", ["spank", "bind"])
+def test_truncated_image_is_named_as_what_it_is_before_the_container_fails(
+    node: Node, redirect: str
+) -> None:
+    node.configure(redirect=redirect)
+    path = node.put("alice/image.sqsh", content(1, 9 << 20))
+    os.truncate(node.server / "alice/image.sqsh", 3 << 20)
+    ran = node.prolog(7, path)
+    assert (ran.code, *ran.said) == (0, "declined", "truncated")
+    helper = Helper(node, environ(node, 7, path))
+    said, last = helper.lines()
+    told = (
+        f"{path} is truncated: it has 3 MiB of the 9 MiB that its superblock says (copy it again, "
+    )
+    assert said[1].startswith(f"forestage: n1: {told}")
+    assert last == ["leave", "truncated"]
+    assert (node.entries(), node.parts()) == (set(), [])
+
+
 def test_environment_gets_no_path_with_control_characters(spank: Node) -> None:
     found = Helper(spank, environ(spank, 7, "/a\x1b[2J.sqsh")).variables()
     assert found == {"FORESTAGE_RESULT": "bad-path"}

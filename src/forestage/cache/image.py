@@ -20,6 +20,7 @@ from forestage.units import format_size
 ACL = "system.posix_acl_access"
 
 SUPERBLOCK = 32  # bytes of a squashfs superblock that tell what it is
+HEAD = 48  # bytes of it that tell as well how long the image is
 _MAGIC, _VERSION = b"hsqs", (4, 0)  # linux/fs/squashfs/squashfs_fs.h, struct squashfs_super_block
 
 PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
@@ -89,8 +90,9 @@ class Facts(msgspec.Struct, frozen=True):
     """What was found at a path; `judge` decides what it means. `path` is "" if it is not text, or
     in a mount that a user made.
 
-    The rest was asked for where the whole node would see a redirect: `head` is the file's first
-    SUPERBLOCK bytes; whether the user can list its directory; whether somebody writes to it.
+    `head` is what the file begins with, HEAD bytes of it or fewer; b"" where its copy is here and
+    nobody needs it. The rest was asked for where the whole node would see a redirect: whether the
+    user can list its directory; whether somebody writes to it.
     """
 
     path: str
@@ -158,6 +160,26 @@ def is_squashfs(head: bytes) -> bool:
     """Pure: whether a file that begins so is a squashfs image that Linux can mount."""
     version = (int.from_bytes(head[at : at + 2], "little") for at in (28, 30))
     return len(head) >= SUPERBLOCK and head[:4] == _MAGIC and tuple(version) == _VERSION
+
+
+def squashfs_size(head: bytes) -> int:
+    """Pure: the bytes that an image which begins so has at least; 0 where that is not known."""
+    return int.from_bytes(head[40:HEAD], "little") if len(head) >= HEAD and is_squashfs(head) else 0
+
+
+def must_be_whole(found: Facts) -> None:
+    """Pure: raises Declined for an image that ends before its superblock says so.
+
+    The container could not start from it, and the user would look for the fault here.
+    """
+    used = squashfs_size(found.head)
+    if found.image is not None and used > found.image.size:
+        raise Declined(
+            "truncated",
+            f"{found.path} is truncated: it has {format_size(found.image.size)} of the"
+            f" {format_size(used)} that its superblock says",
+            "copy it again, or wait until it is written",
+        )
 
 
 def must_suit_the_node(found: Facts) -> None:

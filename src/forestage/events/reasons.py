@@ -37,6 +37,8 @@ REASONS = {
     "not-a-file": "Only regular files are staged.",
     "not-squashfs": "With `redirect: bind` only squashfs images are staged, since everybody on the"
     " node would see the redirect.",
+    "truncated": "The image is shorter than its own superblock says: it was not copied whole, or is"
+    " still being written. No container starts from it, with forestage or without.",
     "set-id": "With `redirect: bind` nothing is staged that gives another user's rights, since the"
     " redirect would take them from everybody on the node.",
     "unlisted": "With `redirect: bind` only files are staged whose directory the user can list.",

@@ -28,6 +28,7 @@ TO_DO = {
     "not-a-directory": "a file is written without a slash",
     "empty": "there is nothing to copy",
     "not-squashfs": "name an image, made by `forestage pack` or enroot",
+    "truncated": "nothing can start from it",
     "outside-sources": "copy it there, or ask your admin",
     "too-large": "make it smaller, or ask your admin",
     "too-many-files": "make one image of them with `forestage pack`",

@@ -358,6 +358,8 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
         # Of a directory pyxis tells nothing.
         is_directory = outcome.data and outcome.request.endswith("/")
         quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
+        if outcome.reason == "truncated":  # or the job's failure would look like ours
+            return outcome.detail
         if outcome.reason == "no-mount" or is_unmounted(outcome):
             return f"{name} is not mounted: {why}"
         if outcome.reason == "registry" and not quiet:

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from forestage.cache.image import SUPERBLOCK, is_squashfs
+from forestage.cache.image import HEAD, is_squashfs, squashfs_size
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.registry.reference import is_digest
@@ -36,7 +36,6 @@ T = TypeVar("T")
 
 MODE = 0o700
 SMALL = 64 * 1024  # bytes of a record
-SIZE_AT = 40  # `bytes_used` of a squashfs superblock (linux/fs/squashfs/squashfs_fs.h), 64 bits
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # link(2) where there are no hard links: exFAT, some FUSE, some file servers.
@@ -318,7 +317,7 @@ def _squashfs_size(path: Path) -> int | None:
     """The size of a squashfs image of this user's own; None for all else, and half of one."""
     try:
         with own(path) as fd:
-            head = os.pread(fd, SIZE_AT + 8, 0)
+            head = os.pread(fd, HEAD, 0)
             size = os.fstat(fd).st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -326,8 +325,7 @@ def _squashfs_size(path: Path) -> int | None:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             return None
         raise
-    used = int.from_bytes(head[SIZE_AT : SIZE_AT + 8], "little")
-    return size if is_squashfs(head[:SUPERBLOCK]) and used <= size else None
+    return size if is_squashfs(head) and squashfs_size(head) <= size else None
 
 
 def _must_be_image(part: Path, max_size: int | None) -> int:

@@ -20,7 +20,7 @@ import msgspec
 
 from forestage import trace
 from forestage.cache import image, part, redirect
-from forestage.cache.image import SUPERBLOCK, Access, Facts, Identity, Image
+from forestage.cache.image import Access, Facts, Identity, Image
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -129,13 +129,15 @@ def open_as_user(
     timeout: float,
     copied_head: Callable[[Image], bytes] | None = None,
     services: Mapping[str, str] | None = None,
+    is_new: Callable[[Image], bool] | None = None,
 ) -> tuple[Facts, socket.socket]:
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
     Of users' FUSE mounts those count that are `services` (mounts.users_fuse), below `/` all.
     With `copied_head` all is wanted that `Facts` may say. It returns the first bytes of the image's
     copy on this node, or b"" where there is none: a hit reads nothing of the source,
-    unless its copy is no squashfs, as it may be damaged.
+    unless its copy is no squashfs, as it may be damaged. `is_new`: of which images the first bytes
+    are wanted, where nothing else is.
     The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
     it. Raises OSError as the user would get it; as_user.TooSlow.
     """
@@ -156,6 +158,8 @@ def open_as_user(
                         listed=_lists(found.path, user),
                         written=writers.has_writer(fds[0], found.path),
                     )
+                elif is_new is not None and found.image is not None and is_new(found.image):
+                    found = msgspec.structs.replace(found, head=_head(fds[0], user))
                 return found, fds
             except _Covered as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
@@ -228,14 +232,14 @@ def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
 
 
 def _head(fd: int, user: User) -> bytes:
-    """The first bytes of an open source, as the user; fewer than SUPERBLOCK if it has no more.
+    """The first bytes of an open source, as the user; fewer than HEAD if it has no more.
 
     Called once its identity is known: what is written in between makes another identity.
     """
     data = b""
     with as_user.acting(user):
-        while len(data) < SUPERBLOCK:
-            piece = os.pread(fd, SUPERBLOCK - len(data), len(data))
+        while len(data) < image.HEAD:
+            piece = os.pread(fd, image.HEAD - len(data), len(data))
             if not piece:
                 break
             data += piece
@@ -292,10 +296,21 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     limit = min(HOOK_TIMEOUT, end.left())
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None
+    sources, services = node.config.staged_from, node.config.user_mounts
+    # Where a step's user can be told, and reads the same bytes next.
+    of_steps = node.config.redirect == "spank"
+    is_new = functools.partial(_is_new, node.cache) if of_steps else None
     _must_not_hang(node, path)
     try:
         found, line = open_as_user(
-            path, user, node.config.staged_from, caches, limit, head, node.config.user_mounts
+            path,
+            user,
+            sources,
+            caches,
+            limit,
+            head,
+            services,
+            is_new,
         )
     except as_user.TooSlow:
         if server := _server(node, path):
@@ -317,6 +332,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
         part.must_be_countable(judged, node.config.chunk_size)
         if binds:
             image.must_suit_the_node(found)
+        image.must_be_whole(found)
         yield OpenImage(judged, user, -1, line)
 
 
@@ -356,6 +372,13 @@ def _must_not_hang(node: Node, path: str) -> None:
     hang = probe.known(server.file) if server else None
     if server and hang:
         raise as_user.TooSlow(f"{server.point} has hung for {format_duration(hang.seconds)}")
+
+
+def _is_new(cache: Cache, wanted: Image) -> bool:
+    """Whether nothing is here of an image: a hit reads nothing of its source."""
+    with contextlib.suppress(OSError):
+        return cache.find(wanted) is None
+    return False
 
 
 def _copied_head(cache: Cache, wanted: Image) -> bytes:

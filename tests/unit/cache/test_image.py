@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -21,6 +22,7 @@ from forestage.cache.image import (
     is_below,
     judge,
     must_be_squashfs,
+    must_be_whole,
     must_suit_the_node,
     wanted_path,
 )
@@ -190,6 +192,27 @@ def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
     with pytest.raises(Declined) as caught:
         must_be_squashfs(msgspec.structs.replace(facts_of(), head=head))
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("not-squashfs", False)
+
+
+@pytest.mark.parametrize(
+    ("head", "short"),
+    [
+        (squashfs.beginning(bytes(5))[:5], False),  # no squashfs
+        (HEAD[:40] + (5).to_bytes(8, "little"), False),
+        (HEAD[:40] + (4).to_bytes(8, "little"), False),  # padded
+        (HEAD[:40] + (6).to_bytes(8, "little"), True),
+        (HEAD[:40] + b"\xff" * 8, True),
+        (HEAD[:32], False),  # of a copy, which was looked at before
+        (b"sqsh" + HEAD[4:40] + b"\xff" * 8, False),
+    ],
+)
+def test_image_that_ends_before_its_superblock_says_so_is_truncated(
+    head: bytes, short: bool
+) -> None:
+    found = msgspec.structs.replace(facts_of(), head=head)
+    expected = pytest.raises(Declined, match=r"is truncated: it has 5 B of the (6 B|16384 PiB)")
+    with expected if short else contextlib.nullcontext():
+        must_be_whole(found)
 
 
 SUITS = msgspec.structs.replace(facts_of(), head=HEAD, listed=True)

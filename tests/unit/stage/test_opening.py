@@ -22,7 +22,7 @@ HEAD = squashfs.beginning(bytes(96))
     [
         (b"12345", None, b""),
         (b"12345", b"", b"12345"),
-        (HEAD, b"", HEAD[:32]),
+        (HEAD, b"", HEAD[:48]),
         (b"12345", HEAD[:32], HEAD[:32]),
         (b"12345", bytes(32), b"12345"),
     ],
@@ -37,6 +37,16 @@ def test_first_bytes_are_those_of_the_copy_or_else_of_the_source(
     )
     line.close()
     assert found.head == head
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_first_bytes_of_what_is_here_are_not_read(shared: Path, me: User, new: bool) -> None:
+    (shared / "a").write_bytes(HEAD)
+    found, line = source.open_as_user(
+        str(shared / "a"), me, [str(shared)], [], PATIENCE, is_new=lambda _: new
+    )
+    line.close()
+    assert found.head == (HEAD[:48] if new else b"")
 
 
 def test_opening_finds_identity_and_rights_through_a_symlink(shared: Path, me: User) -> None:
