@@ -18,6 +18,7 @@ from far import Far
 from fault import Beside, beside, image
 
 from forestage.admin import evict, status, sweep
+from forestage.cache import doubt
 from forestage.errors import Declined
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, probe
@@ -132,6 +133,29 @@ def test_disk_whose_reads_hang_serves_nothing(node: Node, suspended: Hangs) -> N
     assert len(suspended.asking()) == 1
     suspended.go()
     assert node.prolog(4, path).said == ("hit", "")
+
+
+def test_raid_of_which_the_other_disk_hangs_serves_nothing(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is only said to be one of it; machine/ has real ones."""
+    file = far.put("disk", bytes(1 << 20))
+    argv = ["losetup", "--find", "--show", file]
+    loop = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+    monkeypatch.setattr(doubt, "devices", lambda root: {Path(loop).name})
+    path = node.put("alice/image.sqsh", image())
+    found = Hangs(node, far.hang, far.answer)
+    try:
+        assert node.prolog(1, path).said == ("copied", "")
+        assert node.epilog(1).said == ("released", "")
+        found.stop()
+        ran = beside(lambda: node.prolog(2, path))
+        assert ran.ended == (0, "declined", "cache-hangs")
+        assert node.shows_source(path)
+    finally:
+        found.go()
+        run("losetup", "--detach", loop)
+    assert node.prolog(3, path).said == ("hit", "")
 
 
 def test_short_freeze_costs_nobody_a_hit(node: Node, frozen: Hangs) -> None:

@@ -2,7 +2,8 @@
 
 What waits for such a disk is in the kernel, where no signal reaches it: mkdir(2) of what exists and
 open(2) with O_CREAT already wait for a file system that takes no writes. So a hook asks first, by a
-probe (system/probe.py) that reads past the page cache, then makes and removes a directory.
+probe (system/probe.py) that reads past the page cache, from each disk of a RAID, then makes and
+removes a directory.
 
     what hangs    what is done
     reads         nothing is served; jobs read their sources
@@ -16,6 +17,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from forestage.cache import doubt
 from forestage.cache.layout import Cache
 from forestage.errors import Declined
 from forestage.paths import Places
@@ -76,11 +78,21 @@ def _asked(root: Path, at: At) -> None:
     at(READS)
     with contextlib.suppress(OSError):  # no cache yet, or a file system without O_DIRECT
         _read_past_the_page_cache(root / "format")
+    for one in _members(root):
+        with contextlib.suppress(OSError):  # its node is not there, or another's
+            _read_past_the_page_cache(one)
     at(WRITES)
     spot = root / "probe"
     with contextlib.suppress(FileExistsError):  # of one that was killed
         spot.mkdir(mode=0o700)
     spot.rmdir()
+
+
+def _members(root: Path) -> list[Path]:
+    """The disks below the cache's: a RAID's file lies on one of them, and another one may hang."""
+    with contextlib.suppress(OSError):  # none that is known to this kernel
+        return [Path("/dev", name.replace("!", "/")) for name in sorted(doubt.devices(root))]
+    return []
 
 
 def _read_past_the_page_cache(file: Path) -> None:

@@ -1,0 +1,107 @@
+"""Jobs under systemd, cgroup v2 and Slurm's limits: what they see, and what is left of them."""
+
+from __future__ import annotations
+
+from compute import IMAGES, Compute, command
+
+from forestage.cache.part import PROCESS_NAME as STAGER
+from forestage.data.hold import PROCESS_NAME as HOLDER
+from forestage.data.serving import PROCESS_NAME as MOUNTER
+from forestage.system.apart import PROCESS_NAME as INIT
+from forestage.through.living import PROCESS_NAME as KEEPER
+from forestage.through.living import SERVER_NAME as SERVER
+
+POINT = "/tmp/alice/point"
+SQUASHFUSE = "squashfuse"  # before 0.2 squashfuse_ll cannot say whose the files are
+SLOW = "bandwidth: 1MiB\n"
+# A package of the same files whose version is higher; the old one is what the machine was made of.
+UPGRADE = """\
+cd /tmp
+rm -rf newer newer.deb
+dpkg-deb -R /root/forestage_*.deb newer
+sed -i 's/^Version: .*/&+newer/' newer/DEBIAN/control
+dpkg-deb -Znone -b newer newer.deb >&2
+dpkg -i newer.deb >&2
+rm -rf newer newer.deb
+dpkg-query -W -f '${Version}' forestage
+"""
+
+
+def everything(node: Compute) -> tuple[str, str]:
+    """A comment, and what a job does first, to have all processes of forestage's at work."""
+    image, mounted = node.image("image", mib=16), node.image("mounted", mib=1)
+    node.run(
+        f"mkdir -p /export/images/set {POINT}; echo 1 >/export/images/set/1;"
+        "chown -R alice: /export/images/set /tmp/alice"
+    )
+    stage = f"stage={image.path} stage={mounted.path}@{POINT} stage={IMAGES}/set/ stage-dir=50MiB"
+    return stage, f"cat {POINT}/name; head -c 9 {image.path}"
+
+
+def test_job_with_all_there_is_leaves_nothing_after_scancel(node: Compute) -> None:
+    with node.configured(SLOW), node.holding(*everything(node)):
+        lives = node.processes()
+        node.run("scancel --user=alice")
+        node.idle()
+    assert {KEEPER, SERVER, STAGER, HOLDER, MOUNTER, INIT, SQUASHFUSE} <= set(lives), lives
+    assert node.left() == ""
+
+
+def test_copy_with_less_memory_than_the_image_is_right_and_nobody_is_killed(node: Compute) -> None:
+    image = node.image("large", mib=96)
+    leaf = "/run/forestage/hold/copy"
+    node.run(f"echo 48M >{leaf}/memory.max")
+    try:
+        assert image.seen(node.srun(f"stage={image.path} stage-wait=10m", image.look))
+        assert "oom_kill 0" in node.run(f"cat {leaf}/memory.events").out
+    finally:
+        node.run(f"echo max >{leaf}/memory.max")
+    node.run("forestage verify --all")
+    assert len(node.entries()) == 1
+
+
+def test_slurmd_restarted_under_a_job_changes_nothing_for_it(node: Compute) -> None:
+    image = node.image("image", mib=24)
+    look = f"sha256sum <{image.path}; findmnt -n -o FSTYPE -T {image.path}; cat $FORESTAGE_DIR/mine"
+    first = "echo kept >$FORESTAGE_DIR/mine"
+    stage = f"stage={image.path} stage-dir=50MiB"
+    with node.configured(SLOW), node.holding(stage, first, look) as job:
+        node.run("systemctl restart slurmd")
+        node.until("sinfo -h -o %T | grep -qE 'mixed|allocated'")
+    done = job.wait()
+    assert (done.code, done.out.split()) == (0, [image.sha256, "-", "fuse.forestage", "kept"])
+    node.idle()
+    assert node.left() == ""
+
+
+def test_package_upgraded_under_a_job_changes_nothing_for_it(node: Compute) -> None:
+    image = node.image("image", mib=24)
+    look = f"sha256sum <{image.path}; findmnt -n -o FSTYPE -T {image.path}; cat $FORESTAGE_DIR/mine"
+    first = f"echo kept >$FORESTAGE_DIR/mine; head -c 9 {image.path} >/dev/null"
+    stage = f"stage={image.path} stage-dir=50MiB"
+    with node.configured("bandwidth: 100KiB\n"), node.holding(stage, first, look) as job:
+        assert node.run(UPGRADE).out.endswith("+newer")
+    done = job.wait()
+    assert (done.code, done.out.split()) == (0, [image.sha256, "-", "fuse.forestage", "kept"])
+    node.idle()
+    assert node.left() == ""
+    assert image.seen(node.srun(f"stage={image.path} stage-wait=5m", image.look))
+
+
+def test_directory_in_memory_counts_as_the_jobs_and_a_job_that_takes_more_is_killed(
+    node: Compute,
+) -> None:
+    fill = "head -c 60M /dev/zero >$FORESTAGE_DIR/x; findmnt -n -o FSTYPE -T $FORESTAGE_DIR"
+    group = "$(sed -n 's,^0::,,p' /proc/self/cgroup | cut -d/ -f1-4)"
+    memory = f"cat /sys/fs/cgroup{group}/memory.current"
+    done = node.srun("stage-dir=100MiB,ram", f"{fill}; {memory}", "--mem=200")
+    kind, used = done.out.split()
+    assert (done.code, kind) == (0, "tmpfs")
+    assert int(used) > 60 << 20
+    more = "python3 -c 'x = bytearray(180 << 20)'; echo ended $?"
+    script = command("stage-dir=100MiB,ram", f"{fill}; {more}", "--mem=200")
+    killed = node.run(script, user="alice", check=False)
+    assert killed.code != 0 or "ended 137" in killed.out, killed
+    node.idle()
+    assert node.left() == ""
+    assert node.srun("stage-dir=100MiB,ram", fill, "--mem=200").out.split() == ["tmpfs"]
