@@ -19,6 +19,7 @@ from forestage.hooks.boundary import Hook
 from forestage.slurm.enroot import UNKNOWN
 from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
 from forestage.stage import fstab
+from forestage.system import run
 from forestage.system.files import opened
 from helper import Helper, ask, environ, noted
 from node import ALICE, Node, children_left, until
@@ -439,7 +440,7 @@ def test_what_unpacks_the_fstab_is_the_users_and_bounded(
     request.addfinalizer(folder.cleanup)
     out = Path(folder.name) / "out"
     out.parent.chmod(0o777)
-    monkeypatch.setattr(fstab, "PROGRAM", ("sh", "-c", script.format(out=out)))
+    monkeypatch.setattr(fstab, "PROGRAM", ("sh", "-p", "-c", script.format(out=out)))
     monkeypatch.setattr(fstab, "TIMEOUT", 0.5 if "sleep" in script else 60.0)
     made = tmp_path / "it.sqsh"
     made.write_bytes(packed(""))
@@ -448,7 +449,8 @@ def test_what_unpacks_the_fstab_is_the_users_and_bounded(
         assert fstab.binds(copy, ALICE) == found
     assert not Path("/tmp/image").exists()
     if "id" in script:
-        assert out.read_text().split() == [str(ALICE.uid)] * 2 + ["CapEff:", "0" * 16]
+        ids = [str(ALICE.uid), str(run.NOBODY)]
+        assert out.read_text().split() == [*ids, "CapEff:", "0" * 16]
 
 
 def test_record_says_by_what_it_was_decided(spank: Node) -> None:
