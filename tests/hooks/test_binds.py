@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import subprocess
@@ -19,6 +20,7 @@ from forestage.hooks.boundary import Hook
 from forestage.slurm.enroot import UNKNOWN
 from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
 from forestage.stage import fstab
+from forestage.system import run
 from forestage.system.files import opened
 from helper import Helper, ask, environ, noted
 from node import ALICE, Node, children_left, until
@@ -324,6 +326,24 @@ def test_home_that_hangs_leaves_the_path(node: Node, monkeypatch: pytest.MonkeyP
     os.close(theirs)
 
 
+def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_be_ended(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that hangs in the kernel would be one more for each step, in no cgroup of a job's."""
+    path = spank.put("images/image.sqsh")
+    places = binds.PLACES_OF_USER
+    spank.places.run.mkdir(mode=0o711, parents=True, exist_ok=True)
+    with opened(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
+        fcntl.lockf(fd, fcntl.LOCK_EX, places, binds.PLACES + ALICE.uid * places)
+        with monkeypatch.context() as patched:
+            patched.setattr(binds, "THEIRS", 0.1)
+            assert answer_to(spank, path, {}, {}) == LEAVE
+        until(lambda: not children_left(), "the end of who waits for a place")
+        fcntl.lockf(fd, fcntl.LOCK_UN, places, binds.PLACES + ALICE.uid * places)
+        fcntl.lockf(fd, fcntl.LOCK_EX, places, binds.PLACES + (ALICE.uid + 1) * places)
+        assert answer_to(spank, path, {}, {})[0] == "use"
+
+
 @pytest.fixture
 def packed(tmp_path: Path) -> Callable[[str], bytes]:
     """A squashfs image with that fstab; a name with -> in front is where a link leads."""
@@ -439,7 +459,7 @@ def test_what_unpacks_the_fstab_is_the_users_and_bounded(
     request.addfinalizer(folder.cleanup)
     out = Path(folder.name) / "out"
     out.parent.chmod(0o777)
-    monkeypatch.setattr(fstab, "PROGRAM", ("sh", "-c", script.format(out=out)))
+    monkeypatch.setattr(fstab, "PROGRAM", ("sh", "-p", "-c", script.format(out=out)))
     monkeypatch.setattr(fstab, "TIMEOUT", 0.5 if "sleep" in script else 60.0)
     made = tmp_path / "it.sqsh"
     made.write_bytes(packed(""))
@@ -448,7 +468,8 @@ def test_what_unpacks_the_fstab_is_the_users_and_bounded(
         assert fstab.binds(copy, ALICE) == found
     assert not Path("/tmp/image").exists()
     if "id" in script:
-        assert out.read_text().split() == [str(ALICE.uid)] * 2 + ["CapEff:", "0" * 16]
+        ids = [str(ALICE.uid), str(run.NOBODY)]
+        assert out.read_text().split() == [*ids, "CapEff:", "0" * 16]
 
 
 def test_record_says_by_what_it_was_decided(spank: Node) -> None:

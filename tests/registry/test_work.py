@@ -22,7 +22,8 @@ import node as waited
 from forestage.paths import Places
 from forestage.registry import full
 from forestage.registry.words import Importing, Present, Refused, Resolved
-from forestage.system import mounts, run
+from forestage.system import as_user, mounts, run
+from forestage.system.as_user import User
 
 
 @pytest.fixture
@@ -253,12 +254,28 @@ def test_image_whose_layers_are_larger_than_the_store_is_not_begun(
         real.stop()
 
 
-def test_note_of_a_full_store_is_for_its_user_alone(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+@pytest.mark.parametrize(
+    ("user", "mode", "may"), [(ALICE, "r", True), (ALICE, "r+", False), (BOB, "r", False)]
+)
+def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
+    open_path: Path, user: User, mode: str, may: bool
+) -> None:
+    """On /run, which is memory, whoever owns a file may take all of it."""
+    places = Places(open_path)
     places.images.mkdir(parents=True)
     full.note(places, ALICE, "name", "full", 5, 0.0)
     (file,) = places.images.iterdir()
-    assert (file.stat().st_uid, file.stat().st_mode & 0o777) == (ALICE.uid, 0o400)
+    assert file.stat().st_uid == 0
+
+    def work() -> as_user.Found[bool]:
+        as_user.become(user)
+        try:
+            file.open(mode).close()
+        except PermissionError:
+            return False, []
+        return True, []
+
+    assert as_user.call(work, bool, 60.0)[0] == may
 
 
 def test_file_above_the_largest_size_is_refused(site: Site) -> None:

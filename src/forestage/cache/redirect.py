@@ -7,7 +7,6 @@ mount table is the only record of them (docs/decisions/0002).
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -270,9 +269,8 @@ class _Turn(msgspec.Struct, frozen=True):
 
     def take(self) -> None:
         """Until this process ends. Raises Declined, OSError."""
-        fd = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
+            lock.take_place(self.file, self.place, waits=False)
         except BlockingIOError:
             raise Declined("mount-hangs", "an earlier mount for this user still hangs") from None
 

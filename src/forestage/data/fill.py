@@ -257,7 +257,8 @@ def _put(order: _Order) -> Put:
                 source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
                 raise declined_by(error, printable(order.path)) from None
-            way = _way(order, source)
+        way = _way(order, source)  # as root: a program that it starts is apart (run.start_filter)
+        with as_user.acting(order.user):
             _make_draft(order, root)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             draft = os.open(order.draft, flags, dir_fd=root)

@@ -21,16 +21,19 @@ import msgspec
 from forestage.cache import shown
 from forestage.clock import Deadline
 from forestage.errors import Declined
+from forestage.paths import Places
 from forestage.slurm import enroot
 from forestage.slurm.enroot import Bind, Site, Variables
 from forestage.slurm.job import Job
-from forestage.system import as_user
+from forestage.system import as_user, lock
 from forestage.system.tree import Noted
 
 LOOK = 5.0  # seconds for where a job saves to
 THEIRS = 1.0  # seconds for the user's own files, which may lie on a file server that hangs
 THEIR_BYTES = 64 * 1024  # of all fstabs of a user's
 MOST_THEIRS = 100  # of those
+PLACES = 1 << 41  # in `Places.mounting`; below it are those of who mounts (cache/redirect.py)
+PLACES_OF_USER = 8  # so many looks of a user's hang on a node at most; the others wait in vain
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -124,6 +127,7 @@ class Binds:
     def _as_user(self, site: Site, binds: Sequence[Bind]) -> _Found:
         """In a child: what the user's files add, and where all of it leads."""
         job, files = self._job, Noted()
+        self._take_place()
         home = (job.variables or {}).get("HOME") or job.home
         with contextlib.suppress(KeyError):
             home = home or pwd.getpwuid(job.user.uid).pw_dir
@@ -144,6 +148,13 @@ class Binds:
             bound += [("--container-mount-home", home)]
         return _as_text(_Found(home, _led(bound), doubt, files.facts, variables.asked))
 
+    def _take_place(self) -> None:
+        """In a child, as root: where as many of this user's hang as may, it waits for one of them."""
+        first = PLACES + self._job.user.uid * PLACES_OF_USER
+        with contextlib.suppress(OSError):  # /run is full, or this is no root
+            place = first + os.getpid() % PLACES_OF_USER
+            lock.take_place(Places(self._root).mounting, place, waits=True)
+
     def _wants_home(self, site: Site) -> bool:
         wanted = self._job.mounts_home
         if wanted is None:
@@ -156,6 +167,7 @@ class Binds:
         bound = [("the image's /etc/fstab", variables.expanded(source)) for source in own]
 
         def work() -> as_user.Found[_Found]:
+            self._take_place()
             as_user.become(self._job.user)
             return _as_text(_Found("", _led(bound), "", {}, {})), []
 

@@ -1,6 +1,6 @@
 """That the store had no room for an image, noted on this node: nobody imports it in vain meanwhile.
 
-    /run/forestage/images/full-UID    root's, for that user to read: the last such image of theirs
+    /run/forestage/images/full-UID    root's, with an ACL for that user to read: the last such image
 
 A step that the store failed has its image imported for itself alone (admin/registry.get), and the
 next ones, too, until the store has more room or SECONDS are over.
@@ -8,6 +8,7 @@ next ones, too, until the store has more room or SECONDS are over.
 
 import contextlib
 import os
+import struct
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from forestage.system.files import opened
 
 SECONDS = 600.0
 SMALL = 64 * 1024  # bytes
+ACL = "system.posix_acl_access"  # linux/posix_acl_xattr.h
 
 
 class Full(msgspec.Struct, frozen=True):
@@ -36,9 +38,7 @@ def note(places: Places, user: User, name: str, detail: str, free: int, now: flo
     with contextlib.suppress(OSError):
         path = _file(os.fspath(places.images), user.uid)
         records.write(path, msgspec.json.encode(full))
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-            os.fchown(fd, user.uid, -1)
-            os.fchmod(fd, 0o400)
+        os.setxattr(path, ACL, _readable_by(user.uid), follow_symlinks=False)
 
 
 def noted(folder: str, name: str, now: float) -> Full | None:
@@ -49,6 +49,15 @@ def noted(folder: str, name: str, now: float) -> Full | None:
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     return full if full.name == name and 0 < full.until - now <= SECONDS else None
+
+
+def _readable_by(uid: int) -> bytes:
+    """Pure: an ACL. It stays root's: whoever owns a file can write to it, and /run is memory."""
+    everybodys = 0xFFFFFFFF
+    owner, group, mask, others = (1, 6), (4, 0), (16, 4), (32, 0)
+    entries = [(*owner, everybodys), (2, 4, uid)]
+    entries += [(*one, everybodys) for one in (group, mask, others)]
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
 
 
 def _file(folder: str, uid: int) -> Path:

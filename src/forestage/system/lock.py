@@ -105,6 +105,16 @@ def take_one(folder: Path, name: str, most: int, taken: contextlib.ExitStack) ->
     return None
 
 
+def take_place(file: Path, place: int, waits: bool) -> None:
+    """Has this process lock a byte of a file until it ends; one that hangs keeps it.
+
+    Where it `waits`, a signal ends that. It must not open the file again: closing it would let go.
+    Raises BlockingIOError, OSError.
+    """
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    fcntl.lockf(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
+
+
 def remove_if_free(path: Path) -> None:
     """Removes a lock file that nobody holds now. Raises OSError."""
     with contextlib.suppress(Busy), held(path, 0):

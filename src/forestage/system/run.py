@@ -22,6 +22,7 @@ from forestage.system.tree import PATH as PATH
 
 # prctl(2), PR_SET_PDEATHSIG: an rsync that outlives its stager would go on writing into an entry.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+NOBODY = 65534  # the kernel's overflowuid: owns nothing
 NO_PRIVS = "--no-new-privs"  # of setpriv: no program gains any by set-user-ID or capabilities
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ROUNDS = 50  # of looking for processes that are to be killed; they start others meanwhile
@@ -226,8 +227,9 @@ def _session(pid: int) -> int:
     return -1 if state in (b"Z", b"X") else int(session)
 
 
-def _as(user: User) -> tuple[str, ...]:
-    ids = (f"--reuid={user.uid}", f"--regid={user.gid}")
+def _as(user: User, real: int | None = None) -> tuple[str, ...]:
+    own = user.uid if real is None else real
+    ids = (f"--ruid={own}", f"--euid={user.uid}", f"--regid={user.gid}")
     groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
     return ("setpriv", *ids, groups, "--inh-caps=-all")
 
@@ -287,13 +289,16 @@ class Filter:
 def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
     """Starts a program that reads the open file `source`, for a user who could start it as well.
 
-    All three ids are theirs, it has no privilege and gets none; it ends with this process. Raises
-    Declined where it is missing.
+    It has their rights, no privilege, and gets none. But it is in no cgroup of a step's, so it must
+    not become what they like: its real id is nobody's, so that they cannot trace it, and all that
+    it starts ends with it, and with this process (apart.py). For a process without threads, as
+    root. Raises Declined where it is missing, Failed where it cannot be started so, OSError.
     """
     if not which(argv[0]):
         raise Declined("program", f"{argv[0]} is not installed on this node")
-    process = _popen(
-        [*_as(user), NO_PRIVS, "--pdeathsig", "KILL", "--", *argv],
+    process = _popen_apart(
+        [*_as(user, NOBODY), NO_PRIVS, "--", *argv],
+        nowhere,
         stdin=source,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from forestage.errors import Failed
 from forestage.system import apart, child, run
 from forestage.system.as_user import User
+from forestage.system.files import opened
 from node import until
 
 CAROL = User("", 61003, 61003)
@@ -96,6 +98,7 @@ def test_all_ends_with_the_process_that_started_it() -> None:
 import os, sys
 from forestage.system import run
 from forestage.system.as_user import User
+from forestage.system.files import opened
 program = run.start_piped(User("", 61003, 61003), ("sh", "-c", "echo $PPID; sleep 4248"), ())
 print(program.pid, flush=True)
 sys.stdin.read()
@@ -107,6 +110,45 @@ sys.stdin.read()
         assert children(init)
         starter.kill()
     until(lambda: not Path(f"/proc/{init}").exists(), "the init's end")
+
+
+def filtering(script: str) -> run.Filter:
+    with opened(os.devnull, os.O_RDONLY) as source:
+        return run.start_filter(CAROL, ("sh", "-p", "-c", script), source)
+
+
+def test_filter_has_its_users_rights_and_they_can_neither_trace_it_nor_read_its_memory() -> None:
+    """Outside of a step's cgroups it would be any program of theirs."""
+    program = filtering(f"{HOST}; exec sleep 4250")
+    os.read(program.out, 20)
+    (found,) = pgrep("sleep 4250")
+    assert status(found)["Uid"] == [str(run.NOBODY), *["61003"] * 3]
+    trace = f"""
+import ctypes, os, sys
+os.setresgid(*[61003] * 3); os.setresuid(*[61003] * 3)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace(16, {found}, None, None)  # PTRACE_ATTACH
+print(ctypes.get_errno())
+open("/proc/{found}/mem", "rb")
+"""
+    argv = [sys.executable, "-c", trace]
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert ran.stdout == f"{errno.EPERM}\n"
+    assert "PermissionError" in ran.stderr
+    os.kill(found, 9)
+    assert program.wait() == 128 + 9
+
+
+def pgrep(argv: str) -> list[int]:
+    ran = subprocess.run(["pgrep", "-fx", argv], capture_output=True, text=True, check=False)
+    return list(map(int, ran.stdout.split()))
+
+
+def test_all_that_a_filter_started_ends_with_it() -> None:
+    program = filtering("setsid sleep 4251 </dev/null >/dev/null 2>&1 & sleep 0; echo it")
+    os.read(program.out, 3)
+    assert program.wait() == 0
+    assert pgrep("sleep 4251") == []
 
 
 def test_init_reaps_what_others_leave() -> None:
