@@ -149,7 +149,7 @@ class Binds:
         return _as_text(_Found(home, _led(bound), doubt, files.facts, variables.asked))
 
     def _take_place(self) -> None:
-        """In a child, as root: where as many of this user's hang as may, it waits for one of them."""
+        """In a child, as root: where as many of the user's hang as may, it waits for one."""
         first = PLACES + self._job.user.uid * PLACES_OF_USER
         with contextlib.suppress(OSError):  # /run is full, or this is no root
             place = first + os.getpid() % PLACES_OF_USER

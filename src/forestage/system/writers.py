@@ -5,7 +5,7 @@ mapped shared and writable, or is in a write(2), with the descriptor closed or n
 given back at once: while it is held, who opens the file to write waits, or gets EAGAIN with
 O_NONBLOCK. What it means that it is granted:
 
-    ext4, xfs, btrfs, tmpfs    nobody writes (`proves`), but for a call that holds a page of it: decision 47
+    ext4, xfs, btrfs, tmpfs    nobody writes (`proves`), but a call that holds a page (decision 47)
     overlayfs                  … but through the directory below, or a mapping without a descriptor
     FUSE, Lustre, BeeGFS, …    nobody of this node by this mount; of other nodes it says nothing
     NFS, SMB                   they grant it by the server's leave, or never: it says nothing
