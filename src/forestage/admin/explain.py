@@ -15,7 +15,7 @@ from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Release
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
-from forestage.units import format_duration, format_rate, format_size
+from forestage.units import format_duration, format_rate, format_size, to_tenths
 
 STAGED = ("hit", "joined", "copied")
 
@@ -229,19 +229,24 @@ def _started(outcome: Handled) -> Iterator[str]:
 
 
 def _staged(outcome: Handled) -> str:
-    took = format_duration(outcome.wait)
     if outcome.result == "hit":
-        return f"hit: the cache had it ({took})"
+        took = to_tenths(outcome.wait)
+        return "hit: the cache had it" + (f" ({took})" if took else "")
+    took = _tenths(outcome.wait)
     if outcome.result == "joined":
         return f"joined: another copy of it was under way; waited {took} for that one"
     size = f" until its {format_size(outcome.bytes)} were here" if outcome.bytes else ""
     return f"copied: waited {took}{size}"
 
 
+def _tenths(seconds: float) -> str:
+    return to_tenths(seconds) or "less than 0.1s"
+
+
 def _copied(outcome: Copied) -> str:
     fetched = outcome.bytes - outcome.resumed
     rate = format_rate(fetched, outcome.copying or outcome.wait)
-    took = format_duration(outcome.wait)
+    took = _tenths(outcome.wait)
     share = f", {format_size(outcome.from_peers)} of it from other nodes"
     peers = share if outcome.from_peers else ""
     sent = f", {format_size(outcome.uploaded)} of it sent to other nodes meanwhile"
@@ -313,7 +318,8 @@ def pieces(found: History, now: float) -> list[Piece]:
     lines: list[Piece] = [Line(_head(found), heading=True)]
     counted = saved.Starts()
     for run in found.runs:
-        took = f", {format_duration(run.total)}" if run.total else ""
+        tenths = to_tenths(run.total)
+        took = f", {tenths}" if tenths else ""
         whose = f" of job {run.job}" if run.job != found.job else ""
         step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
         head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
@@ -355,8 +361,9 @@ def _request(explained: Explained, starts: bool) -> list[Piece]:
     facts += [
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
-    if isinstance(outcome, Handled | Copied) and outcome.wait and outcome.result not in STAGED:
-        facts.append(("took", format_duration(outcome.wait)))
+    tenths = to_tenths(outcome.wait) if isinstance(outcome, Handled | Copied) else ""
+    if tenths and outcome.result not in STAGED:
+        facts.append(("took", tenths))
     if isinstance(outcome, Handled) and starts:
         facts.append(("saved", _saved(outcome)))
     return [Facts(tuple(facts), indent=2)]
@@ -375,10 +382,11 @@ def _saved(outcome: Handled) -> str:
             "not known: the copy has not measured how fast its source is (it came from other nodes"
             " too, or read too little at full speed)"
         )
-    against = f"reading it from its source takes this node {format_duration(outcome.baseline)}"
-    if found < 0:
-        return f"nothing: it took {format_duration(-found)} longer ({against})"
-    return f"{format_duration(found)} ({against})"
+    against = f"reading it from its source takes this node {_tenths(outcome.baseline)}"
+    tenths = to_tenths(abs(found))
+    if not tenths:
+        return f"nothing worth naming ({against})"
+    return f"nothing: it took {tenths} longer ({against})" if found < 0 else f"{tenths} ({against})"
 
 
 def _now(found: History, now: float) -> list[Piece]:
