@@ -99,7 +99,7 @@ import os, sys
 from forestage.system import run
 from forestage.system.as_user import User
 from forestage.system.files import opened
-program = run.start_piped(User("", 61003, 61003), ("sh", "-c", "echo $PPID; sleep 4248"), ())
+program = run.start_piped(User("", 61003, 61003), ("sleep", "4248"), ())
 print(program.pid, flush=True)
 sys.stdin.read()
 """
