@@ -11,8 +11,8 @@ import contextlib
 import io
 import os
 import pwd
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -29,7 +29,7 @@ from forestage.hooks.answers import Answer
 from forestage.hooks.binds import Binds
 from forestage.hooks.limit import Limit
 from forestage.slurm import hints
-from forestage.slurm.hints import Request
+from forestage.slurm.hints import Kind, Request
 from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.system import as_user, lock
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
 LOOK = 5.0  # seconds for it, and for where the job works
 STAGE_DIR = Request("stage-dir", "hint")
+
+ForStep = tuple[Sequence[Fields], Handled]
+"""What a request comes to in a step: lines for the companion, and the outcome."""
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -67,7 +70,8 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
         return _as_data([answers.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _made(node, job, noted, limit)
-    return _as_data([*made, *(_begun(node, job, noted, one, limit) for one in requests)])
+    call = _Call(node, job, noted, limit, Binds(node.places.root, job))
+    return _as_data([*made, *(_begun(call, one) for one in requests)])
 
 
 def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
@@ -79,18 +83,18 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     except Declined as hang:
         return _as_refused(noted, hang)
     own, lines, outcomes = _own_dir(node, job, noted)
-    bound = Binds(node.places.root, job)
+    call = _Call(node, job, noted, limit, Binds(node.places.root, job), own)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
     off = refusal or (_refused(noted) if noted.off else None)
     if off:
         outcomes += [_of_error(one, off) for one in noted.requests]
     requests = () if off else noted.requests
     came: dict[Request, Handled] = {}
-    for request in sorted(requests, key=lambda one: one.at.startswith("/")):
-        found, came[request] = _shown(node, job, noted, request, own, limit, bound)
+    for request in sorted(requests, key=lambda one: one.kind == "mount"):
+        found, came[request] = _shown(call, request)
         lines += found
     outcomes += came.values()
-    if any(one.at.startswith("seed:") for one in noted.requests):
+    if any(one.is_seed for one in noted.requests):
         from forestage.data import fill
 
         lines += fill.unset(own, noted)  # of those that are not in there by now
@@ -109,9 +113,9 @@ def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handle
     """Where the step reads the whole of a request from this node's disk; "" where it does not."""
     if outcome.result not in step.WHOLE:
         return ""
-    if request.at.startswith("/"):
+    if request.kind == "mount":
         return request.at
-    if request.at:
+    if request.kind == "fill":
         from forestage.data import fill
 
         return f"{node.places.job_dir}/{fill.name_of(request)}"
@@ -123,7 +127,7 @@ def _as_refused(noted: Wanted, why: Declined) -> Shown:
     """Pure: nothing is shown; what the job's variables named is not there."""
     requests = [*noted.requests, *([STAGE_DIR] if noted.room is not None else [])]
     lines: list[Fields] = [("env", "FORESTAGE_DIR")] if noted.room is not None else []
-    if any(one.at.startswith("seed:") for one in noted.requests):
+    if any(one.is_seed for one in noted.requests):
         from forestage.data import fill
 
         lines += fill.unset(None, noted)
@@ -239,7 +243,7 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     told = tuple(
         one
         for one in asked.data
-        if one.at.startswith("seed:") or ((one.at.startswith("/") or asked.tell) and not asked.off)
+        if one.is_seed or ((one.kind == "mount" or asked.tell) and not asked.off)
     )
     if asked.room is None and not told:
         return
@@ -249,61 +253,100 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
         _note(node, job, refused, end)
 
 
-def _begun(node: Node, job: Job, noted: Wanted, request: Request, limit: Limit) -> Handled:
-    try:
-        path = image.wanted_path(request, job.work_dir)
-        if not request.at:
-            from forestage.data import tree
+class _Call(msgspec.Struct, frozen=True):
+    """What the requests of one call share; `own` is the job's directory, which a step is shown."""
 
-            return tree.begin(node, job, request, path)
-        if request.at.startswith("/"):
-            from forestage.data import mounted
+    node: Node
+    job: Job
+    noted: Wanted
+    limit: Limit
+    bound: Binds
+    own: "Own | None" = None
 
-            # Nothing is copied for what will not be mounted; the step looks closer.
-            mounted.must_be_allowed(request.at, ())
-            return _staged(node, job, request, limit).outcome
+
+class _View(Protocol):
+    """One kind of request. Both raise ForestageError, OSError; `path` is absolute."""
+
+    def begin(self, call: _Call, request: Request, path: str) -> Handled:
+        """What a Prolog does for it, which waits for nothing."""
+
+    def show(self, call: _Call, request: Request, path: str) -> ForStep:
+        """What a step is shown of it."""
+
+
+class _Directory:
+    def begin(self, call: _Call, request: Request, path: str) -> Handled:
+        from forestage.data import tree
+
+        return tree.begin(call.node, call.job, request, path)
+
+    def show(self, call: _Call, request: Request, path: str) -> ForStep:
+        from forestage.data import tree
+
+        node, job, limit = call.node, call.job, call.limit
+        lines, outcome = tree.show(node, job, request, path, limit.copy, limit.end, limit.progress)
+        for line in lines:
+            _must_not_be_in(job, line[-2], _some_time(node, limit))
+            call.bound.must_not_hold(line[-2])
+        return lines, outcome
+
+
+class _Mount:
+    def begin(self, call: _Call, request: Request, path: str) -> Handled:
+        from forestage.data import mounted
+
+        # Nothing is copied for what will not be mounted; the step looks closer.
+        mounted.must_be_allowed(request.at, ())
+        return self._staged(call, request, call.limit).outcome
+
+    def show(self, call: _Call, request: Request, path: str) -> ForStep:
+        from forestage.data import mounted
+
+        node, job = call.node, call.job
+        limit = msgspec.structs.replace(call.limit, end=_some_time(node, call.limit))
+        place = mounted.place(node, job, request.at, limit.end)
+        _keep_clear_of_binds(call.bound, place.path)
+        answer = self._staged(call, request, limit)
+        staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
+        return mounted.show(node, job, request, path, place, staged, limit.end)
+
+    def _staged(self, call: _Call, request: Request, limit: Limit) -> Answer:
+        """The file, as an image. No redirect lies there, so none is in a container's way."""
+        return serve.serve(call.node, call.job, [request], limit)[0]
+
+
+class _Fill:
+    def begin(self, call: _Call, request: Request, path: str) -> Handled:
         from forestage.data import fill
 
-        fill.must_be_possible(noted, request)
+        fill.must_be_possible(call.noted, request)
+        return Handled("started", request=printable(request.path), via="hint")
+
+    def show(self, call: _Call, request: Request, path: str) -> ForStep:
+        from forestage.data import fill
+
+        until = call.limit.fill or call.limit.end
+        return fill.fill(
+            call.node, call.job, call.noted, request, call.own, path, until, call.limit.progress
+        )
+
+
+VIEWS: Mapping[Kind, _View] = {"directory": _Directory(), "mount": _Mount(), "fill": _Fill()}
+"""By the kind of a request: all that Prolog and step know of it."""
+
+
+def _begun(call: _Call, request: Request) -> Handled:
+    try:
+        path = image.wanted_path(request, call.job.work_dir)
+        return VIEWS[request.kind].begin(call, request, path)
     except (ForestageError, OSError) as error:
         return _of_error(request, error)
-    return Handled("started", request=printable(request.path), via="hint")
 
 
-def _shown(
-    node: Node,
-    job: Job,
-    noted: Wanted,
-    request: Request,
-    own: "Own | None",
-    limit: Limit,
-    bound: Binds,
-) -> tuple[Sequence[Fields], Handled]:
+def _shown(call: _Call, request: Request) -> ForStep:
     try:
-        path = image.wanted_path(request, job.work_dir)
-        if not request.at:
-            from forestage.data import tree
-
-            lines, outcome = tree.show(
-                node, job, request, path, limit.copy, limit.end, limit.progress
-            )
-            for line in lines:
-                _must_not_be_in(job, line[-2], _some_time(node, limit))
-                bound.must_not_hold(line[-2])
-            return lines, outcome
-        if request.at.startswith("/"):
-            from forestage.data import mounted
-
-            limit = msgspec.structs.replace(limit, end=_some_time(node, limit))
-            place = mounted.place(node, job, request.at, limit.end)
-            _keep_clear_of_binds(bound, place.path)
-            answer = _staged(node, job, request, limit)
-            staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
-            return mounted.show(node, job, request, path, place, staged, limit.end)
-        from forestage.data import fill
-
-        until = limit.fill or limit.end
-        return fill.fill(node, job, noted, request, own, path, until, limit.progress)
+        path = image.wanted_path(request, call.job.work_dir)
+        return VIEWS[request.kind].show(call, request, path)
     except (ForestageError, OSError) as error:
         return (), _of_error(request, error)
 
@@ -339,11 +382,6 @@ def _keep_clear_of_binds(bound: Binds, path: str) -> None:
         bound.must_not_hold(path)
     except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
         raise Declined("no-mount", f"{path}: {why}") from None
-
-
-def _staged(node: Node, job: Job, request: Request, limit: Limit) -> Answer:
-    """Stages the file as an image is. No redirect lies there, so none is in a container's way."""
-    return serve.serve(node, job, [request], limit)[0]
 
 
 def _of_error(request: Request, error: Exception) -> Handled:

@@ -59,6 +59,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         return "directory" if self.via == "hint" and self.path.endswith("/") else "image"
 
     @property
+    def is_seed(self) -> bool:
+        """Whether a variable of the job says where it is."""
+        return self.at.startswith("seed:")
+
+    @property
     def is_data(self) -> bool:
         """Whether it is more than an image."""
         return self.kind not in ("image", IMPORTED)
