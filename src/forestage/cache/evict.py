@@ -1,8 +1,8 @@
 """Evicts entries: a pure plan from what is here, who uses it and the room, and its execution.
 
 Order: damaged entries, superseded ones, data above its share of the room, those of users who take
-more than theirs, then the least recently used; leased and pinned ones never (only admin/verify
-removes those, if their bytes are wrong). For a user above their share nobody else's entry goes, and
+more than theirs, then the least recently used; leased and pinned ones never (admin/verify and
+through/local.py remove those whose bytes are wrong). For a user above their share nobody else's entry goes, and
 for data no image.
 Plans are made and entries renamed away under the space lock; their bytes are deleted outside it.
 """
