@@ -2,8 +2,8 @@
 
 Order: damaged entries, superseded ones, data above its share of the room, those of users who take
 more than theirs, then the least recently used; leased and pinned ones never (admin/verify and
-through/local.py remove those whose bytes are wrong). For a user above their share nobody else's entry goes, and
-for data no image.
+through/local.py remove those whose bytes are wrong). For a user above their share nobody else's
+entry goes, and for data no image.
 Plans are made and entries renamed away under the space lock; their bytes are deleted outside it.
 """
 
