@@ -144,8 +144,11 @@ def storm(hooks: int, images: int) -> Storm:
         try:
             paths = [places.root / f"shared/{number}" for number in range(images)]
             for path in paths:
-                # With the magic and the version of a squashfs, without which nothing is redirected.
-                path.write_bytes(b"hsqs" + bytes(24) + b"\4\0\0\0" + os.urandom(IMAGE_BYTES - 32))
+                # With the magic, the version and the length of a squashfs: else nothing is staged.
+                head = (
+                    b"hsqs" + bytes(24) + b"\4\0\0\0" + bytes(8) + IMAGE_BYTES.to_bytes(8, "little")
+                )
+                path.write_bytes(head + os.urandom(IMAGE_BYTES - len(head)))
             return unleashed(places, hooks, paths)
         finally:
             for path in paths:

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from forestage import paths
 real, root = paths.Places, Path(sys.argv.pop())
-paths.Places = lambda: real(root)
+paths.Places = lambda *_: real(root)
 from forestage.cli.entry import main
 main()
 """

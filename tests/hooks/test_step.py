@@ -452,7 +452,7 @@ def test_our_failure_never_drains_a_node_for_a_step(spank: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "is_served"), [(redirect, "binds", False), (script, "report", True)]
+    ("module", "name", "is_served"), [(redirect, "binds", False), (Hook, "report", True)]
 )
 def test_unexpected_is_an_answer_as_well_and_takes_none_back(
     spank: Node,

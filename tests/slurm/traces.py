@@ -62,8 +62,8 @@ class Traces:
 
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
-        layout = ["called.epilog", "called.prolog", "companion", "config.json"]
-        layout += ["background", "disk.json", "disk.lock"]
+        layout = ["called.epilog", "called.prolog", "called.sweep", "companion", "config.json"]
+        layout += ["background", "disk.json", "disk.lock", "mounting"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "jobs", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -43,9 +43,9 @@ class Watched(Hook):
     outcomes: tuple[Outcome, ...] = ()
     given: tuple[str, ...] = ()
 
-    def _report(self, job: Job, outcomes: list[Outcome], places: Places, clock: Clock) -> None:
+    def report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
         self.outcomes = tuple(outcomes)
-        super()._report(job, outcomes, places, clock)
+        super().report(job, outcomes, places, clock)
 
     def answer(self, *fields: str) -> None:
         self.given = self.given or fields

@@ -267,10 +267,10 @@ class _Turn(msgspec.Struct, frozen=True):
     file: Path
     place: int
 
-    def take(self) -> None:
-        """Until this process ends. Raises Declined, OSError."""
+    def take(self) -> int:
+        """Until this process closes what it returns, or ends. Raises Declined, OSError."""
         try:
-            lock.take_place(self.file, self.place, waits=False)
+            return lock.take_place(self.file, self.place, waits=False)
         except BlockingIOError:
             raise Declined("mount-hangs", "an earlier mount for this user still hangs") from None
 
@@ -313,8 +313,11 @@ def _lay_over(made: int, target: int, turn: _Turn) -> None:
 
     def work() -> as_user.Found[bool]:
         child.leave_job()  # nobody is to wait for it
-        turn.take()
-        mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+        place = turn.take()
+        try:
+            mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+        finally:
+            os.close(place)  # on a busy node this process may end after the user's next one began
         return True, []
 
     try:

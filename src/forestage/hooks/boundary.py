@@ -17,7 +17,7 @@ from forestage import log
 
 TYPE_CHECKING = False  # the real one costs the import of typing, 9 ms; checkers know it by name
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Literal, NoReturn
 
     from forestage.clock import Clock
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forestage.events import Outcome
     from forestage.hooks.watch import Watched
     from forestage.paths import Places
+    from forestage.slurm.job import Job
 
     Name = Literal["prolog", "step", "epilog"]
 
@@ -283,7 +284,6 @@ class Hook:
 
         from forestage.clock import Clock
         from forestage.errors import Declined
-        from forestage.hooks import script
         from forestage.paths import Places
         from forestage.slurm.job import Job
 
@@ -301,7 +301,7 @@ class Hook:
             from forestage.hooks import answers
 
             outcomes += [answers.of_error(request, why) for request in job.requests]
-        script.report(self, job, outcomes, places, Clock())
+        self.report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)
 
     def run(self, places: Places, clock: Clock) -> int:
@@ -309,6 +309,18 @@ class Hook:
         from forestage.hooks import script
 
         return script.run(self, places, clock)
+
+    def report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
+        """Writes the log line and the events of what came of the job's requests."""
+        from forestage import events
+
+        total = time.monotonic() - self.start
+        self.say(events.summary(job, outcomes, total))
+        try:
+            events.record(places.events, clock.wall(), self.name, job, outcomes, total)
+        except OSError as error:
+            # The job is served; a full log disk is no reason to drain its node.
+            self.say(f"result=unrecorded detail={str(error)!r}")
 
     def say(self, text: str) -> None:
         """The hook's line in the log."""

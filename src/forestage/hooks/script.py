@@ -7,12 +7,10 @@ imported where it is needed.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forestage import events
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
@@ -48,7 +46,7 @@ def run(hook: Hook, places: Places, clock: Clock) -> int:
     outcomes = work(hook, job, places, clock)
     if hook.in_background:
         background.forget_hints(places, job)
-    report(hook, job, outcomes, places, clock)
+    hook.report(job, outcomes, places, clock)
     failed = any(outcome.result == "failed" for outcome in outcomes)
     return DRAIN if failed and hook.drains else 0
 
@@ -163,7 +161,7 @@ def _begin_import(
     from forestage.hooks import registry
 
     def report_it(outcomes: Sequence[Outcome]) -> None:
-        report(hook, job, outcomes, places, clock)
+        hook.report(job, outcomes, places, clock)
 
     later: tuple[str, ...] = ()
     try:
@@ -244,17 +242,6 @@ def _nodes(
     node = Node.of(config, places, clock)
     hook.watched.works_on(os.fspath(node.cache.root))
     return [node], Declined("disabled", off) if off else None
-
-
-def report(hook: Hook, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
-    """Writes the log line and the events of what came of the job's requests."""
-    total = time.monotonic() - hook.start
-    hook.say(events.summary(job, outcomes, total))
-    try:
-        events.record(places.events, clock.wall(), hook.name, job, outcomes, total)
-    except OSError as error:
-        # The job is served; a full log disk is no reason to drain its node.
-        hook.say(f"result=unrecorded detail={str(error)!r}")
 
 
 def _speak(text: str) -> None:

@@ -105,14 +105,18 @@ def take_one(folder: Path, name: str, most: int, taken: contextlib.ExitStack) ->
     return None
 
 
-def take_place(file: Path, place: int, waits: bool) -> None:
-    """Has this process lock a byte of a file until it ends; one that hangs keeps it.
+def take_place(file: Path, place: int, waits: bool) -> int:
+    """Has this process lock a byte of a file until it closes what this returns, or ends.
 
-    Where it `waits`, a signal ends that. It must not open the file again: closing it would let go.
-    Raises BlockingIOError, OSError.
+    One that hangs keeps it. Where it `waits`, a signal ends that. Raises BlockingIOError, OSError.
     """
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    fcntl.lockf(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def remove_if_free(path: Path) -> None:
