@@ -14,9 +14,11 @@ A published entry is read without a lock: it appears by one rename and leaves by
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,9 +27,12 @@ from forestage.cache import held
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Failed
-from forestage.system import files, lock, mounts, records
+from forestage.system import as_user, child, files, lock, mounts, records
+from forestage.system.files import opened
 
 FORMAT = "1\n"
+DELETION, DELETIONS = 10.0, 60.0  # seconds for one of what was evicted, and for all
+DELETED_AT_ONCE = 4
 PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
 
 # CACHEDIR.TAG: its signature is fixed, and backup programs leave a folder that has one out.
@@ -302,11 +307,30 @@ class Cache:
 
     def delete_evicted(self) -> None:
         """Deletes what was evicted, also what a crash left. Two at once do no harm."""
-        for evicted in self.evicted.iterdir():
-            self.delete(evicted)
+        self._delete_each([*self.evicted.iterdir()])
 
     def delete(self, evicted: Path) -> None:
         """Deletes one of these, as far as it can; what something holds of it is noted."""
+        self._delete_each([evicted])
+
+    def _delete_each(self, all_evicted: list[Path]) -> None:
+        """Each in a child. Whoever has an image open can have unlink(2) wait for as long as they
+        like, by a read with O_DIRECT into a FUSE of theirs; no signal ends that wait."""
+        works = [partial(self._delete_in_turn, evicted) for evicted in all_evicted]
+        with contextlib.suppress(OSError):  # no process can be started: the next hook tries again
+            as_user.each(works, bool, DELETION, DELETIONS, DELETED_AT_ONCE)
+
+    def _delete_in_turn(self, evicted: Path) -> bool:
+        """Unless another process does it, or hangs with it: that keeps a lock on the directory."""
+        child.leave_job()  # nobody is to wait for it
+        with contextlib.ExitStack() as stack:
+            if evicted.is_dir() and not evicted.is_symlink():
+                fd = stack.enter_context(opened(evicted, os.O_RDONLY | os.O_DIRECTORY))
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._delete(evicted)
+        return True
+
+    def _delete(self, evicted: Path) -> None:
         disk = evicted / "disk"  # of a job's own directory
         file = disk if files.facts(disk) else evicted / "image"
         with held.noted(self.held, file, _whose(evicted)):

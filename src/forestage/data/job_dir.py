@@ -275,8 +275,9 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         going = [_aside(cache, place) for place in leftover(cache, leases.jobs())]
-    # Also of Prologs, which only rename, and of Epilogs that were killed.
-    for directory in cache.evicted.iterdir():
+    # Also of Prologs, which only rename, and of Epilogs that were killed. <job>.<restart>.<n>: a
+    # look into the directory of an entry may hang with who deletes that (Cache.delete_evicted).
+    for directory in cache.evicted.glob("*.*.*"):
         _let_go(_Gone(directory.name, directory, files.facts(directory / "disk")))
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.

@@ -16,6 +16,8 @@ from forestage.cache.part import Owner, boot_id
 from forestage.errors import Failed
 from forestage.system import lock, mounts
 from forestage.system.mounts import Mount
+from node import until
+from parking import Park
 
 Publish = Callable[[Image], Entry]
 Make = Callable[..., Image]
@@ -273,6 +275,35 @@ def test_evicted_entry_is_gone_at_once_and_readable_to_its_readers(
         cache.delete_evicted()
         assert list(cache.evicted.iterdir()) == []
         assert late.read() == b"xxxxx"
+
+
+def test_entry_that_a_reader_holds_keeps_nobody_from_deleting_others(
+    cache: Cache,
+    publish: Publish,
+    make_image: Make,
+    park: Park,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """unlink(2) waits for the inode, where no signal ends it, and has the directory's lock."""
+    monkeypatch.setattr(module, "DELETION", 0.2)
+    held, other = make_image(), make_image(path="/mnt/shared/other.sqsh")
+    for one in (held, other):
+        publish(one)
+    cache.image(held.key).write_bytes(bytes(4 * 4096))
+    park(cache.image(held.key), "read")
+    for one in (held, other):
+        cache.evict(one.key)
+    cache.delete_evicted()
+    assert [path.name for path in cache.evicted.iterdir()] == [f"{held.key}.0"]
+    monkeypatch.setattr(module, "DELETION", 60.0)  # who hangs with it is known: nobody waits again
+    cache.delete_evicted()
+    park.let_go()
+
+    def is_gone() -> bool:
+        cache.delete_evicted()
+        return not list(cache.evicted.iterdir())
+
+    until(is_gone, "what was held to be deleted")
 
 
 def test_same_key_can_be_evicted_while_an_earlier_one_is_still_being_deleted(
