@@ -71,6 +71,26 @@ def test_disk_that_others_fill_during_the_copy_is_no_matter(
     assert node.epilog(1).code == 0
 
 
+def test_disk_that_takes_no_more_files_is_full_and_entries_go_for_them(
+    node: Node, disk: Callable[..., Path]
+) -> None:
+    """Such as one on which users have unpacked many containers."""
+    disk("ext4")
+    node.configure(min_free="5%")
+    *paths, last = [node.put(f"alice/{number}.sqsh", image(number)) for number in range(5)]
+    for job, path in enumerate(paths):
+        assert node.prolog(job, path).said == ("copied", "")
+    with contextlib.suppress(OSError):
+        for number in range(os.statvfs(node.nvme).f_ffree + 1):
+            (node.nvme / f"unpacked-{number}").touch()
+    ran = node.prolog(8, last)
+    assert (ran.code, *ran.said) == (0, "declined", "no-room")
+    for job in (*range(len(paths)), 8):
+        assert node.epilog(job).code == 0
+    assert node.prolog(9, last).said == ("copied", "")
+    assert served(node, last, image(4))
+
+
 @pytest.mark.parametrize(
     ("scratch", "uid"),
     [("ext4", BOB.uid), ("ext4", 0), ("xfs", BOB.uid), ("tmpfs", BOB.uid)],

@@ -24,6 +24,8 @@ from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through,
 
 from forestage.data.hold import PROCESS_NAME as HOLDER
 from forestage.data.serving import PROGRAMS
+from forestage.registry.worker import MODULE as WORKER
+from registry import STORE, with_importer
 
 LEFT = "alice/became"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -46,8 +48,10 @@ def cluster_spec() -> ClusterSpec:
     )
     files = {**spec.files, "/etc/slurm/cgroup.conf": CONF}
     node_dirs = (*spec.node_dirs, "/forestage")
-    return dataclasses.replace(
-        spec, files=files, node_dirs=node_dirs, plugstack=("required {state}/pyxis.so",)
+    return with_importer(
+        dataclasses.replace(
+            spec, files=files, node_dirs=node_dirs, plugstack=("required {state}/pyxis.so",)
+        )
     )
 
 
@@ -149,6 +153,36 @@ def test_what_a_user_makes_of_the_program_ends_with_the_step(spank: Site) -> Non
 def sleeping(site: Site) -> list[str]:
     look = ["pgrep", "-f", "sleep 425[12]"]
     return site.cluster.run(look, user="root", node="n1", check=False).stdout.split()
+
+
+SILENT = """
+import socket
+one = socket.create_server(("127.0.0.1", 0))
+print(one.getsockname()[1], flush=True)
+input()
+"""
+
+
+def test_import_that_is_cancelled_leaves_no_cgroup(site: Site) -> None:
+    """Slurm removes the step's once, when the worker is still in them: it may clean up."""
+    site.cluster.run(["mkdir", "-p", "-m", "1777", STORE], user="root")
+    site.configure(redirect="spank", registry={"store": STORE})
+    registry = site.cluster.popen(["python3", "-c", SILENT], stdin=subprocess.PIPE)
+    assert registry.stdout is not None
+    image = f"docker://127.0.0.1:{int(registry.stdout.readline())}/x"
+    job = site.cluster.submit(f"#!/bin/sh\nsrun --container-image={image} true\n")
+
+    def is_there() -> bool:
+        look = ["pgrep", "-f", WORKER]
+        found = site.cluster.run(look, user="root", node="n1", check=False).stdout.split()
+        return any(f"/job_{job}/step_0" in line for pid in found for line in cgroups(site, pid))
+
+    wait_until(is_there, 60, lambda: "no worker in the step's cgroups")
+    site.cluster.run(["scancel", str(job)], user="root")
+    left = [*CGROUPS.glob(f"*/slurm_n1/uid_*/job_{job}")]
+    assert left
+    wait_until(lambda: not any(one.exists() for one in left), 90, lambda: f"{left} stay")
+    registry.communicate("\n")
 
 
 def test_directory_in_memory_counts_in_the_jobs_memory_and_goes_with_it(spank: Site) -> None:

@@ -25,6 +25,7 @@ from forestage.system import lock
 from forestage.units import format_size
 
 NOBODY: Mapping[int, int] = {}
+FILES = 64  # that a disk must be able to take at rest: a copy makes ten at the most
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -319,15 +320,23 @@ def tidy(
         drop_dead_parts(cache, lambda part: not part.resumable_in(boot))
         room = at_least(cache, config)
         victims: tuple[str, ...] = ()
-        if not _met(room, room_at_rest(room), 0):
+        is_full = not _takes_files(cache)
+        if is_full or not _met(room, room_at_rest(room), 0):
             stored = cache.stored_entries()
             room = measure(cache, stored, config)
+            room = msgspec.structs.replace(room, free=0) if is_full else room
             goal = room_at_rest(room)
             made = plan(stored, leases.keys(), room, goal, copies=of_users(cache))
             _evict(cache, made)
             victims = made.victims
     cache.delete_evicted()
     return victims
+
+
+def _takes_files(cache: Cache) -> bool:
+    """Whether the disk takes more files; one that takes none is as full as one without space."""
+    disk = os.statvfs(cache.root)
+    return not disk.f_files or disk.f_favail >= FILES  # btrfs has 0 of 0
 
 
 def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, ...]:

@@ -170,8 +170,9 @@ def nothing_to_do(
         return False
     if os.path.lexists(window + number):
         return False
-    # Of a job that began with a release in which nodes agreed on digests without a store.
-    return not os.path.exists(f"{images}/{number}.agreed")
+    # A step's image is being imported, for which there is a lease at the end only; or the job began
+    # with a release in which nodes agreed on digests without a store.
+    return not any(os.path.exists(f"{images}/{number}.{kind}") for kind in ("asked", "agreed"))
 
 
 def _may_be_hinted(comment: str) -> bool:

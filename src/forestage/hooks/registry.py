@@ -82,6 +82,8 @@ def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
     disk.must_take(node.places, node.cache)  # the tasks would wait for a process that hangs
     folders.keep(node.places.images, folders.PASSABLE)
+    # The job's Epilog has work by this, though the job may have no lease yet (hooks/boundary.py).
+    (node.places.images / f"{job.id}.asked").touch()
     path = node.places.images / f"{job.id}.{job.step}.sock"
     _start(job, partial(_serve, node, job, asked, report, path))
     return "later", str(path)
@@ -218,6 +220,7 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
     shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
     with contextlib.ExitStack() as undo:
         enter = _bounded(node, job, undo) if job.step is None else _entering(job, tasks)
+        undo.enter_context(_leaving(job, tasks))
         at_work = undo.enter_context(worker.start(job.user, order, asked.environment, enter))
         undo.callback(under_way.forget, node.places, shown)
         for word in _words(at_work, tasks):
@@ -269,6 +272,19 @@ def _bounded(node: Node, job: Job, taken: contextlib.ExitStack) -> Callable[[], 
         raise Declined("busy", "as many images are being looked for as may be at once")
     taken.callback(child.leave_bounded, number)
     return partial(child.enter_bounded, number)
+
+
+@contextlib.contextmanager
+def _leaving(job: Job, tasks: Waiting) -> Iterator[None]:
+    """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
+    found = child.of_task(job.manager) if job.manager else None
+    try:
+        yield
+    finally:
+        if found and not Path(f"/proc/{job.manager}").exists():
+            # With the job's only where no step comes any more: Slurm makes both, one by one.
+            kinds = ("task_", "step_", "job_") if tasks.are_over else ("task_", "step_")
+            child.remove_left((one.parent for one in found), kinds)
 
 
 def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:

@@ -25,6 +25,8 @@ class Waiting(Protocol):
 
     @property
     def have_gone(self) -> bool: ...
+    @property
+    def are_over(self) -> bool: ...
     def wait(self, fd: int) -> None: ...
     def must_wait(self) -> None: ...
     def speak(self, text: str) -> None: ...
@@ -32,6 +34,8 @@ class Waiting(Protocol):
 
 class Nobody:
     """In the place of tasks where none are there yet: for so many seconds."""
+
+    are_over = False
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds

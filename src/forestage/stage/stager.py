@@ -110,6 +110,12 @@ def _live(task: Task, hook: Channel) -> None:
             hook.send(copy(task, stop))
     except lock.Busy:
         hook.send(Message("busy"))
+    except OSError as error:  # the disk takes no name: it is full of files, or read-only
+        from forestage.stage import pipeline
+
+        why = pipeline.of_disk(error)
+        hook.send(Message("failed", why.reason, str(why), isinstance(why, Failed)))
+        raise
     else:
         _redirect_waiting(task)
 

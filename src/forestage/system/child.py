@@ -234,6 +234,20 @@ def enter_task(manager: int, without: str = "", patience: float = PLACED) -> Non
             return
 
 
+def remove_left(groups: Iterable[Path], kinds: Sequence[str]) -> None:
+    """Removes empty cgroups of a step, and those above them, up to the first of no such kind.
+
+    Slurm tries that once, when the step's manager ends, and leaves for good what is in use then.
+    `kinds` are how names begin. With "job_" no step of their job may begin meanwhile.
+    """
+    for group in groups:
+        for one in (group, *group.parents):
+            if not one.name.startswith(tuple(kinds)):
+                break
+            with contextlib.suppress(OSError):  # it is in use, or gone
+                one.rmdir()
+
+
 def has_child_of(pid: int, uid: int) -> bool:
     """Whether a process has a child that this user owns: of a step's manager, a task that runs."""
     for one in _children(Path("/proc") / str(pid)):

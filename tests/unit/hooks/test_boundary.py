@@ -102,8 +102,12 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
-def test_epilog_has_work_where_an_earlier_build_has_noted_a_digest(tmp_path: Path) -> None:
-    (tmp_path / "7.agreed").touch()
+@pytest.mark.parametrize("mark", ["asked", "agreed"])
+def test_epilog_has_work_where_a_step_asked_for_an_image_of_a_registry(
+    tmp_path: Path, mark: str
+) -> None:
+    """There is a lease at the end of an import only. An earlier build has noted a digest."""
+    (tmp_path / f"7.{mark}").touch()
     for job, nothing in (("7", False), ("77", True)):
         environ = {"SLURM_JOB_ID": job}
         assert nothing_to_do("epilog", environ, "/nowhere", "/nowhere", str(tmp_path)) is nothing

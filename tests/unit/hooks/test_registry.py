@@ -150,6 +150,39 @@ def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
         registry._entering(asking, tasks)
 
 
+@pytest.mark.parametrize(
+    ("manager", "over", "left"),
+    [("lives", True, "job_7/step_0"), ("ended", False, "job_7"), ("ended", True, "uid_1")],
+)
+def test_cgroups_that_a_worker_kept_go_with_it(
+    asking: Job,
+    tasks: Tasks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    manager: str,
+    over: bool,
+    left: str,
+) -> None:
+    """Not while Slurm may still use them: the job's, until its Epilog has been here."""
+    group = tmp_path / "uid_1/job_7/step_0"
+    group.mkdir(parents=True)
+    monkeypatch.setattr(child, "of_task", lambda manager: [group / "cgroup.procs"])
+    pid = os.getpid() if manager == "lives" else dead()
+    with registry._leaving(msgspec.structs.replace(asking, manager=pid), tasks):
+        if over:
+            tasks.path.unlink()
+    assert max(tmp_path.rglob("*")).as_posix().endswith(left)
+
+
+def dead() -> int:
+    """The pid of no process."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
 def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: Tasks) -> None:
     assert registry._entering(asking, tasks) is run.nowhere
 

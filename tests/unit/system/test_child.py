@@ -216,6 +216,26 @@ def test_where_slurm_uses_no_cgroups_a_task_is_in_none(tmp_path: Path, lines: st
     assert child.of_task(41, root) == []
 
 
+@pytest.mark.parametrize(
+    ("kinds", "left"),
+    [(("task_", "step_"), ["job_7"]), (("task_", "step_", "job_"), [])],
+)
+def test_empty_cgroups_of_a_step_are_removed(
+    tmp_path: Path, kinds: tuple[str, ...], left: list[str]
+) -> None:
+    user = tmp_path / "memory/slurm_n1/uid_1"
+    (user / "job_7/step_0/task_0").mkdir(parents=True)
+    child.remove_left([user / "job_7/step_0/task_0", tmp_path / "gone/job_7"], kinds)
+    assert [one.name for one in user.iterdir()] == left
+
+
+def test_cgroup_in_which_another_step_is_stays(tmp_path: Path) -> None:
+    for step in ("step_0/task_0", "step_1/task_0"):
+        (tmp_path / "job_7" / step).mkdir(parents=True)
+    child.remove_left([tmp_path / "job_7/step_0/task_0"], ("task_", "step_", "job_"))
+    assert [one.name for one in (tmp_path / "job_7").iterdir()] == ["step_1"]
+
+
 V1 = {
     "memory/slurm_n1/job_7/memory.limit_in_bytes": "300",
     "memory/slurm_n1/job_7/step_0/memory.limit_in_bytes": "100",
