@@ -274,6 +274,19 @@ def test_step_that_hangs_with_the_disk_is_answered(node: Node, frozen: Hangs) ->
     assert helper.wait(HANGS) == 0
 
 
+def test_step_that_hangs_is_on_record_for_the_image_that_its_jobs_comment_named(
+    node: Node, frozen: Hangs
+) -> None:
+    """Else `explain` says that no step asked, and that the SPANK plugin may not be there."""
+    path = node.staged(1, data=image())
+    node.leases.note_hinted(1, [str(path)])
+    frozen.stop()
+    helper = hook(node, "step", None)
+    assert helper.wait(HANGS) == 0
+    (seen,) = node.outcomes("step", 1)
+    assert (seen.request, seen.reason) == (str(path), "cache-hangs")
+
+
 def test_freeze_that_ends_in_time_is_waited_out(node: Node, frozen: Hangs) -> None:
     path = node.staged(1, data=image())
     frozen.stop()

@@ -301,6 +301,11 @@ class Hook:
         else:
             from forestage.hooks import answers
 
+            if self.name == "step":  # else `explain` says that none asked
+                from forestage.cache.lease import Leases
+                from forestage.hooks import step
+
+                job = step.also_hinted(Leases(places.leases), job)
             outcomes += [answers.of_error(request, why) for request in job.requests]
         self.report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)

@@ -17,6 +17,7 @@ import msgspec
 from forestage import events
 from forestage.cache import shown
 from forestage.cache.image import Image
+from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.shown import Shown
 from forestage.clock import Clock, Deadline
@@ -182,14 +183,19 @@ def named(job: Job) -> Job:
     return msgspec.structs.replace(job, user=msgspec.structs.replace(job.user, name=name))
 
 
+def also_hinted(noted: Leases, job: Job) -> Job:
+    """Returns the job with the images that its comment named, as its Prolog noted them."""
+    hinted = tuple(Request(path, "hint") for path in noted.hinted(job.id))
+    return msgspec.structs.replace(job, requests=job.requests + hinted)
+
+
 def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Declined | None]:
     """Returns the job with what its Prolog noted: what the comment says, and the job's nodes.
 
     A lease that cannot be read is a refusal, unless there is one already.
     """
-    hinted = tuple(Request(path, "hint") for path in node.leases.hinted(job.id))
-    nodes = node.leases.nodelist(job.id)
-    job = msgspec.structs.replace(job, nodelist=nodes, requests=job.requests + hinted)
+    job = also_hinted(node.leases, job)
+    job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id))
     try:
         lease = node.leases.read(job.id)
     except Failed as damaged:
