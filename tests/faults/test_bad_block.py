@@ -127,7 +127,7 @@ def test_reader_of_a_bad_block_gets_the_sources_bytes_and_the_entry_is_evicted(
         nvme.lose_end_of(copy)
         assert shows(through.at, source_bytes())
         until(lambda: not node.entries(), "the entry to be evicted")
-        assert os.fstat(held.fileno()).st_nlink == 0
+        until(lambda: os.fstat(held.fileno()).st_nlink == 0, "it to be deleted")
     assert shows(through.at, source_bytes())
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,3 +145,28 @@ def shown_before(step: Step) -> str:
     """As root, in the namespace that the tasks inherit: the file that the keeper serves."""
     shower = [sys.executable, str(HERE / "shown.py")]
     return shlex.join([*shower, f"{step.place}/sock", str(step.image)])
+
+
+@contextlib.contextmanager
+def keeping(step: Step, manner: str) -> Iterator[Path]:
+    """The socket of a keeper (keeper.py) that hands out a directory with one file."""
+    (step.place / "bytes").mkdir(parents=True)
+    (step.place / "bytes/file").write_text("from the keeper\n")
+    socket = step.place / "sock"
+    given = [str(socket), str(step.image), str(step.place / "bytes"), manner]
+    argv = [sys.executable, str(HERE / "keeper.py"), *given]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield socket
+        finally:
+            process.kill()
+
+
+def line(*fields: object) -> str:
+    return "\t".join(["data", *map(str, fields)])
+
+
+def served(socket: Path, point: Path, inode: int | str | None = None) -> str:
+    return line("served", socket, point, point.stat().st_ino if inode is None else inode)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from companion import GID, HERE, JOB, LEASES, UID, Step
+from companion import GID, JOB, LEASES, UID, Step, keeping, line, served
 from test_bind import options
 
 from forestage.system import loop
@@ -21,22 +19,6 @@ def socket(step: Step) -> Iterator[Path]:
     """Of a keeper that hands out clones of a directory with one file."""
     with keeping(step, "clones") as socket:
         yield socket
-
-
-@contextlib.contextmanager
-def keeping(step: Step, manner: str) -> Iterator[Path]:
-    (step.place / "bytes").mkdir(parents=True)
-    (step.place / "bytes/file").write_text("from the keeper\n")
-    socket = step.place / "sock"
-    given = [str(socket), str(step.image), str(step.place / "bytes"), manner]
-    argv = [sys.executable, str(HERE / "keeper.py"), *given]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        try:
-            yield socket
-        finally:
-            process.kill()
 
 
 @pytest.fixture
@@ -52,14 +34,6 @@ def disk(step: Step) -> Iterator[tuple[str, str]]:
     device = loop.attach(image, read_only=False)
     yield device, loop.file_of(image.stat())
     subprocess.run(["losetup", "--detach", device], check=True)
-
-
-def line(*fields: object) -> str:
-    return "\t".join(["data", *map(str, fields)])
-
-
-def served(socket: Path, point: Path, inode: int | str | None = None) -> str:
-    return line("served", socket, point, point.stat().st_ino if inode is None else inode)
 
 
 def test_clone_of_a_server_shows_in_each_task_alone(step: Step, point: Path, socket: Path) -> None:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from companion import EVENTS, GID, JOB, UID, Ran, Step
+from companion import EVENTS, GID, JOB, UID, Ran, Step, keeping, line, served
 from test_bind import options
-from test_data import keeping, line, served
 
 from forestage import events
 from forestage.events import Handled
