@@ -5,6 +5,7 @@ login node, munge does (peers/auth.py). Which nodes a job had is asked of Slurm,
 """
 
 import contextlib
+import errno
 import http.client
 import os
 import socket
@@ -45,20 +46,36 @@ def about_job(places: Places, job: int, environ: Mapping[str, str]) -> Told:
         if os.geteuid() == 0:
             raise
         own: ForestageError | OSError = nothing
+    answered = ""
     try:
         found = asked.decoded(ask(places, f"job {job}\n")).history
         if found is not None:
             return Told((found,))
     except (FileNotFoundError, ConnectionRefusedError):
-        pass  # a login node, or a node whose service does not run
+        if isinstance(own, PermissionError):  # else a login node
+            own = unanswered()
     except NotFound as nothing:
         own = nothing
-    return _elsewhere(places, job, environ, own)
+        answered = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    return _elsewhere(places, job, environ, own, answered)
+
+
+def unanswered() -> PermissionError:
+    """What a user is told on a node whose service does not run."""
+    what = "forestage-ask.socket does not answer users on this node: it may not be enabled"
+    return PermissionError(errno.EACCES, what)
 
 
 def public(places: Places) -> Public:
-    """The node's state, as everyone may know it. Raises ForestageError, OSError."""
-    found = asked.decoded(ask(places, "status\n")).public
+    """The node's state, as everyone may know it.
+
+    Raises ForestageError; PermissionError where its service does not answer.
+    """
+    try:
+        answer = ask(places, "status\n")
+    except OSError as error:
+        raise unanswered() from error
+    found = asked.decoded(answer).public
     if found is None:
         raise ForestageError("the node's answer is of another kind")
     return found
@@ -90,13 +107,21 @@ def ask(places: Places, question: str) -> bytes:
 
 
 def _elsewhere(
-    places: Places, job: int, environ: Mapping[str, str], own: ForestageError | OSError
+    places: Places,
+    job: int,
+    environ: Mapping[str, str],
+    own: ForestageError | OSError,
+    answered: str,
 ) -> Told:
-    """What the job's nodes tell. `own` is what this one says, and all there is without Slurm."""
+    """What the job's nodes tell. `own` is what this one says, and all there is without Slurm.
+
+    `answered` is this node's name, where it has said all that it knows.
+    """
     try:
         nodes = nodelist.expand(Slurm.of(environ).nodes_of(job))
     except ForestageError as silent:
         raise own from silent
+    nodes = tuple(node for node in nodes if node != answered)
     if not nodes:
         raise own
     peers = _peers(places)
@@ -107,7 +132,7 @@ def _elsewhere(
     if len(nodes) > NODES:
         problems.append(f"{count(len(nodes) - NODES, 'further node')} of the job were not asked")
     if not histories:
-        here = [own.what] if isinstance(own, NotFound) else []
+        here = [own.what if isinstance(own, ForestageError) else own.strerror or str(own)]
         hint = "on a node of the job, forestage-ask.socket answers without peers, if it is enabled"
         raise NotFound("; ".join([*here, *problems]), hint)
     return Told(histories, tuple(problems))

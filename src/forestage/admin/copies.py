@@ -4,6 +4,7 @@ Read from the parts of live stagers and from the leases, without a lock. A part 
 key's lock is held; it has no `owner` file any more from the moment on at which it is published.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -11,7 +12,7 @@ import msgspec
 
 from forestage.admin import inventory
 from forestage.cache.image import Kind
-from forestage.cache.layout import Entry
+from forestage.cache.layout import Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.peers import stats
@@ -51,6 +52,13 @@ class Copy(msgspec.Struct, frozen=True):
     from_peers: int = 0
     served: int = 0
     kind: Kind = "image"
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """Copies that nobody goes on with now, and the bytes that they keep on the disk."""
+
+    number: int = 0
+    bytes: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -98,6 +106,16 @@ def gather(node: Node) -> tuple[Copy, ...]:
         else copy
         for _, copy in found
     )
+
+
+def stopped(node: Node) -> Stopped:
+    """The parts without a stager. The next job that asks goes on with them."""
+    sizes = []
+    for directory in node.cache.parts.iterdir():
+        if lock.is_free(node.cache.key_lock(directory.name)):
+            with contextlib.suppress(FileNotFoundError):  # it went on, and is published
+                sizes.append(tree_bytes(directory))
+    return Stopped(len(sizes), sum(sizes))
 
 
 def paths(node: Node) -> dict[str, str]:

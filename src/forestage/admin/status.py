@@ -11,12 +11,13 @@ import msgspec
 
 from forestage.admin import copies, inventory, recent
 from forestage.admin import site as sites
-from forestage.admin.copies import Copy
+from forestage.admin.copies import Copy, Stopped
 from forestage.admin.inventory import Holder, Item
 from forestage.cache import disk as cache_disk
 from forestage.cache import doubt, evict, redirect
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
+from forestage.cache.part import ABANDONED_AFTER
 from forestage.config import switch
 from forestage.data import job_dir
 from forestage.errors import Declined
@@ -31,7 +32,7 @@ from forestage.system.mounts import Mount
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
 from forestage.system.tree import Files
 from forestage.through import living
-from forestage.units import format_size
+from forestage.units import format_duration, format_size
 
 STATES = (
     *("ok", "hangs", "read-only", "full", "failing", "unusable"),
@@ -87,6 +88,7 @@ class Status(msgspec.Struct, frozen=True):
     since boot, `starts` how jobs began lately. `imports` are steps that wait for an image of a
     registry. `in_steps`: the steps of jobs show copies, and the node sees no redirect.
     `no_companion`: which running Slurm process has not loaded the companion, though it should.
+    `stopped` are copies that nobody goes on with now.
     """
 
     cache: str
@@ -113,6 +115,7 @@ class Status(msgspec.Struct, frozen=True):
     time: float = 0.0
     blocked: Blocked | None = None
     no_companion: str = ""
+    stopped: Stopped = Stopped()
 
 
 def gather(node: Node, conf: str = "") -> Status:
@@ -171,6 +174,7 @@ def gather(node: Node, conf: str = "") -> Status:
         entries=counts(holdings.items),
         reclaimable=sum(one.bytes for one in holdings.items if not (one.jobs or one.pinned)),
         copies=under_way,
+        stopped=copies.stopped(node),
         held=inventory.held(node.cache),
         job_dirs=job_dir.taken(node.cache),
     )
@@ -273,6 +277,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             ("used", f"{format_size(room.used)} by the cache, {room.percent}% of what it may take"),
             ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
             ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
+            *_stopped(status.stopped),
             *_held(status.held),
             *_job_dirs(status.job_dirs),
             ("max_size", f"{format_size(room.max_size)}, the most it may take{less}"),
@@ -381,6 +386,14 @@ def _held(held: inventory.Held) -> list[tuple[str, str]]:
         return []
     number = count(held.number, "deleted file")
     return [("held", f"{format_size(held.bytes)} by {number} that something has open")]
+
+
+def _stopped(stopped: Stopped) -> list[tuple[str, str]]:
+    if not stopped.number:
+        return []
+    number = count(stopped.number, "stopped copy", "stopped copies")
+    kept = f"until a job goes on with it, at most {format_duration(ABANDONED_AFTER)}"
+    return [("unfinished", f"{format_size(stopped.bytes)} in {number}, kept {kept}")]
 
 
 def _job_dirs(taken: job_dir.Taken) -> list[tuple[str, str]]:

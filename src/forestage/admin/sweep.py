@@ -38,7 +38,7 @@ from forestage.cache import evict as eviction
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
-from forestage.cache.part import Part, boot_id
+from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.data import job_dir, looks, retry, tree
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
@@ -50,7 +50,6 @@ from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.through import leftover
 
-ABANDONED_AFTER = 24 * 3600.0  # seconds without a write; then a part is only in the way
 PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a whole cache
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
 PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read

@@ -209,6 +209,8 @@ def _by_source(
     user = sources.owner(entry.access)
     opened = sources.open_unchanged(node.cache, entry, user)
     if isinstance(opened, sources.SourceState):
+        if entry.identity.tree:
+            return f"its source was not asked: {opened.detail}"
         return _reason(opened)
     try:
         expected = compare.of_source(opened.fd, entry.identity.size, node.config.bandwidth)

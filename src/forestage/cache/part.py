@@ -28,6 +28,7 @@ from forestage.errors import Declined
 from forestage.system import files, records
 from forestage.units import format_size
 
+ABANDONED_AFTER = 24 * 3600.0  # seconds without a write; then a part is only in the way
 PROCESS_NAME = "forestage-stage"  # of a stager in ps(1); the kernel keeps 15 characters
 ENTRY_BYTES = 16  # of the map, for one chunk
 MAX_CHUNKS = (

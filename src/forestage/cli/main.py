@@ -92,11 +92,10 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
     try:
         found = view.gather(node, os.environ.get("SLURM_CONF", ""))
     except PermissionError:
-        if not oneline:
-            with contextlib.suppress(OSError):  # else why root is needed
-                _show_public(ctx.obj, as_json)
-                return
-        raise
+        if oneline:
+            raise
+        _show_public(ctx.obj, as_json)
+        return
     if oneline:
         click.echo(view.oneline(found))
     else:
@@ -106,7 +105,7 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
 
 
 def _show_public(world: World, as_json: bool) -> None:
-    """What everyone may know of this node. Raises OSError where its service does not run."""
+    """What everyone may know of this node. Raises PermissionError where nobody answers users."""
     from forestage.admin import asked, asking
 
     found = asking.public(world.places)

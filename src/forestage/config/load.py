@@ -173,7 +173,8 @@ def _parse(text: str) -> object:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        reason = getattr(error, "problem", None) or getattr(error, "reason", "")
+        reason = str(getattr(error, "problem", None) or getattr(error, "reason", ""))
+        reason = reason.replace("that cannot start any token", "that nothing begins with, as a tab")
         raise ValueError(f"is not YAML: {line}{reason}") from error
     except _BeyondPlain as error:
         raise ValueError(str(error)) from None

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 
-from forestage.hooks.boundary import IMAGE_OPTION
+from forestage.hooks.boundary import IMAGE_OPTION, may_be_hinted
 
 TYPE_CHECKING = False  # as in hooks/boundary.py
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def leave(environ: Mapping[str, str], run: str) -> str:
         os._exit(0)
     if lock < 0:
         return ""
-    if "stage" in environ.get("SLURM_JOB_COMMENT", ""):
+    # A near miss, too: its sentence is for the first step, which may be there before it is found.
+    if may_be_hinted(environ.get("SLURM_JOB_COMMENT", "")):
         _touch(mark.removesuffix("prolog") + "hinted")
     ours, theirs = os.pipe()
     try:

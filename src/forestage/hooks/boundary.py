@@ -160,7 +160,7 @@ def nothing_to_do(
     if name == "prolog":
         asked = IMAGE_OPTION in environ or SAVE_OPTION in environ
         comment = environ.get("SLURM_JOB_COMMENT", "")
-        return not asked and not (comment and _may_be_hinted(comment))
+        return not asked and not (comment and may_be_hinted(comment))
     if name == "step":
         hinted = f"{leases}/{environ.get('SLURM_JOB_ID', '')}.hinted"
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
@@ -175,7 +175,7 @@ def nothing_to_do(
     return not any(os.path.exists(f"{images}/{number}.{kind}") for kind in ("asked", "agreed"))
 
 
-def _may_be_hinted(comment: str) -> bool:
+def may_be_hinted(comment: str) -> bool:
     """Whether a job's comment has to be read: it says stage, or a path follows a `=`."""
     if "stage" in comment.lower():
         return True

@@ -176,6 +176,7 @@ class Sums:
         self.users: dict[str, GroupSums] = {}
         self.partitions: dict[str, GroupSums] = {}
         self.nodes: dict[str, NodeSums] = {}
+        self._latest: dict[str, str] = {}  # the node of a log's last event
         self.rates = Distribution()
         self.waits = Distribution()
         self.through = ThroughSums()
@@ -188,9 +189,11 @@ class Sums:
     def add(self, event: Event, log: str) -> None:
         """Counts one event; a node's events come in the order of its log.
 
-        `log` stands for the node in events that do not name one.
+        Events that name no node, such as what `verify` found, are of the log's latest one; before
+        there is one, `log` stands for it.
         """
-        outcome, name = event.outcome, event.node or log
+        outcome, name = event.outcome, event.node or self._latest.get(log, log)
+        self._latest[log] = name
         node = self.nodes.get(name) or NodeSums()
         # Before the window is checked: a Prolog before it makes the job's first step in it no
         # further start.

@@ -158,6 +158,39 @@ def test_no_node_that_answers_is_an_error_with_every_reason(
     assert "forestage-ask.socket answers without peers" in str(found.value)
 
 
+def test_node_that_has_answered_is_not_asked_again(
+    places: Places, environ: dict[str, str], command: Command, nodes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    answer = asked.encoded(asked.Answer(problem="nothing is recorded about your job 7"))
+    monkeypatch.setattr(asking, "ask", lambda places, question: answer)
+    command("squeue", "echo '7|RUNNING|n3'")
+    with pytest.raises(NotFound) as found:
+        asking.about_job(places, 7, {**environ, "SLURMD_NODENAME": "n3"})
+    assert (str(found.value), nodes) == ("nothing is recorded about your job 7", [])
+    command("squeue", "echo '7|RUNNING|n[1,3]'")
+    told = asking.about_job(places, 7, {**environ, "SLURMD_NODENAME": "n3"})
+    assert (len(told.histories), nodes) == (1, ["n1"])
+
+
+def test_node_whose_service_does_not_run_says_so_to_its_users(
+    places: Places, environ: dict[str, str], command: Command, nodes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def unreadable(places: Places, job: int) -> explain.History:
+        raise PermissionError(13, "Permission denied", "/run/forestage/leases/7.json")
+
+    monkeypatch.setattr(explain, "gather", unreadable)
+    command("squeue", "echo '7|RUNNING|n3'")
+    with pytest.raises(NotFound, match=r"forestage-ask.socket does not answer users .*; n3: its"):
+        asking.about_job(places, 7, environ)
+    command("squeue", "echo '7|PENDING|'")
+    with pytest.raises(PermissionError, match=r"it may not be enabled"):
+        asking.about_job(places, 7, environ)
+    with pytest.raises(PermissionError, match=r"it may not be enabled"):
+        asking.public(places)
+
+
 def test_accounting_that_fails_is_slurms_silence(environ: dict[str, str], command: Command) -> None:
     command("squeue", "echo 'Invalid job id specified' >&2; exit 1")
     command("sacct", "echo 'accounting storage is disabled' >&2; exit 1")

@@ -123,11 +123,14 @@ def test_part_without_held_lock_is_no_copy(site: Site) -> None:
         digests.write(b"d" * ENTRY_BYTES)
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
         (copy,) = site.json("status")["copies"]
+        said = site.run("status").stdout
+    assert "in 1 stopped copy, kept until a job goes on with it" in " ".join(said.split())
     assert (copy["image"], copy["copied"], copy["size"]) == (str(path), CHUNK, 3 * CHUNK)
     assert (copy["percent"], copy["phase"], copy["engine"]) == (33.3, "copying", "chunks")
     assert (copy["job"], copy["waiting"]) == (5, [5, 6])
     assert not site.node.cache.key_lock(site.look(dead).key).exists()
     assert site.json("status")["copies"] == []
+    assert site.json("status")["stopped"]["number"] == 2
 
 
 def test_queue_is_in_the_stagers_order(site: Site) -> None:

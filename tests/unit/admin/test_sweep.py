@@ -23,7 +23,7 @@ from forestage.cache import redirect as redirects
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
-from forestage.cache.part import boot_id
+from forestage.cache.part import ABANDONED_AFTER, boot_id
 from forestage.cache.unmount import Bind, Going, StillMounted
 from forestage.cli.main import World
 from forestage.cli.world import Exit
@@ -322,10 +322,10 @@ def part(site: Site, name: str, boot: str = "", age: float = 0.0) -> str:
 
 def test_parts_of_earlier_boot_and_abandoned_ones_are_deleted(site: Site) -> None:
     old = part(site, "a", boot=ANOTHER_BOOT)
-    abandoned = part(site, "b", age=sweep.ABANDONED_AFTER + 60)
-    resumable = part(site, "c", age=sweep.ABANDONED_AFTER - 60)
-    wanted = part(site, "d", age=sweep.ABANDONED_AFTER + 60)
-    live = part(site, "e", boot=ANOTHER_BOOT, age=2 * sweep.ABANDONED_AFTER)
+    abandoned = part(site, "b", age=ABANDONED_AFTER + 60)
+    resumable = part(site, "c", age=ABANDONED_AFTER - 60)
+    wanted = part(site, "d", age=ABANDONED_AFTER + 60)
+    live = part(site, "e", boot=ANOTHER_BOOT, age=2 * ABANDONED_AFTER)
     hold(site, 7, Use(wanted))
     asked = slurm({7: JobState("RUNNING", "n1")})
     with lock.held(site.node.cache.key_lock(live), 0):

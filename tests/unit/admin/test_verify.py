@@ -81,6 +81,19 @@ def test_entry_like_its_source_is_ok(site: Site, size: int) -> None:
     assert (found["result"], found["chunks"]) == ("bad", [(size - 1) // CHUNK])
 
 
+def test_directory_is_compared_with_its_checksums_as_its_source_is_not_asked(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh", DATA))
+    record = site.node.cache.entry_dir(key) / "entry.json"
+    entry = json.loads(record.read_bytes())
+    entry["identity"]["tree"] = key * 2
+    record.write_text(json.dumps(entry))
+    found = one(site)
+    assert (found["result"], found["against"]) == ("ok", "digests")
+    assert found["detail"].startswith("its source was not asked: each step that is shown a dir")
+    spoil(site, key)
+    assert one(site, code=Exit.BAD)["against"] == "digests"
+
+
 def test_wrong_bit_is_located_and_entry_evicted(site: Site, source: Path) -> None:
     key = site.publish(source)
     good = site.publish(site.image("b.sqsh", DATA))

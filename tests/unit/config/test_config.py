@@ -322,6 +322,7 @@ def test_problems_of_all_files_come_at_once(tmp_path: Path) -> None:
     [
         (b"\xff", "is not UTF-8 (at byte 0)"),
         ("enabled: true\na: b: c", "is not YAML: line 2: mapping values are not allowed"),
+        ("sources:\n\t- /a", "line 2: found character that nothing begins with, as a tab"),
         ("a\0b", "is not YAML: "),
         ("enabled: true\n---\nenabled: false", "is not YAML: line 2: but found another document"),
         ("? [a]\n: 1", "is not YAML: line 1: found unhashable key"),

@@ -23,7 +23,7 @@ from forestage.admin.tally import Tally
 from forestage.cli.main import main
 from forestage.cli.world import Exit, World
 from forestage.clock import Clock
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released
+from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released
 from forestage.paths import Places
 from forestage.report.figures import DAY, HOUR, MAX_PERIODS, Report
 from forestage.report.sums import QUARTER
@@ -221,6 +221,11 @@ def test_data_is_told_from_images() -> None:
 def test_job_on_two_nodes_is_two_starts() -> None:
     found = reported(event("prolog", MINE), event("prolog", MINE, node="n2"))
     assert (found.total.cold, len(found.nodes)) == (2, 2)
+
+
+def test_event_that_names_no_node_is_of_the_logs_latest() -> None:
+    found = reported(event("prolog", hit()), event("verify", Bad("bad"), job=0, node=""))
+    assert [one.name for one in found.nodes] == ["n1"]
 
 
 # --- which events count
