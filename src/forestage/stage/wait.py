@@ -186,7 +186,10 @@ class Eta:
         if took < OBSERVE:
             return False
         self.done = self.part.copied(owner)
-        self.needs = remaining(self.done - owner.resumed, self.size - self.done, took)
+        came = self.done - owner.resumed
+        if came < owner.chunk:  # an image's tail, which comes first, may be 4 KiB: that is no rate
+            return False
+        self.needs = remaining(came, self.size - self.done, took)
         return self.needs is not None and self.needs > left * SPEEDUP_MARGIN
 
     def _begins(self) -> float:

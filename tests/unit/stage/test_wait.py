@@ -319,6 +319,7 @@ def living(monkeypatch: Patch) -> None:
         # What was there before this copy began says nothing about its rate.
         pytest.param(5, {"resumed": 400}, 10.0, True, id="resumed"),
         pytest.param(5, {"resumed": 500}, 1.0, False, id="resumed, nothing new yet"),
+        pytest.param(1, {"resumed": 60}, 1.0, False, id="less than a chunk says nothing"),
         pytest.param(1, {"began": 1000 - OBSERVE + 0.01}, 1.0, False, id="too early to say"),
         pytest.param(1, {"began": 1000 - OBSERVE}, 1.0, True, id="late enough to say"),
         pytest.param(1, {"phase": "queued", "began": 0.0}, 1.0, False, id="queued"),
