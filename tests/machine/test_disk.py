@@ -1,13 +1,29 @@
-"""The cache's disk freezes: jobs do not notice, and it heals."""
+"""The cache's disk freezes, or a member of its RAID: jobs do not notice, and it heals."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
+import pytest
 from compute import OFF, Compute, Image, command
 
 HUNG = 300  # seconds: who has not ended after that waits for the disk; many times what it takes
+# The members of the array are reached through device-mapper from now on, until the next boot.
+MAPPED = """\
+if dmsetup info member0 >/dev/null 2>&1; then exit 0; fi
+until umount /mnt/nvme; do fuser -vm /mnt/nvme >&2 || :; sleep 1; done
+mdadm --stop /dev/md/nvme
+for n in 0 1; do
+    size=$(blockdev --getsz /dev/nvme${n}n1)
+    dmsetup create member$n --table "0 $size linear /dev/nvme${n}n1 0"
+done
+udevadm settle
+test -e /dev/md/nvme || mdadm --assemble --run /dev/md/nvme /dev/mapper/member0 /dev/mapper/member1
+udevadm settle
+mountpoint -q /mnt/nvme || mount -o prjquota /dev/md/nvme /mnt/nvme
+lsblk -n -o NAME /dev/nvme1n1 | grep member1
+"""
 
 
 def goes_by(node: Compute, image: Image) -> tuple[str, str]:
@@ -59,3 +75,19 @@ def test_disk_frozen_while_a_step_reads_through_holds_neither_it_nor_its_epilog(
             assert image.seen(running.wait(HUNG))
             node.idle(HUNG)
         heals(node, image)
+
+
+@pytest.mark.parametrize("member", ["member0", "member1"])
+def test_member_that_hangs_holds_no_job_and_is_used_again_when_it_answers(
+    node: Compute, member: str
+) -> None:
+    """Whichever has the file that the probe reads."""
+    image = node.warm("hangs")
+    node.run(MAPPED)
+    node.run(f"dmsetup suspend --nolockfs {member}")
+    try:
+        node.run("echo 3 >/proc/sys/vm/drop_caches")
+        assert goes_by(node, image)[1] == "cache-hangs"
+    finally:
+        node.run(f"dmsetup resume {member}")
+    heals(node, image)
