@@ -52,7 +52,7 @@ class Room(msgspec.Struct, frozen=True):
 
         Evicting does not change it: what is no longer used is free.
         """
-        return max(0, min(self.max_size, self.used + self.free - self.min_free))
+        return _may_take(self.max_size, self.min_free, self.used + self.free)
 
     @property
     def percent(self) -> int:
@@ -192,21 +192,22 @@ def _room(cache: Cache, config: Config, used: int, kept_open: int = 0) -> Room:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
-    room = Room(
+    max_size, min_free = config.max_size.of(total), config.min_free.of(total)
+    may_take = _may_take(max_size, min_free, used + free)
+    return Room(
         free=free,
         used=used,
-        max_size=config.max_size.of(total),
-        min_free=config.min_free.of(total),
-        low=0,
-        share=0,
+        max_size=max_size,
+        min_free=min_free,
+        low=config.low_watermark.of(may_take),
+        share=config.max_user_share.of(_may_take(max_size, min_free, used + kept_open + free)),
+        data=config.data.share.of(may_take),
     )
-    with_held = msgspec.structs.replace(room, used=used + kept_open)
-    return msgspec.structs.replace(
-        room,
-        low=config.low_watermark.of(room.may_take),
-        share=config.max_user_share.of(with_held.may_take),
-        data=config.data.share.of(room.may_take),
-    )
+
+
+def _may_take(max_size: int, min_free: int, others_left: int) -> int:
+    """Pure: the most that entries may take, of the bytes that nobody else has."""
+    return max(0, min(max_size, others_left - min_free))
 
 
 def copies(cache: Cache) -> Counter[int]:

@@ -491,7 +491,7 @@ def _look_again(opened: OpenImage, direct: Direct) -> int | None:
 
 
 def _direct(fd: int) -> list[int]:
-    """The same file past the page cache; nothing where its file system cannot do that."""
+    """A descriptor of the file past the page cache; none where its file system has no such way."""
     with contextlib.suppress(OSError):
         return [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)]
     return []

@@ -13,6 +13,7 @@ import msgspec
 from forestage.cache import disk
 from forestage.cache.image import Image
 from forestage.cache.node import Node
+from forestage.cache.part import Owner
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
@@ -186,10 +187,7 @@ class Eta:
         if took < OBSERVE:
             return False
         self.done = self.part.copied(owner)
-        came = self.done - owner.resumed
-        if came < owner.chunk:  # an image's tail, which comes first, may be 4 KiB: that is no rate
-            return False
-        self.needs = remaining(came, self.size - self.done, took)
+        self.needs = _needs(owner, self.done, took)
         return self.needs is not None and self.needs > left * SPEEDUP_MARGIN
 
     def _begins(self) -> float:
@@ -211,8 +209,7 @@ class Eta:
         took = self.clock.monotonic() - owner.began if owner else 0.0
         if owner is None or owner.phase != "copying" or took < OBSERVE:
             return None
-        done = part.copied(owner)
-        return remaining(done - owner.resumed, owner.image.size - done, took)
+        return _needs(owner, part.copied(owner), took)
 
     def summary(self) -> str:
         """Returns, for the user, why the job does not wait."""
@@ -233,6 +230,15 @@ class Eta:
             f"waiting for the copy of {self.path}: {percent}% are here,"
             f" about {format_duration(left)} left"
         )
+
+
+def _needs(owner: Owner, done: int, took: float) -> float | None:
+    """Pure: seconds that a copy needs, of which `done` bytes are here; None where nobody can say.
+
+    An image's tail, which comes first, may have 4 KiB: less than a chunk is no rate.
+    """
+    came = done - owner.resumed
+    return remaining(came, owner.image.size - done, took) if came >= owner.chunk else None
 
 
 def remaining(copied: int, rest: int, took: float) -> float | None:
