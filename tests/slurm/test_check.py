@@ -16,7 +16,7 @@ PYXIS = f"required {INSIDE_STATE}/pyxis.so report={PYXIS_REPORT}\n"
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
-    """With the companion, as docs/operations.md has it."""
+    """With the companion, as docs/how-it-works.md has it."""
     spec = hooked(nodes=1)
     files = {**spec.files, STACK: OURS + PYXIS}
     return dataclasses.replace(spec, files=files, companion="")
