@@ -4,6 +4,7 @@ Each keeps its parts, so that a hook can log them on one line, the command line
 can print them for a human, and a test can compare them.
 """
 
+import errno
 from typing import ClassVar, NamedTuple
 
 
@@ -118,3 +119,10 @@ class Failed(Declined):
 
     `on_error` applies, except to a broken configuration, which cannot say what the admin wants.
     """
+
+
+def of_disk(error: OSError) -> Declined:
+    """Pure: what an error of the cache's disk means."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Declined("no-room", f"the cache's disk filled up: {error}")
+    return Failed("io", str(error))

@@ -6,6 +6,7 @@ Every job's hooks come here, so this module imports nothing before there is a li
 """
 
 import os
+import time
 
 TAG = "forestage"
 
@@ -27,7 +28,6 @@ def _send(line: str) -> None:
     """Sends one datagram in the format of syslog(3). Raises OSError, at once."""
     # The C modules beneath: `socket` itself imports selectors and enum, 5 ms of a job's start.
     import _socket
-    import time
 
     now = time.strftime("%b %e %H:%M:%S")
     text = f"<{_PRIORITY}>{now} {TAG}[{os.getpid()}]: {line}"

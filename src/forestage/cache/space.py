@@ -1,19 +1,16 @@
 """Reserves the space of a copy before its first byte; a sparse source keeps its holes."""
 
 import contextlib
-import ctypes
 import errno
 import os
 from itertools import groupby
 from pathlib import Path
 
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
-from forestage.system import files
+from forestage.system import files, libc
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
 SPARE = 256 * 1024  # bytes: entry.json, and what directories and inodes may take on the way
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]:
@@ -86,7 +83,8 @@ def allocate(fd: int, start: int, length: int) -> None:
 
 
 def _fallocate(fd: int, mode: int, start: int, length: int) -> None:
-    result = _libc.fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(length))
-    number = ctypes.get_errno() if result else 0
-    if number and number != errno.EOPNOTSUPP:
-        raise OSError(number, os.strerror(number))
+    try:
+        libc.call("fallocate", fd, mode, libc.wide(start), libc.wide(length))
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise

@@ -12,6 +12,7 @@ way go on, the Epilog and the sweep clean up as before.
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 from forestage.paths import Places
@@ -86,8 +87,6 @@ def _worded(file: Path, reason: str) -> str:
 
 def _moment(end: int) -> str:
     """The node's local time, as in its log."""
-    import time  # few hooks need it
-
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end))
     except (OverflowError, OSError, ValueError):  # a year with ten digits

@@ -171,11 +171,9 @@ def ask(node: Node, one: Round, until: Deadline, not_yet: float) -> tuple[Look |
 
 
 def _answer(node: Node, first: "First", until: Deadline, not_yet: float) -> Look | None:
-    from forestage.peers.connection import ChunkRefused
-
     begun_by = Deadline.after(min(not_yet, until.left()), node.clock)
     pause = FIRST_PAUSE
-    with contextlib.suppress(ChunkRefused, msgspec.MsgspecError):
+    with contextlib.suppress(PeerError, msgspec.MsgspecError):
         while until.left():
             said = first.ask(stop=lambda: not until.left())
             look = msgspec.json.decode(said, type=Look) if said else None
@@ -193,8 +191,6 @@ def borrow(node: Node, job: Job, one: Round, root: int, path: str, until: Deadli
 
     For a job's start. The process has the user's groups.
     """
-    from forestage.peers.connection import ChunkRefused
-
     try:
         look, first = ask(node, one, until, AT_START)
         with contextlib.closing(first):
@@ -207,7 +203,7 @@ def borrow(node: Node, job: Job, one: Round, root: int, path: str, until: Deadli
         if told and agrees(look, found, root, path, job.user):
             return found
         why = f"{one.first} sees another {path}"
-    except (ChunkRefused, PeerError, Declined, OSError, msgspec.MsgspecError) as error:
+    except (PeerError, Declined, OSError, msgspec.MsgspecError) as error:
         why = str(error)
     log.say(f"stager job={job.id} looks=alone detail={why!r}", by_slurm=True)
     return None

@@ -7,25 +7,27 @@ read may be hostile, and compressed sizes lie: the file system ends what is too 
 It is whole in the end, or raises: nothing is left out in silence.
 """
 
+import bz2
 import codecs
 import contextlib
+import gzip
+import lzma
 import os
 import queue
 import resource
 import stat
+import tarfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from forestage.errors import Declined
 from forestage.system import as_user, child
 from forestage.system.as_user import User
 from forestage.system.files import opened
 from forestage.units import printable
-
-if TYPE_CHECKING:
-    import tarfile
 
 THREADS = 8  # files that are read at once: a shared file system answers slowly, but many
 BLOCK = 1 << 20  # bytes
@@ -192,12 +194,7 @@ def packing(file: int) -> str:
 
 
 def load() -> None:
-    """Imports what is needed later: a confined process finds no module any more."""
-    import bz2  # noqa: F401
-    import gzip  # noqa: F401
-    import lzma  # noqa: F401
-    import tarfile  # noqa: F401
-
+    """Loads what Python would later: a confined process finds no module any more."""
     codecs.lookup("unicode_escape")
 
 
@@ -207,9 +204,6 @@ def archive(fd: int, packed: str, still: Still) -> int:
     Links are made as they are, wherever they lead. It is read to its very end, where its checksum
     is. `zstd` has been taken off already. Raises Declined, OSError.
     """
-    import lzma
-    import tarfile
-    import zlib
 
     class Strict(tarfile.TarInfo):
         """Damage in the middle is no end: tarfile takes it for one."""
@@ -252,19 +246,15 @@ def archive(fd: int, packed: str, still: Still) -> int:
 
 def _plain(file: BinaryIO, packed: str) -> Any:
     """A file to read what this one holds, unpacked."""
-    import bz2
-    import gzip
-    import lzma
-
     if packed == "gzip":
         return gzip.GzipFile(fileobj=file)
     return {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile}.get(packed, contextlib.nullcontext)(file)
 
 
 def _member(
-    tar: "tarfile.TarFile",
-    member: "tarfile.TarInfo",
-    directories: dict[str, "tarfile.TarInfo"],
+    tar: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    directories: dict[str, tarfile.TarInfo],
     still: Still,
 ) -> int:
     name = inside(member.name)

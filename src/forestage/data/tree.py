@@ -460,7 +460,7 @@ def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
             node.config, engine="chunks", threads=READERS, cold="shared"
         )
         here = msgspec.structs.replace(node, config=config)
-        task = Task(here, job, OpenImage(opened.image, job.user, root), opened)
+        task = Task(here, job, OpenImage(opened.image, job.user, root, other=opened))
         ended = stager.copy(task, stop)
     if ended.state == "failed":
         if ended.reason == "written":

@@ -12,12 +12,12 @@ and before the copy exists, so that nothing evicts it in between.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import disk, doubt, image, redirect, room
+from forestage.cache import disk, doubt, redirect, room
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
@@ -29,14 +29,23 @@ from forestage.hooks.answers import UNSERVED, Answer, has_control, measured, of_
 from forestage.hooks.binds import Binds
 from forestage.hooks.leases import GIVE_UP
 from forestage.hooks.limit import Limit
-from forestage.slurm.hints import Request
+from forestage.slurm.hints import IMPORTED, Kind, Request
 from forestage.slurm.job import Job
-from forestage.stage import source, wait
-from forestage.stage.source import OpenImage
+from forestage.stage import wait
+from forestage.stage.file import Files
+from forestage.stage.source import Finder, OpenImage
 from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.stage.stager import Channel
+
+SOURCES: Mapping[Kind, Finder] = {
+    "image": Files("image"),
+    IMPORTED: Files("image"),
+    "mount": Files("data"),
+}
+"""How the source of a request is found, by its kind. A directory is not known until all of it has
+been looked at, by a process that then copies it itself (data/tree.py)."""
 
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
 
@@ -124,13 +133,13 @@ def _begin(call: Call, request: Request, since: float, tries: int) -> Begun | An
     try:
         if refusal and not redirect.binds(node.cache):
             raise refusal
-        path = image.wanted_path(request, job.work_dir)
+        finder = SOURCES[request.kind]
+        path = finder.path(job, request)
         with contextlib.ExitStack() as held:
-            opened = held.enter_context(source.open_as(job.user, path, node, limit.end))
+            opened = held.enter_context(finder.open(node, job, path, limit.end))
             found = opened.image
             _check(node, found, refusal)
             _keep_clear_of_binds(call, request, found)
-            opened = _of_kind(opened, request)
             lease = held.enter_context(leases.leased(node, job, opened.image.key, limit))
             copying = held.enter_context(wait.begun(node, job, opened))
             kept = call.held.enter_context(held.pop_all())
@@ -215,7 +224,7 @@ def _through(call: Call, begun: Begun) -> Answer:
     """
     node, job, found = call.node, call.job, begun.opened.image
     started = shown_as(begun.request, found, "started", "none" if job.step is not None else "spank")
-    if node.config.start != "through":
+    if node.config.start != "through" or not begun.opened.is_read_through:
         return started
     # A hit needs none of it.
     from forestage.stage.task import Task
@@ -271,7 +280,7 @@ def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined |
     try:
         # First: a registry's name must not count as a failure of the cache, which may drain the
         # node.
-        image.wanted_path(request, job.work_dir)
+        SOURCES[request.kind].path(job, request)
         if job.hints.off:
             return Declined("off", "the job says stage=off")
         disk.must_serve(node.places, node.cache, limit.end.left())
@@ -291,12 +300,6 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
     if node.config.redirect == "spank" and has_control(found.path):
         # The step could not tell the companion, whose lines have fields between tabs.
         raise Declined("bad-path", "the path resolves to a name with control characters")
-
-
-def _of_kind(opened: OpenImage, request: Request) -> OpenImage:
-    """Pure: the same, to be copied as what the request is: an image or data."""
-    kind = "data" if request.is_data else "image"
-    return msgspec.structs.replace(opened, image=msgspec.structs.replace(opened.image, kind=kind))
 
 
 def _keep_clear_of_binds(call: Call, request: Request, found: Image) -> None:
@@ -331,8 +334,9 @@ def fetch(node: Node, job: Job, request: Request, limit: Limit) -> Answer:
     Without a lease: the job may be over by now. Raises Declined, Failed, OSError.
     """
     refusal = _refusal(node, job, request, limit)
-    path = image.wanted_path(request, job.work_dir)
-    with source.open_as(job.user, path, node, limit.end) as opened:
+    finder = SOURCES[request.kind]
+    path = finder.path(job, request)
+    with finder.open(node, job, path, limit.end) as opened:
         _check(node, opened.image, refusal)
         with wait.begun(node, job, opened) as copying:
             return shown_as(request, opened.image, "started" if copying else "hit", "none")

@@ -36,15 +36,6 @@ def of_job(
     # One name has neither: then nothing is loaded.
     if not (config.peers.enabled and node_name and ("," in nodelist or "[" in nodelist)):
         return None
-    from forestage.paths import Places
-    from forestage.peers import auth
-    from forestage.peers.client import Peers
-    from forestage.slurm.nodelist import expand
+    from forestage.peers import client
 
-    nodes = expand(nodelist)
-    if node_name not in nodes:
-        nodes = (*nodes, node_name)
-    if len(nodes) < 2:
-        return None
-    prover = auth.prover(config.peers.key_file, (places or Places()).munge)
-    return Peers(config, nodes, node_name, key, prover)
+    return client.of_nodes(config, node_name, nodelist, key, places)

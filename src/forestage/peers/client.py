@@ -12,10 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from forestage.config import Config
-from forestage.peers import protocol
+from forestage.paths import Places
+from forestage.peers import auth, protocol
 from forestage.peers.auth import Prover
 from forestage.peers.connection import MOMENT, ChunkRefused, Connection
 from forestage.peers.protocol import ChunkRequest, Receiver, Session, SessionUnknown
+from forestage.slurm.nodelist import expand
 
 KEPT = 32  # connections of one thread
 AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
@@ -105,3 +107,16 @@ class Peers:
         with shared.held(stop):
             if shared.session is session:  # else another thread has opened a new one
                 shared.session = None
+
+
+def of_nodes(
+    config: Config, node_name: str, nodelist: str, key: str, places: Places | None
+) -> Peers | None:
+    """As peers.of_job, which loads this for more than one node."""
+    nodes = expand(nodelist)
+    if node_name not in nodes:
+        nodes = (*nodes, node_name)
+    if len(nodes) < 2:
+        return None
+    prover = auth.prover(config.peers.key_file, (places or Places()).munge)
+    return Peers(config, nodes, node_name, key, prover)

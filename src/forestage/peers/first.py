@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from forestage.config import Config
+from forestage.errors import PeerError
 from forestage.paths import Places
 from forestage.peers import auth, protocol
 from forestage.peers.connection import ChunkRefused, Connection, Limit
@@ -32,8 +33,14 @@ class First:
     def ask(self, more: str = "", stop: Callable[[], bool] = lambda: False) -> bytes | None:
         """What it says now, or the part of it that `more` names; None: nothing (yet).
 
-        Raises ChunkRefused, also once `stop` says so.
+        Raises PeerError, also once `stop` says so.
         """
+        try:
+            return self._ask(more, stop)
+        except ChunkRefused as error:
+            raise PeerError(str(error)) from None
+
+    def _ask(self, more: str, stop: Callable[[], bool]) -> bytes | None:
         for _ in range(2):
             if self._session is None:
                 self._session = protocol.open_session(self._line, self._name, self._prover, stop)

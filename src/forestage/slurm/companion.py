@@ -32,9 +32,6 @@ def importer(conf: str) -> str:
 
     `conf` is $SLURM_CONF as a step manager has it, or "": then slurm.conf is where it usually is.
     """
-    from forestage.slurm.slurm_conf import USUAL_CONF
-
-    conf = conf or next(filter(os.path.exists, USUAL_CONF), "")
     found = (one.argument("importer") for one in _plugins(conf) if "pyxis" in one.path)
     return next(found, "")
 
@@ -47,14 +44,15 @@ def is_importer(program: str) -> bool:
 def _plugins(conf: str) -> "list[plugstack.Plugin]":
     """The plugins of plugstack.conf; none where it cannot be read."""
     # Here: few nodes that have no companion need it.
-    from forestage.slurm import plugstack
-    from forestage.slurm.slurm_conf import settings
+    from forestage.slurm import plugstack, slurm_conf
+
+    conf = conf or next(filter(os.path.exists, slurm_conf.USUAL_CONF), "")
 
     def text(path: str) -> str:
         return Path(path).read_bytes().decode()
 
     try:
-        named = {one.name: one.value for one in settings(conf, text)}
+        named = {one.name: one.value for one in slurm_conf.settings(conf, text)}
         stack = named.get("plugstackconfig") or str(Path(conf).with_name("plugstack.conf"))
         return list(plugstack.read(stack, text))
     except (OSError, ValueError):

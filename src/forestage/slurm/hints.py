@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def is_data(self) -> bool:
         """Whether it is more than an image."""
-        return self.kind not in ("image", IMPORTED)
+        return self.kind in ("directory", "mount", "fill")
 
     @property
     def is_redirected(self) -> bool:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from forestage.errors import SlurmError
+from forestage.slurm import binding
+from forestage.slurm.nodelist import expand
 from forestage.system import run
 
 TIMEOUT = 30.0  # seconds for one question; squeue itself tries a dead slurmctld for longer
@@ -63,8 +65,6 @@ class Slurm(NamedTuple):
 
     def bind(self) -> "Slurm":
         """Asks pyslurm first where the installed one fits this release of Slurm."""
-        from forestage.slurm import binding
-
         with contextlib.suppress(SlurmError):
             if binding.installed():
                 return self._replace(bound=binding.fits(self._ask("squeue", "--version").out))
@@ -76,8 +76,6 @@ class Slurm(NamedTuple):
         Raises SlurmError where there is no answer, or one that may mean anything.
         """
         if self.bound:
-            from forestage.slurm import binding
-
             told = binding.job(job, TIMEOUT)
             if told is not None:
                 return JobState(told.state, told.nodes) if told.known else None
@@ -106,8 +104,6 @@ class Slurm(NamedTuple):
     def knows_node(self, node: str) -> bool:
         """Whether this Slurm has such a node. Raises SlurmError where it does not answer."""
         if self.bound:
-            from forestage.slurm import binding
-
             told = binding.node(node, TIMEOUT)
             if told is not None:
                 return told.known
@@ -196,7 +192,5 @@ def why_over(state: JobState | None, node: str) -> str:
         return f"the job is {state.state}"
     if not (state.nodes and node):
         return ""
-    from forestage.slurm.nodelist import expand  # few jobs need it
-
     nodes = expand(state.nodes)
     return f"the job is {state.state} on other nodes" if nodes and node not in nodes else ""

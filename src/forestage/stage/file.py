@@ -1,13 +1,34 @@
 """A file as a source of a copy: an image, or a squashfs file to be mounted."""
 
-from typing import ClassVar
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 import msgspec
 
+from forestage.cache import image
 from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.stage.source import Content, OpenImage
 from forestage.system.as_user import User
+
+
+class Files(msgspec.Struct, frozen=True):
+    """Finds the file that a request names; its entry is an image, or data, with its own share."""
+
+    kind: Literal["image", "data"]
+
+    def path(self, job: Job, request: Request) -> str:
+        return image.wanted_path(request, job.work_dir)
+
+    @contextlib.contextmanager
+    def open(self, node: Node, job: Job, path: str, end: Deadline) -> Iterator[OpenImage]:
+        with source.open_as(job.user, path, node, end) as opened:
+            found = msgspec.structs.replace(opened.image, kind=self.kind)
+            yield msgspec.structs.replace(opened, image=found)
 
 
 class FileSource(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, 
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
+from forestage.peers import stats
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.meanwhile import meanwhile
 from forestage.stage.source import Content, Truncated, Unreadable
@@ -207,7 +208,7 @@ def _readers(task: Task) -> Iterator[Readers | None]:
     config = task.node.config
     directory = task.node.places.through / task.key
     made = None
-    if config.engine == "chunks" and task.source.is_read_through:
+    if config.engine == "chunks" and task.opened.is_read_through:
         made = readers.make(directory, task.image.size, config.chunk_size, task.part.image)
     try:
         yield made
@@ -252,8 +253,6 @@ def _uploaded(task: Task) -> int:
     """Bytes of this key that the node's peer service uploaded; it writes them once a second."""
     if not task.node.config.peers.enabled:
         return 0
-    from forestage.peers import stats  # few stagers need it
-
     with contextlib.suppress(OSError):  # only a figure
         given = stats.read(task.node.places.peer)
         return given.of(task.key) if given else 0
@@ -346,10 +345,3 @@ def _entry(task: Task, figures: Figures, binds: tuple[str, ...]) -> Entry:
         rate=figures.rate,
         binds=binds,
     )
-
-
-def of_disk(error: OSError) -> Declined:
-    """Pure: what an error of the cache's disk means."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Declined("no-room", f"the cache's disk filled up: {error}")
-    return Failed("io", str(error))

@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -26,6 +27,8 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import Config, Direct
 from forestage.errors import Declined
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
 from forestage.system import as_user, mounts, probe, writers
 from forestage.system.as_user import User
 from forestage.units import format_duration, printable
@@ -101,24 +104,44 @@ class OpenImage(msgspec.Struct, frozen=True):
 
     A hook holds the source only as `line`, a socket in which the descriptor waits (as_user.ask): a
     close(2) that hangs with the file server must not hang the hook. The stager receives it as `fd`.
+    `other` is a source that is no file; then `fd` is -1, or what that one needs open.
     """
 
     image: Image
     user: User
     fd: int
     line: socket.socket | None = None
+    other: Source | None = None
+
+    @property
+    def is_read_through(self) -> bool:
+        """Whether jobs may read through its copy, while that is made."""
+        return self.other is None or self.other.is_read_through
 
     def received(self) -> "OpenImage":
         """Returns the same with the source as a descriptor of this process."""
         if self.line is None:
             return self
-        return OpenImage(self.image, self.user, as_user.receive_fds(self.line)[0])
+        fd = as_user.receive_fds(self.line)[0]
+        return OpenImage(self.image, self.user, fd, other=self.other)
 
     def close(self) -> None:
-        if self.line is None:
-            os.close(self.fd)
-        else:
+        if self.line is not None:
             self.line.close()
+        elif self.fd >= 0:
+            os.close(self.fd)
+
+
+class Finder(Protocol):
+    """How the source of one kind of request is found. For hooks, stateless."""
+
+    def path(self, job: Job, request: Request) -> str:
+        """Pure: the absolute path that the request names. Raises Declined where it names none."""
+
+    def open(
+        self, node: Node, job: Job, path: str, end: Deadline
+    ) -> AbstractContextManager[OpenImage]:
+        """Opens what lies there as the job's user. Raises Declined, Failed, OSError."""
 
 
 def open_as_user(

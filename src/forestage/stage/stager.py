@@ -18,7 +18,7 @@ import msgspec
 from forestage import events, log
 from forestage.cache import redirect
 from forestage.cache.part import PROCESS_NAME
-from forestage.errors import Declined, Failed
+from forestage.errors import Declined, Failed, of_disk
 from forestage.events import Copied
 from forestage.stage.task import Task
 from forestage.system import child, lock
@@ -111,9 +111,7 @@ def _live(task: Task, hook: Channel) -> None:
     except lock.Busy:
         hook.send(Message("busy"))
     except OSError as error:  # the disk takes no name: it is full of files, or read-only
-        from forestage.stage import pipeline
-
-        why = pipeline.of_disk(error)
+        why = of_disk(error)
         hook.send(Message("failed", why.reason, str(why), isinstance(why, Failed)))
         raise
     else:
@@ -158,7 +156,7 @@ def copy(task: Task, stop: threading.Event) -> Message:
     except Declined as declined:
         error = declined
     except OSError as failure:
-        error = pipeline.of_disk(failure)
+        error = of_disk(failure)
     _report(task, figures, error, task.node.clock.monotonic() - start)
     if error is None:
         return Message("published")

@@ -11,20 +11,19 @@ from forestage.stage.source import OpenImage, Source
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What to copy, where to, and for which job first; `other` is a source that is no file."""
+    """What to copy, where to, and for which job first."""
 
     node: Node
     job: Job
     opened: OpenImage
-    other: Source | None = None
 
     def received(self) -> "Task":
         """Returns the same with the source as a descriptor of this process."""
-        return Task(self.node, self.job, self.opened.received(), self.other)
+        return Task(self.node, self.job, self.opened.received())
 
     @property
     def source(self) -> Source:
-        return self.other or FileSource(self.node, self.job.user, self.opened)
+        return self.opened.other or FileSource(self.node, self.job.user, self.opened)
 
     @property
     def image(self) -> Image:

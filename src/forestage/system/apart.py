@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from forestage.system import child
+from forestage.system import child, libc
 
 PROCESS_NAME = "forestage-init"  # in ps(1)
 _CLONE_NEWPID = 0x20000000
@@ -38,11 +38,11 @@ def namespace(enter: Callable[[], None]) -> Iterator[Callable[[], None]]:
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     alive, ours = os.pipe()
     try:
-        _call("unshare", _CLONE_NEWPID)
+        libc.call("unshare", _CLONE_NEWPID)
         try:
             yield partial(_be_init, enter, alive, ours)
         finally:
-            _call("setns", own, _CLONE_NEWPID)
+            libc.call("setns", own, _CLONE_NEWPID)
     finally:
         for fd in (own, alive, ours):
             os.close(fd)
@@ -84,12 +84,3 @@ def _end_of(program: int) -> int:
         if pid == program:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-
-
-def _call(name: str, *arguments: int) -> None:
-    import ctypes  # few processes need it
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")

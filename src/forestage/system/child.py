@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import socket
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from forestage import log
+from forestage.system import libc
 
 NO_LIMIT = 1 << 60  # bytes
 PLACED = 3.0  # seconds in which Slurm puts a task where it is to run
@@ -155,8 +157,6 @@ def enter_bounded(number: int, root: Path = Path("/")) -> None:
     For a user's program that has no task's to go to, as root, before it is the user's. Where there
     can be none, each process has limits. `leave_bounded` removes it.
     """
-    import resource  # few processes need it
-
     entered = [_enters_bounded(leaf) for leaf in _bounded(number, root)]
     if not entered or False in entered:
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
@@ -329,11 +329,7 @@ def stand_alone(name: str) -> None:
 
 def control(option: int, value: int) -> None:
     """prctl(2). Raises OSError."""
-    import ctypes  # few processes need it
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
+    libc.call("prctl", option, value, 0, 0, 0)
 
 
 def reap() -> None:

@@ -6,13 +6,14 @@ No descriptor that Python opens is inherited by a program (PEP 446), so no call 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import struct
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from forestage.system import libc
 
 _SYMLINK_NOFOLLOW, _EMPTY_PATH, _FORCE_SYNC = 0x100, 0x1000, 0x2000  # linux/fcntl.h, AT_…
 _BASIC = 0x7FF  # linux/stat.h, STATX_BASIC_STATS
@@ -64,26 +65,13 @@ def asked(directory: int, name: bytes = b"") -> Asked:
     stat(2) says what this node knew of it up to a minute ago, or longer, as the mount allows. No
     link is followed. A name counts as it was when its directory was asked for last. Raises OSError.
     """
-    statx, memory = _statx()
-    facts = memory()
+    facts = libc.room(_STATX_BYTES)
     flags = _FORCE_SYNC | _SYMLINK_NOFOLLOW | (0 if name else _EMPTY_PATH)
-    if statx(directory, name, flags, _BASIC, facts) != 0:
-        import ctypes
-
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), os.fsdecode(name) or None)
+    libc.call("statx", directory, name, flags, _BASIC, facts, about=os.fsdecode(name) or None)
     uid, gid, mode, inode, size, blocks, *times, major, minor = _STATX.unpack_from(facts)
     changed, written = (times[at] * 1_000_000_000 + times[at + 1] for at in (0, 2))
     disk = os.makedev(major, minor)
     return Asked(mode, uid, gid, inode, size, blocks, changed, written, disk)
-
-
-@functools.cache
-def _statx() -> tuple[Any, Any]:
-    """The call, and the type of what it fills."""
-    import ctypes  # few hooks ask for this
-
-    return ctypes.CDLL(None, use_errno=True).statx, ctypes.c_char * _STATX_BYTES
 
 
 def remove(directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None) -> None:

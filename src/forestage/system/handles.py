@@ -9,9 +9,10 @@ import errno
 import os
 import struct
 from pathlib import Path
-from typing import Any
 
 import msgspec
+
+from forestage.system import libc
 
 _LONGEST = 128  # bytes, MAX_HANDLE_SZ
 _HEAD = struct.Struct("Ii")  # struct file_handle: how many bytes it has, and of which kind
@@ -37,14 +38,15 @@ def of(path: Path) -> Handle | None:
 
     Raises OSError.
     """
-    ctypes, libc = _libc()
-    raw = ctypes.create_string_buffer(_HEAD.pack(_LONGEST, 0), _HEAD.size + _LONGEST)
-    mount = ctypes.byref(ctypes.c_int())
-    if libc.name_to_handle_at(_AT_FDCWD, os.fsencode(path), raw, mount, 0) != 0:
-        number = ctypes.get_errno()
-        if number in _NONE:
+    raw = libc.room(_HEAD.size + _LONGEST, _HEAD.pack(_LONGEST, 0))
+    mount = libc.room(4)  # an int: the mount's number
+    name = os.fspath(path)
+    try:
+        libc.call("name_to_handle_at", _AT_FDCWD, os.fsencode(name), raw, mount, 0, about=name)
+    except OSError as error:
+        if error.errno in _NONE:
             return None
-        raise OSError(number, os.strerror(number), os.fspath(path))
+        raise
     size, kind = _HEAD.unpack_from(raw)
     return Handle(kind, raw.raw[_HEAD.size : _HEAD.size + size])
 
@@ -54,21 +56,14 @@ def facts(top: int, handle: Handle) -> os.stat_result | None:
 
     None: nothing holds it any more. Raises OSError; PermissionError for who may not ask.
     """
-    ctypes, libc = _libc()
     raw = _HEAD.pack(len(handle.data), handle.kind) + handle.data
-    fd = libc.open_by_handle_at(top, raw, os.O_PATH | os.O_CLOEXEC)
-    if fd < 0:
-        number = ctypes.get_errno()
-        if number in _GONE:
+    try:
+        fd = libc.call("open_by_handle_at", top, raw, os.O_PATH | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _GONE:
             return None
-        raise OSError(number, os.strerror(number))
+        raise
     try:
         return os.fstat(fd)
     finally:
         os.close(fd)
-
-
-def _libc() -> tuple[Any, Any]:
-    import ctypes  # most hooks delete nothing
-
-    return ctypes, ctypes.CDLL(None, use_errno=True)

@@ -5,14 +5,13 @@ here keeps a ledger that a crash could make wrong.
 """
 
 import contextlib
-import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from forestage.system import libc
 from forestage.system.files import opened
 
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
@@ -22,13 +21,6 @@ CLONE_NEWNS = 0x00020000
 _SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100  # on every architecture
 _SYS_MOVE_MOUNT, _FROM_FD, _TO_FD = 429, 4, 0x40
 _READ_ONLY = frozenset(("ro", "emergency_ro"))
-
-
-@functools.cache
-def _libc() -> Any:
-    import ctypes  # most hooks only read the kernel's list
-
-    return ctypes.CDLL(None, use_errno=True)
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -78,17 +70,17 @@ class Mount(msgspec.Struct, frozen=True):
 def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
     """mount(2); without a `kind` of file system a bind, remount or propagation. Raises OSError."""
     words = [os.fsencode(text) if text else None for text in (source, target, kind, options)]
-    _check(_libc().mount(words[0], words[1], words[2], flags, words[3]), target)
+    libc.call("mount", *words[:3], flags, words[3], about=target)
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
     """umount2(2). Raises OSError."""
-    _check(_libc().umount2(os.fsencode(target), flags), target)
+    libc.call("umount2", os.fsencode(target), flags, about=target)
 
 
 def private_namespace() -> None:
     """Leaves the host's mount table: what this process mounts or takes off, only it sees."""
-    _check(_libc().unshare(CLONE_NEWNS), "mount namespace")
+    libc.call("unshare", CLONE_NEWNS, about="mount namespace")
     # Private, not slave: what another hook mounts meanwhile must not come in here either.
     mount("none", "/", MS_REC | MS_PRIVATE)
 
@@ -138,7 +130,7 @@ def enter_namespace(namespace: int, root: int) -> None:
 
     Raises OSError; EINVAL in a process with threads.
     """
-    _check(_libc().setns(namespace, CLONE_NEWNS), "mount namespace")
+    libc.call("setns", namespace, CLONE_NEWNS, about="mount namespace")
     # Its own root first: that of a slurmd in a chroot is another.
     os.fchdir(root)
     os.chroot(".")
@@ -151,15 +143,13 @@ def clone(path: str) -> int:
     Raises OSError; ENOSYS before Linux 5.2.
     """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
-    fd: int = _libc().syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
-    _check(min(fd, 0), path)
-    return fd
+    return libc.call("syscall", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags, about=path)
 
 
 def attach(tree: int, target: int) -> None:
     """Mounts what `clone` returned on an open file or directory: move_mount(2). Raises OSError."""
-    flags = _FROM_FD | _TO_FD
-    _check(_libc().syscall(_SYS_MOVE_MOUNT, tree, b"", target, b"", flags), f"descriptor {target}")
+    what = (tree, b"", target, b"", _FROM_FD | _TO_FD)
+    libc.call("syscall", _SYS_MOVE_MOUNT, *what, about=f"descriptor {target}")
 
 
 def listed(mountinfo: str) -> list[Mount]:
@@ -344,11 +334,3 @@ def _plain(text: str) -> str:
         return text
     parts = text.split("\\")
     return parts[0] + "".join(chr(int(part[:3], 8)) + part[3:] for part in parts[1:])
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        import ctypes
-
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from forestage.system import libc
 from forestage.system.files import opened
 
 T = TypeVar("T")
@@ -90,13 +91,8 @@ def rename_new(old: Path, new: Path) -> None:
 
     Raises FileExistsError; OSError with EINVAL where the file system cannot do that.
     """
-    import ctypes  # few processes need it
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = (os.fsencode(old), os.fsencode(new))
-    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), os.fspath(new))
+    names = (_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new))
+    libc.call("renameat2", *names, _RENAME_NOREPLACE, about=os.fspath(new))
 
 
 def sync_directory(path: Path) -> None:

@@ -8,7 +8,8 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from types import ModuleType
+from typing import IO, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -21,12 +22,7 @@ FOLDED = frozenset(
     ("for", "image", "image or reason", "jobs", "origin", "path", "result", "state", "value")
 )
 
-FOLD = 16  # the least width of these
-
 T = TypeVar("T")
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 
 class Line(NamedTuple):
@@ -62,7 +58,7 @@ def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
         sys.stdout.write("\n")
     elif sys.stdout.isatty():
-        draw(pieces, _console())
+        _drawing().draw(pieces)
     else:
         write(pieces, sys.stdout)
 
@@ -85,15 +81,7 @@ def follow(documents: Iterable[T], view: Callable[[T], Iterable[Piece]], as_json
                 write(view(document), sys.stdout)
             sys.stdout.flush()
         return
-    from rich.console import Group
-    from rich.live import Live
-
-    with Live(console=_console(), auto_refresh=False) as live:
-        for document in documents:
-            parts = (
-                part for piece in view(document) for part in _narrow(piece, live.console.width)
-            )
-            live.update(Group(*map(_indented, parts)), refresh=True)
+    _drawing().follow(map(view, documents))
 
 
 @contextlib.contextmanager
@@ -102,17 +90,15 @@ def busy() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda text: None
         return
-    from rich.text import Text
-
-    console = _console(stderr=True)
-    with console.status("") as shown:
-        yield lambda text: shown.update(Text(harmless(text), overflow="ellipsis", no_wrap=True))
+    with _drawing().busy() as say:
+        yield say
 
 
-def _console(stderr: bool = False) -> "Console":
-    from rich.console import Console
+def _drawing() -> ModuleType:
+    """What draws on terminals: rich takes some 50 ms, which nobody else needs to pay."""
+    from forestage.system import drawing
 
-    return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    return drawing
 
 
 def write(pieces: Iterable[Piece], out: IO[str]) -> None:
@@ -120,33 +106,6 @@ def write(pieces: Iterable[Piece], out: IO[str]) -> None:
     for piece in pieces:
         for line in _plain(piece):
             out.write(" " * piece.indent + line.rstrip() + "\n")
-
-
-def draw(pieces: Iterable[Piece], console: "Console") -> None:
-    """For a terminal: folded to its width; nothing is cut off."""
-    for piece in pieces:
-        for part in _narrow(piece, console.width):
-            console.print(_indented(part), soft_wrap=isinstance(part, Line) and part.whole)
-
-
-def _narrow(piece: Piece, width: int) -> Iterable[Piece]:
-    """Pure: a table that does not fit the terminal as names and values, row by row."""
-    if not isinstance(piece, Table):
-        return [piece]
-    cells = zip(piece.columns, *piece.rows, strict=True)
-    needs = [FOLD if name in FOLDED else max(map(len, (name, *rest))) for name, *rest in cells]
-    if piece.indent + sum(needs) + 2 * (len(needs) - 1) <= width:
-        return [piece]
-    blank = Line("")
-    rows = (Facts(tuple(zip(piece.columns, row, strict=True)), piece.indent) for row in piece.rows)
-    return [one for row in rows for one in (row, blank)]
-
-
-def _indented(piece: Piece) -> "RenderableType":
-    from rich.padding import Padding
-
-    body = _rich(piece)
-    return Padding(body, (0, 0, 0, piece.indent), expand=False) if piece.indent else body
 
 
 def harmless(text: str) -> str:
@@ -203,35 +162,3 @@ def _plain(piece: Piece) -> Iterator[str]:
                 f"{cell:>{width}}" if column in RIGHT else f"{cell:<{width}}"
                 for cell, width, column in zip(row, widths, piece.columns, strict=True)
             )
-
-
-def _rich(piece: Piece) -> "RenderableType":
-    from rich.text import Text
-
-    if isinstance(piece, Line):
-        return Text(harmless(piece.text), style="bold" if piece.heading else "", overflow="fold")
-    return _grid(piece)
-
-
-def _grid(piece: Facts | Table) -> "RenderableType":
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    if isinstance(piece, Facts):
-        grid.show_header = False
-        grid.add_column(no_wrap=True, style="dim")
-        grid.add_column(overflow="fold")
-        for name, value in piece.facts:
-            grid.add_row(Text(harmless(name)), Text(harmless(value)))
-        return grid
-    for column in piece.columns:
-        grid.add_column(
-            column.upper(),
-            justify="right" if column in RIGHT else "left",
-            overflow="fold",
-            no_wrap=column not in FOLDED,
-        )
-    for row in piece.rows:
-        grid.add_row(*(Text(harmless(cell)) for cell in row))
-    return grid

@@ -17,14 +17,14 @@ descriptor was closed, nor one in a message (SCM_RIGHTS), nor a path of another 
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import signal
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.system import mounts
+from forestage.system import libc, mounts
 from forestage.system.files import opened
 
 LOOK = 0.25  # seconds of a hook for the descriptors of all processes: some 50 000 of them
@@ -90,21 +90,10 @@ def has_writer(fd: int, path: str) -> bool:
 
 def _kind(fd: int) -> int:
     """The number that Linux has for the file system of an open file. Raises OSError."""
-    import ctypes  # few hooks ask for this
-
-    facts = (ctypes.c_long * (_STATFS // ctypes.sizeof(ctypes.c_long)))()
-    if _fstatfs()(fd, facts) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return facts[0] & 0xFFFFFFFF
-
-
-@functools.cache
-def _fstatfs() -> Callable[..., int]:
-    import ctypes
-
-    function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).fstatfs
-    return function
+    facts = libc.room(_STATFS)
+    libc.call("fstatfs", fd, facts)
+    (kind,) = struct.unpack_from("l", facts)
+    return int(kind) & 0xFFFFFFFF
 
 
 def _open_files(pid: str) -> Iterator[tuple[str, str]]:

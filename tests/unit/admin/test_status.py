@@ -20,7 +20,8 @@ from forestage.cache.lease import Use
 from forestage.peers.stats import Uploaded
 from forestage.registry.under_way import UnderWay
 from forestage.system import lock
-from forestage.system.terminal import draw, moment
+from forestage.system.drawing import draw
+from forestage.system.terminal import moment
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"

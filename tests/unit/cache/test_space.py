@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from forestage.cache import space
 from forestage.cache.part import ENTRY_BYTES, Part
+from forestage.system import libc
 
 CHUNK = 64 * 1024
 BLOCK = 4096
@@ -148,10 +149,14 @@ class Kernel:
         self.number = number
         self.asked: list[tuple[int, int, int]] = []
 
-    def fallocate(self, fd: int, mode: int, start: ctypes.c_int64, length: ctypes.c_int64) -> int:
+    def __call__(
+        self, name: str, fd: int, mode: int, start: ctypes.c_int64, length: ctypes.c_int64
+    ) -> int:
+        assert name == "fallocate"
         self.asked.append((mode, start.value, length.value))
-        ctypes.set_errno(self.number)
-        return -1 if self.number else 0
+        if self.number:
+            raise OSError(self.number, os.strerror(self.number))
+        return 0
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
@@ -159,7 +164,7 @@ def test_full_disk_is_an_error_at_once(
     part: Part, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     kernel = Kernel(number)
-    monkeypatch.setattr(space, "_libc", kernel)
+    monkeypatch.setattr(libc, "call", kernel)
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
         space.reserve(part, 9 * CHUNK, CHUNK, {0, 2})
     assert caught.value.errno == number
@@ -169,18 +174,9 @@ def test_full_disk_is_an_error_at_once(
 def test_file_system_that_cannot_reserve_is_used_all_the_same(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_libc", Kernel(errno.EOPNOTSUPP))
+    monkeypatch.setattr(libc, "call", Kernel(errno.EOPNOTSUPP))
     space.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
     assert part.image.stat().st_size == 2 * CHUNK
-
-
-def test_old_errno_is_no_failure(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctypes.set_errno(errno.ENOSPC)
-    kernel = Kernel(0)
-    monkeypatch.setattr(space, "_libc", kernel)
-    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.ENOSPC)
-    space.reserve(part, CHUNK, CHUNK, {0})
-    assert kernel.asked
 
 
 def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
@@ -188,7 +184,7 @@ def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
 ) -> None:
     """One extent for each run: a file in thousands of pieces is read slowly."""
     kernel = Kernel(0)
-    monkeypatch.setattr(space, "_libc", kernel)
+    monkeypatch.setattr(libc, "call", kernel)
     space.reserve(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
     keep = space.FALLOC_FL_KEEP_SIZE
     runs = [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7)]

@@ -7,20 +7,24 @@ import threading
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from forestage.admin import inventory, verify
 from forestage.admin.verify import Manner
-from forestage.cache import evict
+from forestage.cache import digest, evict
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
+from forestage.config import Peering
+from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.slurm.job import Job
-from forestage.stage import source, stager
+from forestage.stage import pipeline, source, stager
 from forestage.stage.source import Content, OpenImage
 from forestage.stage.task import Task
 
 SIZE = 70_000  # bytes: the last chunk is not full
+WHOLE = bytes(number % 256 for number in range(SIZE))
 
 
 class Counting:
@@ -53,7 +57,21 @@ def counting() -> Counting:
 def task(staging_node: Node, asking: Job, counting: Counting) -> Task:
     identity = Identity("/made/up", inode=1, size=SIZE, mtime_ns=1, ctime_ns=1)
     wanted = Image(identity, Access(os.getuid(), os.getgid(), 0o640), "data")
-    return Task(staging_node, asking, OpenImage(wanted, asking.user, -1), counting)
+    return Task(staging_node, asking, OpenImage(wanted, asking.user, -1, other=counting))
+
+
+class Giver:
+    """Another node of the job that has all of it."""
+
+    nodes = ("n1", "n2")
+    me = "n1"
+
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        receiver.peer_has((1 << 64) - 1, False)
+        data = WHOLE[chunk.start : chunk.start + chunk.size]
+        receiver.buffer[: chunk.size] = data
+        receiver.write(chunk.start, receiver.buffer[: chunk.size])
+        return digest.of_chunk(data)
 
 
 def copy(task: Task) -> tuple[str, str]:
@@ -67,7 +85,7 @@ def shown(task: Task) -> Path:
 
 def test_made_up_source_is_copied_proven_and_a_hit_from_then_on(task: Task) -> None:
     assert copy(task) == ("published", "")
-    assert shown(task).read_bytes() == bytes(number % 256 for number in range(SIZE))
+    assert shown(task).read_bytes() == WHOLE
     assert shown(task).stat().st_mode & 0o777 == 0o640
     assert copy(task) == ("found", "")
     items = inventory.items_of(task.node.cache.stored_entries(), [])
@@ -100,3 +118,14 @@ def test_leased_entry_of_a_made_up_source_stays_until_the_lease_goes(task: Task)
     node.leases.drop(job.id)
     assert evict.evict_keys(node.cache, node.leases, [task.key]) == (task.key,)
     assert not shown(task).exists()
+
+
+def test_made_up_source_comes_from_the_other_nodes_of_the_job(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forestage.peers.of_job", lambda *_: Giver())
+    config = msgspec.structs.replace(task.node.config, peers=Peering(enabled=True))
+    here = msgspec.structs.replace(task.node, config=config)
+    figures = pipeline.Figures()
+    pipeline.run(msgspec.structs.replace(task, node=here), threading.Event(), figures)
+    assert (figures.from_peers, shown(task).read_bytes()) == (SIZE, WHOLE)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from forestage.system.drawing import draw
 from forestage.system.terminal import (
     Facts,
     Line,
@@ -15,7 +16,6 @@ from forestage.system.terminal import (
     Table,
     age,
     count,
-    draw,
     harmless,
     write,
 )

@@ -1,0 +1,122 @@
+"""A kind of request that no code knows: one class, one row of the table, and it has all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage import trace
+from forestage.admin import explain, sweep
+from forestage.cache import evict
+from forestage.cache.node import Node as Bare
+from forestage.clock import Clock, Deadline
+from forestage.config import load_settings
+from forestage.events import Handled
+from forestage.hooks import limit, serve
+from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.slurm.queue import JobState, Slurm
+from forestage.stage import source
+from forestage.stage.source import OpenImage
+from forestage.system import as_user, terminal
+from forestage.through import living
+from node import ALICE, Node, end_keepers, until
+
+
+class Named:
+    """A small file, readable by the user, that names the image which is meant."""
+
+    def path(self, job: Job, request: Request) -> str:
+        return request.path
+
+    @contextlib.contextmanager
+    def open(self, node: Bare, job: Job, path: str, end: Deadline) -> Iterator[OpenImage]:
+        def work() -> as_user.Found[str]:
+            as_user.become(job.user)
+            return Path(path).read_text(), []
+
+        with source.open_as(job.user, as_user.call(work, str, end.left())[0], node, end) as opened:
+            yield opened
+
+
+@pytest.fixture
+def named(node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a job names: its kind is in the table."""
+    known = Request.kind.fget
+    assert known is not None
+    kind = property(lambda one: "named" if one.path.endswith(".name") else known(one))
+    monkeypatch.setattr(Request, "kind", kind)
+    monkeypatch.setitem(serve.SOURCES, "named", Named())  # type: ignore[arg-type, misc]
+    monkeypatch.setattr(living, "START", 600.0)  # a machine may stand still
+    monkeypatch.setattr(limit, "SHORTLY", 0.0)
+    node.configure(redirect="spank", cold=None)
+    return node.put("alice/image.name", str(node.put("alice/image.sqsh")).encode())
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """No copy is published before the test calls it."""
+    opened = tmp_path / "opened"
+
+    def wait(name: str) -> None:
+        if name == "checked":
+            until(opened.exists, "the test to let a copy end")
+
+    monkeypatch.setattr(trace, "listener", wait)
+    yield opened.touch
+    opened.touch()
+    end_keepers()
+
+
+class Idle(Slurm):
+    """Knows the node, and no job any more."""
+
+    def at_work(self) -> frozenset[int]:
+        return frozenset()
+
+    def knows_node(self, node: str) -> bool:
+        return True
+
+    def job(self, job: int) -> JobState | None:
+        return None
+
+
+def step(node: Node, job: int, path: Path) -> tuple[str, str, str]:
+    given = node.environ(job, path, ALICE) | {"SLURM_STEP_ID": "0"}
+    assert given[IMAGE_OPTION] == str(path)
+    Hook("step", given, 0.0).run(node.places, Clock())
+    (*_, outcome) = node.outcomes("step", job)
+    assert isinstance(outcome, Handled)
+    return outcome.result, outcome.redirect, outcome.image
+
+
+def explained(node: Node, job: int) -> str:
+    out = io.StringIO()
+    terminal.write(explain.pieces(explain.gather(node.places, job), Clock().wall()), out)
+    return out.getvalue()
+
+
+def test_made_up_kind_is_copied_leased_read_through_a_hit_explained_and_swept(
+    node: Node, named: Path, gate: Callable[[], None]
+) -> None:
+    image = node.shared / "alice/image.sqsh"
+    key = node.identity(image).key
+    assert node.prolog(7, named).said == ("started", "")
+    assert step(node, 7, named) == ("through", "spank", str(image))
+    gate()
+    until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
+    assert step(node, 7, named) == ("hit", "spank", str(image))
+    assert [use.key for use in node.held(7).uses] == [key]
+    assert evict.evict_keys(node.cache, node.leases, [key]) == ()
+    assert str(image) in explained(node, 7)
+    node.epilog(7)
+    assert node.prolog(8, named).said == ("hit", "")
+    config = load_settings(node.places.etc).for_partition("batch")
+    swept = sweep.sweep(Bare.of(config, node.places, Clock()), Idle("", ""), False, print)
+    assert [one.job for one in swept.released] == [8]
+    assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)
