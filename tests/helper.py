@@ -19,8 +19,9 @@ HELPER = """
 import sys
 from pathlib import Path
 from forestage import paths
+from forestage.hooks import user_messages
 from forestage.hooks import step
-step.HELD_UP = 3600.0  # however slow it is: nothing is said by the way
+user_messages.HELD_UP = 3600.0  # however slow it is: nothing is said by the way
 real, root = paths.Places, Path(sys.argv.pop())
 paths.Places = lambda: real(root)
 from forestage.cli.entry import main

@@ -24,7 +24,7 @@ from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.events.reasons import FAILURES
-from forestage.hooks import answers, leases, serve, step
+from forestage.hooks import answers, leases, serve, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.binds import Binds
 from forestage.hooks.limit import Limit
@@ -111,7 +111,7 @@ def _refused(noted: Wanted) -> Declined:
 
 def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handled) -> str:
     """Where the step reads the whole of a request from this node's disk; "" where it does not."""
-    if outcome.result not in step.WHOLE:
+    if outcome.result not in variables.WHOLE:
         return ""
     if request.kind == "mount":
         return request.at

@@ -149,10 +149,10 @@ def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
     """Pure: of images in the comment that no step asks for again, for who wants to hear of each."""
     if not job.hints.tell:
         return []
-    from forestage.hooks import step
+    from forestage.hooks import user_messages
 
     found = (
-        step.message(one, "all")
+        user_messages.message(one, "all")
         for one in outcomes
         if isinstance(one, Handled) and one.via == "hint" and one.request and not one.data
         if one.result in UNSERVED and one.reason not in TO_DO

@@ -26,7 +26,7 @@ from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Came, Handled
-from forestage.hooks import answers, leases, serve, step
+from forestage.hooks import answers, leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
 from forestage.hooks.waiting import GONE, Nobody, Tasks, Waiting
@@ -126,8 +126,8 @@ def _serve(
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
-            step.Once(node, job, tasks.speak)(line)
-        tasks.say("env", "FORESTAGE_RESULT", step.result_word(answer.outcome))
+            user_messages.Once(node, job, tasks.speak)(line)
+        tasks.say("env", "FORESTAGE_RESULT", variables.word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
         if tasks.are_over:
@@ -183,11 +183,11 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
 def message(outcome: Handled, wanted: UserMessages) -> str:
     """Pure: the line that the user reads in the end; "" for none."""
     if outcome.result not in ("declined", "failed"):
-        return step.message(outcome, wanted) and (
+        return user_messages.message(outcome, wanted) and (
             f"{outcome.request} is {outcome.digest[:19]}: {outcome.result},"
             f" read from this node's copy of {outcome.image}"
         )
-    if wanted == "none" or outcome.reason in step.AS_DECIDED:
+    if wanted == "none" or outcome.reason in user_messages.AS_DECIDED:
         return ""
     if outcome.image:
         return f"{outcome.request} is read from {outcome.image}: {outcome.detail}"
@@ -212,7 +212,7 @@ def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
 
 def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
     """Has a worker obtain the image. Raises Declined, Failed."""
-    tells = node.config.user_messages != "none" and step.is_first_node(job)
+    tells = node.config.user_messages != "none" and user_messages.is_first_node(job)
     digest = name = ""
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
@@ -297,7 +297,7 @@ def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:
         full.note(node.places, job.user, name, printable(word.detail), word.free, now)
 
 
-def _limit(node: Node, job: Job, asked: Asked, say: step.Say = lambda text: None) -> Limit:
+def _limit(node: Node, job: Job, asked: Asked, say: user_messages.Say = lambda text: None) -> Limit:
     return step.waiting(node, job, asked.timeout, say, None)
 
 
@@ -318,7 +318,7 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
         cache=config.cache,
         job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
         # Of the step: in a batch job, too, the job's first node may have no part in it.
-        leads=step.is_first_node(job),
+        leads=user_messages.is_first_node(job),
         patience=PATIENCE,
         offline=config.registry.offline,
         environ_fd=asked.environment,
@@ -357,7 +357,7 @@ def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Waiting) -> An
     if job.step is None:
         return serve.fetch(node, job, request, _limit(node, job, asked))
     tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
-    limit = _limit(node, job, asked, step.Once(node, job, tasks.speak))
+    limit = _limit(node, job, asked, user_messages.Once(node, job, tasks.speak))
     (answer,) = serve.serve(node, job, (request,), limit)
     return answer
 

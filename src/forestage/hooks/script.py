@@ -73,18 +73,18 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
     for node in nodes:
         answers = prolog.prolog(node, job, limit, refusal)
     if nodes[0].config.redirect == "spank":
-        from forestage.hooks import step
+        from forestage.hooks import step, user_messages
 
-        step.note_shown(step.telling(nodes[0], job), job, decided, answers)
+        step.note_shown(user_messages.telling(nodes[0], job), job, decided, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
     if has_data:
         from forestage.hooks import data
 
         outcomes += data.begin(nodes[0], job, limit, refusal)
     if (refusal is None or job.hints.tell) and places.loaded.exists():
-        from forestage.hooks import step
+        from forestage.hooks import step, user_messages
 
-        prolog.note_bad_hints(step.telling(nodes[0], job), job, outcomes)
+        prolog.note_bad_hints(user_messages.telling(nodes[0], job), job, outcomes)
     return outcomes
 
 
@@ -101,7 +101,7 @@ def _note_background(hook: Hook, places: Places, decided: Sequence[str]) -> None
 
 def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
     from forestage.cache import shown
-    from forestage.hooks import step
+    from forestage.hooks import step, user_messages, variables
     from forestage.system import child
 
     decided = shown.decided_by(places)
@@ -113,31 +113,31 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     done = step.Done([], ("leave", "no-image"))
     nodes, refusal = _nodes(hook, job, places, clock)
     job, refusal = step.as_noted(nodes[0], job, refusal)
-    nodes = [step.telling(node, job) for node in nodes]
+    nodes = [user_messages.telling(node, job) for node in nodes]
     later: tuple[str, ...] = ()
     if refusal is None:
         job, later = _begin_import(hook, nodes[0], job, places, clock)
-    say = step.Once(nodes[0], job, _speak)
-    step.say_bad_hints(nodes[0], job, say)
+    say = user_messages.Once(nodes[0], job, _speak)
+    user_messages.say_bad_hints(nodes[0], job, say)
     # Once, as in the Prolog.
     limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
     for node in nodes:
         done = step.step(node, job, limit, refusal)
     outcomes = done.outcomes
     if not later:
-        for name, value in step.variables(job, done.answers):
+        for name, value in variables.of_image(job, done.answers):
             write("data", "env", name, value)
     for words in done.also:
         write("also", *words)
     data: Sequence[Handled] = ()
-    local = step.local_images(job, done.answers)
+    local = variables.local_images(job, done.answers)
     if os.path.exists(nodes[0].leases.data(job.id)):
         shown_data = _show_data(hook, nodes[0], job, limit, refusal)
         data, local = shown_data.outcomes, (*local, *shown_data.local)
-    for name, value in step.data_variables(data, local):
+    for name, value in variables.of_data(data, local):
         write("data", "env", name, value)
     outcomes += data
-    step.tell(nodes[0], job, outcomes, say, say.always)
+    user_messages.tell(nodes[0], job, outcomes, say, say.always)
     # At once: the log can wait, the step does not.
     hook.answer(*(later or done.answer))
     step.note_shown(nodes[0], job, decided, done.answers)

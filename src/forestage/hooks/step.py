@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import pwd
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -20,59 +20,21 @@ from forestage.cache.image import Image
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.shown import Shown
-from forestage.clock import Clock, Deadline
-from forestage.config import UserMessages
+from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Handled, saved
-from forestage.hooks import leases, serve
-from forestage.hooks.answers import UNSERVED, Answer, has_control, measured
+from forestage.events import Handled
+from forestage.hooks import leases, serve, user_messages
+from forestage.hooks.answers import Answer, has_control, measured
 from forestage.hooks.limit import Limit, wished
-from forestage.slurm import nodelist, timeouts
+from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import source
 from forestage.system import lock
-from forestage.units import to_tenths
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
-HELD_UP = 5.0  # seconds that a step waits before its user reads why
 SPARE = 7.0  # seconds of the companion's for what a copier says when its time is over
 MAX_ENVIRONMENT = 8 << 20  # bytes; the kernel takes 6 MiB at most
-AGAIN = 30.0  # seconds until they read it once more
-
-PYXIS_TELLS = frozenset(
-    ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
-)
-AS_DECIDED = frozenset(
-    (
-        *("registry", "outside-sources", "too-large", "below-bind"),
-        *("off", "disabled", "config", "set-id", "unlisted", "container"),
-    )
-)
-
-WHOLE = ("hit", "joined", "copied")  # results with which all of it is read from this node's disk
-BY_WORTH = (*WHOLE, "through", "started", "declined", "failed")
-MAX_LOCAL = 8192  # bytes; a line to the companion has twice as many at most
-
-_TELL = "tell your admin (`forestage explain` says more)"
-FOR_USERS = {
-    "no-room": f"this node's cache has no room for it; if that stays so, {_TELL}",
-    "io": f"this node's disk gave an error; {_TELL}",
-    "copy": f"the copy failed on this node; {_TELL}",
-    "cache-not-mounted": f"this node's cache disk is not mounted; {_TELL}",
-    "cache-not-ours": f"this node's cache cannot be used; {_TELL}",
-    "cache-format": f"this node's cache cannot be used; {_TELL}",
-    "cache-hangs": f"this node's cache disk does not answer; {_TELL}",
-    "disk-errors": f"this node's cache disk has errors; {_TELL}",
-    "config": f"forestage is not set up right on this node; {_TELL}",
-    **dict.fromkeys(
-        ("busy", "helper", "lease-damaged", "loop", "program", "redirect", "slurm-conf"),
-        f"forestage failed on this node; {_TELL}",
-    ),
-}
-"""What users are told where only an admin can do something; the event and `explain` have it all."""
-
-Say = Callable[[str], None]
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -94,9 +56,9 @@ def waiting(
     node: Node,
     job: Job,
     timeout: str,
-    say: Say,
+    say: user_messages.Say,
     refusal: Declined | None,
-    progress: Say | None = None,
+    progress: user_messages.Say | None = None,
 ) -> Limit:
     """Returns how long a step may go on, and wait for a copy.
 
@@ -115,9 +77,13 @@ def waiting(
     if config.user_messages == "none":
         return limit
     if progress is not None:
-        limit = msgspec.structs.replace(limit, progress=Patience(node.clock, progress, AGAIN))
+        limit = msgspec.structs.replace(
+            limit, progress=user_messages.Patience(node.clock, progress, user_messages.AGAIN)
+        )
     if copy is not None:
-        limit = msgspec.structs.replace(limit, watch=Patience(node.clock, say, math.inf))
+        limit = msgspec.structs.replace(
+            limit, watch=user_messages.Patience(node.clock, say, math.inf)
+        )
     return limit
 
 
@@ -133,25 +99,6 @@ def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Done:
         elif words[0] != "leave":
             also.append(words)
     return Done(answers, own, tuple(also))
-
-
-def tell(
-    node: Node, job: Job, outcomes: Sequence[Handled], say: Say, always: Say | None = None
-) -> None:
-    """Says what the requests came to, what went wrong first: most users read one line only.
-
-    That a mount is missing they read `always`: each step finds an empty directory there.
-    """
-    for one in sorted(outcomes, key=lambda one: one.result not in UNSERVED):
-        line = message(one, node.config.user_messages, job.waited)
-        if line:
-            (always if always and is_unmounted(one) else say)(line)
-
-
-def is_unmounted(outcome: Handled) -> bool:
-    """Pure: whether a squashfs file was to be mounted, and is not."""
-    is_mount = outcome.data and "@/" in outcome.request
-    return is_mount and outcome.result in UNSERVED and not outcome.redirect
 
 
 def environment(job: Job, environ: Mapping[str, str]) -> Job:
@@ -170,8 +117,8 @@ def environment(job: Job, environ: Mapping[str, str]) -> Job:
         return job
     # Of a name that comes twice the last counts, as with putenv(3).
     entries = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
-    variables = {name: value for name, equals, value in entries if equals}
-    return msgspec.structs.replace(job, variables=variables)
+    found = {name: value for name, equals, value in entries if equals}
+    return msgspec.structs.replace(job, variables=found)
 
 
 def named(job: Job) -> Job:
@@ -207,183 +154,6 @@ def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Decli
     said = {"off": lease.off, "wait": lease.wait, "tell": lease.tell, "problems": lease.say}
     hints = msgspec.structs.replace(job.hints, **said)
     return msgspec.structs.replace(job, hints=hints, waited=lease.waited), refusal
-
-
-def telling(node: Node, job: Job) -> Node:
-    """Returns the node as it is for a job whose user wants to read what happens."""
-    if not job.hints.tell:
-        return node
-    config = msgspec.structs.replace(node.config, user_messages="all")
-    return msgspec.structs.replace(node, config=config)
-
-
-def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
-    """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
-    if not job.hints.problems:
-        return
-    with (
-        contextlib.suppress(ForestageError, OSError),  # rather twice than never
-        lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
-    ):
-        lease = node.leases.read(job.id)
-        if lease is None or not lease.say:  # another step of the job was faster
-            return
-        node.leases.end_hinted(job.id)
-        node.leases.put(msgspec.structs.replace(lease, say=()))
-    for line in job.hints.problems:
-        say.progress(line)
-
-
-def result_word(outcome: Handled) -> str:
-    """Pure: a request's outcome for the step's environment; `none` where no copy is shown."""
-    if outcome.result in UNSERVED:
-        return outcome.reason
-    is_shown = outcome.redirect != "none" or outcome.result == "started"
-    return outcome.result if is_shown else "none"
-
-
-def variables(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
-    """Pure: what the step's environment says of its image, or of the first that the comment names.
-
-    One word, a result or why not (events/reasons.py), and the path at which the image shows.
-    """
-    pairs = [*zip(job.requests, answers, strict=True)]
-    own = [pair for pair in pairs if pair[0].via == "option"] or pairs
-    if not own:
-        return []
-    request, answer = own[0]
-    outcome, word = answer.outcome, result_word(answer.outcome)
-    path = outcome.image or os.path.join(job.work_dir, request.path)
-    found = [("FORESTAGE_RESULT", word), ("FORESTAGE_IMAGE_PATH", path)]
-    return [pair for pair in found if not any(map(has_control, pair))]
-
-
-def local_images(job: Job, answers: Sequence[Answer]) -> tuple[str, ...]:
-    """Pure: the images of the comment that the step reads from this node's disk."""
-    return tuple(
-        answer.outcome.image
-        for request, answer in zip(job.requests, answers, strict=True)
-        if request.via == "hint" and result_word(answer.outcome) in WHOLE
-    )
-
-
-def data_variables(outcomes: Sequence[Handled], local: Sequence[str]) -> list[tuple[str, str]]:
-    """Pure: what the step's environment says of all its data, and where it is local.
-
-    The word is the worst one: of a failure, of what was declined, then the last of BY_WORTH. Paths
-    beyond MAX_LOCAL bytes are left out.
-    """
-    found = []
-    if outcomes:
-        worst = max(outcomes, key=lambda one: BY_WORTH.index(one.result))
-        found.append(("FORESTAGE_DATA_RESULT", result_word(worst)))
-    listed = ""
-    for path in dict.fromkeys(local):
-        word = f":{path.replace('%', '%25').replace(':', '%3A')}"
-        if not has_control(path) and len(os.fsencode(listed + word)) <= MAX_LOCAL:
-            listed += word
-    return found + ([("FORESTAGE_LOCAL", listed[1:])] if listed else [])
-
-
-def is_first_node(job: Job) -> bool:
-    """Pure: whether this node is the one of the step's that speaks to its user."""
-    listed = job.step_nodelist or job.nodelist
-    nodes = nodelist.expand(listed) if listed else ()
-    return not nodes or nodes[0] == job.node
-
-
-class Patience:
-    """While a step waits: a line, so that nobody thinks it hangs, then one each `again` seconds."""
-
-    def __init__(self, clock: Clock, say: Say, again: float) -> None:
-        self.clock = clock
-        self.say = say
-        self.again = again
-        self.due = clock.monotonic() + HELD_UP
-
-    def __call__(self, line: Callable[[], str]) -> None:
-        if self.clock.monotonic() >= self.due:
-            self.due = self.clock.monotonic() + self.again
-            self.say(line())
-
-
-class Once:
-    """Says a line to a job's user: one for each job, from the first node of the step.
-
-    With `user_messages: all`, or stage-tell=yes, a line for each request of the job's first step.
-    `progress` says any number; why something failed is still said after it. `always` does so from
-    each node.
-    """
-
-    def __init__(self, node: Node, job: Job, say: Say) -> None:
-        self.node = node
-        self.job = job
-        self.say = say
-        self.may: bool | None = None
-
-    def __call__(self, text: str) -> None:
-        if self.may is None or self.node.config.user_messages != "all":
-            self.may = is_first_node(self.job) and self._is_first()
-        if self.may:
-            self.say(f"{self.job.node}: {text}")
-
-    def progress(self, text: str) -> None:
-        if is_first_node(self.job):
-            self.say(f"{self.job.node}: {text}")
-
-    def always(self, text: str) -> None:
-        self.say(f"{self.job.node}: {text}")
-
-    def _is_first(self) -> bool:
-        """Whether the user has read nothing yet; notes in the lease that now they do."""
-        node = self.node
-        try:
-            with lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP):
-                lease = leases.of_job(node, self.job)
-                node.leases.put(msgspec.structs.replace(lease, told=True))
-                return not lease.told
-        except (ForestageError, OSError):  # rather twice than never
-            return True
-
-
-def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
-    """Pure: the line that the user reads in the end; "" for none.
-
-    `waited` are seconds that the job's Prolog took before this step.
-    """
-    name = outcome.image or outcome.request
-    if wanted == "none":
-        return ""
-    if outcome.result in UNSERVED:
-        why = FOR_USERS.get(outcome.reason, outcome.detail)
-        if outcome.request == "stage-dir":
-            return f"this job has no directory of its own on this node: {why}"
-        if outcome.request.endswith("@job") or "@seed:" in outcome.request:
-            return f"{name} is not in the job's directory: {why}"
-        decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
-        # Of a directory pyxis tells nothing.
-        is_directory = outcome.data and outcome.request.endswith("/")
-        quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
-        if outcome.reason == "truncated":  # or the job's failure would look like ours
-            return outcome.detail
-        if outcome.reason == "no-mount" or is_unmounted(outcome):
-            return f"{name} is not mounted: {why}"
-        if outcome.reason == "registry" and not quiet:
-            return f"{name} is imported by enroot, as without forestage"
-        return "" if quiet else f"{name} is read from its original path: {why}"
-    if wanted != "all":
-        return ""
-    copy = {
-        "started": "its original path, while the copy for the next job is made",
-        "through": "this node's copy while it is made",
-    }
-    where = copy.get(outcome.result, "this node's copy")
-    took, before = to_tenths(outcome.wait), to_tenths(waited)
-    said = outcome.result + (f", the step waited {took}" if took else "")
-    said += f", the job's start {before}" if before else ""
-    whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)
-    worth = f", {saved.phrase(whole)}" * (outcome.result not in copy)
-    return f"{name} is read from {where} ({said}){worth}"
 
 
 def fields(node: Node, answer: Answer) -> tuple[str, ...]:

@@ -20,19 +20,11 @@ from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events import Handled, Outcome
 from forestage.events.reasons import FAILURES
-from forestage.hooks import serve, step
+from forestage.hooks import serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import SHORTLY, Limit
-from forestage.hooks.step import (
-    AGAIN,
-    HELD_UP,
-    Once,
-    Patience,
-    as_noted,
-    fields,
-    message,
-    named,
-)
+from forestage.hooks.step import as_noted, fields, named
+from forestage.hooks.user_messages import AGAIN, HELD_UP, Once, Patience, message
 from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
@@ -122,11 +114,13 @@ def test_field_with_a_control_character_is_not_answered(
     assert fields(node, Answer(hit(), wanted)) == ("leave", "bad-path")
 
 
-def run(node: Node, job: Job, say: step.Say = pytest.fail, timeout: str = "60") -> step.Done:
+def run(
+    node: Node, job: Job, say: user_messages.Say = pytest.fail, timeout: str = "60"
+) -> step.Done:
     """What boundary does."""
     job, refusal = as_noted(node, job, None)
     done = step.step(node, job, step.waiting(node, job, timeout, say, refusal), refusal)
-    step.tell(node, job, done.outcomes, say)
+    user_messages.tell(node, job, done.outcomes, say)
     return done
 
 
@@ -153,7 +147,7 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
     result: str, reason: str, told: bool
 ) -> None:
     outcome = hit(result=result, reason=reason, detail="this is why", redirect="")
-    why = step.FOR_USERS.get(reason, "this is why")
+    why = user_messages.FOR_USERS.get(reason, "this is why")
     expected = f"{PATH} is read from its original path: {why}" if told else ""
     assert message(outcome, "problems") == expected
     decided = {"registry", "outside-sources", "disabled", "too-large"}
@@ -186,7 +180,7 @@ def test_user_reads_of_the_node_what_they_can_do_and_not_its_files() -> None:
     detail = "[Errno 30] Read-only file system: '/mnt/nvme/forestage/locks/space.lock'"
     line = message(Handled("failed", request=PATH, reason="io", detail=detail), "problems")
     assert ("nvme" in line, "tell your admin" in line) == (False, True)
-    assert set(step.FOR_USERS) >= FAILURES - {"evicted-stays", "job-dir"}
+    assert set(user_messages.FOR_USERS) >= FAILURES - {"evicted-stays", "job-dir"}
 
 
 def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
@@ -195,13 +189,13 @@ def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
     outcomes = [hit(), hit(request="/b", image="/b"), hit(request="/c", image="/c")]
     outcomes[1] = Handled("declined", request="/b", reason="changed", detail="it changed")
     node, heard = configured(user_messages="all"), list[str]()
-    step.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
+    user_messages.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
     assert [line.split()[1] for line in heard] == ["/b", PATH, "/c"]
-    step.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
+    user_messages.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
     assert len(heard) == 3, "a further step says nothing"
     other = msgspec.structs.replace(image_asked, id=8)
     node = configured(user_messages="problems")
-    step.tell(node, other, outcomes * 2, Once(node, other, heard.append))
+    user_messages.tell(node, other, outcomes * 2, Once(node, other, heard.append))
     assert len(heard) == 4
 
 
@@ -222,19 +216,19 @@ def test_environment_says_the_worst_of_the_data(results: list[str], word: str) -
         "io": Handled("failed", reason="io"),
     }
     outcomes = [made.get(one) or hit(result=one) for one in results]
-    assert step.data_variables(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
+    assert variables.of_data(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
 
 
 def test_environment_says_what_is_local_and_no_more_than_fits() -> None:
-    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * step.MAX_LOCAL}", "/last")
-    assert step.data_variables((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
-    assert step.data_variables((), ()) == []
+    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * variables.MAX_LOCAL}", "/last")
+    assert variables.of_data((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
+    assert variables.of_data((), ()) == []
 
 
 def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_asked: Job) -> None:
     heard: list[str] = []
     outcomes = [hit(), Handled("declined", request="stage-dir", detail="no room")]
-    step.tell(configured(user_messages="all"), image_asked, outcomes, heard.append)
+    user_messages.tell(configured(user_messages="all"), image_asked, outcomes, heard.append)
     assert ["no room" in line for line in heard] == [True, False]
 
 
@@ -248,7 +242,7 @@ def test_mount_that_is_missing_is_said_whatever_the_reason(
     outcomes = [hit(), missing, msgspec.structs.replace(missing, redirect="none")]
     for messages in ("problems", "all", "none"):
         node = configured(user_messages=messages)
-        step.tell(node, image_asked, outcomes, heard.append, always.append)
+        user_messages.tell(node, image_asked, outcomes, heard.append, always.append)
     assert always == ["/a.sqsh@/point is not mounted: why"] * 2
     assert not any("not mounted" in line for line in heard if reason != "no-mount")
 

@@ -1,0 +1,205 @@
+"""What the user of a job reads on their terminal: what went wrong, or how far a wait is."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import UserMessages
+from forestage.errors import ForestageError
+from forestage.events import Handled, saved
+from forestage.hooks import leases
+from forestage.hooks.answers import UNSERVED
+from forestage.slurm import nodelist
+from forestage.slurm.job import Job
+from forestage.system import lock
+from forestage.units import to_tenths
+
+HELD_UP = 5.0  # seconds that a step waits before its user reads why
+AGAIN = 30.0  # seconds until they read it once more
+
+PYXIS_TELLS = frozenset(
+    ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
+)
+AS_DECIDED = frozenset(
+    (
+        *("registry", "outside-sources", "too-large", "below-bind"),
+        *("off", "disabled", "config", "set-id", "unlisted", "container"),
+    )
+)
+
+_TELL = "tell your admin (`forestage explain` says more)"
+FOR_USERS = {
+    "no-room": f"this node's cache has no room for it; if that stays so, {_TELL}",
+    "io": f"this node's disk gave an error; {_TELL}",
+    "copy": f"the copy failed on this node; {_TELL}",
+    "cache-not-mounted": f"this node's cache disk is not mounted; {_TELL}",
+    "cache-not-ours": f"this node's cache cannot be used; {_TELL}",
+    "cache-format": f"this node's cache cannot be used; {_TELL}",
+    "cache-hangs": f"this node's cache disk does not answer; {_TELL}",
+    "disk-errors": f"this node's cache disk has errors; {_TELL}",
+    "config": f"forestage is not set up right on this node; {_TELL}",
+    **dict.fromkeys(
+        ("busy", "helper", "lease-damaged", "loop", "program", "redirect", "slurm-conf"),
+        f"forestage failed on this node; {_TELL}",
+    ),
+}
+"""What users are told where only an admin can do something; the event and `explain` have it all."""
+
+Say = Callable[[str], None]
+
+
+def tell(
+    node: Node, job: Job, outcomes: Sequence[Handled], say: Say, always: Say | None = None
+) -> None:
+    """Says what the requests came to, what went wrong first: most users read one line only.
+
+    That a mount is missing they read `always`: each step finds an empty directory there.
+    """
+    for one in sorted(outcomes, key=lambda one: one.result not in UNSERVED):
+        line = message(one, node.config.user_messages, job.waited)
+        if line:
+            (always if always and is_unmounted(one) else say)(line)
+
+
+def is_unmounted(outcome: Handled) -> bool:
+    """Pure: whether a squashfs file was to be mounted, and is not."""
+    is_mount = outcome.data and "@/" in outcome.request
+    return is_mount and outcome.result in UNSERVED and not outcome.redirect
+
+
+def telling(node: Node, job: Job) -> Node:
+    """Returns the node as it is for a job whose user wants to read what happens."""
+    if not job.hints.tell:
+        return node
+    config = msgspec.structs.replace(node.config, user_messages="all")
+    return msgspec.structs.replace(node, config=config)
+
+
+def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
+    """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
+    if not job.hints.problems:
+        return
+    with (
+        contextlib.suppress(ForestageError, OSError),  # rather twice than never
+        lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
+    ):
+        lease = node.leases.read(job.id)
+        if lease is None or not lease.say:  # another step of the job was faster
+            return
+        node.leases.end_hinted(job.id)
+        node.leases.put(msgspec.structs.replace(lease, say=()))
+    for line in job.hints.problems:
+        say.progress(line)
+
+
+def is_first_node(job: Job) -> bool:
+    """Pure: whether this node is the one of the step's that speaks to its user."""
+    listed = job.step_nodelist or job.nodelist
+    nodes = nodelist.expand(listed) if listed else ()
+    return not nodes or nodes[0] == job.node
+
+
+class Patience:
+    """While a step waits: a line, so that nobody thinks it hangs, then one each `again` seconds."""
+
+    def __init__(self, clock: Clock, say: Say, again: float) -> None:
+        self.clock = clock
+        self.say = say
+        self.again = again
+        self.due = clock.monotonic() + HELD_UP
+
+    def __call__(self, line: Callable[[], str]) -> None:
+        if self.clock.monotonic() >= self.due:
+            self.due = self.clock.monotonic() + self.again
+            self.say(line())
+
+
+class Once:
+    """Says a line to a job's user: one for each job, from the first node of the step.
+
+    With `user_messages: all`, or stage-tell=yes, a line for each request of the job's first step.
+    `progress` says any number; why something failed is still said after it. `always` does so from
+    each node.
+    """
+
+    def __init__(self, node: Node, job: Job, say: Say) -> None:
+        self.node = node
+        self.job = job
+        self.say = say
+        self.may: bool | None = None
+
+    def __call__(self, text: str) -> None:
+        if self.may is None or self.node.config.user_messages != "all":
+            self.may = is_first_node(self.job) and self._is_first()
+        if self.may:
+            self.say(f"{self.job.node}: {text}")
+
+    def progress(self, text: str) -> None:
+        if is_first_node(self.job):
+            self.say(f"{self.job.node}: {text}")
+
+    def always(self, text: str) -> None:
+        self.say(f"{self.job.node}: {text}")
+
+    def _is_first(self) -> bool:
+        """Whether the user has read nothing yet; notes in the lease that now they do."""
+        node = self.node
+        try:
+            with lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP):
+                lease = leases.of_job(node, self.job)
+                node.leases.put(msgspec.structs.replace(lease, told=True))
+                return not lease.told
+        except (ForestageError, OSError):  # rather twice than never
+            return True
+
+
+def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
+    """Pure: the line that the user reads in the end; "" for none.
+
+    `waited` are seconds that the job's Prolog took before this step.
+    """
+    if wanted == "none":
+        return ""
+    if outcome.result in UNSERVED:
+        return _why_not(outcome, wanted)
+    return _what_came(outcome, waited) if wanted == "all" else ""
+
+
+def _why_not(outcome: Handled, wanted: UserMessages) -> str:
+    """Pure: why what was asked for is read as without us; "" where nobody needs to hear it."""
+    name = outcome.image or outcome.request
+    why = FOR_USERS.get(outcome.reason, outcome.detail)
+    if outcome.request == "stage-dir":
+        return f"this job has no directory of its own on this node: {why}"
+    if outcome.request.endswith("@job") or "@seed:" in outcome.request:
+        return f"{name} is not in the job's directory: {why}"
+    decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
+    # Of a directory pyxis tells nothing.
+    is_directory = outcome.data and outcome.request.endswith("/")
+    quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
+    if outcome.reason == "truncated":  # or the job's failure would look like ours
+        return outcome.detail
+    if outcome.reason == "no-mount" or is_unmounted(outcome):
+        return f"{name} is not mounted: {why}"
+    if outcome.reason == "registry" and not quiet:
+        return f"{name} is imported by enroot, as without forestage"
+    return "" if quiet else f"{name} is read from its original path: {why}"
+
+
+def _what_came(outcome: Handled, waited: float) -> str:
+    """Pure: where it is read from, how long that took, and what it was worth."""
+    name = outcome.image or outcome.request
+    copy = {
+        "started": "its original path, while the copy for the next job is made",
+        "through": "this node's copy while it is made",
+    }
+    where = copy.get(outcome.result, "this node's copy")
+    took, before = to_tenths(outcome.wait), to_tenths(waited)
+    said = outcome.result + (f", the step waited {took}" if took else "")
+    said += f", the job's start {before}" if before else ""
+    whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)
+    worth = f", {saved.phrase(whole)}" * (outcome.result not in copy)
+    return f"{name} is read from {where} ({said}){worth}"
