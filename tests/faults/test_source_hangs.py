@@ -12,7 +12,7 @@ from fault import MIB, Beside, Points, Until, beside, image
 from forestage import check
 from forestage.check import Report, Target
 from forestage.clock import Clock, Deadline
-from forestage.stage import source, wait
+from forestage.stage import opening, wait
 from forestage.system import mounts, probe, tree
 from node import Node, until
 
@@ -37,7 +37,7 @@ def test_first_bytes_that_do_not_come_leave_the_original_path(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metadata are answered; the first bytes, which make it an image, are not."""
-    monkeypatch.setattr(source, "HOOK_TIMEOUT", 0.3)
+    monkeypatch.setattr(opening, "HOOK_TIMEOUT", 0.3)
     node.configure(deadline="1h", on_error="drain")
     path = far.put("image.sqsh", image())
     far.hang_reads()
@@ -227,7 +227,7 @@ def test_source_that_hung_is_not_waited_for_again_until_it_answers(
     assert beside(lambda: node.prolog(1, path)).ended == (0, "declined", "source-hangs")
     until(lambda: hung(node), "the server to be known as one that hangs")
     node.configure(deadline="1h")
-    monkeypatch.setattr(source, "HOOK_TIMEOUT", 600.0)
+    monkeypatch.setattr(opening, "HOOK_TIMEOUT", 600.0)
     for wanted in (path, other):
         assert beside(lambda wanted=wanted: node.prolog(2, wanted)).ended == (  # type: ignore[misc]
             *(0, "declined", "source-hangs"),

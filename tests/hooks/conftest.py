@@ -14,14 +14,14 @@ import pytest
 from forestage.cache import elsewhere, redirect, unmount
 from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
-from forestage.stage import source
+from forestage.stage import opening, source
 from forestage.system import lock, mounts, probe
 
 DEV = Path("/dev")
 
 LIMITS = (
     (auth, "PATIENCE"),
-    (source, "HOOK_TIMEOUT"),
+    (opening, "HOOK_TIMEOUT"),
     (source, "STAGER_TIMEOUT"),
     (redirect, "OVER_TIMEOUT"),
     (unmount, "TIMEOUT"),

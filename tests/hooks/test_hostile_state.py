@@ -25,7 +25,7 @@ from forestage.config import load_settings
 from forestage.hooks.boundary import Hook
 from forestage.peers import stats
 from forestage.slurm.queue import Slurm
-from forestage.stage import source
+from forestage.stage import opening
 from node import ALICE, BOB, Node, content, read_as
 
 CHUNK = 1 << 20
@@ -72,7 +72,7 @@ IN_PART = ("owner.json", "image", "map", "spare", "peers", "source-failed", "")
 def put(node: Node, name: str) -> Image:
     """An image on the shared file system, as a look sees it."""
     path = node.put(f"alice/{name}", content(sum(name.encode())))
-    found, fd = source.open_file(str(path), ALICE, [str(node.shared)], [], 10.0)
+    found, fd = opening.open_file(str(path), ALICE, [str(node.shared)], [], 10.0)
     assert fd is not None
     os.close(fd)
     return image.judge(found, None)

@@ -14,7 +14,7 @@ import pytest
 from forestage.cache import evict, redirect
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
-from forestage.stage import source, wait
+from forestage.stage import opening, wait
 from forestage.system import mounts
 from node import BOB, HANGS, Arrange, Node, Ran, content
 
@@ -251,7 +251,7 @@ def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
 ) -> None:
     """The look has opened the copy, and then the mount table no longer tells that it is one."""
     path = node.staged(1)
-    real = source._ours
+    real = opening._ours
 
     def after_its_end(caches: Sequence[str]) -> list[mounts.Mount]:
         if node.binds():  # in the look's own process, which acts as the user just now
@@ -261,7 +261,7 @@ def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
             os.seteuid(user)
         return real(caches)
 
-    monkeypatch.setattr(source, "_ours", after_its_end)
+    monkeypatch.setattr(opening, "_ours", after_its_end)
     ran = node.prolog(2, path)
     assert (*ran.said, ran.outcome.redirect) == ("hit", "", "mounted")
     assert node.shows_entry(path, ran.outcome.key)

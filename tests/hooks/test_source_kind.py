@@ -21,7 +21,7 @@ from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.queue import JobState, Slurm
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.stage.source import OpenImage
 from forestage.system import as_user, terminal
 from forestage.through import living
@@ -40,7 +40,7 @@ class Named:
             as_user.become(job.user)
             return Path(path).read_text(), []
 
-        with source.open_as(job.user, as_user.call(work, str, end.left())[0], node, end) as opened:
+        with opening.open_as(job.user, as_user.call(work, str, end.left())[0], node, end) as opened:
             yield opened
 
 

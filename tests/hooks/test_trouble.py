@@ -12,7 +12,7 @@ import pytest
 from forestage.cache import evict
 from forestage.clock import Clock, Deadline
 from forestage.hooks.boundary import DRAIN
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
 from node import BOB, Node, content, make_read_only, unmount
@@ -202,16 +202,16 @@ def test_hanging_source_takes_no_more_than_its_own_limit_of_a_long_deadline(
 ) -> None:
     """A file server that hangs would hold up a step for minutes, without a word to its user."""
     asked: list[float] = []
-    open_as_user = source.open_as_user
+    open_as_user = opening.open_as_user
 
     def noting(path: str, user: User, *rest: Any, **named: Any) -> Any:
         asked.append(rest[2])
         return open_as_user(path, user, *rest, **named)
 
-    monkeypatch.setattr(source, "open_as_user", noting)
+    monkeypatch.setattr(opening, "open_as_user", noting)
     node.configure(deadline="1h")
     assert node.prolog(7, node.put("alice/image.sqsh")).outcome.result == "copied"
-    assert asked[0] == source.HOOK_TIMEOUT
+    assert asked[0] == opening.HOOK_TIMEOUT
 
 
 def test_epilog_with_a_broken_configuration_still_releases(

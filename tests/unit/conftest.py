@@ -20,7 +20,7 @@ from forestage.config import Config
 from forestage.paths import Places
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.stage.source import OpenImage
 from forestage.system import run
 from forestage.system.as_user import User
@@ -75,7 +75,7 @@ def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
     """Opens an image as a hook does before it stages it."""
 
     def looking(path: Path) -> OpenImage:
-        found, fd = source.open_file(str(path), me, [str(shared)], [], PATIENCE)
+        found, fd = opening.open_file(str(path), me, [str(shared)], [], PATIENCE)
         assert fd is not None
         return OpenImage(image.judge(found, None), me, fd)
 

@@ -22,7 +22,7 @@ from forestage.errors import ConfigError, Declined
 from forestage.events import Handled
 from forestage.hooks import answers
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
-from forestage.stage import pipeline, source
+from forestage.stage import opening, pipeline
 from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
 from forestage.system import as_user
@@ -108,7 +108,7 @@ def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["\udcff", "a\udc80b", "\n", "x" * 300])
 def test_path_with_any_name_is_resolved(tmp_path: Path, me: User, name: str) -> None:
-    assert source.saved_to(f"{tmp_path}/{name}", me, 10.0)[0] == f"{tmp_path}/{name}"
+    assert opening.saved_to(f"{tmp_path}/{name}", me, 10.0)[0] == f"{tmp_path}/{name}"
 
 
 @pytest.mark.parametrize("name", ["a\nprolog job=1 result=hit", 'a" copied=1', "\x1b[2J"])

@@ -15,7 +15,7 @@ from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.stage.source import OpenImage
 from forestage.system import as_user
 from forestage.system.as_user import User
@@ -79,7 +79,7 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
     try:
         # Below `/`: what is in the cache may come from sources that are configured no more.
-        facts, fd = source.open_file(path, user, ("/",), [cache.real], TIMEOUT)
+        facts, fd = opening.open_file(path, user, ("/",), [cache.real], TIMEOUT)
     except OSError as error:
         raise image.declined_by(error, path) from None
     try:

@@ -19,7 +19,7 @@ from forestage.config import switch
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
-from forestage.stage import source, wait
+from forestage.stage import opening, source, wait
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import format_duration, printable
@@ -87,7 +87,7 @@ def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Be
         node.cache.prepare(node.config.require_mount)
         doubt.must_not_be(node.places)
         within = Deadline.after(OPEN, node.clock)
-        opened = begun.enter_context(source.open_as(job.user, image, node, within))
+        opened = begun.enter_context(opening.open_as(job.user, image, node, within))
         copying = begun.enter_context(wait.begun(node, job, opened))
         return _Begun(image, since, opened, copying)
     except (ForestageError, OSError) as error:

@@ -23,7 +23,7 @@ from forestage.errors import Declined
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.system import as_user
 from forestage.system.mounts import is_below
 from forestage.units import printable
@@ -110,8 +110,8 @@ def show(
 def _shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, socket.socket]:
     """The user's own file, opened as them beneath our redirects."""
     try:
-        facts, line = source.open_as_user(
-            path, job.user, ("/",), [node.cache.real], min(source.HOOK_TIMEOUT, end.left())
+        facts, line = opening.open_as_user(
+            path, job.user, ("/",), [node.cache.real], min(opening.HOOK_TIMEOUT, end.left())
         )
     except OSError as error:
         raise declined_by(error, path) from None

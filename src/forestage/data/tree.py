@@ -40,7 +40,7 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import source, stager
+from forestage.stage import opening, source, stager
 from forestage.stage.source import Content, OpenImage, Truncated, Unreadable
 from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
@@ -115,7 +115,7 @@ def show(
             raise Declined(found.reason, found.detail)
         return [], outcome
     digest = entry.identity.tree
-    patience = min(LOOK, max(end.left(), source.HOOK_TIMEOUT))  # enough also after a long wait
+    patience = min(LOOK, max(end.left(), opening.HOOK_TIMEOUT))  # enough also after a long wait
     until_seen = Deadline.after(patience, node.clock)
     with contextlib.ExitStack() as place:
         if not _may_look(node, job, place, until_seen):

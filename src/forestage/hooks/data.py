@@ -31,7 +31,7 @@ from forestage.hooks.limit import Limit
 from forestage.slurm import hints
 from forestage.slurm.hints import Kind, Request
 from forestage.slurm.job import Job
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.system import as_user, lock
 from forestage.units import printable
 
@@ -353,7 +353,7 @@ def _shown(call: _Call, request: Request) -> ForStep:
 
 def _some_time(node: Node, limit: Limit) -> Deadline:
     """What is left to the step, and enough after a long wait for what came before."""
-    return Deadline.after(max(limit.end.left(), source.HOOK_TIMEOUT), node.clock)
+    return Deadline.after(max(limit.end.left(), opening.HOOK_TIMEOUT), node.clock)
 
 
 def _must_not_be_in(job: Job, directory: str, end: Deadline) -> None:

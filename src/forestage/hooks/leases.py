@@ -15,7 +15,7 @@ from forestage.hooks.binds import LOOK
 from forestage.hooks.limit import Limit
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.system import lock
 
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
@@ -81,7 +81,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) 
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
-        saved, may = source.saved_to(path, job.user, min(LOOK, limit.end.left()))
+        saved, may = opening.saved_to(path, job.user, min(LOOK, limit.end.left()))
         job = msgspec.structs.replace(job, saves=saved)
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
             lease = of_job(node, job)

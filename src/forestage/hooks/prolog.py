@@ -16,7 +16,7 @@ from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.system import lock
 from forestage.units import printable
 
@@ -74,7 +74,7 @@ def waiting(
     """
     config, hint = node.config, job.hints.wait
     if refusal:
-        seconds = timeouts.patience(limits, source.HOOK_TIMEOUT)
+        seconds = timeouts.patience(limits, opening.HOOK_TIMEOUT)
         return Limit.of(node.clock, seconds, None, small=False, ready=ready)
     seconds = timeouts.patience(limits, config.deadline)
     if config.redirect == "spank":  # the steps wait, where no timeout of Slurm's ends that

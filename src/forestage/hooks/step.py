@@ -29,7 +29,7 @@ from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import source
+from forestage.stage import opening
 from forestage.system import lock
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
@@ -68,7 +68,7 @@ def waiting(
     config, hint = node.config, job.hints.wait
     wish = None if refusal else wished(config, hint, timeouts.STEP_WAIT)
     copy = None if wish is None else timeouts.step_patience(wish, timeout)
-    end = timeouts.step_patience(source.HOOK_TIMEOUT, timeout)
+    end = timeouts.step_patience(opening.HOOK_TIMEOUT, timeout)
     limit = Limit.of(node.clock, end, copy, small=hint != 0)
     wish = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
     longest = max(0.0, timeouts.step_patience(math.inf, timeout) - SPARE)

@@ -11,7 +11,7 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import source
+from forestage.stage import opening, source
 from forestage.stage.source import Content, OpenImage
 from forestage.system.as_user import User
 
@@ -26,7 +26,7 @@ class Files(msgspec.Struct, frozen=True):
 
     @contextlib.contextmanager
     def open(self, node: Node, job: Job, path: str, end: Deadline) -> Iterator[OpenImage]:
-        with source.open_as(job.user, path, node, end) as opened:
+        with opening.open_as(job.user, path, node, end) as opened:
             found = msgspec.structs.replace(opened.image, kind=self.kind)
             yield msgspec.structs.replace(opened, image=found)
 
@@ -61,7 +61,7 @@ class FileSource(msgspec.Struct, frozen=True):
         known = (wanted.identity, wanted.access)
         source.must_be_same(self.opened)
         try:
-            found, line = source.open_as_user(
+            found, line = opening.open_as_user(
                 wanted.path,
                 self.user,
                 config.staged_from,

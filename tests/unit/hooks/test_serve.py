@@ -24,7 +24,7 @@ from forestage.hooks.answers import Answer
 from forestage.hooks.limit import SHORTLY, SMALL, Limit
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import source, wait
+from forestage.stage import opening, wait
 from forestage.stage.source import OpenImage
 from forestage.system import as_user, lock
 from forestage.system.mounts import Mount
@@ -314,13 +314,13 @@ def test_job_that_holds_too_many_images_gets_no_more(
 def looks(monkeypatch: Patch) -> list[str]:
     """The paths that were opened as the user."""
     opened: list[str] = []
-    real = source.open_as_user
+    real = opening.open_as_user
 
     def noting(path: str, *rest: object) -> object:
         opened.append(path)
         return real(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(source, "open_as_user", noting)
+    monkeypatch.setattr(opening, "open_as_user", noting)
     return opened
 
 
@@ -363,7 +363,7 @@ def test_refused_request_fails_only_where_an_outdated_file_stays(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(source, "open_as", fail)
+    monkeypatch.setattr(opening, "open_as", fail)
     assert said(handle(refusal=REFUSAL)) == expected
 
 

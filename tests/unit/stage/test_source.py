@@ -15,7 +15,7 @@ from forestage.cache.image import Identity, Image
 from forestage.cache.node import Node
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.stage import source
+from forestage.stage import opening, source
 from forestage.stage.source import (
     COARSE_TICK_NS,
     FINE_TICK_NS,
@@ -185,6 +185,6 @@ def test_server_of_a_path_is_asked_if_root_has_mounted_it(
         Mount(4, 2, "0:41", "/", "/lustre/hers", "rw - fuse.x x rw,user_id=1000"),
     ]
     monkeypatch.setattr(mounts, "current", lambda: table)
-    found = source._server(node, path)
+    found = opening._server(node, path)
     assert (found.point if found else None) == asked
     assert found is None or found.file == node.places.probes / "source-0-40"
