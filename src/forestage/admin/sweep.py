@@ -39,7 +39,7 @@ from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
-from forestage.data import job_dir, looks, retry, tree
+from forestage.data import job_dir, release
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
@@ -350,10 +350,7 @@ class _Sweep:
         """Removes what jobs that are over had of data; returns the names of their directories."""
         node = self.node
         if not self.dry_run:
-            tree.let_go(node.cache, node.leases, lock.SPACE_TIMEOUT)
-            looks.sweep(node.cache, node.leases)
-            retry.tidy(node.cache, node.clock.wall())
-            return job_dir.sweep(node.cache, node.leases)
+            return release.of_all(node.cache, node.leases, node.clock.wall())
         staying = frozenset(node.leases.jobs()) - {one.job for one in stale}
         return tuple(one.directory.name for one in job_dir.leftover(node.cache, staying))
 

@@ -150,14 +150,10 @@ def _forget_images(over: _Over) -> None:
 
 def _clear(over: _Over) -> None:
     """Removes what few jobs have of data."""
-    cache, job = over.cache, over.job
     if over.lease is None or over.lease.data:
-        from forestage.data import job_dir, looks, tree
+        from forestage.data import release
 
-        with contextlib.suppress(Failed, OSError):  # the sweep does it
-            tree.let_go(cache, over.leases, over.patience)
-        looks.end(cache, job.id)
-        job_dir.end(cache, job.id)
+        release.of_job(over.cache, over.leases, over.job.id, over.patience)
 
 
 def _failed(failed: Failed) -> Released:
