@@ -113,7 +113,7 @@ def test_steps_that_begin_together_have_one_holder(dirs: Dirs) -> None:
 def test_many_tasks_get_a_clone_each_while_others_wait(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_ram, "MOST_TASKS", 2)
+    monkeypatch.setattr("forestage.system.holder.MOST", 2)
     dirs.prolog(7, "stage-dir=32M,ram")
     name = Path(job_dir.shown(dirs.on, dirs.job(7, "")).line[1])
     for _ in range(50):

@@ -23,7 +23,7 @@ from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.boundary import Hook
 from forestage.slurm.job import HOME_OPTION, Job
-from forestage.system import child, fuse, mounts
+from forestage.system import child, fuse, holder, mounts
 from forestage.system.as_user import User
 from node import ALICE, BOB, Node, children_left, comm, content, until
 from through import Through
@@ -273,7 +273,7 @@ def test_program_begins_once_a_task_asks_and_where_slurm_has_put_that(
 def safest() -> str:
     """What root gets who asks for the least oom_score_adj: not all machines' root may have it."""
     adj = "/proc/self/oom_score_adj"
-    script = f"echo {serving.SAFEST} >{adj} 2>&- || true; cat {adj}"
+    script = f"echo {holder.SAFEST} >{adj} 2>&- || true; cat {adj}"
     return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
 
 

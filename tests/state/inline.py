@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from forestage import log, trace
 from forestage.stage import fstab, stager
-from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
+from forestage.system.holder import Channel, Message
 
 T = TypeVar("T")
 
@@ -161,7 +161,6 @@ def _start(task: Task) -> Channel:
             opened = replace(opened, line=opened.line.dup())
         task = replace(task, opened=opened).received()
         hook = Channel(theirs)
-        hook.send(Message("started"))
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):
                 hook.send(stager.copy(task, threading.Event()))

@@ -25,7 +25,7 @@ from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import format_duration, printable
 
 if TYPE_CHECKING:
-    from forestage.stage.stager import Channel
+    from forestage.system.holder import Channel
 
 OPEN = 30.0  # seconds for the shared file system to open one image
 AT_ONCE = 16  # images, as of a job: each has a process, also while its copy waits for its turn

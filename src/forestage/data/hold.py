@@ -16,65 +16,44 @@ It ends by itself, and does none of this, once the directory is deleted without 
 One that was killed is missed by nobody but the tasks that then wait.
 """
 
-import contextlib
 import fcntl
 import os
 import signal
-import socket
-import time
 from functools import partial
 from pathlib import Path
 
 from forestage.data import job_disk
-from forestage.system import child, lock, mounts
+from forestage.system import holder, mounts
+from forestage.system.files import opened
+from forestage.system.holder import Channel, Life
 
 PROCESS_NAME = "forestage-job"  # in ps(1)
-START = 10.0  # seconds until it has left the Prolog's session
+DISK = Life(PROCESS_NAME)
 END = 5.0  # seconds for its end; nothing but room depends on it
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
 _GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN
 _NOLOGFLUSH = (2).to_bytes(4, "little")
 
 
-def start(device: str, place: Path, patience: float = START) -> None:
+def start(device: str, place: Path, patience: float = holder.START) -> None:
     """Starts the holder of this device's file system; `place` is the job's directory.
 
     Waits up to `patience` seconds for it.
     """
-    _, ours = child.begin(partial(_live, device, place), lambda prolog, error: None)
-    with ours:
-        child.heard(ours, patience, "")
+    about = f"holder job={place.name}"
+    holder.start(DISK, about, partial(_live, device, place), patience).close()
 
 
-def _live(device: str, place: Path, prolog: socket.socket) -> None:
-    child.stand_alone(PROCESS_NAME)
-    child.leave_job()
-    held = os.open(place / "held", os.O_WRONLY | os.O_CREAT, 0o600)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    os.write(held, b"%d" % os.getpid())
+def _live(device: str, place: Path, prolog: Channel) -> None:
+    with opened(place, os.O_RDONLY | os.O_DIRECTORY) as directory:
+        held = holder.hold(directory)
     root = mounts.open_hidden(device, job_disk.KIND, os.fspath(place))
     disk = os.open(place / "disk", os.O_RDWR)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    child.let_go({held, root, disk, prolog.fileno()})
-    child.tell(prolog, "ready")
+    prolog.begin(held, root, disk)
     prolog.close()
     while not signal.sigtimedwait({signal.SIGTERM}, LOOK):
         if not os.fstat(held).st_nlink:
             return
     fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)
     os.ftruncate(disk, 0)
-
-
-def end(place: Path, patience: float = END) -> None:
-    """Ends the holder; `place` is where the job's directory is by now. Raises OSError.
-
-    Waits up to `patience` seconds for its end.
-    """
-    held = place / "held"
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProcessLookupError, ValueError):
-        if lock.is_free(held):
-            return
-        os.kill(int(held.read_text()), signal.SIGTERM)
-    until = time.monotonic() + patience
-    while not lock.is_free(held) and time.monotonic() < until:
-        time.sleep(lock.POLL)

@@ -38,7 +38,7 @@ from forestage.data import hold, job_disk, job_ram
 from forestage.data.wanted import Fields
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
-from forestage.system import as_user, files, lock, loop, mounts, records
+from forestage.system import as_user, files, holder, lock, loop, mounts, records
 from forestage.units import format_size
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
@@ -148,7 +148,7 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
             job_disk.reserve(place.disk, size)
         trace.point("job room")
         device = job_disk.format_for(place.disk, job.user, place.directory, end)
-        hold.start(device, place.directory, job_disk.within(hold.START, end))
+        hold.start(device, place.directory, job_disk.within(holder.START, end))
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
 
@@ -236,7 +236,7 @@ def shown(node: Node, job: Job) -> Own:
     target = os.fspath(node.places.job_dir)
     made = place.made()
     if made is not None and made.ram:
-        patience = Deadline.after(job_ram.START, node.clock)
+        patience = Deadline.after(holder.START, node.clock)
         name = job_ram.mounted(place.directory, job.user, made.size, job.manager, patience)
         return Own(place, ("served", os.fspath(name), target, "root"))
     device = loop.attach(place.disk, read_only=False)
@@ -354,6 +354,6 @@ def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
 def _let_go(gone: _Gone, patience: float = hold.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
     if gone.now is not None:
-        hold.end(gone.now, patience)
+        holder.end(gone.now, patience)
     for device in job_disk.devices(gone.disk) if gone.disk else ():
         loop.detach(device)

@@ -13,28 +13,23 @@ Where the holder was killed, the job's further steps have no directory: an empty
 what the steps before have left.
 """
 
-import contextlib
-import fcntl
 import os
-import select
-import socket
 from functools import partial
 from pathlib import Path
 
 from forestage.clock import Deadline
 from forestage.data import hold
 from forestage.errors import Declined
-from forestage.system import child, lock, mounts
+from forestage.system import child, holder, lock, mounts
 from forestage.system.as_user import User
+from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
 from forestage.through import clones
 from forestage.units import format_size
 
 MOUNT = "/run/mount"  # in the hidden namespace
 BYTES_PER_FILE = 16384  # as on a disk: the kernel's memory for a file is the job's too
-MOST_TASKS = 512  # connections at once, one of each step; others stand in line
-START = 10.0  # seconds until it is there
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
-SAFEST = -1000  # oom_score_adj: its end takes the job's files away, and frees no memory of its own
+RAM = Life(hold.PROCESS_NAME, oom_score_adj=SAFEST)
 
 
 def mounted(directory: Path, user: User, size: int, step: int, end: Deadline) -> Path:
@@ -91,62 +86,29 @@ def _available() -> int:
 
 
 def _start(directory: Path, user: User, size: int) -> None:
-    _, ours = child.begin(
-        partial(_live, directory, user, size),
-        lambda hook, error: child.tell(hook, str(error)),
-    )
-    with ours:
-        said = child.heard(ours, START, "its holder does not answer")
-    if said != "ready":
-        raise Declined("job-dir", said or "its holder died")
+    about = f"holder job={directory.name}"
+    with holder.start(RAM, about, partial(_live, directory, user, size)) as channel:
+        channel.await_ready(holder.START, "job-dir")
 
 
-def _live(directory: Path, user: User, size: int, hook: socket.socket) -> None:
-    """The whole life of the holder. SIGTERM ends it, see hold.end; so does its own look."""
-    child.stand_alone(hold.PROCESS_NAME)
-    child.leave_job(SAFEST)
+def _live(directory: Path, user: User, size: int, hook: Channel) -> None:
+    """The whole life of the holder: SIGTERM ends it, and so does its own look.
+
+    It gives clones to those who ask, until the job's directory is deleted.
+    """
     place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    listener = clones.listener(directory / "mount")
-    child.let_go({hook.fileno(), place, listener.fileno()})
+    listener = holder.listen(directory / "mount")
+    hook.begin(place, listener.fileno())
     mounts.empty_namespace()
     Path(MOUNT).mkdir(mode=0o700)
     owner = f"mode=0700,uid={user.uid},gid={user.gid}"
     options = f"size={size},nr_inodes={size // BYTES_PER_FILE},{owner}"
     mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
     # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
-    held = os.open("held", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=place)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    os.write(held, b"%d" % os.getpid())
+    held = holder.hold(place)
     os.close(place)
-    child.tell(hook, "ready")
+    hook.send(Message("ready"))
     hook.close()
-    _keep(listener, held)
-
-
-def _keep(listener: socket.socket, held: int) -> None:
-    """Gives clones to those who ask, until the job's directory is deleted."""
-    connections: dict[int, socket.socket] = {}
+    guests = Guests(listener, lambda task, asked, fds: clones.give(task, asked, MOUNT))
     while os.fstat(held).st_nlink:
-        poll = select.poll()
-        for fd in connections:
-            poll.register(fd, select.POLLIN)
-        if len(connections) < MOST_TASKS:
-            poll.register(listener, select.POLLIN)
-        for fd, _ in poll.poll(LOOK * 1000):
-            if fd not in connections:
-                with contextlib.suppress(BlockingIOError):
-                    made, _ = listener.accept()
-                    made.setblocking(False)
-                    connections[made.fileno()] = made
-            elif not _answered(connections[fd]):
-                connections.pop(fd).close()
-
-
-def _answered(connection: socket.socket) -> bool:
-    """Answers what is asked; False once nobody is there any more."""
-    asked = b""
-    with contextlib.suppress(OSError):
-        asked = connection.recv(64)
-    if asked:
-        clones.give(connection, asked, MOUNT)
-    return bool(asked)
+        guests.attend(LOOK)

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from forestage import log
 from forestage.errors import Declined, ForestageError
 from forestage.slurm.job import Job
-from forestage.system import as_user, child, folders, fuse, lock, mounts
+from forestage.system import as_user, child, folders, fuse, holder, lock, mounts
+from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
 from forestage.through import clones
 from forestage.units import printable
 
@@ -34,19 +35,18 @@ if TYPE_CHECKING:
     from forestage.system.run import Program
 
 PROCESS_NAME = "forestage-mount"
+SERVER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
 TYPE = "fuse.squashfuse"  # in mountinfo
 
 MOST, MOST_OF_USER = 256, 128  # files of jobs that a node, and one user on it, has mounted at once
 SERVERS, SERVERS_OF_USER = 512, 256  # each step has one for each file: 10 MiB
-MOST_TASKS = 512  # connections at once; others stand in line
 HELP = 2.0  # seconds for what a program says of itself
 BEGIN = 5.0  # seconds until the process listens
 START = 10.0  # seconds until the first look into the file; a task waits for this and PLACED
 SAID = 0.2  # seconds in which a program that fails says why
 WORDS = 1000  # bytes of what squashfuse says last
 PROBED = 0.2  # seconds for which somebody who counts may hold the lock
-SAFEST = -1000  # oom_score_adj: its end takes the mount from the tasks
 
 IMAGE, MOUNT = "/run/image", "/run/mount"  # in the hidden namespace
 
@@ -78,15 +78,14 @@ def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
     folders.keep(folder)
     program = _must_be_possible(folder, job, inode)
     name = f"{job.user.uid}-{job.id}-{job.step}-{inode}-"
-    pid, ours = child.begin(
-        lambda hook: _live(folder / f"{name}{os.getpid()}", job, program, content, hook),
-        lambda hook, error: child.tell(hook, str(error)),
-    )
-    with ours:
-        said = child.heard(ours, BEGIN, "its server does not answer")
-    if said != "ready":
-        raise Declined("no-mount", said or "its server died")
-    return folder / f"{name}{pid}"
+
+    def work(hook: Channel) -> None:
+        _live(folder / f"{name}{os.getpid()}", job, program, content, hook)
+
+    about = f"mounted job={job.id} step={job.step}"
+    with holder.start(SERVER, about, work) as channel:
+        channel.await_ready(BEGIN, "no-mount")
+    return folder / f"{name}{channel.pid}"
 
 
 def _must_be_possible(folder: Path, job: Job, inode: int) -> str:
@@ -155,14 +154,9 @@ def _living(folder: Path) -> list[str]:
     return found
 
 
-def _live(name: Path, job: Job, program: str, content: Bytes, hook: socket.socket) -> None:
+def _live(name: Path, job: Job, program: str, content: Bytes, hook: Channel) -> None:
     """The whole life of the process."""
-    child.stand_alone(PROCESS_NAME)
-    child.leave_job(SAFEST)
-    keep = {hook.fileno()}
-    if content.line is not None:
-        keep.add(content.line.fileno())
-    child.let_go(keep)
+    hook.begin(*((content.line.fileno(),) if content.line is not None else ()))
     held = Path(f"{name}.lock")
     with lock.held(held, PROBED):
         _Served(name, job, program, content).run(hook)
@@ -174,14 +168,13 @@ class _Served:
 
     def __init__(self, name: Path, job: Job, program: str, content: Bytes) -> None:
         self.name, self.job, self.program = name, job, program
-        self.connections: dict[int, socket.socket] = {}
         self.server: Program | None = None
         self.ended = -1  # its end
         self.words_of, self.words = -1, b""  # the last ones of the program
         self.refusal = ""  # why there is no mount
         self.manager = os.pidfd_open(job.manager)
         self._hide(content)
-        self.listener = clones.listener(name)
+        self.guests = Guests(holder.listen(name), self._answer)
 
     def _hide(self, content: Bytes) -> None:
         """Makes the mount where nobody looks."""
@@ -198,9 +191,9 @@ class _Served:
             mounts.enter_namespace(*self.host)
         os.close(proc)
 
-    def run(self, hook: socket.socket) -> None:
+    def run(self, hook: Channel) -> None:
         """Serves until the step's manager or the program has ended; says `ready` at once."""
-        child.tell(hook, "ready")
+        hook.send(Message("ready"))
         hook.close()
         try:
             while self._attend():
@@ -210,43 +203,19 @@ class _Served:
 
     def _attend(self) -> bool:
         """Answers what tasks ask; False once it is over."""
-        poll = select.poll()
-        files = [self.manager, self.ended, self.words_of, *self.connections]
-        if len(self.connections) < MOST_TASKS:
-            files.append(self.listener.fileno())
-        for fd in files:
-            if fd >= 0:
-                poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll():
-            if fd in (self.manager, self.ended):
-                return False
-            if fd in self.connections:
-                self._answer(self.connections[fd])
-            elif fd == self.words_of:
-                self._listen(0)
-            else:
-                with contextlib.suppress(BlockingIOError):
-                    made, _ = self.listener.accept()
-                    made.settimeout(clones.ANSWER)
-                    self.connections[made.fileno()] = made
-        return True
+        ready = self.guests.attend(None, self.manager, self.ended, self.words_of)
+        if self.words_of in ready:
+            self._listen(0)
+        return not ready & {self.manager, self.ended}
 
-    def _answer(self, connection: socket.socket) -> None:
-        try:
-            asked = connection.recv(64)
-        except OSError:
-            asked = b""
-        if not asked:
-            del self.connections[connection.fileno()]
-            connection.close()
-            return
+    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
         if not self._serves():
             with contextlib.suppress(OSError):  # the task is gone
-                connection.send(f"no {self.refusal}".encode()[: clones.WORDS])
+                task.send(f"no {self.refusal}".encode()[: clones.WORDS])
             return
         mounts.enter_namespace(*self.hidden)
         try:
-            clones.give(connection, asked, MOUNT)
+            clones.give(task, asked, MOUNT)
         finally:
             mounts.enter_namespace(*self.host)
 
@@ -329,7 +298,7 @@ class _Served:
         Returns when nothing of that lives, which takes as long as the kernel keeps one of them.
         """
         self.name.unlink(missing_ok=True)
-        self.listener.close()
+        self.guests.close()
         for fd in self.hidden:
             os.close(fd)
         if self.server is None:

@@ -42,17 +42,16 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.stage import opening, source, stager
 from forestage.stage.source import Content, OpenImage, Truncated, Unreadable
-from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.stage.wait import Eta, Progress, quiet
-from forestage.system import as_user, child, lock, loop, mounts, run
+from forestage.system import as_user, holder, lock, loop, mounts, run
 from forestage.system.as_user import User
+from forestage.system.holder import Channel, Message
 from forestage.system.loop import Loop
 from forestage.units import format_size, printable
 
 READERS = 32  # threads of a copy: a small file costs round trips more than bytes
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
-HANDSHAKE = 5.0  # seconds in which the process leaves the hook's session, which Slurm will kill
 PLACES = 32  # directories looked at or copied at once for jobs of all users
 OF_USER = 16  # … of one user; and looked at by steps of one
 PLACE = 1.0  # seconds between two tries for a place
@@ -70,17 +69,13 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
     wanted.note_tree(node, job, path, Tree("looking"))
     if node.config.peers.enabled:
         looks.prepare(node.cache, job.id)
-    _, ours = child.begin(
-        lambda hook: _live(node, job, path, Channel(hook)),
-        lambda hook, error: _died(node, job, path, error),
-    )
-    with Channel(ours) as channel:
-        try:
-            channel.recv(HANDSHAKE)
-        except EOFError:
+    about = f"stager job={job.id}"
+    with holder.start(stager.STAGER, about, partial(_live, node, job, path)) as channel:
+        message = channel.recv(holder.START)
+        if message is not None and message.state == "died":
             why = "the process that looks at the directory died"
             wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
-            raise Failed("helper", why) from None
+            raise Failed("helper", why)
     return Handled("started", request=printable(request.path), via="hint")
 
 
@@ -370,16 +365,16 @@ class OpenTree:
 
 def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
     """The whole life of the process that brings a directory."""
-    stager.leave_hook()
-    child.let_go({hook.fileno()})
     stop = stager.be_stager()
-    with lock.held(_life(node, job.id, job.restart, path), HANDSHAKE):
-        hook.send(Message("started"))
+    hook.begin()
+    with lock.held(_life(node, job.id, job.restart, path), holder.START):
+        hook.send(Message("ready"))
         hook.close()
         _note_end(node, job, path, stop)
 
 
 def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
+    ended = Tree("declined", reason="helper", detail="the process that brought it died")
     try:
         ended = _bring(node, job, path, stop)
     except (ForestageError, OSError) as error:
@@ -387,12 +382,8 @@ def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
         ended = Tree("declined", reason=reason, detail=printable(str(error)))
         line = f"reason={reason} detail={printable(str(error))!r}"
         log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
-    wanted.note_tree(node, job, path, ended)
-
-
-def _died(node: Node, job: Job, path: str, error: BaseException | None) -> None:
-    log.say(f"stager job={job.id} result=failed detail={error!r}", by_slurm=True)
-    wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=repr(error)))
+    finally:
+        wanted.note_tree(node, job, path, ended)
 
 
 def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:

@@ -12,7 +12,6 @@ companion (src/spank/later.c). It ends when nobody waits any more, and the worke
 import contextlib
 import os
 import pwd
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import msgspec
 
-from forestage import log
 from forestage.cache import disk
 from forestage.cache.node import Node
 from forestage.config import UserMessages
@@ -29,19 +27,19 @@ from forestage.events import Came, Handled
 from forestage.hooks import answers, leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
-from forestage.hooks.waiting import GONE, Nobody, Tasks, Waiting
+from forestage.hooks.waiting import GONE, Tasks
 from forestage.registry import full, place, under_way, worker
 from forestage.registry.under_way import PROCESS_NAME, UnderWay
 from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
-from forestage.system import child, folders, lock, run
+from forestage.system import child, folders, holder, lock, run
+from forestage.system.holder import Channel, Life, Message
 from forestage.units import printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
 SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
-START = 10.0  # seconds until the process stands on its own
 GUESS = 60.0  # seconds for what a Prolog has looked for
 GUESSES, OF_USER = 16, 4  # Prologs' workers at once, of all users and of one
 PATIENCE = 30.0  # seconds for the word of the node that resolves for all
@@ -85,7 +83,8 @@ def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]
     # The job's Epilog has work by this, though the job may have no lease yet (hooks/boundary.py).
     (node.places.images / f"{job.id}.asked").touch()
     path = node.places.images / f"{job.id}.{job.step}.sock"
-    _start(job, partial(_serve, node, job, asked, report, path))
+    # In the step's cgroups: what it starts is to end with the step.
+    _start(job, None, partial(_serve, node, job, asked, report, path))
     return "later", str(path)
 
 
@@ -96,32 +95,22 @@ def guess(node: Node, job: Job, request: Request, report: Report) -> None:
     Raises Declined.
     """
     disk.must_take(node.places, node.cache)
-    _start(job, partial(_foresee, node, job, request, report))
+    _start(job, "serve", partial(_foresee, node, job, request, report))
 
 
-def _start(job: Job, life: Callable[[socket.socket], None]) -> None:
-    """Runs `life` in a process of its own, which says on the socket that it can be left alone."""
-    _, ours = child.begin(partial(_live, life), partial(_failed, job))
-    with ours:
-        said = child.heard(ours, START, "its process does not answer")
-    if said != "begun":
-        raise Declined("helper", said or "its process died")
+def _start(job: Job, leaf: child.Leaf | None, work: Callable[[Channel], None]) -> None:
+    about = f"step job={job.id} step={job.step}"
+    with holder.start(Life(PROCESS_NAME, leaf), about, work) as channel:
+        channel.await_ready(holder.START, "helper")
 
 
-def _live(life: Callable[[socket.socket], None], hook: socket.socket) -> None:
-    child.stand_alone(PROCESS_NAME)
-    life(hook)
-
-
-def _serve(
-    node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: socket.socket
-) -> None:
+def _serve(node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: Channel) -> None:
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
     first = FIRST + float(asked.timeout if asked.timeout.isdigit() else 0)
+    hook.begin(asked.environment)
     with Tasks(path, first) as tasks:
-        child.let_go({hook.fileno(), tasks.listener.fileno(), asked.environment})
-        child.tell(hook, "begun")
+        hook.send(Message("ready"))
         hook.close()
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)
@@ -145,28 +134,22 @@ def _give_back(node: Node, job: Job, answer: Answer) -> None:
         place.forget(node.places, job.id)
 
 
-def _foresee(node: Node, job: Job, request: Request, report: Report, hook: socket.socket) -> None:
+def _foresee(node: Node, job: Job, request: Request, report: Report, hook: Channel) -> None:
     """All that is done for a Prolog."""
-    child.leave_job()
-    child.let_go({hook.fileno()})
-    child.tell(hook, "begun")
+    hook.begin()
+    hook.send(Message("ready"))
     hook.close()
     # What a user's login would have, as far as enroot's configuration goes by it.
     user = pwd.getpwuid(job.user.uid)
     variables = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
     environment = worker.keep_environment(variables)
     asked = Asked(request, environment, batch=True, container="", timeout="")
-    answer = _answer(node, job, asked, Nobody(GUESS))
+    answer = _answer(node, job, asked, Tasks(None, GUESS))
     if answer.image:
         report([answer.outcome])
 
 
-def _failed(job: Job, hook: socket.socket, error: BaseException | None) -> None:
-    child.tell(hook, str(error))
-    log.say(f"step job={job.id} step={job.step} result=failed detail={error!r}", by_slurm=True)
-
-
-def _answer(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
+def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
     """What the request comes to; never raises for what a registry, a user or the disk does."""
     start = node.clock.monotonic()
     try:
@@ -202,7 +185,7 @@ class Worked(msgspec.Struct, frozen=True):
     path: str
 
 
-def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
+def _obtained(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
     """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
     done = _worked(node, job, asked, tasks)
     answer = _staged(node, job, done.path, asked, tasks)
@@ -210,7 +193,7 @@ def _obtained(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Answer:
     return msgspec.structs.replace(answer, outcome=outcome)
 
 
-def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
+def _worked(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
     """Has a worker obtain the image. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and user_messages.is_first_node(job)
     digest = name = ""
@@ -243,7 +226,7 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Waiting) -> Worked:
     raise Failed("helper", "the process that imports died")
 
 
-def _entering(job: Job, tasks: Waiting) -> Callable[[], None]:
+def _entering(job: Job, tasks: Tasks) -> Callable[[], None]:
     """Has the worker go to the cgroups of a task: bounded by what the step may take.
 
     Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
@@ -275,7 +258,7 @@ def _bounded(node: Node, job: Job, taken: contextlib.ExitStack) -> Callable[[], 
 
 
 @contextlib.contextmanager
-def _leaving(job: Job, tasks: Waiting) -> Iterator[None]:
+def _leaving(job: Job, tasks: Tasks) -> Iterator[None]:
     """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
     found = child.of_task(job.manager) if job.manager else None
     try:
@@ -330,7 +313,7 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
     )
 
 
-def _words(at_work: Worker, tasks: Waiting) -> Iterator[Word]:
+def _words(at_work: Worker, tasks: Tasks) -> Iterator[Word]:
     """What the worker says, until it ends.
 
     Raises Declined once nobody waits for it any more, or where it says nothing for too long.
@@ -351,7 +334,7 @@ def _words(at_work: Worker, tasks: Waiting) -> Iterator[Word]:
             )
 
 
-def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Waiting) -> Answer:
+def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answer:
     """The file, as any other that a user names: only where they may read it."""
     request = Request(path, asked.request.via, IMPORTED)
     if job.step is None:

@@ -37,7 +37,7 @@ from forestage.stage.source import Finder, OpenImage
 from forestage.units import printable
 
 if TYPE_CHECKING:
-    from forestage.stage.stager import Channel
+    from forestage.system.holder import Channel
 
 SOURCES: Mapping[Kind, Finder] = {
     "image": Files("image"),

@@ -3,71 +3,32 @@
 They hear lines of the helper's language (hooks/step.py), a packet each (src/spank/later.c).
 """
 
-import contextlib
-import os
-import select
 import socket
 import time
 from pathlib import Path
-from typing import Protocol
 
 from forestage.errors import Declined
+from forestage.system import holder
+from forestage.system.holder import Guests
 from forestage.units import printable
 
 LAST = 5.0  # seconds from the last task's end; another may come a little later
 TURN = 0.25  # seconds between two looks who waits
-MOST_TASKS = 1024  # that wait at once; others stand in line
 GONE = "the step has ended, nobody waits for its image"
-
-
-class Waiting(Protocol):
-    """Who waits for the image."""
-
-    @property
-    def have_gone(self) -> bool: ...
-    @property
-    def are_over(self) -> bool: ...
-    def wait(self, fd: int) -> None: ...
-    def must_wait(self) -> None: ...
-    def speak(self, text: str) -> None: ...
-
-
-class Nobody:
-    """In the place of tasks where none are there yet: for so many seconds."""
-
-    are_over = False
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
-
-    @property
-    def have_gone(self) -> bool:
-        return time.monotonic() > self.end
-
-    def wait(self, fd: int) -> None:
-        select.select([fd], [], [], TURN)
-
-    def must_wait(self) -> None:
-        """What comes of it is for later."""
-
-    def speak(self, text: str) -> None:
-        """Nobody reads it."""
 
 
 class Tasks:
     """The tasks that wait at a socket. Each hears all that was said, whenever it came."""
 
-    def __init__(self, path: Path, first: float) -> None:
-        """`first` is how many seconds the first one may take to come."""
+    def __init__(self, path: Path | None, first: float) -> None:
+        """`first` is how many seconds the first one may take to come.
+
+        None comes without a `path`, before the job has any: then the work may take so long.
+        """
         self.path = path
-        path.unlink(missing_ok=True)  # of a step of that number before a requeue
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mask = os.umask(0o177)
-        self.listener.bind(os.fspath(path))
-        os.umask(mask)
-        self.listener.listen(MOST_TASKS)
-        self.listener.setblocking(False)
-        self.connections: list[socket.socket] = []
+        # One of a step of that number before a requeue gives way.
+        listener = holder.listen(path) if path else None
+        self.guests = Guests(listener, self._answer, self._greet)
         self.lines: list[bytes] = []
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever
@@ -76,25 +37,25 @@ class Tasks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.path.unlink(missing_ok=True)
-        for one in (*self.connections, self.listener):
-            one.close()
+        if self.path:
+            self.path.unlink(missing_ok=True)
+        self.guests.close()
 
     @property
     def have_gone(self) -> bool:
         """Whether nobody waits any more, or nobody came."""
-        return not self.connections and time.monotonic() - self.alone > self.limit
+        return not self.guests.connections and time.monotonic() - self.alone > self.limit
 
     @property
     def are_there(self) -> bool:
         """Whether a task waits at this moment: its job is not over then."""
         self._look(-1, 0.0)
-        return bool(self.connections)
+        return bool(self.guests.connections)
 
     @property
     def are_over(self) -> bool:
         """Whether the job's Epilog has been here: it deletes the socket before the lease."""
-        return not self.path.exists()
+        return self.path is not None and not self.path.exists()
 
     def must_wait(self) -> None:
         """Raises Declined where the last task has ended and no other comes; before the first, none.
@@ -111,18 +72,8 @@ class Tasks:
         self._look(fd, TURN)
 
     def _look(self, fd: int, seconds: float) -> None:
-        poll = select.poll()
-        open_to_more = [self.listener] * (len(self.connections) < MOST_TASKS)
-        for one in (*self.connections, *open_to_more):
-            poll.register(one.fileno(), select.POLLIN)
-        if fd >= 0:
-            poll.register(fd, select.POLLIN)
-        ready = {number for number, _ in poll.poll(seconds * 1000)}
-        for one in [one for one in self.connections if one.fileno() in ready]:
-            self._drop(one)  # a task says nothing: it has ended
-        if self.listener.fileno() in ready:
-            self._accept()
-        if self.connections:
+        self.guests.attend(seconds, fd)
+        if self.guests.connections:
             self.alone, self.limit, self.came = time.monotonic(), LAST, True
 
     def speak(self, text: str) -> None:
@@ -133,25 +84,18 @@ class Tasks:
         """A line of the helper's language (hooks/step.py)."""
         line = "\t".join(fields).encode(errors="backslashreplace")
         self.lines.append(line)
-        for one in [*self.connections]:
-            self._send(one, line)
+        for task in [*self.guests.connections.values()]:
+            self._send(task, line)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while len(self.connections) < MOST_TASKS:
-                made, _ = self.listener.accept()
-                made.setblocking(False)
-                self.connections.append(made)
-                for line in self.lines:
-                    self._send(made, line)
+    def _greet(self, task: socket.socket) -> None:
+        for line in self.lines:
+            self._send(task, line)
 
-    def _send(self, one: socket.socket, line: bytes) -> None:
+    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
+        """A task says nothing."""
+
+    def _send(self, task: socket.socket, line: bytes) -> None:
         try:
-            one.send(line, socket.MSG_NOSIGNAL)
+            task.send(line, socket.MSG_NOSIGNAL)
         except OSError:  # it has ended, or reads nothing
-            self._drop(one)
-
-    def _drop(self, one: socket.socket) -> None:
-        if one in self.connections:
-            self.connections.remove(one)
-            one.close()
+            self.guests.drop(task)

@@ -1,19 +1,14 @@
 """The detached process that copies one key. It outlives the hook that started it.
 
-Slurm kills a Prolog's process group at its timeout and again at its normal end, so the stager
-leaves the group, the session and the hook's output before the hook goes on. It holds the key's lock
-as long as it lives; whoever else wants the key waits for the entry, or for the lock to be free. It
-tells the hook how it goes by messages over a socket pair, and nobody minds if that hook is gone.
+It holds the key's lock (system/holder.py): whoever else wants the key waits for the entry, or for
+the lock to be free.
 """
 
 import contextlib
 import signal
-import socket
 import threading
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal
-
-import msgspec
+from functools import partial
+from typing import TYPE_CHECKING
 
 from forestage import events, log
 from forestage.cache import redirect
@@ -21,90 +16,27 @@ from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed, of_disk
 from forestage.events import Copied
 from forestage.stage.task import Task
-from forestage.system import child, lock
+from forestage.system import holder, lock
+from forestage.system.holder import Channel, Life, Message
 from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.stage.pipeline import Figures
 
+STAGER = Life(PROCESS_NAME, "copy")
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
-
-
-class Message(msgspec.Struct, frozen=True):
-    """What a stager tells the hook that started it.
-
-    First `started`, once it has left the hook's session; last `busy` (another stager has the key),
-    `found` (another has just published it), `published` or `failed`, with `node_failed` where the
-    node is at fault and not the request. An end without a last message: it was killed.
-    """
-
-    state: Literal["started", "busy", "found", "published", "failed"]
-    reason: str = ""
-    detail: str = ""
-    node_failed: bool = False
-
-
-class Channel:
-    """One end of the socket pair between a hook and its stager."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-
-    def __enter__(self) -> "Channel":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def fileno(self) -> int:
-        return self._end.fileno()
-
-    def close(self) -> None:
-        self._end.close()
-
-    def send(self, message: Message) -> None:
-        """Sends a message, if the hook is still there."""
-        with contextlib.suppress(OSError):
-            self._end.send(msgspec.json.encode(message), socket.MSG_NOSIGNAL)
-
-    def recv(self, timeout: float) -> Message | None:
-        """Returns the next message; None after `timeout` seconds. Raises EOFError at the end."""
-        self._end.settimeout(max(0.001, timeout))
-        try:
-            data = self._end.recv(65536)
-        except TimeoutError:
-            return None
-        if not data:
-            raise EOFError
-        return msgspec.json.decode(data, type=Message)
 
 
 def start(task: Task) -> Channel:
     """Starts a stager; its messages arrive in the channel, which the caller closes."""
-    _, ours = child.begin(
-        lambda hook: _live(task, Channel(hook)), lambda hook, error: _failed(task, error)
-    )
-    return Channel(ours)
-
-
-def leave_hook() -> None:
-    """Goes out of the reach of what ends the hook or its job."""
-    child.stand_alone(PROCESS_NAME)
-    child.leave_job(leaf="copy")
+    return holder.start(STAGER, f"stager job={task.job.id}", partial(_live, task))
 
 
 def _live(task: Task, hook: Channel) -> None:
     """The stager's whole life."""
-    leave_hook()
     task = task.received()
-    child.let_go({hook.fileno(), task.opened.fd})
     stop = be_stager()
-    hook.send(Message("started"))
+    hook.begin(task.opened.fd)
     try:
         with lock.held(task.node.cache.key_lock(task.key), PROBE_GRACE):
             hook.send(copy(task, stop))
@@ -123,10 +55,6 @@ def be_stager() -> threading.Event:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     return stop
-
-
-def _failed(task: Task, error: BaseException | None) -> None:
-    log.say(f"stager job={task.job.id} result=failed detail={error!r}", by_slurm=True)
 
 
 def _redirect_waiting(task: Task) -> None:

@@ -22,12 +22,11 @@ from forestage.system import lock
 from forestage.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from forestage.stage.stager import Channel, Message
+    from forestage.system.holder import Channel, Message
 
 Came = Literal["hit", "joined", "copied"]
 
 TRIES = 3  # stagers that may be killed under one hook before it gives up
-HANDSHAKE = 5.0  # seconds in which a stager leaves the hook's session, which Slurm will kill
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between polls; many hooks may wait for one copy
 OBSERVE = 2.0  # seconds of a copy that show its rate
 SPEEDUP_MARGIN = 1.3  # give up only if even a copy so much faster than seen misses the deadline
@@ -109,10 +108,7 @@ def _started(node: Node, job: Job, opened: OpenImage) -> "Channel":
     from forestage.stage import stager
     from forestage.stage.task import Task
 
-    channel = stager.start(Task(node, job, opened))
-    with contextlib.suppress(EOFError):  # killed already; who waits for it finds out
-        channel.recv(HANDSHAKE)
-    return channel
+    return stager.start(Task(node, job, opened))
 
 
 Poll = Callable[[float], StagerEnd | None]
@@ -129,10 +125,7 @@ def _end_of(channel: "Channel", node: Node, wanted: Image) -> Poll:
             node.clock.sleep(seconds)
             free = lock.is_free(node.cache.key_lock(wanted.key))
             return StagerEnd(own=False) if free else None
-        try:
-            message = channel.recv(seconds)
-        except EOFError:
-            return StagerEnd(own=True)
+        message = channel.recv(seconds)
         is_other = message is not None and message.state == "busy"
         if message is None or message.state in ("started", "busy"):
             return None

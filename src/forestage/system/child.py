@@ -18,7 +18,6 @@ from forestage.system import libc
 NO_LIMIT = 1 << 60  # bytes
 PLACED = 3.0  # seconds in which Slurm puts a task where it is to run
 PAUSE = 0.01  # seconds between two tries
-WORDS = 4096  # bytes of what a process tells who has started it
 
 
 def begin(
@@ -35,21 +34,6 @@ def begin(
         live(partial(life, theirs), partial(failed, theirs))
     theirs.close()
     return pid, ours
-
-
-def tell(starter: socket.socket, text: str) -> None:
-    """Tells who has started this process, if that still listens."""
-    with contextlib.suppress(OSError):
-        starter.send(text.encode(errors="backslashreplace")[:WORDS], socket.MSG_NOSIGNAL)
-
-
-def heard(process: socket.socket, patience: float, silent: str) -> str:
-    """What a process tells next; "" if it ended, `silent` if it says nothing for so long."""
-    process.settimeout(patience)
-    try:
-        return process.recv(WORDS).decode(errors="replace")
-    except TimeoutError:
-        return silent
 
 
 def live(life: Callable[[], None], failed: Callable[[BaseException | None], None]) -> NoReturn:

@@ -89,7 +89,10 @@ def _asked(fd: int, work: Callable[[At], None], limit: float) -> Hang | None:
     _say(fd, FORKED)
     pid, ours = child.begin(partial(_live, fd, work), _failed)
     with ours:
-        if child.heard(ours, max(limit, 0.001), FORKED) == FORKED:
+        ours.settimeout(max(limit, 0.001))
+        try:
+            ours.recv(1)  # it says nothing, and ends
+        except TimeoutError:
             return _hang(fd)
     with contextlib.suppress(ChildProcessError):  # somebody has collected it
         os.waitpid(pid, 0)

@@ -18,16 +18,6 @@ ANSWER = 5.0  # seconds for who holds it
 WORDS = 1000  # bytes of an answer
 
 
-def listener(name: Path) -> socket.socket:
-    """Listens at this path for those who ask. Raises OSError, also for a path too long."""
-    name.unlink(missing_ok=True)
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.bind(os.fspath(name))
-    made.listen(128)
-    made.setblocking(False)
-    return made
-
-
 def give(connection: socket.socket, asked: bytes, point: str) -> None:
     """Answers what was asked with the mount at `point` of this process' namespace."""
     with contextlib.suppress(OSError):  # the task is gone

@@ -10,10 +10,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-from forestage import events, log
+from forestage import events
 from forestage.errors import Declined
 from forestage.stage.task import Task
-from forestage.system import child, folders, fuse, lock
+from forestage.system import child, folders, fuse, holder, lock
+from forestage.system.holder import SAFEST, Channel, Life, Message
 from forestage.through import living
 from forestage.through.living import PROCESS_NAME, states
 
@@ -23,8 +24,7 @@ MOST, MOST_OF_USER = 7, 4
 A keeper and its server take 17 MiB, 33 once all threads have read: no more than 256 for the node.
 """
 
-SAFEST = -1000  # oom_score_adj: a killed keeper and server are a job's I/O error
-SILENT = "its keeper does not answer"
+KEEPER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
 PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
 ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
 
@@ -44,16 +44,11 @@ def start(task: Task, wait: bool = True) -> Path:
     if child.is_in_job():  # others may come to read, and it would take them with it
         raise Declined("no-through", "the step is in its job's own PID or user namespace")
     must_be_allowed(spot, task.opened.user.uid)
-    _, ours = child.begin(partial(_live, task, spot), partial(_failed, task.image.path))
-    with ours:
-        # First that it has left the hook's session, which Slurm will kill.
-        said = child.heard(ours, living.START, SILENT)
-        if said == "begun" and wait:
-            said = child.heard(ours, living.START, SILENT)
-    if said == "busy" and _comes(spot / "sock"):
-        said = "ready"
-    if said not in ("begun", "ready"):
-        raise Declined("no-through", said or "its keeper died")
+    about = f"keeper image={events.field(task.image.path)}"
+    with holder.start(KEEPER, about, partial(_live, task, spot)) as channel:
+        there = not wait or channel.await_ready(living.START, "no-through")
+    if not there and not _comes(spot / "sock"):
+        raise Declined("no-through", "another keeper of it does not answer")
     return spot / "sock"
 
 
@@ -86,22 +81,14 @@ def _comes(path: Path) -> bool:
     return False
 
 
-def _live(task: Task, spot: Path, hook: socket.socket) -> None:
+def _live(task: Task, spot: Path, hook: Channel) -> None:
     """The keeper's whole life."""
-    child.stand_alone(PROCESS_NAME)
-    child.leave_job(SAFEST)
-    child.tell(hook, "begun")
     task = task.received()
-    child.let_go({hook.fileno(), task.opened.fd})
+    hook.begin(task.opened.fd)
     from forestage.through.keeping import Keeper
 
     try:
         with lock.held(spot / "lock", PROBED):
             Keeper(task, spot, must_be_allowed).run(hook)
     except lock.Busy:
-        child.tell(hook, "busy")
-
-
-def _failed(path: str, hook: socket.socket, error: BaseException | None) -> None:
-    child.tell(hook, str(error))
-    log.say(f"keeper image={events.field(path)} result=failed detail={error!r}", by_slurm=True)
+        hook.send(Message("busy"))

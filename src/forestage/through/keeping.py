@@ -17,7 +17,6 @@ both end.
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import time
@@ -31,14 +30,14 @@ import forestage
 from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import Task
-from forestage.system import child, fuse, mounts
+from forestage.system import child, fuse, holder, mounts
+from forestage.system.holder import Channel, Guests, Message
 from forestage.through import clones, living, server
 from forestage.through.living import SERVER_NAME, State
 from forestage.through.local import Local
 from forestage.through.memory import Common, Generation
 from forestage.through.server import Served, Server
 
-MOST_TASKS = 512  # connections at once; others stand in line
 TURN = 0.25  # seconds between two looks at the server
 SILENT = 3.0  # seconds without a beat, after which a server is replaced
 LAST = 2.0  # seconds for steps that were told to come just before the copy was whole
@@ -80,8 +79,7 @@ class Keeper:
         self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
-        self.listener: socket.socket | None = clones.listener(spot / "sock.new")
-        self.connections: dict[int, socket.socket] = {}
+        self.guests = Guests(holder.listen(spot / "sock.new"), self._answer)
         self.lines = [os.open(fuse.DEVICE, os.O_RDWR)]
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
@@ -94,7 +92,7 @@ class Keeper:
         self.mode = self.served.attributes.mode
         fuse.mount(self.lines[0], FILE, self.mode)
 
-    def run(self, hook: socket.socket) -> None:
+    def run(self, hook: Channel) -> None:
         """Keeps the file until its last mount has gone; says `ready` once it can be read.
 
         Raises Declined, OSError.
@@ -110,7 +108,7 @@ class Keeper:
             raise Declined("no-through", "this kernel cannot show the file's ACL")
         self._write_state()
         os.rename("sock.new", "sock", src_dir_fd=self.spot, dst_dir_fd=self.spot)
-        child.tell(hook, "ready")
+        hook.send(Message("ready"))
         hook.close()
         self._keep()
 
@@ -121,7 +119,8 @@ class Keeper:
 
     def _keep(self) -> None:
         while True:
-            self._attend(TURN)
+            if self.guests.attend(TURN, self.wake.fileno()):
+                self.wake.recv(4096)
             if self._reap():
                 break
             self._look_after_server()
@@ -238,46 +237,16 @@ class Keeper:
 
     # Tasks
 
-    def _attend(self, seconds: float) -> None:
-        """Answers what tasks ask, or returns when there is nothing for so long."""
-        poll = select.poll()
-        full = len(self.connections) >= MOST_TASKS
-        for file in (self.wake, None if full else self.listener, *self.connections.values()):
-            if file is not None:
-                poll.register(file, select.POLLIN)
-        for fd, _ in poll.poll(seconds * 1000):
-            if fd == self.wake.fileno():
-                self.wake.recv(4096)
-            elif fd in self.connections:
-                self._answer(self.connections[fd])
-            elif self.listener is not None:
-                made, _ = self.listener.accept()
-                made.setblocking(False)
-                self.connections[made.fileno()] = made
-
-    def _answer(self, connection: socket.socket) -> None:
-        try:
-            asked, fds, _, _ = socket.recv_fds(connection, 64, 1)
-        except BlockingIOError:
+    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
+        if asked != b"serve" or not fds:
+            clones.give(task, asked, FILE)
             return
-        except OSError:
-            asked, fds = b"", []
-        if not asked:
-            del self.connections[connection.fileno()]
-            connection.close()
-            return
+        os.set_inheritable(fds[0], False)
+        self.lines.append(fds.pop())
         with contextlib.suppress(OSError):  # the task is gone
-            self._do(asked, fds, connection)
-
-    def _do(self, asked: bytes, fds: list[int], task: socket.socket) -> None:
-        if asked == b"serve" and fds:
-            os.set_inheritable(fds[0], False)
-            self.lines.append(fds[0])
             # Its successor has the new line: what it had received is not lost.
             os.kill(self.generations[-1][0], signal.SIGKILL)
             task.send(f"ok {fuse.mount_options(self.mode)}".encode())
-        else:
-            clones.give(task, asked, FILE)
 
     def _let_go(self) -> None:
         """Takes the keeper's own mount off when no task will ask for it any more."""
@@ -287,10 +256,9 @@ class Keeper:
         if not self.common.whole:
             self.partial = now
         over = now - self.partial > LAST or now - self.needed > UNNEEDED
-        if self.listener is not None and over and not self.connections:
+        if over and self.guests.listener and not self.guests.connections:
             os.unlink("sock", dir_fd=self.spot)
-            self.listener.close()
-            self.listener = None
+            self.guests.close()
             mounts.umount(FILE)
 
 

@@ -223,7 +223,7 @@ def test_nobody_waits_once_the_last_task_has_gone(
     second.close()
     while not tasks.have_gone:
         tasks.wait(-1)
-    assert tasks.connections == []
+    assert tasks.guests.connections == {}
 
 
 def test_first_task_is_waited_for(tasks: Tasks) -> None:
@@ -276,7 +276,7 @@ def test_lease_that_came_after_the_epilog_is_given_back(
 
 def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) -> None:
     deaf, other = task(tasks), task(tasks)
-    while len(tasks.connections) == 2:
+    while len(tasks.guests.connections) == 2:
         tasks.say("say", "x" * 10_000)
         assert len(other.recv(20_000)) > 10_000
     tasks.say("end")
@@ -351,7 +351,7 @@ def test_prologs_worker_is_bounded(
 
     monkeypatch.setattr(registry.worker, "start", start)
     with pytest.raises(Declined, match="it is none"):
-        registry._worked(stored(staging_node), asking, asked, waiting.Nobody(60.0))
+        registry._worked(stored(staging_node), asking, asked, Tasks(None, 60.0))
     assert seen == ["enters 0", "leaves 0"]
 
 

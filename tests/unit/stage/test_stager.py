@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from forestage.errors import Declined, Failed, Stopped
 from forestage.slurm.job import Job
 from forestage.stage import pipeline, stager
 from forestage.stage.source import OpenImage, Truncated, Unreadable
-from forestage.stage.stager import Channel, Message
 from forestage.stage.task import Task
 from forestage.system import as_user, child, lock
+from forestage.system.holder import Channel, Message
 
 Said = Callable[[], list[str]]
 
@@ -59,9 +58,8 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Said:
 def messages(task: Task) -> list[Message]:
     """Starts a stager and listens until its end."""
     heard = []
-    with stager.start(task) as channel, contextlib.suppress(EOFError):
-        while True:
-            message = channel.recv(600)
+    with stager.start(task) as channel:
+        while (message := channel.recv(600)) != Message("died"):
             assert message is not None
             heard.append(message)
     return heard
@@ -99,8 +97,7 @@ def test_failed_copy_has_its_message_its_event_and_its_line(
     task: Task, monkeypatch: Patch, said: Said, error: Exception, reason: str, node_failed: bool
 ) -> None:
     fail_with(error, monkeypatch)
-    started, last = messages(task)
-    assert started == Message("started")
+    (last,) = messages(task)
     assert (last.state, last.reason, last.node_failed) == ("failed", reason, node_failed)
     assert last.detail
     (event,) = events.read(task.node.places.events)
@@ -114,7 +111,7 @@ def test_failed_copy_has_its_message_its_event_and_its_line(
 
 def test_published_copy_has_its_event_and_its_line(task: Task, said: Said) -> None:
     """The hook that asked may be long gone."""
-    assert messages(task) == [Message("started"), Message("published")]
+    assert messages(task) == [Message("published")]
     (event,) = events.read(task.node.places.events)
     outcome = event.outcome
     assert (event.hook, outcome.result, outcome.key) == ("stager", "copied", task.key)
@@ -155,7 +152,7 @@ def test_entry_that_another_stager_has_just_published_is_found(
     task: Task, publish: Callable[[Image], object], said: Said
 ) -> None:
     publish(task.image)
-    assert messages(task) == [Message("started"), Message("found")]
+    assert messages(task) == [Message("found")]
     assert not list(task.node.cache.parts.iterdir())
     assert said() == []
 
@@ -173,31 +170,6 @@ def test_event_that_cannot_be_written_changes_no_message(
     last = messages(task)[-1]
     assert (last.reason, last.node_failed) == ("changed", False)
     assert "result=unrecorded" in said()[-1]
-
-
-def channels() -> tuple[Channel, Channel]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Channel(ours), Channel(theirs)
-
-
-def test_messages_arrive_whole_and_in_order() -> None:
-    sent = [Message("started"), Message("failed", "no-room", "ü" * 2000, node_failed=True)]
-    ours, theirs = channels()
-    with ours:
-        for message in sent:
-            theirs.send(message)
-        assert [ours.recv(600), ours.recv(600)] == sent
-        assert ours.recv(0) is None
-        theirs.close()
-        with pytest.raises(EOFError):
-            ours.recv(600)
-
-
-def test_message_to_a_hook_that_is_gone_is_no_error() -> None:
-    ours, theirs = channels()
-    ours.close()
-    with theirs:
-        theirs.send(Message("published"))
 
 
 def test_stager_leaves_the_hooks_session_output_and_locks(
@@ -223,10 +195,10 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
         send(channel, message)
 
     monkeypatch.setattr(Channel, "send", look_around_and_send)
-    monkeypatch.setattr(child, "leave_job", lambda leaf: left.append(leaf))
+    monkeypatch.setattr(child, "leave_job", lambda _, leaf: left.append(leaf))
     monkeypatch.setattr(pipeline, "run", lambda *_: None)
     with lock.held(task.node.cache.space_lock, 0):
-        assert messages(task) == [Message("started"), Message("published")]
+        assert messages(task) == [Message("published")]
     assert msgspec.json.decode((tmp_path / "started").read_bytes()) == {
         "session": True,
         "left": ["copy"],
@@ -238,7 +210,7 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
 
 def test_key_that_has_a_stager_gets_no_second_one(task: Task) -> None:
     with lock.held(task.node.cache.key_lock(task.key), 0):
-        assert messages(task) == [Message("started"), Message("busy")]
+        assert messages(task) == [Message("busy")]
     assert not list(task.node.cache.parts.iterdir())
 
 
@@ -255,7 +227,7 @@ def test_stager_never_returns_into_the_hooks_code(
         if os.getpid() != here:
             (tmp_path / "two of us").touch()
             os._exit(1)
-    assert [message.state for message in heard] == ["started", "published"][: 1 if error else 2]
+    assert [message.state for message in heard] == ["died" if error else "published"]
     assert not (tmp_path / "two of us").exists()
     assert lock.is_free(task.node.cache.key_lock(task.key))
     assert error is None or repr(error) in said()[-1]

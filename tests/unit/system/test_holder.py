@@ -1,0 +1,375 @@
+"""A holder: what it tells who started it, what it leaves, who is connected to it, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage import log
+from forestage.errors import Declined
+from forestage.system import child, holder, lock
+from forestage.system.holder import Channel, Guests, Life, Message
+
+Patch = pytest.MonkeyPatch
+LIFE = Life("holder")
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: Patch) -> Callable[[], str]:
+    """What is logged in whatever process."""
+
+    def say(line: str, by_slurm: bool) -> None:
+        with (tmp_path / "log").open("a") as lines:
+            lines.write(line + "\n")
+
+    monkeypatch.setattr(log, "say", say)
+    return (tmp_path / "log").read_text
+
+
+@pytest.fixture(autouse=True)
+def stays(monkeypatch: Patch) -> list[tuple[int, str]]:
+    """Where it goes from its cgroups, in place of going there."""
+    gone: list[tuple[int, str]] = []
+    monkeypatch.setattr(child, "leave_job", lambda adj, leaf: gone.append((adj, leaf)))
+    return gone
+
+
+@pytest.fixture(autouse=True)
+def none_left(monkeypatch: Patch) -> Iterator[None]:
+    """Also of a test that fails."""
+    begin, pids = child.begin, list[int]()
+
+    def noted(*works: Callable[..., None]) -> tuple[int, socket.socket]:
+        pid, ours = begin(*works)
+        pids.append(pid)
+        return pid, ours
+
+    monkeypatch.setattr(child, "begin", noted)
+    yield
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: Patch) -> str:
+    """The path of a socket, however long the test's directory is."""
+    monkeypatch.chdir(tmp_path)
+    return "sock"
+
+
+def ended(channel: Channel) -> None:
+    os.waitpid(channel.pid, 0)
+    channel.close()
+
+
+def channels() -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours), Channel(theirs)
+
+
+def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
+    sent = [Message("busy"), Message("failed", "no-room", "ü" * 2000, node_failed=True)]
+    ours, theirs = channels()
+    with ours:
+        for message in sent:
+            theirs.send(message)
+        assert [ours.recv(600), ours.recv(600)] == sent
+        assert ours.recv(0) is None
+        theirs.close()
+        assert [ours.recv(600), ours.recv(600)] == [Message("died")] * 2
+
+
+def test_message_to_a_hook_that_is_gone_is_no_error() -> None:
+    ours, theirs = channels()
+    ours.close()
+    with theirs:
+        theirs.send(Message("published"))
+
+
+def test_hook_goes_on_only_after_the_holder_has_left_its_session() -> None:
+    """Slurm kills the hook's process group at its end, also of one that may not wait."""
+
+    def work(hook: Channel) -> None:
+        hook.begin()
+        hook.send(Message("ready"))
+        signal.pause()
+
+    with holder.start(LIFE, "it", work, 600.0) as channel:
+        assert channel.recv(600) == Message("ready"), "it has waited for the first message"
+        assert os.getsid(channel.pid) == channel.pid == os.getpgid(channel.pid)
+        assert Path(f"/proc/{channel.pid}/comm").read_text() == "holder\n"
+        assert os.readlink(f"/proc/{channel.pid}/cwd") == "/"
+        os.kill(channel.pid, signal.SIGKILL)
+        ended(channel)
+
+
+def test_holder_keeps_nothing_of_the_hook_but_what_it_names(tmp_path: Path) -> None:
+    """slurmd waits for who has its hook's output; a copy of a lock's descriptor keeps the lock."""
+    kept = os.open(tmp_path / "kept", os.O_CREAT | os.O_RDWR)
+
+    def work(hook: Channel) -> None:
+        hook.begin(kept)
+        signal.pause()
+
+    with lock.held(tmp_path / "lock", 0), holder.start(LIFE, "it", work, 600.0) as channel:
+        links = [os.readlink(file) for file in Path(f"/proc/{channel.pid}/fd").iterdir()]
+        assert sorted(one for one in links if not one.startswith("socket:")) == [
+            *["/dev/null"] * 3,
+            os.fspath(tmp_path / "kept"),
+        ]
+        os.kill(channel.pid, signal.SIGKILL)
+        ended(channel)
+    os.close(kept)
+
+
+@pytest.mark.parametrize(
+    ("life", "gone"),
+    [
+        (Life("x"), [(0, "serve")]),
+        (Life("x", "copy", holder.SAFEST), [(holder.SAFEST, "copy")]),
+        (Life("x", None), []),  # its work is to end with the step
+    ],
+)
+def test_holder_leaves_the_steps_cgroups_unless_it_is_to_end_with_the_step(
+    life: Life, gone: list[tuple[int, str]], stays: list[tuple[int, str]]
+) -> None:
+    def work(hook: Channel) -> None:
+        hook.begin()
+        hook.send(Message("ready" if stays == gone else "failed"))
+
+    with holder.start(life, "it", work) as channel:
+        assert channel.recv(600) == Message("ready")
+        ended(channel)
+
+
+@pytest.mark.parametrize("began", [True, False])
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (OSError("broken \udcff"), "broken \\udcff"),
+        (Declined("x", "none here"), "none here"),
+        (KeyboardInterrupt(), "KeyboardInterrupt()"),
+        (SystemExit(0), "0"),
+    ],
+)
+def test_error_that_ends_a_holder_is_told_and_logged(
+    began: bool, error: BaseException, detail: str, said: Callable[[], str]
+) -> None:
+    here = os.getpid()
+
+    def work(hook: Channel) -> None:
+        if began:
+            hook.begin()
+        raise error
+
+    try:
+        channel = holder.start(LIFE, "it", work, 600.0)
+    finally:
+        if os.getpid() != here:
+            os._exit(99)  # it came back into the hook's code
+    with pytest.raises(Declined) as caught:
+        channel.await_ready(600.0, "why")
+    assert (caught.value.reason, str(caught.value)) == ("why", detail)
+    assert os.waitstatus_to_exitcode(os.waitpid(channel.pid, 0)[1]) == 1
+    channel.close()
+    assert said() == f"it result=failed detail={error!r}\n"
+
+
+def killed(hook: Channel) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("work", "why"),
+    [
+        (killed, "its process died"),
+        (lambda hook: hook.begin(), "its process died"),
+        (lambda hook: hook.send(Message("failed", "x", "a copy's")), "a copy's"),
+    ],
+)
+def test_holder_that_cannot_be_asked_is_why_not(work: Callable[[Channel], None], why: str) -> None:
+    with holder.start(LIFE, "it", work) as channel:
+        with pytest.raises(Declined, match=why):
+            channel.await_ready(600.0, "why")
+        ended(channel)
+
+
+def test_holder_that_says_nothing_is_not_waited_for() -> None:
+    with holder.start(LIFE, "it", lambda hook: signal.pause(), 0.05) as channel:
+        with pytest.raises(Declined, match="does not answer"):
+            channel.await_ready(0.05, "why")
+        os.kill(channel.pid, signal.SIGKILL)
+        ended(channel)
+
+
+@pytest.mark.parametrize(("state", "ready"), [("ready", True), ("busy", False)])
+def test_starter_hears_whether_it_or_another_holds_it(state: str, ready: bool) -> None:
+    def work(hook: Channel) -> None:
+        hook.begin()
+        hook.send(Message(state))  # type: ignore[arg-type]
+
+    with holder.start(LIFE, "it", work) as channel:
+        assert channel.await_ready(600.0, "why") is ready
+        ended(channel)
+
+
+# Guests
+
+
+@pytest.fixture
+def guests(path: str) -> Iterator[Guests]:
+    """They hear what they ask."""
+    made = Guests(holder.listen(Path(path)), lambda guest, asked, fds: guest.sendall(asked))
+    yield made
+    made.close()
+
+
+def guest(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(60)
+    made.connect(path)
+    return made
+
+
+def test_socket_is_roots_alone_and_takes_the_place_of_an_older_one(path: str) -> None:
+    Path(path).touch(0o666)
+    with holder.listen(Path(path)):
+        assert Path(path).stat().st_mode & 0o777 == 0o600
+
+
+def test_each_guest_gets_its_answer_until_it_has_gone(guests: Guests, path: str) -> None:
+    first, second = guest(path), guest(path)
+    while len(guests.connections) < 2:
+        guests.attend(None)
+    for one in (second, first):
+        one.send(b"asked")
+        guests.attend(None)
+        assert one.recv(100) == b"asked"
+    first.close()
+    guests.attend(None)
+    assert len(guests.connections) == 1
+    second.close()
+    guests.attend(None)
+    assert guests.connections == {}
+
+
+def test_more_guests_than_there_may_be_stand_in_line(
+    guests: Guests, path: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(holder, "MOST", 1)
+    first, second = guest(path), guest(path)
+    second.send(b"second")
+    guests.attend(None)
+    guests.attend(0.0)
+    assert len(guests.connections) == 1
+    first.close()
+    thread = threading.Thread(target=lambda: [guests.attend(60.0) for _ in range(3)])
+    thread.start()
+    assert second.recv(100) == b"second"
+    second.close()
+    thread.join()
+
+
+def test_guest_that_reads_nothing_holds_up_no_other(path: str) -> None:
+    blocking: list[bool] = []
+    made = Guests(
+        holder.listen(Path(path)), lambda one, asked, fds: blocking.append(one.getblocking())
+    )
+    with guest(path) as deaf:
+        deaf.send(b"asked")
+        while not blocking:
+            made.attend(None)
+    made.close()
+    assert blocking == [False]
+
+
+def test_descriptor_that_nobody_takes_is_closed(path: str) -> None:
+    taken: list[int] = []
+
+    def take(one: socket.socket, asked: bytes, fds: list[int]) -> None:
+        if asked == b"take":
+            taken.append(fds.pop())
+        else:
+            taken.extend(fds)
+
+    made = Guests(holder.listen(Path(path)), take)
+    with guest(path) as one:
+        made.attend(None)
+        for asked in (b"take", b"leave"):
+            socket.send_fds(one, [asked], [0])
+            made.attend(None)
+    made.close()
+    kept, closed = taken
+    os.close(kept)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(closed)
+
+
+def test_guest_that_comes_is_greeted(path: str) -> None:
+    greeted = Guests(holder.listen(Path(path)), print, lambda one: one.sendall(b"hello"))
+    with guest(path) as one:
+        greeted.attend(None)
+        assert one.recv(100) == b"hello"
+    greeted.close()
+
+
+def test_what_else_is_there_to_read_is_told(guests: Guests) -> None:
+    ours, theirs = os.pipe()
+    silent, never = os.pipe()
+    os.write(theirs, b"x")
+    assert guests.attend(None, -1, ours, silent) == {ours}
+    assert guests.attend(0.0, -1, silent) == set()
+    for fd in (ours, theirs, silent, never):
+        os.close(fd)
+
+
+def test_once_closed_it_takes_no_guests_but_goes_on(guests: Guests, path: str) -> None:
+    one = guest(path)
+    guests.attend(None)
+    guests.close()
+    assert one.recv(1) == b""
+    assert guests.attend(0.0) == set()
+    one.close()
+    with pytest.raises(ConnectionRefusedError):
+        guest(path)
+
+
+# Its directory
+
+HOLDS = """
+import os, signal, sys
+from forestage.system import holder
+held = holder.hold(os.open(sys.argv[1], os.O_RDONLY))
+signal.pause()
+"""
+
+
+def test_holder_of_a_directory_is_ended_by_its_lock(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", HOLDS, os.fspath(tmp_path)])
+    while not (tmp_path / "held").exists() or not (tmp_path / "held").read_text():
+        os.sched_yield()
+    reaper = threading.Thread(target=os.waitpid, args=(pid, 0))
+    reaper.start()
+    holder.end(tmp_path, 600.0)
+    reaper.join()
+    assert lock.is_free(tmp_path / "held")
+
+
+@pytest.mark.parametrize("left", [None, "", f"{os.getpid()}", "not a number"])
+def test_what_a_dead_holder_left_ends_nobody(tmp_path: Path, left: str | None) -> None:
+    if left is not None:
+        (tmp_path / "held").write_text(left)
+    holder.end(tmp_path, 0.0)
