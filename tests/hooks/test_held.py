@@ -20,7 +20,7 @@ from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.system import handles, mounts
-from node import ALICE, BOB, SIZE, Node, content
+from node import ALICE, BOB, SIZE, Node, children_left, content, until
 
 MIB = 1 << 20
 
@@ -73,6 +73,8 @@ def here(node: Node) -> Here:
 
 
 def evicted(node: Node, *keys: str) -> None:
+    """Nothing holds them but what the test says: a stager has its files open until it ends."""
+    until(lambda: not children_left(), "the stager's end")
     for key in keys:
         node.leases.drop(1)
         assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)
@@ -113,15 +115,27 @@ def test_nothing_is_noted_of_what_nobody_holds(node: Node) -> None:
     assert list(node.cache.held.iterdir()) == []
 
 
-def test_entry_that_several_users_had_counts_for_none_of_them(node: Node) -> None:
+def test_entry_that_several_users_had_counts_for_each_of_them_in_part(node: Node) -> None:
     path = node.staged(1)
-    node.prolog(2, path, user=BOB)
-    node.epilog(2)
+    for job in (2, 3):
+        node.prolog(job, path, user=BOB)
+        node.epilog(job)
     key = node.identity(path).key
     with opened(node.cache.image(key)):
         evicted(node, key)
         assert inventory.held(node.cache) == Held(1, SIZE)
-        assert evict.of_users(node.cache) == {0: SIZE}
+        assert evict.of_users(node.cache) == {ALICE.uid: SIZE // 2, BOB.uid: SIZE // 2}
+
+
+def test_entry_that_root_warmed_counts_for_the_users_that_it_had(node: Node) -> None:
+    path = node.staged(1)
+    key = node.identity(path).key
+    (node.cache.entry_dir(key) / "used").write_bytes(b"0")
+    node.epilog(1)
+    assert [one.user for one in node.cache.stored_entries()] == [None]
+    with opened(node.cache.image(key)):
+        evicted(node, key)
+        assert evict.of_users(node.cache) == {ALICE.uid: SIZE}
 
 
 def test_two_of_one_key_count_both(node: Node) -> None:
@@ -157,7 +171,7 @@ def test_note_of_a_process_that_was_killed_is_right_in_the_end(node: Node, kille
     with opened(gone / "image"):
         with (
             contextlib.suppress(KeyboardInterrupt),
-            held.noted(node.cache.held, gone / "image", ALICE.uid),
+            held.noted(node.cache.held, gone / "image", (ALICE.uid,)),
         ):
             if killed == "after":
                 shutil.rmtree(gone)

@@ -270,6 +270,19 @@ def test_program_begins_once_a_task_asks_and_where_slurm_has_put_that(
     assert Path(f"/proc/{found['program']}/oom_score_adj").read_text() == "0\n"
 
 
+def test_program_is_killed_for_memory_as_any_of_its_users_whatever_has_started_it(
+    mounting: Mounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "SAFEST", 300)  # any machine's root may have more, not all less
+    mounting.staged(1)
+    mounting.show(mounting.socket(1))
+    adjusted = [
+        Path(f"/proc/{mounting.processes()[one]}/oom_score_adj").read_text()
+        for one in ("keeper", "init", "program")
+    ]
+    assert adjusted == ["300\n", "300\n", "0\n"]
+
+
 def safest() -> str:
     """What root gets who asks for the least oom_score_adj: not all machines' root may have it."""
     adj = "/proc/self/oom_score_adj"

@@ -31,6 +31,7 @@ CRED_EXPIRE = 25  # seconds; 120 on most clusters
 AGAIN_AFTER = CRED_EXPIRE + 8
 LARGEST = 10 * MIB  # for the configuration; one image is larger
 CONFIG: Mapping[str, object] = {
+    "sources": ["/shared/alice", "/shared/bob", f"{tricks.SITE}/images"],
     "cold": "auto",
     "redirect": "auto",  # which is spank: the companion is there
     "max_image_size": LARGEST,
@@ -243,7 +244,7 @@ def _plan(chance: random.Random, nodes: Sequence[str]) -> Plan:
         partition = "binds" if trick == "fuse" else partition
         partition = "steps" if trick in tricks.IN_STEPS else partition
         # Who is killed at it keeps a process in the kernel, with forestage or without.
-        fate = "ends" if trick == "parked" else fate
+        fate = "ends" if trick in ("parked", "holds", "above") else fate
     return Plan(
         user=pictures[0].owner if trick == "lease" else user,
         pictures=pictures,

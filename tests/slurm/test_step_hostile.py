@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from host import wait_until
 from jobs import Site, device_and_inode
 from spec import BOB, ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
+from test_data import POINT, comment
+
+from forestage.data.serving import PROGRAMS
 
 MARK = "/shared/alice/root-was-here"
 PRELOAD = """
@@ -189,3 +194,35 @@ def test_user_who_lists_run_holds_up_no_job(site: Site, folder: str) -> None:
         assert site.srun(None, "true", user="bob").code == 0
         ran = site.srun(image, user="bob")
         assert site.saw(ran.job).sha256 == site.sha256(image)
+
+
+LEFT = "/shared/alice/became"
+BECOMES = f"""#!/bin/sh
+setsid sh -c 'echo >{LEFT}; exec sleep 4251' &
+exec sleep 4252
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="inject.c is for x86_64")
+def test_what_a_user_makes_of_the_program_ends_with_the_step(spank: Site) -> None:
+    """They may trace it, have it be anything, and leave its session. Slurm's linuxproc finds none
+    of that; its cgroups would end it, too."""
+    image = spank.image("mounted")
+    spank.cluster.run(["mkdir", "-p", POINT], user="alice")
+    inject = Path(__file__).with_name("inject.c")
+    subprocess.run(["gcc", "-o", spank.cluster.state / "inject", inject], check=True)
+    spank.cluster.write("/shared/alice/becomes", BECOMES)
+    spank.cluster.run(["chmod", "755", "/shared/alice/becomes"], user="root")
+    with spank.holding(None, comment=comment(image).removeprefix("--comment=")):
+        (pid,) = spank.named("n1", *PROGRAMS)
+        argv = ["/var/lib/cluster/inject", pid, "/shared/alice/becomes"]
+        spank.cluster.run(argv, user="alice", node="n1")
+        wait_until(spank.source(LEFT).exists, 60, lambda: "it became nothing")
+        assert len(sleeping(spank)) == 2
+    wait_until(lambda: not sleeping(spank), 60, lambda: "it lives on")
+    wait_until(lambda: not spank.named("n1", "forestage-init"), 60, lambda: "its init lives on")
+
+
+def sleeping(site: Site) -> list[str]:
+    look = ["pgrep", "-f", "sleep 425[12]"]
+    return site.cluster.run(look, user="root", node="n1", check=False).stdout.split()

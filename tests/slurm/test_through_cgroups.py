@@ -7,7 +7,6 @@ may have some.
 from __future__ import annotations
 
 import dataclasses
-import platform
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ from forestage.data.serving import PROGRAMS
 from forestage.registry.worker import MODULE as WORKER
 from registry import STORE, with_importer
 
-LEFT = "alice/became"
 CGROUPS = Path("/sys/fs/cgroup")
 CONF = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\nConstrainCores=yes\n"
 
@@ -119,40 +117,6 @@ def test_program_that_serves_a_mounted_file_lives_in_the_step_and_goes_with_it(
 
         wait_until(is_there, 60, lambda: f"only {cgroups(spank, pid)}")
     wait_until(lambda: not spank.named("n1", *PROGRAMS), 60, lambda: "it lives on")
-
-
-BECOMES = f"""#!/bin/sh
-setsid sh -c 'echo >/shared/{LEFT}; exec sleep 4251' &
-exec sleep 4252
-"""
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="inject.c is for x86_64")
-def test_what_a_user_makes_of_the_program_ends_with_the_step(spank: Site) -> None:
-    """They may trace it, have it be anything, and leave its session."""
-    image = spank.image("mounted")
-    spank.cluster.run(["mkdir", "-p", POINT], user="alice")
-    inject = Path(__file__).with_name("inject.c")
-    subprocess.run(["gcc", "-o", spank.cluster.state / "inject", inject], check=True)
-    spank.cluster.write("/shared/alice/becomes", BECOMES)
-    spank.cluster.run(["chmod", "755", "/shared/alice/becomes"], user="root")
-    said = comment(image).removeprefix("--comment=")
-    with spank.holding(None, comment=said) as held:
-        (pid,) = spank.named("n1", *PROGRAMS)
-        argv = ["/var/lib/cluster/inject", pid, "/shared/alice/becomes"]
-        spank.cluster.run(argv, user="alice", node="n1")
-        wait_until(spank.source(f"/shared/{LEFT}").exists, 60, lambda: "it became nothing")
-        escaped = sleeping(spank)
-        assert len(escaped) == 2
-        for one in escaped:
-            assert all(f"/job_{held.job}/step_0" in line for line in cgroups(spank, one))
-    wait_until(lambda: not sleeping(spank), 60, lambda: "it lives on")
-    wait_until(lambda: not spank.named("n1", "forestage-init"), 60, lambda: "its init lives on")
-
-
-def sleeping(site: Site) -> list[str]:
-    look = ["pgrep", "-f", "sleep 425[12]"]
-    return site.cluster.run(look, user="root", node="n1", check=False).stdout.split()
 
 
 SILENT = """

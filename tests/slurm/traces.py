@@ -140,7 +140,7 @@ def _outdated(load: Load) -> list[str]:
     """Steps that were shown a file without the write that had landed before."""
     last: dict[int, Mapping[str, object]] = {}
     for one in load.site.cluster.pyxis_reports():
-        if str(one["path"]).endswith(f"/{tricks.PARKED}"):
+        if str(one["path"]).rpartition("/")[2] in tricks.LATEST:
             job = int(str(one["job"]))
             last[job] = max(last.get(job, one), one, key=lambda one: int(str(one["step"])))
     landed = dict(line.split() for line in load.site.cluster.read(tricks.LANDED).splitlines())
@@ -154,7 +154,7 @@ def _outdated(load: Load) -> list[str]:
 def _is_a_version(load: Load, report: Mapping[str, object]) -> bool:
     """Whether a task was shown, if anything, what the picture that a trick has copied ever was."""
     name = str(report["path"]).rpartition("/")[2]
-    if name == tricks.PARKED:  # see _outdated
+    if name in tricks.LATEST:  # see _outdated
         return True
     (picture,) = (one for one in load.sources.now() if one.path.endswith(f"/{name}"))
     return report["sha256"] in ("", *load.sources.shown(picture, 1))

@@ -10,6 +10,8 @@ sparse      the comment names a directory with a file of holes, larger than the 
 keeps       one leaves the job with a descriptor of the job's own directory, and of a copy
 stopped     the squashfuse of a mounted file is stopped, and never goes on
 escapes     it becomes a program that leaves its session, twice forked
+above       a file system of the user's, which forges bytes, covers the directory above a source
+holds       an image of the user's is read in a system call that does not end, while steps mount it
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from jobs import Site
+
+from parking import with_fuse
 
 Trick = Literal[
     "",
@@ -33,6 +37,8 @@ Trick = Literal[
     "keeps",
     "stopped",
     "escapes",
+    "above",
+    "holds",
 ]
 TRICKS: Sequence[Trick] = get_args(Trick)[1:]
 BY_HINT = ("huge", "sparse", "keeps", "stopped", "escapes")
@@ -49,6 +55,9 @@ COVER = "/shared/alice/tiny.sqsh"  # a squashfs that can be mounted
 SPARSE = "/shared/alice/sparse"  # with a file of holes
 POINT = "/shared/alice/point"
 PARKED = "parked.sqsh"  # what is written to, in a folder of the job's own
+SITE = "/shared/site"  # anybody's; the source is below it
+ABOVE = f"{SITE}/images/above.sqsh"
+LATEST = (PARKED, ABOVE.rpartition("/")[2])  # the last step is to be shown what LANDED says
 HINTS: Mapping[Trick, str] = {
     "huge": ",".join(["", *OF_HOLES]),
     "sparse": f",{SPARSE}/",
@@ -56,7 +65,7 @@ HINTS: Mapping[Trick, str] = {
     "stopped": f",{COVER}@{POINT}",
     "escapes": f",{COVER}@{POINT}",
 }
-LANDED = "/shared/landed"  # a line for each write that has landed: the file, and what it has then
+LANDED = "/shared/landed"  # a line for each of these jobs, and what its file has in the end
 DONE = "/shared/tricks"  # a line for each trick that was done
 OVER = "/shared/over"  # once it is there, what has left its job ends
 
@@ -121,6 +130,28 @@ if test -n "$own"; then
         srun --container-image=$own/{PARKED} true
     fi
 fi
+"""
+COVER_ABOVE = f"""\
+exec 9>/shared/lock-$SLURMD_NODENAME
+flock 9
+/shared/farfs {SITE} /shared/forges {SITE} allow_other,default_permissions 9>&- &
+one="srun --nodes=1 --ntasks=1 --nodelist=$SLURMD_NODENAME --overlap --container-image={ABOVE}"
+until mountpoint -q {SITE}; do test -e /proc/$! && sleep 0.02 || break; done
+mountpoint -q {SITE} && $one true && echo above >>{DONE}
+fusermount3 -uz {SITE}
+wait
+set -- $(sha256sum {ABOVE})
+echo $SLURM_JOB_ID $1 >>{LANDED}
+$one true
+exec 9>&-
+"""
+HOLDING = f"""\
+{{own}}
+mkdir $own/fuse && coproc /shared/park $own/{{name}} read $own/fuse
+read word <&${{{{COPROC[0]}}}}
+test "$word" = parked && srun --container-image=$own/{{name}} true && echo holds >>{DONE}
+echo >&${{{{COPROC[1]}}}}
+wait
 """
 KEEP = f"""\
 exec 9<$1 8<$2
@@ -191,6 +222,8 @@ kill $! && echo renames >>{DONE}
     "keeps": f"srun --nodes=1 --ntasks=1 --overlap sh -c '{TOUCH}'\n",
     "stopped": "srun --nodes=1 --ntasks=1 --overlap sh /shared/stop.sh\n",
     "escapes": "srun --nodes=1 --ntasks=1 --overlap sh /shared/become.sh\n",
+    "above": COVER_ABOVE,
+    "holds": HOLDING.replace("{own}", OWN.rstrip("\n")),
 }
 
 
@@ -213,10 +246,23 @@ def prepare(site: Site) -> None:
     subprocess.run(["gcc", "-o", inject, Path(__file__).with_name("inject.c")], check=True)
     for node in site.cluster.nodes:
         site.cluster.write(f"/shared/lock-{node}", "", mode=0o666)
+    _prepare_above(site)
     for folder in (POINT, SPARSE):
         site.cluster.run(["mkdir", "-p", folder], user="alice")
     site.cluster.run(["truncate", "-s", "200M", f"{SPARSE}/holes"], user="alice")
     site.image(COVER.rpartition("/")[2].removesuffix(".sqsh"))
+
+
+def _prepare_above(site: Site) -> None:
+    site.cluster.write("/etc/fuse.conf", "user_allow_other\n")
+    site.cluster.write("/shared/forges", "forges 1\n")
+    site.cluster.write("/shared/forges.calls", "", mode=0o666)
+    site.cluster.run(["install", "-d", "-m", "777", SITE], user="root")
+    site.cluster.run(["install", "-d", f"{SITE}/images"], user="root")
+    image = site.image("above", seed=3)
+    site.cluster.run(["mv", image, ABOVE], user="root")
+    for name in ("farfs", "park"):
+        with_fuse(name, site.source("/shared"))
 
 
 def end(site: Site) -> None:
@@ -224,5 +270,5 @@ def end(site: Site) -> None:
     site.cluster.write(OVER, "")
     for node in site.cluster.nodes:
         table = (line.split() for line in site.cluster.mounts(node).splitlines())
-        for point in [row[4] for row in table if f"/{FOLDER}-" in row[4]]:
+        for point in [row[4] for row in table if f"/{FOLDER}-" in row[4] or row[4] == SITE]:
             site.root(["umount", "--lazy", point], node)

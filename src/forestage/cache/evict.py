@@ -250,8 +250,9 @@ def make_room(
         if kept_open and kept_open + size > room.share:
             raise Declined(
                 "no-room",
-                f"needs {format_size(size)}; processes of this user hold deleted files of"
-                f" {format_size(kept_open)}, and one user may take {format_size(room.share)}",
+                f"needs {format_size(size)}; processes hold deleted files, of which"
+                f" {format_size(kept_open)} count for this user, and one user may take"
+                f" {format_size(room.share)}",
             )
         goal = room_for_copy(room, size)
         if not _met(room, goal, 0):

@@ -3,8 +3,9 @@
     <cache>/held/<handle>    JSON of `Held`: written before the file's name goes
 
 Who has an evicted entry open keeps it, a job that reads on as well as a user who fills the disk in
-this way. So it counts for the user as if it were an entry (cache/evict.py). So does the disk of a
-job's own directory, for as long as its loop device stays.
+this way. So it counts for the user as if it were an entry (cache/evict.py); for its users in
+equal parts, where several had it: any of them may be who holds it. So does the disk of a job's own
+directory, for as long as its loop device stays.
 """
 
 import contextlib
@@ -22,24 +23,24 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A file without a name: its bytes on the disk, and whose they are; None: nobody's alone.
+    """A file without a name: its bytes on the disk, and the uids of its users; (): unknown.
 
     `name` is the last part of the path that it had.
     """
 
     handle: handles.Handle
     bytes: int
-    user: int | None = None
+    users: tuple[int, ...] = ()
     name: str = "image"
 
 
 @contextlib.contextmanager
-def noted(folder: Path, file: Path, user: int | None) -> Iterator[None]:
+def noted(folder: Path, file: Path, users: tuple[int, ...]) -> Iterator[None]:
     """Notes that a file is held which is deleted meanwhile, if it is. Never raises.
 
     `folder` is where such notes lie. A process that is killed leaves them, and `gather` finds out.
     """
-    one = _found(file, user)
+    one = _found(file, users)
     if one is not None:
         _write(folder, one)
     yield
@@ -75,16 +76,17 @@ def of_users(folder: Path) -> Counter[int]:
     """The bytes that are held, by the uid of whom they count for; 0: nobody."""
     found: Counter[int] = Counter()
     for one in gather(folder):
-        found[one.user or 0] += one.bytes
+        for user in one.users or (0,):
+            found[user] += one.bytes // (len(one.users) or 1)
     return found
 
 
-def _found(file: Path, user: int | None) -> Held | None:
+def _found(file: Path, users: tuple[int, ...]) -> Held | None:
     with contextlib.suppress(OSError):
         facts = files.facts(file)
         handle = handles.of(file) if facts else None
         if facts and handle:
-            return Held(handle, facts.st_blocks * 512, user, file.name)
+            return Held(handle, facts.st_blocks * 512, users, file.name)
     return None
 
 

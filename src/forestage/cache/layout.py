@@ -2,8 +2,8 @@
 
     <root>/CACHEDIR.TAG  format
     <root>/entries/<key>/{image, map, entry.json, boot, used, pinned}
-                         used: mtime is the last use, the text the uid of the only user so far;
-                         empty from the second user on, so that it has one size and no race
+                         used: mtime is the last use, the text the uids of its users, 0 where root
+                         warmed it; empty (of an earlier release): several, or nobody knows
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
     <root>/jobs/<job>.<restart>/                 a job's own directory, see data/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
@@ -33,6 +33,7 @@ from forestage.system.files import opened
 FORMAT = "1\n"
 DELETION, DELETIONS = 10.0, 60.0  # seconds for one of what was evicted, and for all
 DELETED_AT_ONCE = 4
+USERS = 4000  # bytes of their uids: no more than the block that the file has anyway
 PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
 
 # CACHEDIR.TAG: its signature is fixed, and backup programs leave a folder that has one out.
@@ -263,7 +264,7 @@ class Cache:
             used=(files.facts(directory / "used") or facts).st_mtime,
             pinned=(directory / "pinned").exists(),
             entry=self.read(directory.name),
-            user=_only_user(directory / "used"),
+            user=_only(_users(directory / "used")),
         )
 
     def publish(self, entry: Entry, user: int | None = None) -> None:
@@ -276,7 +277,7 @@ class Cache:
         (part / "spare").unlink(missing_ok=True)  # what is written next may need its room
         self.part(entry.key).forget_peers()
         records.write(part / "entry.json", msgspec.json.encode(entry))
-        records.write(part / "used", b"" if user is None else b"%d" % user)
+        records.write(part / "used", b"%d" % (user or 0))
         (part / "owner.json").unlink(missing_ok=True)
         (part / "waited").unlink(missing_ok=True)
         (part / "boot").write_text(boot_id())
@@ -293,9 +294,9 @@ class Cache:
     def touch(self, key: str, now: float, user: int | None = None) -> None:
         """Notes a use at `now` (seconds since the epoch), by the user with this uid."""
         used = self.entry_dir(key) / "used"
-        if user is not None and _only_user(used) not in (None, user):
+        if user is not None:
             with contextlib.suppress(OSError):  # only a matter of shares
-                os.truncate(used, 0)
+                _add_user(used, user)
         os.utime(used, (now, now), follow_symlinks=False)
 
     def evict(self, key: str) -> None:
@@ -416,13 +417,13 @@ class _Whose(msgspec.Struct, frozen=True):
     uid: int
 
 
-def _whose(evicted: Path) -> int | None:
-    """The uid of the only user of an entry, a part or a job's directory; None: it is unknown."""
+def _whose(evicted: Path) -> tuple[int, ...]:
+    """The uids of who used an entry, a part or a job's directory; (): only root, or unknown."""
     for record in ("owner.json", "made.json"):
         with contextlib.suppress(OSError):
             if found := records.find(evicted / record, _Whose):
-                return found.uid
-    return _only_user(evicted / "used")
+                return (found.uid,)
+    return tuple(user for user in _users(evicted / "used") if user)
 
 
 def _delete(evicted: Path) -> None:
@@ -436,11 +437,24 @@ def _delete(evicted: Path) -> None:
             evicted.unlink()
 
 
-def _only_user(used: Path) -> int | None:
+def _users(used: Path) -> tuple[int, ...]:
     try:
-        return int(records.read(used) or b"x")
+        return tuple(dict.fromkeys(map(int, records.read(used).split())))
     except (OSError, ValueError, records.Damaged):
-        return None
+        return ()
+
+
+def _only(users: tuple[int, ...]) -> int | None:
+    return users[0] if len(users) == 1 else None
+
+
+def _add_user(used: Path, user: int) -> None:
+    """By one write, to the end: two at once lose nothing. Raises OSError."""
+    users = _users(used)
+    if users and user not in users:
+        with opened(used, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            if os.fstat(fd).st_size < USERS:
+                os.write(fd, b" %d" % user)
 
 
 def _short(text: bytes) -> str:

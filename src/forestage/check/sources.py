@@ -1,4 +1,4 @@
-"""Findings about the sources: mounted, answering, and striped on Lustre."""
+"""Findings about the sources: mounted, answering, no tmpfs, and striped on Lustre."""
 
 import errno
 import os
@@ -15,6 +15,8 @@ from forestage.system.terminal import count
 from forestage.system.tree import Files
 from forestage.units import format_size
 
+# With pages of their own: a store to one that was read first is noted nowhere (decision 47).
+IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 TIMEOUT = 5.0  # seconds; a file server that takes longer makes jobs wait as well
 MOST = 5  # images whose striping is looked at
 LARGE = 1 << 30  # bytes; a smaller image takes no time from any server
@@ -69,6 +71,15 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
         )
     # Only now, when an automounter has had its chance.
     under = files.under(real)
+    if under is not None and under.kind in IN_MEMORY:
+        return Finding(
+            "source-in-memory",
+            "warning",
+            f"the source {path} lies on {under.kind}",
+            "A program that changes a file there through a mapping (mmap) changes none of its"
+            " times: jobs may be shown the copy of what it was",
+            f"{origin}: sources without {path}; or have its files replaced (mv), never changed",
+        )
     if under is None or under.point != "/":
         return None
     return Finding(

@@ -475,6 +475,11 @@ REST = [
     ),
     critical("source-missing", lambda node: node.at("/lustre").rmdir()),
     warning("source-not-mounted", lambda node: node.unmount("/lustre")),
+    warning(
+        "source-in-memory",
+        changed("/proc/self/mountinfo", "lustre 10.0.0.1@o2ib:/big rw,flock", "tmpfs tmpfs rw"),
+        f"{YAML}: sources without /lustre; or have its files replaced (mv), never changed",
+    ),
     critical(
         "source-of-user",
         users_lustre,
