@@ -217,6 +217,29 @@ def test_check_ends_and_names_the_source_that_hangs(
     until(far.is_left_alone, "the children that were left behind")
 
 
+def test_check_names_what_hangs_below_a_source(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.sources, "TIMEOUT", 0.3)
+    node.configure()
+    seen = node.places.root / str(node.shared).lstrip("/")
+    seen.mkdir(parents=True)
+    mounts.mount(str(node.shared), str(seen), mounts.MS_BIND | mounts.MS_REC)
+    listed = node.places.root / "proc/self/mountinfo"
+    listed.parent.mkdir(parents=True)
+    listed.write_bytes(Path("/proc/self/mountinfo").read_bytes())
+
+    def found() -> list[str]:
+        done: Report = check.check(Target(node.places, Clock()))
+        return [one.what for one in done.findings if one.id == "source-hangs"]
+
+    assert found() == []
+    far.hang()
+    assert found() == [f"{far.point}, which is mounted below a source, does not answer"]
+    far.answer()
+    until(far.is_left_alone, "the children that were left behind")
+
+
 def test_source_that_hung_is_not_waited_for_again_until_it_answers(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import Hook, Pattern, Site
+from forestage.admin.site import SOCKET, TIMER, Hook, Pattern, Site
 from forestage.cache.node import Node
 from forestage.errors import Failed, RefusedError
 from forestage.slurm.slurm_conf import ConfLine
@@ -25,8 +25,6 @@ from forestage.system.tree import Files
 
 LINK = "50-forestage"
 GRES = "nvme"
-TIMER = "forestage-sweep.timer"
-SOCKET = "forestage-ask.socket"
 SYSTEMCTL = 60.0  # seconds
 RECONFIGURE = "scontrol reconfigure"
 RESTART = "systemctl restart slurmd"
@@ -291,13 +289,8 @@ def start_units(files: Files) -> str:
 
 def units_to_start(files: Files) -> str:
     """What `--yes` would switch on; "" where it is on, or where no systemd runs."""
-    wanted = (("timers", TIMER), ("sockets", SOCKET))
-    on = all(
-        unit in files.names(f"/etc/systemd/system/{kind}.target.wants") for kind, unit in wanted
-    )
-    if on or files.mode("/run/systemd/system") is None:
-        return ""
-    return f"On each node: systemctl enable --now {TIMER} {SOCKET} (or add --yes there)."
+    wanted = f"On each node: systemctl enable --now {TIMER} {SOCKET} (or add --yes there)."
+    return wanted if sites.lacks(files, TIMER, SOCKET) else ""
 
 
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:

@@ -38,6 +38,9 @@ USUAL_PLUGINS = (
     "/opt/slurm/lib/slurm",
     "/opt/slurm/lib64/slurm",
 )
+# What is to run on each node, and the directories in which systemd finds that it is.
+TIMER, SOCKET = "forestage-sweep.timer", "forestage-ask.socket"
+_UNITS = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
 
 # PrologFlags that set Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 says so of two.
@@ -202,7 +205,7 @@ class Site(msgspec.Struct, frozen=True):
 def read(files: Files, path: str) -> Site:
     """The site whose slurm.conf is `path`. Raises OSError; ValueError where Slurm would refuse the
     file as well."""
-    return with_conf(files, with_release(files, read_conf(files, path)))
+    return _with_conf(files, read_conf(files, path))
 
 
 def read_conf(files: Files, path: str) -> Conf:
@@ -213,12 +216,6 @@ def read_conf(files: Files, path: str) -> Conf:
 
     lines = tuple(slurm_conf.settings(path, text))
     return Conf(path, lines, frozenset(slurm_conf.partitions(path, text)))
-
-
-def with_release(files: Files, conf: Conf) -> Conf:
-    """A configuration with the release of this node's slurmd, which is run for that."""
-    found = releases.installed(files, plugin_folders(conf))
-    return msgspec.structs.replace(conf, release=found)
 
 
 def find_conf(files: Files, named: str) -> Conf | None:
@@ -234,8 +231,15 @@ def find_conf(files: Files, named: str) -> Conf | None:
     return None
 
 
-def with_conf(files: Files, conf: Conf) -> Site:
-    """The hooks and plugins that a slurm.conf leads to."""
+def find(files: Files, named: str) -> Site | None:
+    """The site of `find_conf`'s file, as far as it can be read."""
+    conf = find_conf(files, named)
+    return None if conf is None else _with_conf(files, conf)
+
+
+def _with_conf(files: Files, conf: Conf) -> Site:
+    """The hooks and plugins that a slurm.conf leads to; slurmd is run for its release."""
+    conf = msgspec.structs.replace(conf, release=releases.installed(files, plugin_folders(conf)))
     hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
     return Site(conf, hooks, _stack(files, conf), _companion_line(files))
 
@@ -337,6 +341,22 @@ def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> Plugin:
         tried = [f"{folder}/{path}" for folder in folders]
         path = next((one for one in tried if files.mode(one) is not None), path)
     return Plugin(line, path, files.mode(path) is not None)
+
+
+def lacks(files: Files, *units: str) -> bool:
+    """Whether systemd runs here, and one of these units is not enabled.
+
+    A node without systemd has a way of its own.
+    """
+    if files.mode("/run/systemd/system") is None:
+        return False
+    return not all(
+        any(
+            unit in files.names(f"{folder}/{Path(unit).suffix[1:]}s.target.wants")
+            for folder in _UNITS
+        )
+        for unit in units
+    )
 
 
 # slurmd sets SLURM_SCRIPT_CONTEXT for each of its scripts (prolog and epilog guide).
