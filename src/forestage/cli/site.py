@@ -97,6 +97,7 @@ def _change(
 
 @click.command()
 @as_json
+@on_nodes("2m")
 @click.pass_context
 def unredirect(ctx: click.Context, as_json: bool) -> None:
     """Unmount every redirect of this node, now.
@@ -127,7 +128,7 @@ def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 @click.command()
 @as_json
-@on_nodes("1m")
+@on_nodes()
 @click.option("--until", metavar="TIME", callback=_lasting, help="For so long: 6h, 30m.")
 @click.argument("reason", required=False)
 @click.pass_context
@@ -147,7 +148,7 @@ def off(ctx: click.Context, reason: str | None, until: str | None, as_json: bool
 
 @click.command()
 @as_json
-@on_nodes("1m")
+@on_nodes()
 @click.pass_context
 def on(ctx: click.Context, as_json: bool) -> None:
     """Switch staging on again, after `forestage off`.
