@@ -66,7 +66,7 @@ def _wrong_bytes(found: Iterable[Event]) -> Iterator[Finding]:
 def is_far(under: Mount) -> bool:
     """Pure: whether a file server, or a program, answers for it."""
     # Whatever a user space file system is, it is no disk of this node.
-    return under.kind in NETWORK or under.kind.startswith("fuse.")
+    return under.kind in NETWORK or under.kind.partition(".")[0] == "fuse"  # not fuseblk
 
 
 def _is_missing(under: Mount, config: Config) -> bool:
