@@ -51,7 +51,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(f"{reason} {count}" for reason, count in counts.items())
 
 
-def _table(name: str, found: Sequence[Group | OneNode]) -> list[Piece]:
+def _table(name: str, found: Sequence[Group]) -> list[Piece]:
     if not found:
         return []
     rows = [{name: one.name, **_cells(one)} for one in found[:MAX_ROWS]]
@@ -60,13 +60,13 @@ def _table(name: str, found: Sequence[Group | OneNode]) -> list[Piece]:
     return [Line(""), table, *([Line(f"and {more} more", 2)] if more > 0 else [])]
 
 
-def _cells(one: Group | OneNode) -> dict[str, str]:
+def _cells(one: Group) -> dict[str, str]:
     cells = {
         "starts": fmt.number(one.starts),
         "hits": fmt.number(one.hits),
         "kept off": format_size(one.kept_off),
     }
-    if isinstance(one, Group):
+    if not isinstance(one, OneNode):
         return {**cells, "saved": fmt.duration(one.saved)}
     return {
         **cells,

@@ -417,6 +417,8 @@ def test_report_is_text_unless_a_file_or_json_is_asked_for(world: World, tmp_pat
     assert re.search(r"saved +30 s, summed over nodes; measured: 1 of 1 start from a copy", text)
     assert re.search(r"hit ratio +50.0 %, 1 of 2 starts", text)
     assert re.search(r"in vain +deadline 1", text)
+    assert re.search(r"(?m)^  NODE +STARTS +HITS +KEPT OFF +COPIES AT +95% WAIT +FAILURES$", text)
+    assert re.search(r"(?m)^  USER +STARTS +HITS +KEPT OFF +SAVED$", text)
     assert re.search(r"(?m)^  n1 +2 +1 ", text)
     assert "<" not in text
     assert "no events" in ran(world).stdout
