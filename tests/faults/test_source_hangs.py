@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,23 @@ def test_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far
     far.answer()
     assert beside(lambda: node.prolog(3, path)).outcome.result == "copied"
     assert path.read_bytes() == image()
+
+
+def test_first_prolog_with_the_companion_does_not_wait_for_a_source(node: Node, far: Far) -> None:
+    """It knows the configuration, and who may leave, only once it has begun."""
+    node.configure(redirect="spank", cold="shared")
+    node.places.loaded.parent.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch()
+    path = far.put("image.sqsh", image())
+    far.hang()
+    code = "import os, sys; from forestage.hooks import boundary; boundary._main(*sys.argv[1:])"
+    script = [sys.executable, "-Ic", code, "prolog", str(node.places.root)]
+    subprocess.run(script, env=node.environ(1, path), timeout=60, check=True)
+    mark = node.places.leases / "1.prolog"
+    assert (mark.exists(), node.outcomes("prolog", 1)) == (True, ())
+    far.answer()
+    until(lambda: not mark.exists(), "the Prolog's work to end")
+    assert node.outcomes("prolog", 1)[0].result in ("started", "declined")
 
 
 def test_first_bytes_that_do_not_come_leave_the_original_path(
