@@ -259,6 +259,31 @@ def test_check_names_what_hangs_below_a_source(
     until(far.is_left_alone, "the children that were left behind")
 
 
+def test_check_names_an_image_that_answers_no_read(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server answers all else: a job has met it."""
+    monkeypatch.setattr(check.sources, "TIMEOUT", 0.5)
+    monkeypatch.setattr(source, "HOOK_TIMEOUT", 0.3)
+    node.configure(deadline="1h")
+    path = far.put("image.sqsh", image())
+    seen = node.places.root / str(node.shared).lstrip("/")
+    seen.mkdir(parents=True)
+    mounts.mount(str(node.shared), str(seen), mounts.MS_BIND | mounts.MS_REC)
+    far.hang_reads()
+    assert beside(lambda: node.prolog(1, path)).ended == (0, "declined", "source-hangs")
+
+    def found() -> list[str]:
+        done: Report = check.check(Target(node.places, Clock()))
+        return [one.what for one in done.findings if one.id == "source-hangs"]
+
+    (what,) = found()
+    assert what.startswith(f"{path} did not answer a job at ")
+    far.answer()
+    until(far.is_left_alone, "the children that were left behind")
+    assert found() == []
+
+
 def test_source_that_hung_is_not_waited_for_again_until_it_answers(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import stat
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from forestage.check.uses import Used, Uses
 from forestage.config import KEYS, Config
 from forestage.errors import Failed
 from forestage.system import as_user, mounts, run
+from forestage.system.files import opened
 from forestage.system.mounts import Mount
 from forestage.system.terminal import count, moment
 from forestage.system.tree import Files
@@ -128,9 +130,11 @@ def _is_of_user(listed: list[Mount], path: str, config: Config) -> bool:
 
 
 def _answers(path: str) -> str:
-    """In a child, which may hang: any answer is one."""
-    with contextlib.suppress(OSError):
-        os.stat(path)  # noqa: PTH116 - nothing but the system call
+    """In a child, which may hang: any answer is one. No device is opened, only a file is read."""
+    with contextlib.suppress(OSError), opened(path, os.O_PATH) as found:
+        if stat.S_ISREG(os.fstat(found).st_mode):
+            with opened(f"/proc/self/fd/{found}", os.O_RDONLY) as file:
+                os.read(file, 1)
     return ""
 
 
