@@ -79,13 +79,14 @@ def _change(
     import msgspec
 
     from forestage.admin import enable as work
+    from forestage.admin import site as sites
     from forestage.system.tree import Files
 
     files = Files(ctx.obj.places.root)
     path = os.path.abspath(slurm_conf)
     if files.mode(path) is None:
         raise click.BadParameter(f"{path} is not there", param_hint="--slurm-conf")
-    plan = decide(work.read_site(files, path))
+    plan = decide(sites.read(files, path))
     done = yes and not plan.refusals
     if done:
         work.apply(plan, files)

@@ -229,7 +229,8 @@ SLURM = [
             slurm(f"Epilog={EPILOG}", "Epilog=/etc/epilog"),
             wrote("/etc/epilog", "#!/bin/sh\n", 0o755),
         ),
-        f"/etc/epilog: run {EPILOG} at its end",
+        f"{CONF}:4: Epilog=/etc/epilog is there already: run {EPILOG} at its end, or make it one of"
+        " a directory (Epilog=/etc/epilog.d/*)",
     ),
     critical(
         "hook-interpreter",
