@@ -131,7 +131,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def ask(self) -> Path:
-        """The socket at which users ask about their own jobs, see admin/answering.py."""
+        """The socket at which users ask about their own jobs, see admin/ask_service.py."""
         return self.run / "ask.sock"
 
     @property

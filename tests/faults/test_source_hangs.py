@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,23 @@ def test_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far
     far.answer()
     assert beside(lambda: node.prolog(3, path)).outcome.result == "copied"
     assert path.read_bytes() == image()
+
+
+def test_first_prolog_with_the_companion_does_not_wait_for_a_source(node: Node, far: Far) -> None:
+    """It knows the configuration, and who may leave, only once it has begun."""
+    node.configure(redirect="spank", cold="shared")
+    node.places.loaded.parent.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch()
+    path = far.put("image.sqsh", image())
+    far.hang()
+    code = "import os, sys; from forestage.hooks import boundary; boundary._main(*sys.argv[1:])"
+    script = [sys.executable, "-Ic", code, "prolog", str(node.places.root)]
+    subprocess.run(script, env=node.environ(1, path), timeout=60, check=True)
+    mark = node.places.leases / "1.prolog"
+    assert (mark.exists(), node.outcomes("prolog", 1)) == (True, ())
+    far.answer()
+    until(lambda: not mark.exists(), "the Prolog's work to end")
+    assert node.outcomes("prolog", 1)[0].result in ("started", "declined")
 
 
 def test_first_bytes_that_do_not_come_leave_the_original_path(
@@ -215,6 +234,54 @@ def test_check_ends_and_names_the_source_that_hangs(
     assert ids() == ["source-hangs"]
     far.answer()
     until(far.is_left_alone, "the children that were left behind")
+
+
+def test_check_names_what_hangs_below_a_source(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.sources, "TIMEOUT", 0.3)
+    node.configure()
+    seen = node.places.root / str(node.shared).lstrip("/")
+    seen.mkdir(parents=True)
+    mounts.mount(str(node.shared), str(seen), mounts.MS_BIND | mounts.MS_REC)
+    listed = node.places.root / "proc/self/mountinfo"
+    listed.parent.mkdir(parents=True)
+    listed.write_bytes(Path("/proc/self/mountinfo").read_bytes())
+
+    def found() -> list[str]:
+        done: Report = check.check(Target(node.places, Clock()))
+        return [one.what for one in done.findings if one.id == "source-hangs"]
+
+    assert found() == []
+    far.hang()
+    assert found() == [f"{far.point}, which is mounted below a source, does not answer"]
+    far.answer()
+    until(far.is_left_alone, "the children that were left behind")
+
+
+def test_check_names_an_image_that_answers_no_read(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server answers all else: a job has met it."""
+    monkeypatch.setattr(check.sources, "TIMEOUT", 0.5)
+    monkeypatch.setattr(source, "HOOK_TIMEOUT", 0.3)
+    node.configure(deadline="1h")
+    path = far.put("image.sqsh", image())
+    seen = node.places.root / str(node.shared).lstrip("/")
+    seen.mkdir(parents=True)
+    mounts.mount(str(node.shared), str(seen), mounts.MS_BIND | mounts.MS_REC)
+    far.hang_reads()
+    assert beside(lambda: node.prolog(1, path)).ended == (0, "declined", "source-hangs")
+
+    def found() -> list[str]:
+        done: Report = check.check(Target(node.places, Clock()))
+        return [one.what for one in done.findings if one.id == "source-hangs"]
+
+    (what,) = found()
+    assert what.startswith(f"{path} did not answer a job at ")
+    far.answer()
+    until(far.is_left_alone, "the children that were left behind")
+    assert found() == []
 
 
 def test_source_that_hung_is_not_waited_for_again_until_it_answers(

@@ -100,11 +100,12 @@ def background(node: Node) -> Background:
 
 @pytest.fixture
 def image(background: Background) -> Path:
-    """One that the cache has; the job that brought it was the node's first, whose Prolog stayed."""
+    """One that the cache has, and a record of who may leave: a job has had it copied."""
     node = background.node
     path = node.put("alice/image.sqsh")
     first = Background(node, 1)
-    assert "result=started" in first.prolog(path)
+    first.prolog(path)
+    first.await_end()
     key = node.identity(path).key
     until(lambda: key in node.entries() and node.is_idle(key), "the copy")
     first.ended(first.hook("epilog"))
@@ -112,9 +113,21 @@ def image(background: Background) -> Path:
     return path
 
 
-def test_first_prolog_works_before_it_ends_and_lets_the_next_one_leave(
-    background: Background, image: Path
-) -> None:
+def test_first_prolog_of_a_node_reads_the_configuration_and_ends(background: Background) -> None:
+    """What it looks for may lie on a file server that hangs."""
+    node = background.node
+    path = node.put("alice/image.sqsh")
+    node.cache.prepare(False)
+    assert not node.places.background.exists()
+    with background.held_up():
+        assert background.prolog(path) == ""
+        assert node.lease(7) is None
+        background.worker()
+    background.await_end()
+    assert node.outcomes("prolog", 7)[0].result == "started"
+
+
+def test_prolog_ends_before_it_takes_a_lease(background: Background, image: Path) -> None:
     node = background.node
     with background.held_up():
         assert background.prolog(image) == "", "what it says goes to the log"
@@ -129,14 +142,16 @@ def test_first_prolog_works_before_it_ends_and_lets_the_next_one_leave(
     assert background.left() == []
 
 
-def test_prolog_stays_once_the_configuration_has_changed(
-    background: Background, image: Path
-) -> None:
-    background.node.configure(redirect="spank", cold="shared", max_stage_wait="1m")
-    assert "result=hit" in background.prolog(image)
-    background.prolog(image)
+def test_prolog_goes_by_the_configuration_as_it_is_now(background: Background, image: Path) -> None:
+    node = background.node
+    node.configure(redirect="spank", cold="shared", max_stage_wait="1m")
+    with background.held_up():
+        assert background.prolog(image) == ""
+        background.worker()
     background.await_end()
-    background.node.switch_off("by hand")
+    node.configure(redirect="spank", cold="wait")
+    assert "result=hit" in background.prolog(image)
+    node.switch_off("by hand")
     assert "reason=disabled" in background.prolog(image)
 
 

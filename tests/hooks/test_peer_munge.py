@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import asked, asking
+from forestage.admin import ask_answer, ask_client
 from forestage.errors import PeerError
 from forestage.events import Event, Handled, append
 from forestage.peers import auth
@@ -257,27 +257,27 @@ def test_asker_believes_nobody_who_cannot_read_the_question(
     munged: Munged, node: Node, mine: Munge, history: None, tmp_path: Path
 ) -> None:
     peers = node.config.peers
-    answer = asking.ask_node(peers, "n1", 8, mine)
-    assert asked.decoded(answer).history
+    answer = ask_client.ask_node(peers, "n1", 8, mine)
+    assert ask_answer.decoded(answer).history
     other = Munged(tmp_path / "other")  # a host with another key: it answers, and proves nothing
     liar = Node(tmp_path / "liar")
     liar.configure(munge=str(other.socket))
     with liar.serving(), pytest.raises(PeerError):
-        asking.ask_node(liar.config.peers, "n1", 8, mine)
+        ask_client.ask_node(liar.config.peers, "n1", 8, mine)
     other.end()
 
 
 def test_answer_that_was_changed_on_its_way_is_refused(
     node: Node, mine: Munge, history: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = asking.http.client.HTTPResponse.read
+    real = ask_client.http.client.HTTPResponse.read
 
     def changed(self: object, *args: int) -> bytes:
         return real(self, *args).replace(b"root", b"r00t")  # type: ignore[arg-type]
 
-    monkeypatch.setattr(asking.http.client.HTTPResponse, "read", changed)
+    monkeypatch.setattr(ask_client.http.client.HTTPResponse, "read", changed)
     with pytest.raises(PeerError, match="no node of this cluster"):
-        asking.ask_node(node.config.peers, "n1", 8, mine)
+        ask_client.ask_node(node.config.peers, "n1", 8, mine)
 
 
 def test_stopped_munged_of_server_is_refused_and_logged(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def leaving(spank: Site) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def left_by_prologs(site: Site) -> Iterator[Site]:
-    """Each node has had a Prolog that stayed, and has written down that the next ones may leave."""
+    """Each node has had a Prolog, which has written down that the next ones may leave."""
     site.configure(redirect="spank", cold="auto")
     nodes = ",".join(site.cluster.nodes)
     site.srun(site.image("first"), node=nodes, options=["--ntasks-per-node=1"])
@@ -118,7 +118,6 @@ def test_cold_job_on_two_nodes_reads_through_what_its_prologs_have_begun(leaving
     leaving.configure(redirect="spank", cold="auto", bandwidth="64KiB", chunk_size="1MiB")
     nodes = "n1,n2"
     leaving.srun(None, "true", node=nodes)
-    leaving.srun(leaving.image("stays"), node=nodes)  # for it the configuration was new
     ran = leaving.srun(image, node=nodes)
     assert ran.stdout.count("ID=cold") == 2
     for node in ("n1", "n2"):

@@ -110,12 +110,18 @@ def gather(node: Node) -> tuple[Copy, ...]:
 
 def stopped(node: Node) -> Stopped:
     """The parts without a stager. The next job that asks goes on with them."""
-    sizes = []
+    sizes = stopped_parts(node).values()
+    return Stopped(len(sizes), sum(sizes))
+
+
+def stopped_parts(node: Node) -> dict[str, int]:
+    """Their keys, and what each takes of the disk."""
+    sizes = {}
     for directory in node.cache.parts.iterdir():
         if lock.is_free(node.cache.key_lock(directory.name)):
             with contextlib.suppress(FileNotFoundError):  # it went on, and is published
-                sizes.append(tree_bytes(directory))
-    return Stopped(len(sizes), sum(sizes))
+                sizes[directory.name] = tree_bytes(directory)
+    return sizes
 
 
 def paths(node: Node) -> dict[str, str]:

@@ -6,8 +6,6 @@ keeps these files for a whole cluster. `apply` makes or removes only our links i
 whose Prolog is missing, cannot be executed, or is a glob without a match (run_script.c).
 """
 
-import fnmatch
-import glob
 import os
 from pathlib import Path
 from typing import Literal
@@ -15,18 +13,15 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import Hook, Pattern, Site
+from forestage.admin.site import SOCKET, TIMER, Hook, Pattern, Site
 from forestage.cache.node import Node
-from forestage.errors import Failed, RefusedError
+from forestage.errors import RefusedError
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
 from forestage.system.terminal import Line, Piece
 from forestage.system.tree import Files
 
-LINK = "50-forestage"
 GRES = "nvme"
-TIMER = "forestage-sweep.timer"
-SOCKET = "forestage-ask.socket"
 SYSTEMCTL = 60.0  # seconds
 RECONFIGURE = "scontrol reconfigure"
 RESTART = "systemctl restart slurmd"
@@ -99,19 +94,6 @@ def disk_of(node: Node) -> CacheDisk | None:
     return CacheDisk(under.point, size >> 20, node.config.data.job_dir.of(size) >> 30)
 
 
-def read_site(files: Files, conf: str) -> Site:
-    """The site's Slurm files, for a plan. Raises Failed where they cannot be read."""
-    try:
-        found = sites.read(files, conf)
-    except FileNotFoundError as error:
-        raise Failed("slurm-conf", f"{error.filename} is included, but is not there") from None
-    except ValueError as error:
-        raise Failed("slurm-conf", f"{conf} cannot be read: {error}") from None
-    if found.stack.broken:
-        raise Failed("slurm-conf", found.stack.broken)
-    return found
-
-
 def to_enable(site: Site, disk: CacheDisk | None = None) -> Plan:
     """Pure: what makes Slurm call both hooks, and load the companion where it is installed.
 
@@ -154,51 +136,22 @@ def disk_lines(site: Site, disk: CacheDisk) -> list[LineChange]:
 
 
 def _enable_hook(plan: Plan, site: Site, hook: Hook) -> None:
-    broken = [
-        f"{pattern.setting.line.where}: {script.path} is {script.state}, which drains nodes:"
-        " `forestage check` says what to change"
-        for pattern in hook.patterns
-        for script in pattern.scripts
-        if script.state != "fine"
-    ]
-    there = next((one.path for one in hook.scripts if one.ours), "")
+    broken = [f"{one.what}, which drains nodes: {one.change}" for one in sites.broken(hook)]
+    way = sites.way(hook)
     if not hook.usable:
         plan.refusals.append(
             f"{hook.path} is missing or cannot be executed: install forestage again"
         )
     elif broken:
         plan.refusals += broken
-    elif there:
-        plan.notes.append(f"{hook.name}: forestage is there already ({there}).")
-    elif not hook.patterns:
-        text = f"{hook.name}={hook.path}"
-        plan.lines.append(LineChange(site.conf.path, "add", text, "at the end"))
-    elif hook.globs:
-        _enable_by_link(plan, hook, hook.globs[0])
+    elif way.kind == "there":
+        plan.notes.append(f"{hook.name}: forestage is there already ({way.text}).")
+    elif way.kind == "line":
+        plan.lines.append(LineChange(site.conf.path, "add", way.text, "at the end"))
+    elif way.kind == "link":
+        plan.links.append(Link(way.text, hook.path))
     else:
-        other = hook.patterns[0].setting
-        plan.refusals.append(
-            f"{other.line.where}: {hook.name}={other.value} is there already: run {hook.path} at"
-            f" the end of that script, or make it one of a directory ({hook.name}="
-            f"{Path(other.value).parent}/{hook.name.lower()}.d/*)"
-        )
-
-
-def _enable_by_link(plan: Plan, hook: Hook, pattern: Pattern) -> None:
-    """A link by a name that the glob matches and nobody has."""
-    where, value = pattern.setting.line.where, pattern.setting.value
-    directory, names = os.path.split(value)
-    if not pattern.directory:
-        plan.refusals.append(f"{where}: the directory of {value} is not there: make it first")
-        return
-    taken = {script.path for script in pattern.scripts}
-    for name in (LINK, names.replace("*", LINK, 1)):
-        path = os.path.join(directory, name)
-        fits = fnmatch.fnmatchcase(name, names) and not glob.has_magic(path)
-        if fits and path not in taken:
-            plan.links.append(Link(path, hook.path))
-            return
-    plan.refusals.append(f"{where}: no name fits {value}: link forestage's hook there manually")
+        plan.refusals.append(way.text)
 
 
 def _enable_companion(plan: Plan, site: Site) -> None:
@@ -291,13 +244,8 @@ def start_units(files: Files) -> str:
 
 def units_to_start(files: Files) -> str:
     """What `--yes` would switch on; "" where it is on, or where no systemd runs."""
-    wanted = (("timers", TIMER), ("sockets", SOCKET))
-    on = all(
-        unit in files.names(f"/etc/systemd/system/{kind}.target.wants") for kind, unit in wanted
-    )
-    if on or files.mode("/run/systemd/system") is None:
-        return ""
-    return f"On each node: systemctl enable --now {TIMER} {SOCKET} (or add --yes there)."
+    wanted = f"On each node: systemctl enable --now {TIMER} {SOCKET} (or add --yes there)."
+    return wanted if sites.lacks(files, TIMER, SOCKET) else ""
 
 
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:

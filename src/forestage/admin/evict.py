@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forestage.admin import inventory
+from forestage.admin import copies, inventory
+from forestage.admin.copies import Stopped
 from forestage.admin.inventory import Item
 from forestage.cache import disk, evict
 from forestage.cache.layout import Cache
@@ -17,8 +18,6 @@ from forestage.errors import NotFound
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
-
-COLUMNS = ("key", "size", "result", "path")
 
 
 class Eviction(msgspec.Struct, frozen=True):
@@ -32,10 +31,16 @@ class Eviction(msgspec.Struct, frozen=True):
 
 
 class Evictions(msgspec.Struct, frozen=True):
-    """What one command did."""
+    """What one command did; `stopped` are the copies that were deleted before they were whole."""
 
     dry_run: bool
     verdicts: tuple[Eviction, ...] = ()
+    stopped: Stopped = Stopped()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was nothing to evict."""
+        return not (self.verdicts or self.stopped.number)
 
     @property
     def left_out(self) -> int:
@@ -49,6 +54,21 @@ class Pinned(msgspec.Struct, frozen=True):
     key: str
     path: str
     pinned: bool
+
+
+def everything(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
+    """Evicts all that is neither leased nor pinned, stopped copies too. Raises as `exactly`."""
+    done = exactly(node, items, dry_run)
+    if not inventory.is_made(node):
+        return done
+    leased = node.leases.keys()  # such a copy is about to go on
+    sizes = {key: size for key, size in copies.stopped_parts(node).items() if key not in leased}
+    gone: Iterable[str] = sizes
+    if not dry_run:
+        disk.must_take(node.places, node.cache)
+        gone = evict.drop_dead_parts(node.cache, lambda part: part.directory.name in sizes)
+    taken = [sizes[key] for key in gone]
+    return msgspec.structs.replace(done, stopped=Stopped(len(taken), sum(taken)))
 
 
 def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
@@ -137,10 +157,10 @@ def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:
     return Pinned(item.key, item.path, pinned)
 
 
-def rows(done: Evictions) -> list[tuple[str, ...]]:
-    """Pure: a row of COLUMNS for each entry."""
-    would = _would(done)
-    return [
+def pieces(done: Evictions) -> list[Piece]:
+    """Pure: what `evict` prints."""
+    would = "would be evicted" if done.dry_run else "evicted"
+    rows = [
         (
             short(one.key),
             format_size(one.bytes),
@@ -149,18 +169,15 @@ def rows(done: Evictions) -> list[tuple[str, ...]]:
         )
         for one in done.verdicts
     ]
-
-
-def pieces(done: Evictions) -> list[Piece]:
-    """Pure: what `evict` prints."""
-    number = count(len(done.verdicts) - done.left_out, "entry", "entries")
+    number = count(len(rows) - done.left_out, "entry", "entries")
     freed = format_size(sum(one.bytes for one in done.verdicts if one.evicted))
-    table: list[Piece] = [Table(COLUMNS, rows(done))] if done.verdicts else []
-    return [*table, Line(f"{number} {_would(done)}, {freed}.")]
-
-
-def _would(done: Evictions) -> str:
-    return "would be evicted" if done.dry_run else "evicted"
+    table: list[Piece] = [Table(("key", "size", "result", "path"), rows)] if rows else []
+    lines = [f"{number} {would}, {freed}."]
+    if done.stopped.number:
+        number = count(done.stopped.number, "unfinished copy", "unfinished copies")
+        would = "would be deleted" if done.dry_run else "deleted"
+        lines.append(f"{number} {would}, {format_size(done.stopped.bytes)}.")
+    return [*table, *map(Line, lines)]
 
 
 def pin_pieces(done: Iterable[Pinned]) -> list[Piece]:

@@ -1,29 +1,27 @@
 """One command on many nodes: `forestage ls -w n[1-64]`, folded as `clush -b` folds.
 
-ClusterShell runs `forestage … --json` on each node, over ssh or as a tiny job of srun's, and what
-the nodes answer becomes one table. Rows that are the same on several nodes are one row. A node that
-does not answer in time is named and makes the exit status 11; all others are shown.
+ClusterShell names the nodes and runs `forestage --answer …` on each, over ssh or as a tiny job of
+srun's. A node answers with its document and with what it would print; of what all print, equal rows
+of a table are one row, and equal sentences one sentence, each with its nodes. So a command needs
+nothing of its own to be asked of many nodes. A node that does not answer in time is named and makes
+the exit status 11; all others are shown.
 """
 
 import contextlib
-import operator
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from forestage.admin import evict, explain, nodes, show, status, switching, verify
-from forestage.admin.evict import Evictions
-from forestage.admin.inventory import Item
-from forestage.admin.status import Status
-from forestage.errors import ForestageError, SlurmError
-from forestage.events import Bad, Handled, Released
+from forestage.errors import ForestageError, NotFound, SlurmError
 from forestage.slurm.queue import Slurm
-from forestage.system.terminal import Line, Piece, Table, count, short
-from forestage.units import format_duration, format_size
+from forestage.system.terminal import Facts, Line, Piece, Table, count
+from forestage.units import format_duration, parse_duration
 
 # Where the packages put the command on every node.
 COMMAND = "/usr/lib/forestage/bin/forestage"
@@ -32,13 +30,13 @@ OURS = "forestage: "  # how a message of the command itself begins
 # comment: a hint, even stage=off, would leave a lease for the answer to show.
 SRUN = ("--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet")
 NONE = ("-", "0")  # cells that say nothing
-FEW = ("damaged", "leases", "copies", "failure", "why")
+TOOK = "took"  # the column whose cells do not tell rows apart
 CONNECT = 10  # seconds for a node's sshd to answer
 
 By = Literal["ssh", "srun"]
 Progress = Callable[[str], None]
 Cells = tuple[str, ...]
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -52,21 +50,71 @@ class Question(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
 
 
+class Said(msgspec.Struct, frozen=True):
+    """What `forestage --answer COMMAND` prints: what `--json` does, and what people would read."""
+
+    document: msgspec.Raw
+    pieces: tuple[Piece, ...]
+
+
 class Reply(msgspec.Struct, frozen=True):
-    """One node's. `document` is "" where there is none; then `problem` says why.
+    """One node's. Where there is no answer, `problem` says why.
 
     `code` is the command's exit status; None: it was not reached, or did not end in time.
     """
 
     node: str
     code: int | None
-    document: str = ""
+    answer: Said | None = None
     problem: str = ""
+
+
+# --- the nodes
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """The nodes of a ClusterShell node set, groups included. Raises ValueError.
+
+    ClusterShell would also read the sample groups that its wheel puts below the interpreter's own
+    prefix, and `@all` would be nodes that no site has.
+    """
+    from ClusterShell import Defaults, NodeSet, NodeUtils
+
+    paths = Defaults.config_paths("groups.conf")
+    paths = [path for path in paths if Path(sys.prefix) not in Path(path).parents]
+    groups = NodeUtils.GroupResolverConfig(paths, illegal_chars=NodeSet.ILLEGAL_GROUP_CHARS)
+    try:
+        found = tuple(NodeSet.NodeSet(text, resolver=groups))
+    except NodeUtils.GroupResolverError:
+        raise ValueError(f"a group of {text!r} is not in ClusterShell's groups.conf") from None
+    except NodeSet.NodeSetException as error:
+        raise ValueError(str(error)) from None
+    if not found:
+        raise ValueError(f"{text!r} names no node")
+    return found
+
+
+def fold(nodes: Iterable[str]) -> str:
+    """The node set of these names: n[1-3]."""
+    from ClusterShell.NodeSet import NodeSet
+
+    return str(NodeSet.fromlist(list(nodes)))
+
+
+def of_partition(name: str, slurm: Slurm) -> tuple[str, ...]:
+    """All nodes of a partition. Raises NotFound where it has none, SlurmError."""
+    found = slurm.partition_nodes(name)
+    if not found:
+        raise NotFound(f"Slurm has no partition {name}, or it has no node", "see `sinfo`")
+    return found
+
+
+# --- asking them
 
 
 def command(question: Question, srun: str, name: str) -> str:
     """Pure: what a shell runs: on the node by ssh, here for srun, where %h is the node."""
-    words = shlex.join([COMMAND, question.words[0], "--json", *question.words[1:]])
+    words = shlex.join([COMMAND, "--answer", *question.words])
     if question.by == "ssh":
         return words
     minutes = int(question.within // 60) + 1
@@ -76,48 +124,16 @@ def command(question: Question, srun: str, name: str) -> str:
 
 
 def ask(question: Question, slurm: Slurm, token: str, progress: Progress) -> tuple[Reply, ...]:
-    """Runs the command on all nodes; returns their answers in the order of the nodes.
+    """Runs the command on all nodes; returns their replies in the order of the nodes.
 
     `token` makes the name of srun's jobs unique, so that none of them outlives this command. Raises
     SlurmError where srun is missing, ForestageError where ssh is.
     """
-    from ClusterShell.Event import EventHandler
-    from ClusterShell.Task import Task, task_self
-    from ClusterShell.Worker.Exec import ExecWorker
-    from ClusterShell.Worker.Ssh import WorkerSsh
-
-    srun = shutil.which("srun", path=slurm.path)
-    if question.by == "srun" and srun is None:
-        raise SlurmError("srun is not installed", "add its directory to PATH, or use --by ssh")
-    if question.by == "ssh" and shutil.which("ssh") is None:  # of which ClusterShell says nothing
-        raise ForestageError("ssh is not installed", "use --by srun")
+    srun, name = _program(question.by, slurm), f"forestage-{token}"
     left = set(question.nodes)
-
-    class Count(EventHandler):  # type: ignore[misc]
-        def ev_hup(self, worker: Any, node: str, rc: int) -> None:
-            left.discard(node)
-            progress(
-                f"{len(question.nodes) - len(left)} of {count(len(question.nodes), 'node')} done"
-            )
-
-    name = f"forestage-{token}"
-    task: Task = task_self()
-    task.set_info("fanout", question.at_once)
-    task.set_info("connect_timeout", CONNECT)
-    kind = WorkerSsh if question.by == "ssh" else ExecWorker
-    worker = kind(
-        ",".join(question.nodes),
-        handler=Count(),
-        timeout=question.within,
-        command=command(question, srun or "", name),
-        stderr=True,
-    )
+    worker = _worker(question, command(question, srun, name), left, progress)
     try:
-        with contextlib.ExitStack() as interrupted:
-            interrupted.callback(task.abort)  # which forgets all answers
-            task.schedule(worker)
-            task.resume()
-            interrupted.pop_all()
+        _run(worker, question.at_once)
     finally:
         if question.by == "srun" and left:  # an srun that was killed leaves its job
             with contextlib.suppress(SlurmError):  # it has a time limit as well
@@ -125,7 +141,7 @@ def ask(question: Question, slurm: Slurm, token: str, progress: Progress) -> tup
     late = set(map(str, worker.iter_keys_timeout())) | left
     codes = {str(node): rc for rc, found in worker.iter_retcodes() for node in found}
     return tuple(
-        answer(
+        reply(
             node,
             None if node in late else codes.get(node),
             _text(worker.node_buffer(node)),
@@ -136,22 +152,66 @@ def ask(question: Question, slurm: Slurm, token: str, progress: Progress) -> tup
     )
 
 
+def _program(by: By, slurm: Slurm) -> str:
+    """srun's path; "" for ssh, whose absence ClusterShell does not mention."""
+    if by == "srun":
+        srun = shutil.which("srun", path=slurm.path)
+        if srun is None:
+            raise SlurmError("srun is not installed", "add its directory to PATH, or use --by ssh")
+        return srun
+    if shutil.which("ssh") is None:
+        raise ForestageError("ssh is not installed", "use --by srun")
+    return ""
+
+
+def _worker(question: Question, line: str, left: set[str], progress: Progress) -> Any:
+    """ClusterShell's, which takes nodes from `left` as they end."""
+    from ClusterShell.Event import EventHandler
+    from ClusterShell.Worker.Exec import ExecWorker
+    from ClusterShell.Worker.Ssh import WorkerSsh
+
+    number = len(question.nodes)
+
+    class Count(EventHandler):  # type: ignore[misc]
+        def ev_hup(self, worker: Any, node: str, rc: int) -> None:
+            left.discard(node)
+            progress(f"{number - len(left)} of {count(number, 'node')} done")
+
+    return (WorkerSsh if question.by == "ssh" else ExecWorker)(
+        ",".join(question.nodes),
+        handler=Count(),
+        timeout=question.within,
+        command=line,
+        stderr=True,
+    )
+
+
+def _run(worker: Any, at_once: int) -> None:
+    from ClusterShell.Task import task_self
+
+    task = task_self()
+    task.set_info("fanout", at_once)
+    task.set_info("connect_timeout", CONNECT)
+    with contextlib.ExitStack() as interrupted:
+        interrupted.callback(task.abort)  # which forgets all answers
+        task.schedule(worker)
+        task.resume()
+        interrupted.pop_all()
+
+
 def _text(buffer: bytes | None) -> str:
     return (buffer or b"").decode(errors="replace")
 
 
-def answer(node: str, code: int | None, out: str, err: str, late: str) -> Reply:
-    """Pure: a node's answer: its document, the command's own message, or why there is neither."""
+def reply(node: str, code: int | None, out: str, err: str, late: str) -> Reply:
+    """Pure: a node's answer, the command's own message, or why there is neither."""
     if code is None:
         return Reply(node, None, problem=late)
-    document = ""
     for found in re.finditer(r"^[\[{]", out, re.MULTILINE):  # a login script may print as well
         with contextlib.suppress(msgspec.DecodeError):
-            msgspec.json.decode(out[found.start() :])
-            document = out[found.start() :]
-            break
-    if document:
-        return Reply(node, code, document)
+            text = out[found.start() :]
+            msgspec.json.decode(text)
+            return _understood(node, code, text)
     lines = [line.removeprefix("srun: ") for line in err.splitlines() if line.strip()]
     own = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
     if own:
@@ -160,143 +220,110 @@ def answer(node: str, code: int | None, out: str, err: str, late: str) -> Reply:
     return Reply(node, None, problem=(said or [f"it ended with {code} and no answer"])[0])
 
 
-def exit_code(answers: Iterable[Reply], unreached: int) -> int:
+def _understood(node: str, code: int, text: str) -> Reply:
+    try:
+        return Reply(node, code, msgspec.json.decode(text, type=Said))
+    except msgspec.DecodeError as error:
+        why = f"its answer cannot be understood; another release? ({error})"
+        return Reply(node, code, problem=why)
+
+
+# --- what they have said
+
+
+def exit_code(replies: Iterable[Reply], unreached: int) -> int:
     """Pure: `unreached` if a node did not answer, else the highest of theirs."""
-    codes = [one.code for one in answers]
+    codes = [one.code for one in replies]
     return unreached if None in codes else max((code or 0 for code in codes), default=0)
 
 
-def document(answers: Iterable[Reply]) -> dict[str, object]:
+def document(replies: Iterable[Reply]) -> dict[str, object]:
     """Pure: what --json prints: each node with its own document, or the problem."""
     found = []
-    for one in answers:
+    for one in replies:
         known: dict[str, object] = {"node": one.node, "code": one.code}
-        known |= {"answer": msgspec.Raw(one.document.encode())} if one.document else {}
+        known |= {"answer": one.answer.document} if one.answer else {}
         found.append(known | ({"problem": one.problem} if one.problem else {}))
     return {"nodes": found}
 
 
-def folded(rows: Iterable[tuple[str, Cells]]) -> Iterator[Cells]:
-    """Pure: rows of several nodes, each row once, with its nodes first."""
-    by_row: dict[Cells, list[str]] = {}
-    for node, row in rows:
-        found = by_row.setdefault(row, [])
-        found += [node] if node not in found else []
-    for row, found in by_row.items():
-        yield (nodes.fold(found), *row)
+def pieces(replies: Sequence[Reply]) -> list[Piece]:
+    """Pure: what people read: tables, then sentences, then who did not answer, or could not."""
+    tables: dict[Cells, list[tuple[str, Cells]]] = {}
+    blocks: list[tuple[str, tuple[Line | Facts, ...]]] = []
+    for one in replies:
+        said = one.answer.pieces if one.answer else ()
+        for piece in said:
+            if isinstance(piece, Table):
+                tables.setdefault(piece.columns, []).extend((one.node, row) for row in piece.rows)
+        blocks += [(one.node, block) for block in _blocks(said)]
+    problems = [(one.node, one.problem) for one in replies if one.problem]
+    return [
+        *(_table(columns, rows) for columns, rows in tables.items()),
+        *(piece for nodes, block in _by_node(blocks) for piece in _headed(nodes, block)),
+        *(Line(f"{nodes}: {problem}") for nodes, problem in _by_node(problems)),
+    ]
 
 
-def pieces(answers: Sequence[Reply], view: "View") -> list[Piece]:
-    """Pure: what is printed: the view's table, then who did not answer, or could not."""
-    rows: list[tuple[str, Cells]] = []
-    problems = [(one.node, (one.problem,)) for one in answers if one.problem]
-    for one in answers:
-        if not one.document:
+def _by_node(said: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Pure: what several nodes said, each thing once, with its nodes."""
+    found: dict[T, list[str]] = {}
+    for node, one in said:
+        found.setdefault(one, []).append(node)
+    return ((fold(nodes), one) for one, nodes in found.items())
+
+
+def _blocks(said: Iterable[Piece]) -> Iterator[tuple[Line | Facts, ...]]:
+    """Pure: each sentence with what is indented below it; tables are apart."""
+    block: list[Line | Facts] = []
+    for piece in said:
+        if isinstance(piece, Table) or piece == Line(""):
             continue
-        try:
-            rows += [(one.node, row) for row in view.rows(one.document)]
-        except msgspec.DecodeError as error:
-            why = f"its answer cannot be understood; another release? ({error})"
-            problems.append((one.node, (why,)))
-    table: list[Piece] = [view.table(rows)] if rows else []
-    empty = [one.node for one in answers if one.document and one.node not in dict(rows)]
-    table += [Line(f"{nodes.fold(empty)}: {view.nothing}")] if empty and not problems else []
-    return [*table, *(Line(f"{found}: {why}") for found, why in folded(problems))]
+        if block and not piece.indent:
+            yield tuple(block)
+            block = []
+        block.append(piece)
+    if block:
+        yield tuple(block)
 
 
-class View(msgspec.Struct, frozen=True):
-    """How one command's documents become rows, the columns of these, and what no row means.
-
-    Columns named `few` are left out where all nodes have none: a terminal is 80 columns wide.
-    """
-
-    columns: Cells
-    rows: Callable[[str], Iterable[Cells]]
-    nothing: str = "nothing"
-    few: Cells = ()
-    gathered: Callable[[list[tuple[str, Cells]]], Iterable[Cells]] = folded
-
-    def table(self, rows: list[tuple[str, Cells]]) -> Table:
-        columns, found = ("nodes", *self.columns), tuple(self.gathered(rows))
-        said = [
-            number
-            for number, column in enumerate(columns)
-            if not column.startswith(self.few) or any(row[number] not in NONE for row in found)
-        ]
-        pick = operator.itemgetter(*said)
-        return Table(pick(columns), tuple(map(pick, found)))
+def _headed(nodes: str, block: tuple[Line | Facts, ...]) -> list[Piece]:
+    """Pure: a block that says whose it is."""
+    first, *rest = block
+    if isinstance(first, Facts):
+        return [Line(f"{nodes}:", heading=True), *(_indented(one) for one in block)]
+    head = msgspec.structs.replace(first, text=f"{nodes}: {first.text}")
+    return [*([Line("")] if rest else []), head, *rest]
 
 
-def _decoded(document: str, kind: type[T]) -> T:
-    return msgspec.json.decode(document, type=kind)
+def _indented(piece: Line | Facts) -> Line | Facts:
+    return msgspec.structs.replace(piece, indent=piece.indent + 2)
 
 
-def _status(document: str) -> Iterator[Cells]:
-    found = _decoded(document, Status)
-    yield *status.facts(found).values(), status.state(found)[1] or "-"
+def _table(columns: Cells, rows: Sequence[tuple[str, Cells]]) -> Table:
+    """Pure: one table of several nodes', without columns that say nothing: terminals are narrow."""
+    folded = list(_folded(columns, rows))
+    named = ("nodes", *columns)
+    kept = [at for at in range(len(named)) if any(row[at] not in NONE for row in folded)]
+    return Table(tuple(named[at] for at in kept), [tuple(row[at] for at in kept) for row in folded])
 
 
-def _entries(document: str) -> Iterator[Cells]:
-    for item in sorted(_decoded(document, list[Item]), key=lambda one: one.path):
-        size, state = format_size(item.bytes), show.state(item) or "-"
-        yield short(item.key), item.kind or "-", size, state, item.path or "-"
-
-
-def _oneline(document: str) -> list[Cells]:
-    return [(status.oneline(_decoded(document, Status)),)]
-
-
-def _evicted(document: str) -> list[Cells]:
-    return evict.rows(_decoded(document, Evictions))
-
-
-def _verified(document: str) -> Iterator[Cells]:
-    done = _decoded(document, verify.VerifyReport)
-    for one in done.verdicts:
-        word = f"{one.result} ({one.against})" if one.against != "nothing" else one.result
-        word += ", evicted" if one.evicted else ""
-        why = "; ".join(filter(None, (one.detail, one.error, one.stays)))
-        yield short(one.key), format_size(one.size), word, one.path + (f" ({why})" if why else "")
-
-
-def _switched(document: str) -> list[Cells]:
-    return [switching.row(_decoded(document, switching.Switched))]
-
-
-def _explained(document: str) -> Iterator[Cells]:
-    """The last cell is the seconds, for `_by_time`."""
-    for one in _decoded(document, explain.History).runs:
-        hook = one.hook if one.step is None else f"step {explain.STEPS.get(one.step, one.step)}"
-        for made in one.explained:
-            outcome = made.outcome
-            result = outcome.result + (f" ({outcome.reason})" if outcome.reason else "")
-            if isinstance(outcome, Released | Bad):
-                yield hook, result, "-", f"{one.total:.6f}"
-                continue
-            request = outcome.request if isinstance(outcome, Handled) else ""
-            yield hook, result, outcome.image or request or "-", f"{outcome.wait:.6f}"
-
-
-def _by_time(rows: list[tuple[str, Cells]]) -> Iterator[Cells]:
-    """Pure: rows that differ in their last cell only are one, with the span of it."""
-    took: dict[Cells, list[tuple[float, str]]] = {}
+def _folded(columns: Cells, rows: Iterable[tuple[str, Cells]]) -> Iterator[Cells]:
+    """Pure: each row once, its nodes first; rows that differ in the time alone are one."""
+    at = columns.index(TOOK) if TOOK in columns else len(columns)
+    found: dict[Cells, list[tuple[str, Cells]]] = {}
     for node, row in rows:
-        took.setdefault(row[:-1], []).append((float(row[-1]), node))
-    for (*cells, image), found in took.items():
-        least, (most, slowest) = min(found)[0], max(found)
-        text, fastest = format_duration(most), format_duration(least)
-        if text != fastest:
-            text = f"{fastest} to {text} ({slowest})"
-        yield nodes.fold([node for _, node in found]), *cells, text, image
+        found.setdefault(row[:at] + row[at + 1 :], []).append((node, row[at : at + 1]))
+    for row, took in found.items():
+        yield (fold(node for node, _ in took), *row[:at], *_span(took), *row[at:])
 
 
-VIEWS = {
-    "status": View((*status.COLUMNS, "why"), _status, few=FEW),
-    "status --oneline": View(("status",), _oneline),
-    "ls": View(("key", "kind", "size", "state", "path"), _entries, "no entry"),
-    "evict": View(evict.COLUMNS, _evicted, "nothing to evict"),
-    "verify": View(("key", "size", "result", "path"), _verified, "no entry"),
-    "off": View(switching.COLUMNS, _switched),
-    "on": View(switching.COLUMNS, _switched),
-    "explain": View(("hook", "result", "took", "path"), _explained, gathered=_by_time),
-}
+def _span(took: Sequence[tuple[str, Cells]]) -> Cells:
+    """Pure: a cell from the shortest to the longest time, and whose that is; none for none."""
+    timed = sorted(
+        (parse_duration(text), node, text) for node, cell in took for text in cell if text != "-"
+    )
+    if not timed:
+        return took[0][1]
+    (*_, fastest), (_, slowest, text) = timed[0], timed[-1]
+    return (text if text == fastest else f"{fastest} to {text} ({slowest})",)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -27,9 +28,10 @@ _FACT = re.compile(r"^(Number of inodes|Compression) (\S+)$", re.M)
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A finished image of `size` bytes; `seconds` it took."""
+    """A finished image of `size` bytes, of what is in `folder`; `seconds` it took."""
 
     path: str
+    folder: str
     inodes: int
     size: int
     compression: str
@@ -71,7 +73,7 @@ def pack(
         size = part.stat().st_size
     took = round(clock.monotonic() - began, 3)
     compression = facts.get("Compression", "unknown")
-    return Packed(str(target), int(facts["Number of inodes"]), size, compression, took)
+    return Packed(str(target), str(folder), int(facts["Number of inodes"]), size, compression, took)
 
 
 def pieces(done: Packed) -> list[Piece]:
@@ -81,4 +83,12 @@ def pieces(done: Packed) -> list[Piece]:
         ("size", f"{format_size(done.size)}, {done.compression}"),
         ("time", format_duration(done.seconds)),
     )
-    return [Line(f"Packed {done.path}", heading=True), Facts(facts, indent=2)]
+    path, folder = (
+        quote(one, safe="/", errors="surrogateescape") for one in (done.path, done.folder)
+    )
+    return [
+        Line(f"Packed {done.path}", heading=True),
+        Facts(facts, indent=2),
+        Line("Jobs see it over its directory with:"),
+        Line(f'sbatch --comment="stage={path}@{folder}" ...', 2, whole=True),
+    ]

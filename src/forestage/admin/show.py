@@ -34,14 +34,25 @@ def listing(holdings: Holdings, now: float) -> list[Piece]:
     if not holdings.items:
         return [Line("The cache holds no entry."), *_problems(holdings)]
     columns = ("key", "kind", "size", "used", "state", "path")
-    rows = tuple(
-        (
-            *(short(i.key), i.kind or "-", format_size(i.bytes), age(now - i.used)),
-            *(state(i) or "-", i.path or "-"),
-        )
-        for i in holdings.items
-    )
+    rows = []
+    for item in holdings.items:
+        key, kind, size, *rest = _cells(item)
+        rows.append((key, kind, size, age(now - item.used), *rest))
     return [Table(columns, rows), *_problems(holdings)]
+
+
+def among_many(holdings: Holdings) -> list[Piece]:
+    """Pure: what `ls` says of one node of many, on which an image was last used at other times."""
+    if not holdings.items:
+        return listing(holdings, 0.0)
+    items = sorted(holdings.items, key=lambda item: item.path)
+    columns = ("key", "kind", "size", "state", "path")
+    return [Table(columns, list(map(_cells, items))), *_problems(holdings)]
+
+
+def _cells(item: Item) -> tuple[str, ...]:
+    size = format_size(item.bytes)
+    return short(item.key), item.kind or "-", size, state(item) or "-", item.path or "-"
 
 
 def _problems(holdings: Holdings) -> list[Piece]:

@@ -1,14 +1,17 @@
 """The site's Slurm files as one model: slurm.conf, the scripts that it names, and plugstack.conf.
 
-`enable`, `disable` and `check` all decide by this model. It is read below the root of a `Files`, as
+`enable`, `disable` and `check` all decide by this model: what is `broken`, and the `way` by which a
+hook of ours comes to be called. It is read below the root of a `Files`, as
 slurmd reads it; of Slurm's commands only `slurmd -V` is run, and nothing is changed.
 """
 
 import contextlib
+import fnmatch
 import glob
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +19,7 @@ import msgspec
 
 from forestage.cache.node import Node
 from forestage.config import decided
+from forestage.errors import Failed
 from forestage.paths import Places
 from forestage.slurm import companion, plugstack, slurm_conf
 from forestage.slurm import release as releases
@@ -38,6 +42,10 @@ USUAL_PLUGINS = (
     "/opt/slurm/lib/slurm",
     "/opt/slurm/lib64/slurm",
 )
+# What is to run on each node, and the directories in which systemd finds that it is.
+TIMER, SOCKET = "forestage-sweep.timer", "forestage-ask.socket"
+_UNITS = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
+LINK = "50-forestage"  # in a directory of hooks
 SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
 
 # PrologFlags that set Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 says so of two.
@@ -149,6 +157,25 @@ class Hook(msgspec.Struct, frozen=True):
         return tuple(script for pattern in self.patterns for script in pattern.scripts)
 
 
+class Broken(msgspec.Struct, frozen=True):
+    """A script that slurmd takes for a failed hook; the node drains. `change` is the remedy."""
+
+    script: Script
+    what: str
+    change: str
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How slurmd comes to run a hook of ours.
+
+    there: it does, by the script `text`. line: slurm.conf needs `text`. link: there has to be a
+    link of the path `text`. by-hand: `text` says what to do.
+    """
+
+    kind: Literal["there", "line", "link", "by-hand"]
+    text: str
+
+
 class Plugin(msgspec.Struct, frozen=True):
     """A plugin of the stack: its line, and its file."""
 
@@ -200,25 +227,26 @@ class Site(msgspec.Struct, frozen=True):
 
 
 def read(files: Files, path: str) -> Site:
-    """The site whose slurm.conf is `path`. Raises OSError; ValueError where Slurm would refuse the
-    file as well."""
-    return with_conf(files, with_release(files, read_conf(files, path)))
+    """The site whose slurm.conf is `path`. Raises Failed where any of it cannot be read."""
+    try:
+        found = _with_conf(files, read_conf(files, path))
+    except FileNotFoundError as error:
+        raise Failed("slurm-conf", f"{error.filename} is included, but is not there") from None
+    except ValueError as error:
+        raise Failed("slurm-conf", f"{path} cannot be read: {error}") from None
+    if found.stack.broken:
+        raise Failed("slurm-conf", found.stack.broken)
+    return found
 
 
 def read_conf(files: Files, path: str) -> Conf:
-    """slurm.conf alone. Raises as `read` does."""
+    """slurm.conf alone. Raises OSError; ValueError where Slurm would refuse the file as well."""
 
     def text(one: str) -> str:
         return files.at(one).read_bytes().decode()
 
     lines = tuple(slurm_conf.settings(path, text))
     return Conf(path, lines, frozenset(slurm_conf.partitions(path, text)))
-
-
-def with_release(files: Files, conf: Conf) -> Conf:
-    """A configuration with the release of this node's slurmd, which is run for that."""
-    found = releases.installed(files, plugin_folders(conf))
-    return msgspec.structs.replace(conf, release=found)
 
 
 def find_conf(files: Files, named: str) -> Conf | None:
@@ -234,8 +262,15 @@ def find_conf(files: Files, named: str) -> Conf | None:
     return None
 
 
-def with_conf(files: Files, conf: Conf) -> Site:
-    """The hooks and plugins that a slurm.conf leads to."""
+def find(files: Files, named: str) -> Site | None:
+    """The site of `find_conf`'s file, as far as it can be read."""
+    conf = find_conf(files, named)
+    return None if conf is None else _with_conf(files, conf)
+
+
+def _with_conf(files: Files, conf: Conf) -> Site:
+    """The hooks and plugins that a slurm.conf leads to; slurmd is run for its release."""
+    conf = msgspec.structs.replace(conf, release=releases.installed(files, plugin_folders(conf)))
     hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
     return Site(conf, hooks, _stack(files, conf), _companion_line(files))
 
@@ -295,6 +330,69 @@ def _relation(files: Files, path: str, hook: str) -> Relation:
     return "names-us" if named else "other"
 
 
+def broken(hook: Hook) -> Iterator[Broken]:
+    """Pure: what slurm.conf names for this hook and slurmd cannot run (run_script.c)."""
+    words = {
+        "dangling": "a link that leads nowhere",
+        "missing": "not there",
+        "not-executable": "no program that can be executed",
+    }
+    for pattern in hook.patterns:
+        line = f"{hook.name}={pattern.setting.value}"
+        for script in pattern.scripts:
+            if script.state != "fine":
+                what = f"{script.path} of {line} is {words[script.state]}"
+                yield Broken(script, what, _repair(hook, pattern, script))
+
+
+def _repair(hook: Hook, pattern: Pattern, script: Script) -> str:
+    where, line = pattern.setting.line.where, f"{hook.name}={pattern.setting.value}"
+    if script.state == "not-executable":
+        return f"chmod 0755 {script.path} (or take it out of that directory)"
+    if script.relation == "hook" and not hook.usable:
+        return f"install forestage's package again (or {where}: without {line})"
+    if pattern.is_glob:
+        return f"ln -sfn {hook.path} {script.path}" if script.ours else f"rm {script.path}"
+    if script.ours:
+        return f"{where}: {hook.name}={hook.path}"
+    return f"{where}: without {line}"
+
+
+def way(hook: Hook) -> Way:
+    """Pure: a link where slurm.conf names a directory's files; the site's own scripts stay."""
+    ours = next((one.path for one in hook.scripts if one.ours), "")
+    if ours:
+        return Way("there", ours)
+    if hook.globs:
+        return _way_by_link(hook.globs[0])
+    others = [one.setting for one in hook.patterns if one.scripts[0].state == "fine"]
+    if not others:
+        return Way("line", f"{hook.name}={hook.path}")
+    other = others[0]
+    folder = f"{Path(other.value).parent}/{hook.name.lower()}.d"
+    return Way(
+        "by-hand",
+        f"{other.line.where}: {hook.name}={other.value} is there already: run {hook.path} at its"
+        f" end, or make it one of a directory ({hook.name}={folder}/*)",
+    )
+
+
+def _way_by_link(pattern: Pattern) -> Way:
+    """A link by a name that the glob matches and nobody has."""
+    where, value = pattern.setting.line.where, pattern.setting.value
+    directory, names = os.path.split(value)
+    if not pattern.directory:
+        return Way("by-hand", f"{where}: the directory of {value} is not there: make it first")
+    taken = {script.path for script in pattern.scripts}
+    for name in (LINK, names.replace("*", LINK, 1)):
+        path = os.path.join(directory, name)
+        fits = fnmatch.fnmatchcase(name, names) and not glob.has_magic(path)
+        if fits and path not in taken:
+            return Way("link", path)
+    text = f"{where}: no name fits {value}: link forestage's hook there manually"
+    return Way("by-hand", text)
+
+
 def lines_naming_us(files: Files, script: str) -> list[str]:
     """The lines of a script that say "forestage", comments apart."""
     text = _COMMENT.sub("", files.text(script, SCRIPT) or "")
@@ -337,6 +435,22 @@ def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> Plugin:
         tried = [f"{folder}/{path}" for folder in folders]
         path = next((one for one in tried if files.mode(one) is not None), path)
     return Plugin(line, path, files.mode(path) is not None)
+
+
+def lacks(files: Files, *units: str) -> bool:
+    """Whether systemd runs here, and one of these units is not enabled.
+
+    A node without systemd has a way of its own.
+    """
+    if files.mode("/run/systemd/system") is None:
+        return False
+    return not all(
+        any(
+            unit in files.names(f"{folder}/{Path(unit).suffix[1:]}s.target.wants")
+            for folder in _UNITS
+        )
+        for unit in units
+    )
 
 
 # slurmd sets SLURM_SCRIPT_CONTEXT for each of its scripts (prolog and epilog guide).

@@ -378,7 +378,10 @@ def oneline(status: Status) -> str:
     return " ".join(["forestage", *words, *([f"why={field(why)}"] if why else [])])
 
 
-COLUMNS = tuple(facts(Status("", "", (), (), ())))
+def among_many(status: Status) -> list[Piece]:
+    """Pure: what `status` says of one node of many."""
+    named = {**facts(status), "why": state(status)[1] or "-"}
+    return [Table(tuple(named), [tuple(named.values())])]
 
 
 def _held(held: inventory.Held) -> list[tuple[str, str]]:

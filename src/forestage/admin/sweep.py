@@ -132,58 +132,14 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     start = node.clock.monotonic()
     run = _Sweep(node, dry_run)
     made = run.tried(run.is_made, node)
-    stale: tuple[StaleLease, ...] = ()
-    unanswered = ""
-    try:
-        stale = stale_leases(node.leases, slurm)
-    except (ForestageError, OSError) as error:
-        _raise_if_not_root(error)
-        unanswered = str(error)
-    released = tuple(run.each(stale))
-    run.tried(run.strays, stale)
-    keepers = run.tried(run.hanging_keepers, node) or ()
-    if not dry_run:
-        run.tried(run.places_of_images, stale)
-    parts: tuple[str, ...] = ()
-    job_dirs: tuple[str, ...] = ()
-    evicted: tuple[str, ...] = ()
-    due: tuple[Due, ...] = ()
+    stale = run.stale(slurm)
+    done = run.of_jobs(stale)
     if made:
-        parts = run.tried(run.dead_parts, stale) or ()
-        job_dirs = run.tried(run.job_dirs, stale) or ()
-        evicted = run.tried(run.evicted, stale) or ()
-        if not dry_run:
-            run.tried(run.imports, node)
-            doubt.look(node.places, node.cache, node.clock)
-            doubt.look_at_media(node.places, node.cache, node.clock)
-        due = run.tried(due_entries, node) or ()
-        if not dry_run:
-            run.tried(eviction.drop_dead_locks, node.cache)
-            run.tried(held.gather, node.cache.held)
-            run.tried(preload, node)
-    verified = () if dry_run else tuple(run.proofs(due, progress))
-    if made and not dry_run:
-        run.tried(end_doubt, node)
-    collected = () if dry_run else run.tried(collect, node) or ()
+        done = run.of_entries(run.of_cache(done, stale), progress)
     if not dry_run:
+        collected = tuple(run.tried(collect, node) or ())
+        done = msgspec.structs.replace(done, collected=collected)
         run.tried(note_run, node)
-    done = SweepReport(
-        dry_run=dry_run,
-        unmounted=run.unmounted,
-        released=released,
-        kept=len(node.leases.jobs()) - (len(released) if dry_run else 0),
-        redirects=tuple(run.unredirected),
-        parts=parts,
-        job_dirs=job_dirs,
-        keepers=keepers,
-        evicted=evicted,
-        verified=verified,
-        unproven=tuple(one.item.key for one in due) if dry_run else (),
-        doubt=unanswered,
-        problems=tuple(run.problems),
-        collected=tuple(collected),
-    )
-    if not dry_run:
         run.tried(lambda report: _record(node, report, start), done)
     return msgspec.structs.replace(done, problems=tuple(run.problems))
 
@@ -226,7 +182,10 @@ def note_run(node: Node) -> None:
 
 
 class _Sweep:
-    """One sweep at work. `problems` and `unredirected` (paths) grow meanwhile."""
+    """One sweep at work; `of_jobs`, `of_cache` and `of_entries` are its parts, in this order.
+
+    `problems` and `unredirected` (paths) grow meanwhile.
+    """
 
     def __init__(self, node: Node, dry_run: bool) -> None:
         self.node = node
@@ -234,6 +193,57 @@ class _Sweep:
         self.problems: list[str] = []
         self.unredirected: list[str] = []
         self.unmounted = ""
+        self.doubt = ""
+
+    def of_jobs(self, stale: tuple[StaleLease, ...]) -> SweepReport:
+        """Releases what jobs that are over had beside the cache."""
+        released = tuple(self.each(stale))
+        self.tried(self.strays, stale)
+        keepers = self.tried(self.hanging_keepers, self.node) or ()
+        if not self.dry_run:
+            self.tried(self.places_of_images, stale)
+        return SweepReport(
+            dry_run=self.dry_run,
+            unmounted=self.unmounted,
+            released=released,
+            kept=len(self.node.leases.jobs()) - (len(released) if self.dry_run else 0),
+            redirects=tuple(self.unredirected),
+            keepers=keepers,
+            doubt=self.doubt,
+        )
+
+    def of_cache(self, done: SweepReport, stale: tuple[StaleLease, ...]) -> SweepReport:
+        """Deletes what lies in the cache and nobody needs; looks at the health of its disk."""
+        node = self.node
+        parts = self.tried(self.dead_parts, stale) or ()
+        job_dirs = self.tried(self.job_dirs, stale) or ()
+        evicted = self.tried(self.evicted, stale) or ()
+        if not self.dry_run:
+            self.tried(self.imports, node)
+            doubt.look(node.places, node.cache, node.clock)
+            doubt.look_at_media(node.places, node.cache, node.clock)
+            self.tried(eviction.drop_dead_locks, node.cache)
+            self.tried(held.gather, node.cache.held)
+            self.tried(preload, node)
+        return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)
+
+    def of_entries(self, done: SweepReport, progress: Progress) -> SweepReport:
+        """Reads the entries that are due; a dry run only names them."""
+        due = self.tried(due_entries, self.node) or ()
+        if self.dry_run:
+            return msgspec.structs.replace(done, unproven=tuple(one.item.key for one in due))
+        verified = tuple(self.proofs(due, progress))
+        self.tried(end_doubt, self.node)
+        return msgspec.structs.replace(done, verified=verified)
+
+    def stale(self, slurm: Slurm) -> tuple[StaleLease, ...]:
+        """Those of jobs that are over; none, and `doubt`, where Slurm gives no clear answer."""
+        try:
+            return stale_leases(self.node.leases, slurm)
+        except (ForestageError, OSError) as error:
+            _raise_if_not_root(error)
+            self.doubt = str(error)
+            return ()
 
     def tried(self, work: Callable[[T], R], subject: T) -> R | None:
         """What `work` returns; None, and a problem noted, where it fails in an expected way."""

@@ -23,9 +23,6 @@ class Switched(msgspec.Struct, frozen=True):
     kept: bool = False
 
 
-COLUMNS = ("staging", "files", "why")
-
-
 def off(places: Places, clock: Clock, reason: str, seconds: float | None) -> Switched:
     """Switches staging off, for so many seconds or until `on`; as root. Raises OSError."""
     now = clock.wall()
@@ -55,11 +52,6 @@ def _by_configuration(places: Places) -> str:
     return f"`enabled: false` for {count(len(named), 'partition')}: {', '.join(named)}" * bool(
         named
     )
-
-
-def row(done: Switched) -> tuple[str, str, str]:
-    """Pure: the cells of COLUMNS."""
-    return "off" if done.off else "on", ", ".join(done.files) or "-", done.why or "-"
 
 
 def pieces(done: Switched, turned: str) -> list[Piece]:

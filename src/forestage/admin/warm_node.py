@@ -2,7 +2,7 @@
 
 Run by srun on each node as `python3 -m forestage.admin.warm_node JOB IMAGE...`. It waits for copies
 that the job's Prolog did not wait for. Root reads the node's events; other users may not, and ask
-the node's service (admin/answering.py). Where none answers, each of their images is `unseen`,
+the node's service (admin/ask_service.py). Where none answers, each of their images is `unseen`,
 though the job had it staged as any job would.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from forestage import events
-from forestage.admin import asking, job_images
+from forestage.admin import ask_client, job_images
 from forestage.admin.job_images import ImageResult, Seen
 from forestage.cache.node import Node
 from forestage.clock import Clock
@@ -76,7 +76,7 @@ def _told(
 ) -> tuple[ImageResult, ...]:
     """What the node's service says to who is not root."""
     try:
-        told = wait_for_copies(lambda: asking.about_images(places, job), clock, ASK_EVERY)
+        told = wait_for_copies(lambda: ask_client.about_images(places, job), clock, ASK_EVERY)
     except (ForestageError, OSError) as error:
         silent = isinstance(error, FileNotFoundError | ConnectionRefusedError)
         why = "forestage-ask.socket is not enabled there" if silent else printable(str(error))

@@ -113,40 +113,62 @@ def plan(
         (s for s in everything if s.key not in leased and not s.pinned),
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
     )
-    taken = Counter(copies)  # the bytes that are only one user's, by uid
-    for one in everything:
-        taken[one.user or 0] += one.bytes
-    has = sum(one.bytes for one in everything if one.is_data) + room.data_under_way
-    excess = has + data - room.data
-    victims: list[str] = []
-    freed = 0
-
-    def is_above(user: int | None) -> bool:
-        return bool(user) and taken[user or 0] > room.share
-
-    def is_met() -> bool:
-        return _met(room, goal, freed) and not (data and excess > 0)
-
-    def pick(may_go: Callable[[StoredEntry], bool]) -> None:
-        nonlocal left, freed, excess
-        stay = []
-        for one in left:
-            if is_met() or not may_go(one):
-                stay.append(one)
-                continue
-            victims.append(one.key)
-            freed += one.bytes
-            taken[one.user or 0] -= one.bytes
-            excess -= one.bytes if one.is_data else 0
-        left = stay
-
-    pick(lambda one: one.entry is None or one.key in old)
-    pick(lambda one: one.is_data and excess > 0)
+    picked = _Picked(room, goal, everything, copies, data)
+    left = picked.add(left, lambda one: one.entry is None or one.key in old)
+    left = picked.add(left, lambda one: one.is_data and picked.excess > 0)
     if data:
         left = [one for one in left if one.is_data]
-    pick(lambda one: is_above(one.user))
-    pick(lambda one: not is_above(user))
-    return Plan(tuple(victims), freed, is_met())
+    left = picked.add(left, lambda one: picked.is_above(one.user))
+    picked.add(left, lambda one: not picked.is_above(user))
+    return Plan(tuple(picked.victims), picked.freed, picked.is_enough)
+
+
+class _Picked:
+    """The victims of a plan so far, and what is left to do.
+
+    `taken` are the bytes that are only one user's, by uid; `excess` is how far data are above their
+    share, which counts where room is made for `data`.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        goal: Goal,
+        stored: Iterable[StoredEntry],
+        copies: Mapping[int, int],
+        data: int,
+    ) -> None:
+        self.room, self.goal, self.for_data = room, goal, data > 0
+        self.victims: list[str] = []
+        self.freed = 0
+        self.taken = Counter(copies)
+        self.excess = data + room.data_under_way - room.data
+        for one in stored:
+            self.taken[one.user or 0] += one.bytes
+            self.excess += one.bytes if one.is_data else 0
+
+    def is_above(self, user: int | None) -> bool:
+        """Whether a user has more than their share; root has none."""
+        return bool(user) and self.taken[user or 0] > self.room.share
+
+    @property
+    def is_enough(self) -> bool:
+        return _met(self.room, self.goal, self.freed) and not (self.for_data and self.excess > 0)
+
+    def add(
+        self, left: Iterable[StoredEntry], may_go: Callable[[StoredEntry], bool]
+    ) -> list[StoredEntry]:
+        """Picks of these, in their order, who may go, until it is enough; returns who stay."""
+        stay = []
+        for one in left:
+            if self.is_enough or not may_go(one):
+                stay.append(one)
+                continue
+            self.victims.append(one.key)
+            self.freed += one.bytes
+            self.taken[one.user or 0] -= one.bytes
+            self.excess -= one.bytes if one.is_data else 0
+        return stay
 
 
 def _met(room: Room, goal: Goal, freed: int) -> bool:

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import Conf
+from forestage.admin.site import Site
 from forestage.check import (
     disk,
     enroot,
@@ -38,7 +38,7 @@ from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError, Failed
 from forestage.paths import Places
-from forestage.slurm.enroot import Site
+from forestage.slurm import enroot as enroots
 from forestage.system import child
 from forestage.system.terminal import harmless
 from forestage.system.tree import Files
@@ -132,9 +132,8 @@ def _hangs(at: str) -> Finding:
     )
 
 
-def _findings(target: Target, files: Files, of_enroot: Site) -> Iterator[Finding | str]:
+def _findings(target: Target, files: Files, of_enroot: enroots.Site) -> Iterator[Finding | str]:
     """What is found, and before each part what it looks at."""
-    yield "slurm.conf"
     if not target.is_root:
         yield Finding(
             "not-root",
@@ -143,9 +142,6 @@ def _findings(target: Target, files: Files, of_enroot: Site) -> Iterator[Finding
             "The cache, the event log and other users' rights are for root to see",
             "sudo forestage check",
         )
-    conf = sites.find_conf(files, target.conf)
-    if conf is not None:
-        conf = sites.with_release(files, conf)
     yield "the event log"
     used = uses.gather(target.places)
     yield "the configuration"
@@ -160,42 +156,43 @@ def _findings(target: Target, files: Files, of_enroot: Site) -> Iterator[Finding
                 "No job gets an image staged while the configuration cannot be read",
                 ": ".join(filter(None, (problem.where, problem.key))),
             )
-        yield from _slurm(files, conf, used, Settings(Config(), {}, {}), target.clock)
+        yield "slurm.conf and what it names"
+        site = sites.find(files, target.conf)
+        yield from _slurm(files, site, used, Settings(Config(), {}, {}), target.clock)
         return
     # First, as what hangs is a source most likely.
     yield "a source"
     origin = of_settings.origin(settings, target.places, "sources")
-    yield from sources.findings(files, settings.config, used.images, origin)
-    yield "plugstack.conf"
-    settings = plugins.decided(files, conf, settings)
-    yield from _slurm(files, conf, used, settings, target.clock)
-    config = settings.config
+    yield from sources.findings(files, settings.config, used, origin, target.clock.wall())
+    yield "slurm.conf and what it names"
+    site = sites.find(files, target.conf)
+    settings = plugins.decided(files, site, settings)
+    yield from _slurm(files, site, used, settings, target.clock)
+    config, conf = settings.config, None if site is None else site.conf
     hidden = slurm_conf.hidden_below(files, conf)
     yield "the cache"
     origin = of_settings.origin(settings, target.places, "cache")
-    yield from disk.findings(files, config, hidden, used.images, origin)
+    yield from disk.findings(files, config, hidden, used, origin, target.clock.wall())
     yield from of_settings.findings(files, conf, settings, used.images, target.places)
     yield "enroot's configuration"
     yield from enroot.findings(files, config.sources, of_enroot)
     yield "the node"
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
-    stack = sites.with_conf(files, conf).stack if conf else None
-    if stack is not None and stack.pyxis is not None:
+    if site is not None and site.stack.pyxis is not None:
         yield "the store of images"
         origin = of_settings.origin(settings, target.places, "registry.store")
-        yield from registry.findings(files, stack.pyxis, config, origin)
+        yield from registry.findings(files, site.stack.pyxis, config, origin)
         if config.registry.enabled:
             yield from registry.silence(used.silent, target.clock.wall())
 
 
 def _slurm(
-    files: Files, conf: Conf | None, used: Uses, settings: Settings, clock: Clock
-) -> Iterator[Finding | str]:
-    yield "what slurm.conf and plugstack.conf name"
-    yield from slurm_conf.findings(conf, settings)
-    if conf is None:
+    files: Files, site: Site | None, used: Uses, settings: Settings, clock: Clock
+) -> Iterator[Finding]:
+    if site is None:
+        yield slurm_conf.unread()
         return
-    site = sites.with_conf(files, conf)
+    yield from slurm_conf.findings(site.conf, settings)
     yield from plugins.findings(files, site, settings)
     yield from hooks.findings(files, site, used, clock.wall())
     if site.stack.pyxis is not None:

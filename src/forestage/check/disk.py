@@ -3,18 +3,20 @@
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from forestage.cache import disk, doubt, evict
 from forestage.cache.layout import Cache
 from forestage.check.finding import Finding
-from forestage.check.uses import Used
+from forestage.check.uses import Used, Uses
 from forestage.config import Config
 from forestage.errors import Failed
+from forestage.events import Bad, Event
 from forestage.paths import Places
 from forestage.slurm import enroot
 from forestage.system.mounts import Mount
+from forestage.system.terminal import moment
 from forestage.system.tree import Files
 from forestage.units import format_size
 
@@ -22,29 +24,49 @@ NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
     *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
 }
+RECENT = 7 * 86400.0  # seconds since wrong bytes were found
 _QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 and xfs in mountinfo
 
 
 def findings(
-    files: Files, config: Config, hidden: tuple[str, ...], images: tuple[Used, ...], origin: str
+    files: Files, config: Config, hidden: tuple[str, ...], used: Uses, origin: str, now: float
 ) -> Iterator[Finding]:
     """Looks and changes nothing. A network file system is not asked: it may hang.
 
     `hidden` are directories that jobs see as others than the node does, `origin` is the file that
     sets `cache:`.
     """
+    yield from _wrong_bytes(event for event in used.bad.values() if now - event.time < RECENT)
     real = files.reals((config.cache,))[config.cache]
     under = files.under(real)
     if under is None:
         return
     yield from _place(config, under, hidden, real, origin)
-    if not _is_missing(under, config) and not _is_far(under):
-        yield from _holdings(files, config, real, images, origin)
+    if not _is_missing(under, config) and not is_far(under):
+        yield from _holdings(files, config, real, used.images, origin)
 
 
-def _is_far(under: Mount) -> bool:
+def _wrong_bytes(found: Iterable[Event]) -> Iterator[Finding]:
+    for event in found:
+        outcome = event.outcome
+        assert isinstance(outcome, Bad)
+        copy = outcome.image or f"entry {outcome.key}"
+        since = f"between {moment(outcome.since)} and then" if outcome.since else "before"
+        yield Finding(
+            "wrong-bytes",
+            "critical",
+            f"at {moment(event.time)} `{event.hook}` found wrong bytes in the copy of {copy}"
+            + ("" if outcome.evicted else ", which stays"),
+            f"Jobs that began with it {since} may have read them",
+            "`forestage explain JOBID` marks each such job; for the disk see `dmesg`"
+            + ("" if outcome.evicted else f", and `forestage evict {outcome.key}`"),
+        )
+
+
+def is_far(under: Mount) -> bool:
+    """Pure: whether a file server, or a program, answers for it."""
     # Whatever a user space file system is, it is no disk of this node.
-    return under.kind in NETWORK or under.kind.startswith("fuse.")
+    return under.kind in NETWORK or under.kind.partition(".")[0] == "fuse"  # not fuseblk
 
 
 def _is_missing(under: Mount, config: Config) -> bool:
@@ -85,7 +107,7 @@ def _place(
             "Nothing is staged; ext4 goes read-only when its disk fails: see `dmesg`",
             f"mount -o remount,rw {under.point} (after fsck, if it failed)",
         )
-    if _is_far(under):
+    if is_far(under):
         yield Finding(
             "cache-on-network",
             "critical",

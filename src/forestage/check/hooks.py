@@ -7,8 +7,8 @@ failed Prolog and drains the node (read in slurmd's run_script.c).
 import re
 from collections.abc import Iterator
 
-from forestage.admin.enable import LINK
-from forestage.admin.site import Hook, Pattern, Script, Site, lines_naming_us
+from forestage.admin import site as sites
+from forestage.admin.site import LINK, Hook, Site, lines_naming_us
 from forestage.check.finding import Finding
 from forestage.check.uses import Uses
 from forestage.errors import Failed
@@ -24,8 +24,7 @@ _PATHS = re.compile(r"/[\w./+-]+")
 def findings(files: Files, site: Site, uses: Uses, now: float) -> Iterator[Finding]:
     """Looks at the scripts, and starts the interpreters of ours once each."""
     for hook in site.hooks:
-        for pattern in hook.patterns:
-            yield from _broken(hook, pattern)
+        yield from _broken(hook)
     for hook in site.hooks:
         # A script of the site may call ours in a way that is not seen here; but without any
         # line in slurm.conf nothing can, whatever has run before the line was taken out.
@@ -72,59 +71,27 @@ def _trouble(files: Files, path: str) -> str:
     return ran.explained() if ran.code else ""
 
 
-def _broken(hook: Hook, pattern: Pattern) -> Iterator[Finding]:
-    line = f"{hook.name}={pattern.setting.value}"
-    where = pattern.setting.line.where
+def _broken(hook: Hook) -> Iterator[Finding]:
     risk = f"Slurm takes it for a failed {hook.name} and drains the node at its next job"
-    if not pattern.scripts:
-        directory = pattern.setting.value.rpartition("/")[0]
-        yield Finding(
-            "hook-no-match",
-            "critical",
-            f"{line} matches no file",
-            risk,
-            f"ln -s {hook.path} {directory}/{LINK} (or {where}: without {line})",
-        )
-    for script in pattern.scripts:
-        if script.state in ("missing", "dangling"):
-            word = "a link that leads nowhere" if script.state == "dangling" else "not there"
-            yield Finding(
-                "hook-missing",
-                "critical",
-                f"{script.path} of {line} is {word}",
-                risk,
-                _repair(hook, pattern, script),
-            )
-        elif script.state == "not-executable":
-            yield Finding(
-                "hook-not-executable",
-                "critical",
-                f"{script.path} of {line} is no program that can be executed",
-                risk,
-                f"chmod 0755 {script.path} (or take it out of that directory)",
-            )
-
-
-def _repair(hook: Hook, pattern: Pattern, script: Script) -> str:
-    """What to do about a script that is not there."""
-    where, line = pattern.setting.line.where, f"{hook.name}={pattern.setting.value}"
-    if script.relation == "hook" and not hook.usable:
-        return f"install forestage's package again (or {where}: without {line})"
-    if pattern.is_glob:
-        return f"ln -sfn {hook.path} {script.path}" if script.ours else f"rm {script.path}"
-    if script.ours:
-        return f"{where}: {hook.name}={hook.path}"
-    return f"{where}: without {line}"
+    for pattern in hook.patterns:
+        if not pattern.scripts:
+            line, where = f"{hook.name}={pattern.setting.value}", pattern.setting.line.where
+            link = f"{pattern.setting.value.rpartition('/')[0]}/{LINK}"
+            change = f"ln -s {hook.path} {link} (or {where}: without {line})"
+            yield Finding("hook-no-match", "critical", f"{line} matches no file", risk, change)
+    for one in sites.broken(hook):
+        if one.script.state == "not-executable":
+            yield Finding("hook-not-executable", "critical", one.what, risk, one.change)
+        else:
+            yield Finding("hook-missing", "critical", one.what, risk, one.change)
 
 
 def _absent(site: Site, hook: Hook) -> Finding:
     what = f"no {hook.name} in slurm.conf is forestage's, nor mentions it"
-    if hook.globs:
+    way = sites.way(hook)
+    change = f"{site.conf.path}: {way.text}" if way.kind == "line" else way.text
+    if way.kind == "link":
         change = "forestage enable --yes"
-    elif scripts := [one.path for one in hook.scripts if one.state == "fine"]:
-        change = f"{scripts[0]}: run {hook.path} at its end"
-    else:
-        change = f"{site.conf.path}: {hook.name}={hook.path}"
     if hook.name == "Epilog":
         why = "Leases and redirects stay when jobs end, until the sweep finds them"
         return Finding("epilog-absent", "critical", what, why, change)

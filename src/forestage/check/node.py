@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterator
 
+from forestage.admin import site as sites
+from forestage.admin.site import TIMER
 from forestage.check.finding import Finding
 from forestage.config import Config, Peering, switch
 from forestage.errors import ForestageError
@@ -11,7 +13,6 @@ from forestage.peers import auth
 from forestage.system import child
 from forestage.system.tree import Files
 
-TIMER = "forestage-sweep.timer"
 _HOLD = "forestage-hold.service"
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = ("memory.max", "memory.high", "cpu.max")
@@ -55,7 +56,7 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             " cannot unmount them after a crash",
             "systemctl edit slurmd: no PrivateTmp=, ProtectSystem=, ProtectHome= and the like",
         )
-    if not _has_timer(files):
+    if sites.lacks(files, TIMER):
         yield Finding(
             "sweep-timer",
             "warning",
@@ -89,14 +90,6 @@ def _namespace(files: Files, pid: str) -> str | None:
         return os.readlink(files.at(f"/proc/{pid}/ns/mnt"))
     except OSError:
         return None
-
-
-def _has_timer(files: Files) -> bool:
-    """Whether the sweep's timer is enabled; without systemd the site has a way of its own."""
-    if files.mode("/run/systemd/system") is None:
-        return True
-    wants = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
-    return any(TIMER in files.names(f"{folder}/timers.target.wants") for folder in wants)
 
 
 def _hold(files: Files) -> Iterator[Finding]:

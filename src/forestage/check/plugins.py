@@ -22,10 +22,10 @@ HELPER = "/usr/lib/forestage/bin/forestage"
 _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 
 
-def decided(files: Files, conf: Conf | None, settings: Settings) -> Settings:
+def decided(files: Files, site: Site | None, settings: Settings) -> Settings:
     """Returns the settings with what `redirect: auto` means on this node."""
-    ours = sites.with_conf(files, conf).stack.companion if conf else None
-    loads = ours is not None and ours.exists and conf is not None and _fits(files, conf, ours)
+    ours = site and site.stack.companion
+    loads = bool(site and ours and ours.exists and _fits(files, site.conf, ours))
     auto = of_auto(Config(), loads).redirect
     partitions = {
         name: {

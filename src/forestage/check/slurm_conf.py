@@ -17,17 +17,19 @@ from forestage.units import format_duration
 _TIMEOUTS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
 
 
-def findings(conf: Conf | None, settings: Settings) -> Iterator[Finding]:
+def unread() -> Finding:
+    """Pure: what is said where there is no slurm.conf to look at."""
+    return Finding(
+        "slurm-conf",
+        "unknown",
+        "slurm.conf cannot be read",
+        "Without it a Prolog takes 15 s at most, and nothing of Slurm can be checked",
+        "SLURM_CONF=/where/it/is/slurm.conf forestage check",
+    )
+
+
+def findings(conf: Conf, settings: Settings) -> Iterator[Finding]:
     """Pure."""
-    if conf is None:
-        yield Finding(
-            "slurm-conf",
-            "unknown",
-            "slurm.conf cannot be read",
-            "Without it a Prolog takes 15 s at most, and nothing of Slurm can be checked",
-            "SLURM_CONF=/where/it/is/slurm.conf forestage check",
-        )
-        return
     yield from _flags(conf)
     yield from _timeouts(conf)
     yield from _deadlines(conf, settings)

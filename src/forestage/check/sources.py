@@ -1,17 +1,26 @@
-"""Findings about the sources: mounted, answering, no tmpfs, and striped on Lustre."""
+"""Findings about the sources: mounted, answering, no tmpfs, and striped on Lustre.
 
+File systems that are mounted below a source are asked as well, and what did not answer a job.
+"""
+
+import contextlib
 import errno
+import functools
 import os
+import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+from forestage.check.disk import is_far
 from forestage.check.finding import Finding
-from forestage.check.uses import Used
+from forestage.check.uses import Used, Uses
 from forestage.config import KEYS, Config
 from forestage.errors import Failed
 from forestage.system import as_user, mounts, run
+from forestage.system.files import opened
 from forestage.system.mounts import Mount
-from forestage.system.terminal import count
+from forestage.system.terminal import count, moment
 from forestage.system.tree import Files
 from forestage.units import format_size
 
@@ -19,6 +28,8 @@ from forestage.units import format_size
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 TIMEOUT = 5.0  # seconds; a file server that takes longer makes jobs wait as well
 MOST = 5  # images whose striping is looked at
+RECENT = 86400.0  # seconds since a job got no answer
+AT_ONCE = 16  # children that ask
 LARGE = 1 << 30  # bytes; a smaller image takes no time from any server
 FEW = 4  # stripes; with so many a file's servers are no bottleneck for some nodes
 # lustre's lfs-setstripe(1): one component to the end of the file (-E), on all OSTs (-c).
@@ -26,7 +37,7 @@ STRIPE = ("lfs", "setstripe", "-E", "-1", "-c", "-1", "-S", "1M")
 
 
 def findings(
-    files: Files, config: Config, images: tuple[Used, ...], origin: str
+    files: Files, config: Config, used: Uses, origin: str, now: float
 ) -> Iterator[Finding]:
     """Takes seconds where a source does not answer. `origin` is the file that sets `sources:`."""
     sources = config.sources
@@ -39,10 +50,12 @@ def findings(
             f"{origin}: sources: [/path/of/the/shared/file/system]",
         )
     found = [finding for path in sources if (finding := _source(files, path, origin))]
+    if all(finding.id != "source-hangs" for finding in found):
+        found += _further(files, config, used, now)
     yield from found
     if all(finding.id != "source-hangs" for finding in found):  # what follows would hang with them
         yield from _of_users(files, config, origin)
-        yield from _striping(files, images)
+        yield from _striping(files, used.images)
 
 
 def _source(files: Files, path: str, origin: str) -> Finding | None:
@@ -90,6 +103,50 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
         " save nothing",
         f"mount it (/etc/fstab), or {origin}: sources without {path}",
     )
+
+
+def _further(files: Files, config: Config, used: Uses, now: float) -> Iterator[Finding]:
+    """What hangs though the sources answer: mounted below one of them, or reached by a link."""
+    tops = [f"{real.rstrip('/')}/" for real in files.reals(config.sources).values()]
+    listed = files.mounts()
+    below = {
+        mount.device: mount.point
+        for mount in listed
+        if is_far(mount) and not mount.fuse_user and mount.point.startswith(tuple(tops))
+    }
+    asked = {
+        path: f"{path} did not answer a job at {moment(when)}, and"
+        for path, when in reversed(used.hung.items())
+        if now - when < RECENT and not _is_of_user(listed, path, config)
+    }
+    asked |= {point: f"{point}, which is mounted below a source," for point in below.values()}
+    asked = dict(islice(asked.items(), AT_ONCE))
+    works = [functools.partial(_answers, str(files.at(path))) for path in asked]
+    answers = as_user.each(works, str, TIMEOUT, TIMEOUT, AT_ONCE)
+    for what, answer in zip(asked.values(), answers, strict=True):
+        if answer is None:
+            yield Finding(
+                "source-hangs",
+                "critical",
+                f"{what} does not answer",
+                "Jobs that name an image there wait for the file server",
+                "look at its server and network; `dmesg`",
+            )
+
+
+def _is_of_user(listed: list[Mount], path: str, config: Config) -> bool:
+    """Pure: whether a path lies on a user's own FUSE, which hangs as its user likes."""
+    under = mounts.holder(listed, path)
+    return under is not None and bool(mounts.users_fuse(listed, under.id, config.user_mounts))
+
+
+def _answers(path: str) -> str:
+    """In a child, which may hang: any answer is one. No device is opened, only a file is read."""
+    with contextlib.suppress(OSError), opened(path, os.O_PATH) as found:
+        if stat.S_ISREG(os.fstat(found).st_mode):
+            with opened(f"/proc/self/fd/{found}", os.O_RDONLY) as file:
+                os.read(file, 1)
+    return ""
 
 
 def _of_users(files: Files, config: Config, origin: str) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """What this node's event log says: images by how often they were asked for, and when hooks ran.
 
-Also which registries did not answer the last step that asked them.
+Also which sources and registries did not answer the last job that asked them, and which entries
+were found to have wrong bytes.
 """
 
 import contextlib
@@ -9,11 +10,12 @@ import msgspec
 
 from forestage import events
 from forestage.errors import Declined
-from forestage.events import Handled
+from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
 from forestage.registry import reference
 
 SILENT = "registry-silent"
+HANGS = "source-hangs"
 
 
 class Used(msgspec.Struct):
@@ -27,12 +29,15 @@ class Used(msgspec.Struct):
 class Uses(msgspec.Struct, frozen=True):
     """`images`, most used first; when each of our hooks ran last, by its name in lower case.
 
-    `silent`: when registries were asked in vain that have not answered since, by their names.
+    `silent`: when registries were asked in vain that have not answered since, by their names;
+    `hung`: the same of paths that jobs named. `bad`: by key, what was last found wrong of an entry.
     """
 
     images: tuple[Used, ...]
     hooks: dict[str, float]
     silent: dict[str, float] = {}
+    hung: dict[str, float] = {}
+    bad: dict[str, Event] = {}
 
 
 def gather(places: Places) -> Uses:
@@ -40,10 +45,17 @@ def gather(places: Places) -> Uses:
     images: dict[str, Used] = {}
     hooks: dict[str, float] = {}
     silent: dict[str, float] = {}
+    hung: dict[str, float] = {}
+    bad: dict[str, Event] = {}
     with contextlib.suppress(OSError):
         for event in events.read(places.events):
             hooks[event.hook] = max(event.time, hooks.get(event.hook, 0.0))
             outcome = event.outcome
+            if isinstance(outcome, Bad):
+                bad[outcome.key] = event
+            if isinstance(outcome, Handled) and outcome.request.startswith("/"):
+                hung.pop(outcome.request, None)
+                hung |= {outcome.request: event.time} if outcome.reason == HANGS else {}
             if isinstance(outcome, Handled) and outcome.image:
                 used = images.setdefault(outcome.image, Used(outcome.image))
                 used.times += 1
@@ -51,7 +63,7 @@ def gather(places: Places) -> Uses:
             if isinstance(outcome, Handled) and (outcome.digest or outcome.reason == SILENT):
                 _note(silent, outcome, event.time)
     most_used = sorted(images.values(), key=lambda used: (-used.times, used.path))
-    return Uses(tuple(most_used), hooks, silent)
+    return Uses(tuple(most_used), hooks, silent, hung, bad)
 
 
 def _note(silent: dict[str, float], outcome: Handled, time: float) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from forestage.cli.many import expanded
 from forestage.cli.world import Exit, as_json, seconds, show
 
 if TYPE_CHECKING:
@@ -23,16 +24,6 @@ force = click.option("-f", "--force", is_flag=True, help="Replace an existing fi
 def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     seconds(ctx, parameter, value or "0")  # which refuses what is none
     return value
-
-
-def expanded(nodes: str) -> tuple[str, ...]:
-    """The nodes of --nodes. Raises click.BadParameter."""
-    from forestage.admin import nodes as node_sets
-
-    try:
-        return node_sets.expand(nodes)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--nodes") from None
 
 
 @contextlib.contextmanager
@@ -94,7 +85,7 @@ def warm(
     """
     import secrets
 
-    from forestage.admin import nodes as node_sets
+    from forestage.admin import fleet
     from forestage.admin import warm as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
@@ -105,7 +96,7 @@ def warm(
     if nodes is not None:
         where = expanded(nodes)
     elif partition is not None:
-        where = node_sets.of_partition(partition, slurm)
+        where = fleet.of_partition(partition, slurm)
     else:
         raise click.UsageError("name the nodes with --nodes, or their --partition")
     named = (("partition", partition), ("reservation", reservation))

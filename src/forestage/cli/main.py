@@ -51,8 +51,9 @@ def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="forestage")
+@click.option("--answer", "is_asked", is_flag=True, hidden=True)  # by another node's -w
 @click.pass_context
-def main(ctx: click.Context) -> None:
+def main(ctx: click.Context, is_asked: bool) -> None:
     """Look after the container images that forestage keeps on this node.
 
     KEY is an entry's key or its beginning, PATH the image's path as `forestage ls` prints it or a
@@ -97,19 +98,20 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
         _show_public(ctx.obj, as_json)
         return
     if oneline:
-        click.echo(view.oneline(found))
+        show(found, [screen.Line(view.oneline(found), whole=True)], as_json)
     else:
-        show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
+        shown = view.pieces(found, ctx.obj.clock.wall())
+        show(found, shown, as_json, view.among_many(found))
     if found.unusable:
         ctx.exit(Exit.CACHE)
 
 
 def _show_public(world: World, as_json: bool) -> None:
     """What everyone may know of this node. Raises PermissionError where nobody answers users."""
-    from forestage.admin import asked, asking
+    from forestage.admin import ask_answer, ask_client
 
-    found = asking.public(world.places)
-    show(found, asked.pieces(found), as_json)
+    found = ask_client.public(world.places)
+    show(found, ask_answer.pieces(found), as_json)
 
 
 @main.command()
@@ -126,11 +128,13 @@ def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
     if words:
         keys = {item.key for item in _picked(found.items, words)}
         found = found.only(keys)
-    show(found.items, view.listing(found, world.clock.wall()), as_json)
+    shown = view.listing(found, world.clock.wall())
+    show(found.items, shown, as_json, view.among_many(found))
 
 
 @main.command("show")
 @as_json
+@on_nodes()
 @click.argument("word", metavar="KEY|PATH", shell_complete=complete.entries)
 @click.pass_obj
 def show_entry(world: World, word: str, as_json: bool) -> None:
@@ -159,14 +163,16 @@ def explain(world: World, job: int, as_json: bool) -> None:
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
     Users see their own jobs: on a node of the job, and elsewhere where the nodes serve peers.
     """
-    from forestage.admin import asking
+    from forestage.admin import ask_client
 
-    told = asking.about_job(world.places, job, os.environ)
-    show(asking.document(told), asking.pieces(told, world.clock.wall()), as_json)
+    told = ask_client.about_job(world.places, job, os.environ)
+    shown = ask_client.pieces(told, world.clock.wall())
+    show(ask_client.document(told), shown, as_json, ask_client.among_many(told))
 
 
 @main.command()
 @as_json
+@on_nodes()
 @click.argument("image")
 @click.pass_obj
 def path(world: World, image: str, as_json: bool) -> None:
@@ -210,13 +216,13 @@ def evict(
         raise click.UsageError("KEY|PATH and --all exclude each other")
     node = ctx.obj.node()
     held = inventory.gather(node)
-    if words or everything:
-        chosen = _picked(held.items, words) if words else held.items
-        done = evict.exactly(node, chosen, dry_run)
+    if everything:
+        done = evict.everything(node, held.items, dry_run)
+    elif words:
+        done = evict.exactly(node, _picked(held.items, words), dry_run)
     else:
         done = evict.to_watermark(node, dry_run)
-    if done.verdicts or not quiet:
-        show(done, evict.pieces(done), as_json)
+    show(done, () if quiet and done.is_empty else evict.pieces(done), as_json)
     if words and done.left_out:
         ctx.exit(Exit.NOT_FOUND)
 
@@ -254,6 +260,7 @@ def verify(
 
 @main.command()
 @as_json
+@on_nodes("1h")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: change nothing, verify nothing.")
 @click.pass_context
 def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
@@ -274,6 +281,7 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
 
 @main.command()
 @as_json
+@on_nodes()
 @words
 @click.pass_obj
 def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
@@ -283,6 +291,7 @@ def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
 
 @main.command()
 @as_json
+@on_nodes()
 @words
 @click.pass_obj
 def unpin(world: World, words: tuple[str, ...], as_json: bool) -> None:
@@ -314,6 +323,7 @@ def _picked(
 
 @main.command()
 @as_json
+@on_nodes()
 @click.option("-p", "--partition", metavar="NAME", help="As it holds for this partition's jobs.")
 @click.pass_obj
 def config(world: World, partition: str | None, as_json: bool) -> None:
@@ -333,6 +343,7 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
 
 @main.command()
 @as_json
+@on_nodes("2m")
 @click.pass_context
 def check(ctx: click.Context, as_json: bool) -> None:
     """Check the setup of this node, Slurm and pyxis, and print the lines to change.
@@ -378,11 +389,11 @@ def peer(world: World, node: str | None) -> None:
     import socket
     from functools import partial
 
-    from forestage.admin import asked
+    from forestage.admin import ask_answer
     from forestage.peers import server
 
     name = node or socket.gethostname().partition(".")[0]
-    server.run(world.node(), name, partial(asked.about_job, world.places))
+    server.run(world.node(), name, partial(ask_answer.about_job, world.places))
 
 
 @main.command()
@@ -393,6 +404,6 @@ def answer(world: World) -> None:
     Started by forestage-ask.socket, for `forestage explain` and `forestage status` without root.
     Ends when nobody has asked for a minute.
     """
-    from forestage.admin import answering
+    from forestage.admin import ask_service
 
-    answering.run(world.places, world.clock, os.environ)
+    ask_service.run(world.places, world.clock, os.environ)

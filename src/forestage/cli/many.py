@@ -11,7 +11,9 @@ from forestage.cli.world import Exit, seconds, show
 
 Command = Callable[..., None]
 
-_HERE = ("nodes", "by", "within", "at_once", "more", "as_json", "oneline", "watch")
+# Options that are not the nodes': whom to ask, and how to show it.
+_HERE = ("nodes", "by", "within", "at_once", "more", "as_json", "watch")
+_PATHS = ("word", "words", "image")  # arguments that may be a path of this directory
 
 
 def on_nodes(within: str = "1m") -> Callable[[Command], Command]:
@@ -50,11 +52,20 @@ def on_nodes(within: str = "1m") -> Callable[[Command], Command]:
     return decorate
 
 
+def expanded(nodes: str) -> tuple[str, ...]:
+    """The nodes of --nodes. Raises click.BadParameter."""
+    from forestage.admin import fleet
+
+    try:
+        return fleet.expand(nodes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--nodes") from None
+
+
 def _ask(ctx: click.Context, named: str, given: dict[str, Any]) -> None:
     import secrets
 
     from forestage.admin import fleet
-    from forestage.cli.images import expanded
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
 
@@ -64,10 +75,9 @@ def _ask(ctx: click.Context, named: str, given: dict[str, Any]) -> None:
     known = (given["by"], given["within"], given["at_once"], given["more"])
     question = fleet.Question(expanded(named), words, *known)
     with screen.busy() as progress:
-        answers = fleet.ask(question, Slurm.of(os.environ), secrets.token_hex(4), progress)
-    name = f"{words[0]} --oneline" if given.get("oneline") else words[0]
-    show(fleet.document(answers), fleet.pieces(answers, fleet.VIEWS[name]), given["as_json"])
-    ctx.exit(fleet.exit_code(answers, Exit.UNREACHED))
+        replies = fleet.ask(question, Slurm.of(os.environ), secrets.token_hex(4), progress)
+    show(fleet.document(replies), fleet.pieces(replies), given["as_json"])
+    ctx.exit(fleet.exit_code(replies, Exit.UNREACHED))
 
 
 def _words(ctx: click.Context, given: dict[str, Any]) -> list[str]:
@@ -79,7 +89,7 @@ def _words(ctx: click.Context, given: dict[str, Any]) -> list[str]:
             continue
         if isinstance(one, click.Argument):
             values = value if isinstance(value, tuple) else (value,)
-            arguments += [_absolute(word) if one.name == "words" else str(word) for word in values]
+            arguments += [_absolute(word) if one.name in _PATHS else str(word) for word in values]
         else:
             flag = isinstance(one, click.Option) and one.is_flag
             options += [one.opts[-1]] if flag else [one.opts[-1], str(value)]

@@ -28,7 +28,9 @@ def _time_option(ctx: click.Context, parameter: click.Parameter, value: str | No
             seconds = datetime.fromisoformat(text).timestamp()
             if 0 <= seconds < LATEST:
                 return seconds
-    raise click.BadParameter(f"{value!r} is not a time: expected {EXPECTED}")
+    unit = f"{value} has no unit: {value}d is days, {value}h hours ago"
+    is_age = value.isdigit() and len(value) < len("2026")
+    raise click.BadParameter(unit if is_age else f"{value!r} is not a time: expected {EXPECTED}")
 
 
 @click.command()

@@ -79,13 +79,14 @@ def _change(
     import msgspec
 
     from forestage.admin import enable as work
+    from forestage.admin import site as sites
     from forestage.system.tree import Files
 
     files = Files(ctx.obj.places.root)
     path = os.path.abspath(slurm_conf)
     if files.mode(path) is None:
         raise click.BadParameter(f"{path} is not there", param_hint="--slurm-conf")
-    plan = decide(work.read_site(files, path))
+    plan = decide(sites.read(files, path))
     done = yes and not plan.refusals
     if done:
         work.apply(plan, files)
@@ -97,6 +98,7 @@ def _change(
 
 @click.command()
 @as_json
+@on_nodes("2m")
 @click.pass_context
 def unredirect(ctx: click.Context, as_json: bool) -> None:
     """Unmount every redirect of this node, now.
@@ -127,7 +129,7 @@ def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 @click.command()
 @as_json
-@on_nodes("1m")
+@on_nodes()
 @click.option("--until", metavar="TIME", callback=_lasting, help="For so long: 6h, 30m.")
 @click.argument("reason", required=False)
 @click.pass_context
@@ -147,7 +149,7 @@ def off(ctx: click.Context, reason: str | None, until: str | None, as_json: bool
 
 @click.command()
 @as_json
-@on_nodes("1m")
+@on_nodes()
 @click.pass_context
 def on(ctx: click.Context, as_json: bool) -> None:
     """Switch staging on again, after `forestage off`.

@@ -154,8 +154,19 @@ def lines(error: Exception, is_root: bool) -> list[str]:
     return [str(error)]
 
 
-def show(document: object, pieces: "Iterable[Piece]", as_json: bool) -> None:
-    """Prints the document as JSON, or else its pieces."""
+def show(
+    document: object,
+    pieces: "Iterable[Piece]",
+    as_json: bool,
+    among_many: "Iterable[Piece] | None" = None,
+) -> None:
+    """Prints the document as JSON, or else its pieces.
+
+    To who asks many nodes it says both; `among_many`: what one of many says in place of `pieces`.
+    """
     from forestage.system import terminal
 
-    terminal.show(document, pieces, as_json)
+    if click.get_current_context().find_root().params.get("is_asked"):
+        terminal.answer(document, pieces if among_many is None else among_many)
+    else:
+        terminal.show(document, pieces, as_json)

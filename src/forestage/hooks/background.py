@@ -9,6 +9,7 @@ that a Prolog does must be over before the job starts: the first step waits for 
                                        (flock(2)) and has left its pid in it
 
     Prolog   makes the mark, locks it, forks; the child leaves its session, and the script ends
+             the first one after a change of those files reads the configuration before that
     step     waits for the lock, for so long; then it does all by itself, as where no Prolog ran
     Epilog   kills who holds the lock, then takes the mark away and releases the rest as always
     sweep    takes away marks that nobody locks: of one that was killed

@@ -67,14 +67,13 @@ def _main(name: Name, root: str = "") -> int:
         return 0
     from forestage.hooks import background, watch
 
-    mark, code = "", 0
+    code = 0
     try:
         if name == "epilog":
             background.stop(background.mark_of(os.environ, run))
         if name == "prolog":
-            mark = background.leave(os.environ, run)
-            hook.in_background = bool(mark)
-        forked = None if mark else watch.fork(keeps_stdout=name == "step")
+            hook.mark = background.leave(os.environ, run)
+        forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
         if forked and forked[0]:
             code = hook.wait(*forked, root)
             return code
@@ -93,7 +92,7 @@ def _main(name: Name, root: str = "") -> int:
         hook.answer("leave", "error")
         code = DRAIN if hook.drains else 0
     finally:
-        background.end(mark)
+        background.end(hook.mark)
         hook.watched.end(code)
     return code
 
@@ -244,8 +243,8 @@ def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
 class Hook:
     """One run of a hook. `drains` is whether the admin wants a failure to drain the node.
 
-    `in_background`: of a Prolog whose script has ended (hooks/background.py). `child`: of the
-    child that does its work (hooks/watch.py), what tells the hook.
+    `mark`: of a Prolog whose script has ended (hooks/background.py). `child`: of the child that
+    does its work (hooks/watch.py), what tells the hook.
     """
 
     def __init__(self, name: Name, environ: Mapping[str, str], start: float) -> None:
@@ -255,9 +254,27 @@ class Hook:
         self.drains = False
         self.answered = name != "step"
         self.settings: Settings | None = None
-        self.in_background = False
+        self.mark = ""
         self.child: Watched | None = None
         self.manager = os.getppid()  # of a child it would be the hook
+
+    @property
+    def in_background(self) -> bool:
+        """Whether slurmd waits no more for this Prolog."""
+        return bool(self.mark)
+
+    def leave(self, run: str) -> None:
+        """Lets the script end, if the configuration, which is known only now, allows that.
+
+        Who waits for this child sees it end with 0; what goes on is another process.
+        """
+        from forestage.hooks import background
+
+        if self.child is not None:
+            self.mark = background.leave(self.environ, run)
+        if self.child is not None and self.mark:
+            os.close(self.child.line)
+            self.child = None
 
     @property
     def watched(self) -> Watched:

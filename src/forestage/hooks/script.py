@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 def run(hook: Hook, places: Places, clock: Clock) -> int:
     """The work, its log line and its events. Expected errors become outcomes; others rise."""
     if hook.in_background:
-        from forestage.system import child
-
-        child.leave_job()
+        _be_of_no_job()
     job = Job.from_environ(hook.environ).of_manager(hook.manager)
     if hook.name == "step":
         from forestage.hooks import step
@@ -49,6 +47,12 @@ def run(hook: Hook, places: Places, clock: Clock) -> int:
     hook.report(job, outcomes, places, clock)
     failed = any(outcome.result == "failed" for outcome in outcomes)
     return DRAIN if failed and hook.drains else 0
+
+
+def _be_of_no_job() -> None:
+    from forestage.system import child
+
+    child.leave_job()
 
 
 def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
@@ -89,14 +93,17 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
 
 
 def _note_background(hook: Hook, places: Places, decided: Sequence[str]) -> None:
-    """Lets the next Prologs end before their work does, where the companion is loaded."""
-    if hook.settings is None or not places.loaded.exists():
+    """Lets this and the next Prologs end before their work does, where the companion is loaded."""
+    if hook.in_background or hook.settings is None or not places.loaded.exists():
         return
     try:
         conf = hook.environ.get("SLURM_CONF", "")
         background.note(places, hook.settings, _has_companion(hook, places), decided, conf)
     except OSError:  # they do their work first
         return
+    hook.leave(os.fspath(places.run))
+    if hook.in_background:
+        _be_of_no_job()
 
 
 def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:

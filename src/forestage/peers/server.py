@@ -4,7 +4,7 @@ protocol.py has the requests, sessions.py the limits of clients, auth.py what pr
 chunk of a copy under way is waited for, as long as the client likes, up to WAIT, and the copy is
 told that it is wanted. The bytes go from the page cache to the network by sendfile(2). Everything
 else is 404, and nothing is listed. A user who proves by munge who they are may ask about a job of
-theirs (`POST /v1/explain/<job>`); what they get is for the caller to say (admin/asked.py).
+theirs (`POST /v1/explain/<job>`); what they get is for the caller to say (admin/ask_answer.py).
 
 One event loop does it all, but for munge and for digests that nobody has taken, which have threads.
 """

@@ -18,13 +18,10 @@ def pieces(report: Report) -> list[Piece]:
     nodes = fmt.plural(len(report.nodes), "node")
     title = f"{' to '.join(dict.fromkeys(days))}: {starts} on {nodes}"
     lines: list[Piece] = [Line(title, heading=True), Facts(tuple(_facts(report)), indent=2)]
-    for name, groups in (
-        ("image", report.images),
-        ("user", report.users),
-        ("partition", report.partitions if len(report.partitions) > 1 else ()),
-    ):
-        lines += _table(name, len(groups), _groups(name, groups[:MAX_ROWS]))
-    lines += _table("node", len(report.nodes), _nodes(report.nodes[:MAX_ROWS]))
+    lines += _table("image", report.images) + _table("user", report.users)
+    if len(report.partitions) > 1:
+        lines += _table("partition", report.partitions)
+    lines += _table("node", report.nodes)
     return [*lines, Line(""), Line("The whole report: forestage report -o report.html")]
 
 
@@ -54,40 +51,26 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(f"{reason} {count}" for reason, count in counts.items())
 
 
-def _table(name: str, number: int, table: Table) -> list[Piece]:
-    if not number:
+def _table(name: str, found: Sequence[Group]) -> list[Piece]:
+    if not found:
         return []
-    more = [Line(f"and {number - MAX_ROWS} more", 2)] if number > MAX_ROWS else []
-    return [Line(""), table, *more]
+    rows = [{name: one.name, **_cells(one)} for one in found[:MAX_ROWS]]
+    table = Table(tuple(rows[0]), [tuple(row.values()) for row in rows], indent=2)
+    more = len(found) - MAX_ROWS
+    return [Line(""), table, *([Line(f"and {more} more", 2)] if more > 0 else [])]
 
 
-def _groups(name: str, groups: Sequence[Group]) -> Table:
-    columns = (name, "starts", "hits", "kept off", "saved")
-    rows = [
-        (
-            one.name,
-            fmt.number(one.starts),
-            fmt.number(one.hits),
-            format_size(one.kept_off),
-            fmt.duration(one.saved),
-        )
-        for one in groups
-    ]
-    return Table(columns, rows, indent=2)
-
-
-def _nodes(nodes: Sequence[OneNode]) -> Table:
-    columns = ("node", "starts", "hits", "kept off", "copies at", "95% wait", "failures")
-    rows = [
-        (
-            one.name,
-            fmt.number(one.starts),
-            fmt.number(one.hits),
-            format_size(one.kept_off),
-            fmt.rate(one.rate),
-            fmt.duration(one.waits.most),
-            fmt.number(one.failed),
-        )
-        for one in nodes
-    ]
-    return Table(columns, rows, indent=2)
+def _cells(one: Group) -> dict[str, str]:
+    cells = {
+        "starts": fmt.number(one.starts),
+        "hits": fmt.number(one.hits),
+        "kept off": format_size(one.kept_off),
+    }
+    if not isinstance(one, OneNode):
+        return {**cells, "saved": fmt.duration(one.saved)}
+    return {
+        **cells,
+        "copies at": fmt.rate(one.rate),
+        "95% wait": fmt.duration(one.waits.most),
+        "failures": fmt.number(one.failed),
+    }

@@ -9,14 +9,14 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from forestage.system.terminal import FOLDED, RIGHT, Facts, Line, Piece, Table, harmless
+from forestage.system.terminal import FOLDED, RIGHT, Facts, Line, Piece, Table, harmless, printed
 
 FOLD = 16  # the least width of a column that is FOLDED
 
 
 def draw(pieces: Iterable[Piece], console: Console | None = None) -> None:
     console = console or _console()
-    for piece in pieces:
+    for piece in map(printed, pieces):
         for part in _narrow(piece, console.width):
             console.print(_indented(part), soft_wrap=isinstance(part, Line) and part.whole)
 
@@ -25,7 +25,8 @@ def follow(views: Iterable[Iterable[Piece]]) -> None:
     """Draws each in the place of the one before."""
     with Live(console=_console(), auto_refresh=False) as live:
         for pieces in views:
-            parts = (part for piece in pieces for part in _narrow(piece, live.console.width))
+            safe = map(printed, pieces)
+            parts = (part for piece in safe for part in _narrow(piece, live.console.width))
             live.update(Group(*map(_indented, parts)), refresh=True)
 
 
@@ -60,7 +61,7 @@ def _indented(piece: Piece) -> RenderableType:
 
 def _rich(piece: Piece) -> RenderableType:
     if isinstance(piece, Line):
-        return Text(harmless(piece.text), style="bold" if piece.heading else "", overflow="fold")
+        return Text(piece.text, style="bold" if piece.heading else "", overflow="fold")
     return _grid(piece)
 
 
@@ -71,7 +72,7 @@ def _grid(piece: Facts | Table) -> RenderableType:
         grid.add_column(no_wrap=True, style="dim")
         grid.add_column(overflow="fold")
         for name, value in piece.facts:
-            grid.add_row(Text(harmless(name)), Text(harmless(value)))
+            grid.add_row(Text(name), Text(value))
         return grid
     for column in piece.columns:
         grid.add_column(
@@ -81,5 +82,5 @@ def _grid(piece: Facts | Table) -> RenderableType:
             no_wrap=column not in FOLDED,
         )
     for row in piece.rows:
-        grid.add_row(*(Text(harmless(cell)) for cell in row))
+        grid.add_row(*map(Text, row))
     return grid

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import IO, NamedTuple, TypeAlias, TypeVar
+from typing import IO, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ FOLDED = frozenset(
 T = TypeVar("T")
 
 
-class Line(NamedTuple):
+class Line(msgspec.Struct, frozen=True, tag=True):
     """A sentence, or a heading for what follows; `whole`: it is to be copied, so never folded."""
 
     text: str
@@ -34,14 +34,14 @@ class Line(NamedTuple):
     whole: bool = False
 
 
-class Facts(NamedTuple):
+class Facts(msgspec.Struct, frozen=True, tag=True):
     """Names and values, one a line."""
 
     facts: tuple[tuple[str, str], ...]
     indent: int = 0
 
 
-class Table(NamedTuple):
+class Table(msgspec.Struct, frozen=True, tag=True):
     """Rows below the names of their columns; a column of one name looks the same everywhere."""
 
     columns: tuple[str, ...]
@@ -61,6 +61,12 @@ def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
         _drawing().draw(pieces)
     else:
         write(pieces, sys.stdout)
+
+
+def answer(document: object, pieces: Iterable[Piece]) -> None:
+    """Prints both for a command that asks many nodes (admin/fleet.py), as one line of JSON."""
+    both = {"document": document, "pieces": list(map(printed, pieces))}
+    sys.stdout.write(msgspec.json.encode(both).decode() + "\n")
 
 
 def is_live(as_json: bool) -> bool:
@@ -103,9 +109,20 @@ def _drawing() -> ModuleType:
 
 def write(pieces: Iterable[Piece], out: IO[str]) -> None:
     """For pipes: one row a line, however long, and nothing but text."""
-    for piece in pieces:
+    for piece in map(printed, pieces):
         for line in _plain(piece):
             out.write(" " * piece.indent + line.rstrip() + "\n")
+
+
+def printed(piece: Piece) -> Piece:
+    """Pure: a piece with all its text made harmless."""
+    if isinstance(piece, Line):
+        return msgspec.structs.replace(piece, text=harmless(piece.text))
+    if isinstance(piece, Facts):
+        facts = tuple((harmless(name), harmless(value)) for name, value in piece.facts)
+        return msgspec.structs.replace(piece, facts=facts)
+    rows = [tuple(map(harmless, row)) for row in piece.rows]
+    return msgspec.structs.replace(piece, rows=rows)
 
 
 def harmless(text: str) -> str:
@@ -148,14 +165,14 @@ def jobs(numbers: Sequence[int], most: int | None = None) -> str:
 
 def _plain(piece: Piece) -> Iterator[str]:
     if isinstance(piece, Line):
-        yield harmless(piece.text)
+        yield piece.text
     elif isinstance(piece, Facts):
         width = max((len(name) for name, _ in piece.facts), default=0)
         for name, value in piece.facts:
-            yield f"{harmless(name):<{width}}  {harmless(value)}"
+            yield f"{name:<{width}}  {value}"
     else:
         names = tuple(column.upper() for column in piece.columns)
-        rows = [names, *(tuple(map(harmless, row)) for row in piece.rows)]
+        rows = [names, *piece.rows]
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         for row in rows:
             yield "  ".join(

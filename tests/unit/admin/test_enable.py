@@ -67,10 +67,10 @@ class Slurm:
         self.write(CONF, f"{TEXT}\nProlog={PROLOG_D}/{pattern}\nEpilog={EPILOG}\n")
 
     def to_enable(self) -> Plan:
-        return enable.to_enable(enable.read_site(self.files, self.conf))
+        return enable.to_enable(site.read(self.files, self.conf))
 
     def to_disable(self) -> Plan:
-        return enable.to_disable(enable.read_site(self.files, self.conf))
+        return enable.to_disable(site.read(self.files, self.conf))
 
     def enable(self) -> None:
         enable.apply(self.to_enable(), self.files)
@@ -184,11 +184,11 @@ def with_prolog(slurm: Slurm, text: str) -> None:
         ),
         (
             lambda slurm: slurm.at(f"{PROLOG_D}/70-gone").symlink_to("nowhere"),
-            "is dangling, which drains nodes",
+            "leads nowhere, which drains nodes: rm /etc/slurm/prolog.d/70-gone",
         ),
         (
             lambda slurm: slurm.write(f"{PROLOG_D}/README", "read me"),
-            "is not-executable, which drains nodes",
+            "can be executed, which drains nodes: chmod 0755 /etc/slurm/prolog.d/README",
         ),
     ],
 )
@@ -451,7 +451,7 @@ NVME = CacheDisk("/mnt/nvme", mib=3_400_000, for_jobs=1660)
 
 
 def of_disk(slurm: Slurm) -> list[LineChange]:
-    plan = enable.to_enable(enable.read_site(slurm.files, slurm.conf), NVME)
+    plan = enable.to_enable(site.read(slurm.files, slurm.conf), NVME)
     assert plan.lines == slurm.to_enable().lines
     return plan.disk
 
@@ -470,7 +470,7 @@ def test_lines_for_nodes_with_the_disk_are_printed_and_nothing_is_done_for_them(
         added(CONF, "Feature=nvme TmpDisk=3400000 Gres=nvme:1660", "to their NodeName= lines"),
     ]
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog={EPILOG}\n")
-    plan = enable.to_enable(enable.read_site(slurm.files, slurm.conf), NVME)
+    plan = enable.to_enable(site.read(slurm.files, slurm.conf), NVME)
     assert plan.empty
     said = [one.text for one in enable.pieces(plan, False, True) if isinstance(one, Line)]
     assert "There is nothing to change." in said
@@ -490,7 +490,7 @@ def test_site_that_names_its_disks_already_reads_nothing_of_it(slurm: Slurm, own
 
 def test_disk_without_room_for_jobs_is_no_gres(slurm: Slurm) -> None:
     small = CacheDisk("/mnt/nvme", mib=900, for_jobs=0)
-    found = enable.to_enable(enable.read_site(slurm.files, slurm.conf), small).disk
+    found = enable.to_enable(site.read(slurm.files, slurm.conf), small).disk
     assert [one.text for one in found] == ["TmpFS=/mnt/nvme", "Feature=nvme TmpDisk=900"]
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from commands import NOW, Site
 from forestage.admin import fleet
-from forestage.admin.fleet import Question, Reply
+from forestage.admin.fleet import Question, Reply, Said
 from forestage.cache.lease import Use
 from forestage.cli.world import Exit
 from forestage.events import Event, Handled, Released, append
+from forestage.system.terminal import Piece, Table
 
 HERE = """
 import sys; from pathlib import Path; from forestage.cli.main import *
@@ -100,7 +103,7 @@ def test_status_is_a_row_for_each_state(nodes: dict[str, Site]) -> None:
     assert "is not a directory of root's" in done.stdout
     assert done.exit_code == Exit.CACHE
     lines = nodes["n1"].run("status", "-w", "n[1-2]", "--oneline").stdout
-    assert "n[1-2]  forestage state=ok " in lines
+    assert "n[1-2]: forestage state=ok " in lines
     assert nodes["n1"].run("status", "-w", "n1", "--watch").exit_code == Exit.USAGE
     (nodes["n2"].node.cache.entries / "00").mkdir()
     assert "DAMAGED" in nodes["n1"].run("status", "-w", "n[1-3]").stdout
@@ -115,17 +118,21 @@ def test_evict_on_nodes_is_a_dry_run_where_that_was_asked_for(nodes: dict[str, S
     done = nodes["n1"].run("evict", "-w", "n[1-2]", key)
     assert [nodes[name].keys() for name in ("n1", "n2")] == [set(), {key}]
     assert "stays: leased by job 7" in done.stdout
+    assert "n1: 1 entry evicted" in done.stdout
     assert done.exit_code == Exit.NOT_FOUND
+    done = nodes["n1"].run("evict", "-w", "n[1,3]", "--quiet")
+    assert (done.exit_code, done.output) == (0, "")
 
 
 def test_off_on_nodes_reaches_each_with_its_reason_and_time(nodes: dict[str, Site]) -> None:
     done = nodes["n1"].run("off", "-w", "n[2-3]", "INC-42: it's slow", "--until", "6h")
-    assert [row[:2] for row in table(done.output)[1:]] == [["n2", "off"], ["n3", "off"]]
+    assert "n2: Staging is switched off on this node." in done.output
+    assert "n[2-3]: Running jobs keep what they have" in done.output
     for name in ("n2", "n3"):
         assert nodes[name].places.kept_off.read_text().splitlines()[1] == "INC-42: it's slow"
     assert not nodes["n1"].places.kept_off.exists()
     done = nodes["n1"].run("on", "-w", "n[2-3]")
-    assert [row[:2] for row in table(done.output)[1:]] == [["n2", "on"], ["n3", "on"]]
+    assert "n[2-3]: Staging is on." in done.output
 
 
 def test_verify_on_nodes_names_where_it_is_bad(nodes: dict[str, Site]) -> None:
@@ -171,6 +178,50 @@ def test_json_has_each_nodes_own_document(nodes: dict[str, Site]) -> None:
     assert "No route" in third["problem"]
 
 
+def test_check_is_a_block_for_each_finding_with_its_nodes(nodes: dict[str, Site]) -> None:
+    nodes["n2"].configure("sources: [/gone]\n")
+    done = nodes["n1"].run("check", "-w", "n[1-3]")
+    assert "\nn[1-3]: UNKNOWN slurm-conf: slurm.conf cannot be read\n  Without it" in done.stdout
+    assert "\nn2: CRITICAL source-missing: the source /gone is not there\n  " in done.stdout
+    assert re.search("\nn[^2]*: CRITICAL no-sources: no sources are configured\n  ", done.stdout)
+    assert done.exit_code == 2
+
+
+def test_show_and_path_are_said_of_each_node(nodes: dict[str, Site]) -> None:
+    path, key = shared(nodes, "n1", "n2")
+    done = nodes["n1"].run("show", "-w", "n[1-3]", key[:6])
+    assert re.search(rf"^n1:\n  key +{key}\n", done.stdout, re.MULTILINE)
+    assert f"n3: no entry has the key or path {key[:6]}" in done.stdout
+    done = nodes["n1"].run("path", "-w", "n[2-3]", str(path))
+    assert f"n2: {nodes['n2'].node.cache.image(key)}\n" in done.stdout
+    assert f"n3: the cache does not hold {path}\n" in done.stdout
+
+
+def test_pin_on_nodes_pins_there(nodes: dict[str, Site]) -> None:
+    _, key = shared(nodes, "n1", "n2", "n3")
+    done = nodes["n1"].run("pin", "-w", "n[2-3]", key)
+    assert table(done.stdout)[1][:3] == ["n[2-3]", key[:12], "pinned"]
+    files = {name: nodes[name].node.cache.entry_dir(key) / "pinned" for name in ("n1", "n2", "n3")}
+    assert [name for name, file in files.items() if file.exists()] == ["n2", "n3"]
+    done = nodes["n1"].run("unpin", "-w", "n3", key)
+    assert table(done.stdout)[1][:4] == ["n3", key[:12], "not", "pinned"]
+
+
+def test_setting_that_differs_is_a_row_of_its_own(nodes: dict[str, Site]) -> None:
+    nodes["n3"].configure("max_copies: 9\n")
+    rows = table(nodes["n1"].run("config", "-w", "n[1-3]").stdout)
+    assert [row[0] for row in rows if row[1] == "max_copies"] == ["n[1-2]", "n3"]
+    assert len([row for row in rows if row[1] == "engine"]) == 1
+
+
+def test_sweep_on_nodes_is_a_sentence_for_each_thing_done(
+    nodes: dict[str, Site], programs: Callable[..., Path]
+) -> None:
+    nodes["n2"].node.cache.prepare(False)
+    done = nodes["n1"].run("sweep", "-w", "n[1-2]", "-n")
+    assert done.stdout == "n[1-2]: 0 leases would be released, 0 kept.\n"
+
+
 @pytest.mark.parametrize("word", ["a b", "a'b", 'a"b', "$(touch hurt)", "--all", "a%h", "a;b"])
 def test_name_with_any_character_reaches_the_node_as_it_is(
     nodes: dict[str, Site], word: str
@@ -198,7 +249,7 @@ def test_srun_gets_a_bounded_job_on_each_node() -> None:
     order = Question(("n1",), ("ls", "--", "/a%b"), "srun", 90.0, options=("--account=lab",))
     line = fleet.command(order, "/bin/srun", "forestage-x")
     assert " --immediate=90 --time=2 --account=lab --nodelist=%h -- " in line
-    assert line.endswith("forestage ls --json -- /a%%b")
+    assert line.endswith("forestage --answer ls -- /a%%b")
 
 
 def test_srun_that_is_killed_leaves_no_job(site: Site, programs: Callable[..., Path]) -> None:
@@ -213,29 +264,60 @@ def test_srun_that_is_killed_leaves_no_job(site: Site, programs: Callable[..., P
     assert lines[-1] == f"scancel --name={name.partition('=')[2]}"
 
 
+SAID = '{"document": [], "pieces": [{"type": "Line", "text": "x"}]}'
+
+
 @pytest.mark.parametrize(
     ("code", "out", "err", "expected"),
     [
-        (0, 'Hello\n[{"a": 1}]\n', "", ("[", 0, "")),
-        (0, '[motd] to {all}\n[\n  {"a": 1}\n]\n', "", ("[", 0, "")),
-        (7, '{"a": 1}', "forestage: x\n", ("{", 7, "")),
-        (4, "", "forestage: no (run as root)\n", ("", 4, "no (run as root)")),
-        (1, "", "srun: error: Unable to allocate\nsrun: more\n", ("", None, "Unable to allocate")),
-        (127, "[not json", "", ("", None, "it ended with 127 and no answer")),
-        (None, '{"a": 1}', "", ("", None, "late")),
+        (0, f"Hello\n{SAID}\n", "", (True, 0, "")),
+        (0, f"[motd] to {{all}}\n[\n{SAID}", "", (True, 0, "")),
+        (7, SAID, "forestage: x\n", (True, 7, "")),
+        (4, "", "forestage: no (run as root)\n", (False, 4, "no (run as root)")),
+        (
+            1,
+            "",
+            "srun: error: Unable to allocate\nsrun: more\n",
+            (False, None, "Unable to allocate"),
+        ),
+        (127, "[not json", "", (False, None, "it ended with 127 and no answer")),
+        (None, SAID, "", (False, None, "late")),
     ],
 )
-def test_answer_is_a_document_a_message_or_none(
-    code: int | None, out: str, err: str, expected: tuple[str, int | None, str]
+def test_reply_is_an_answer_a_message_or_none(
+    code: int | None, out: str, err: str, expected: tuple[bool, int | None, str]
 ) -> None:
-    found = fleet.answer("n1", code, out, err, "late")
-    assert (found.document[:1], found.code, found.problem) == expected
+    found = fleet.reply("n1", code, out, err, "late")
+    assert (found.answer is not None, found.code, found.problem) == expected
 
 
-def test_document_of_another_release_is_a_problem_of_its_node() -> None:
-    answers = (Reply("n1", 0, "[]"), Reply("n2", 0, '{"entries": 3}'))
-    lines = fleet.pieces(answers, fleet.VIEWS["ls"])
-    assert any("n2: its answer cannot be understood" in str(line) for line in lines)
+def test_answer_of_another_release_is_a_problem_of_its_node() -> None:
+    replies = [fleet.reply("n2", 0, text, "", "") for text in ('[{"key": 1}]', '{"pieces": []}')]
+    assert {one.answer for one in replies} == {None}
+    assert all("n2: its answer cannot be understood" in str(fleet.pieces([one])) for one in replies)
+
+
+def answered(node: str, *pieces: Piece) -> Reply:
+    return Reply(node, 0, Said(msgspec.Raw(b"[]"), pieces))
+
+
+def test_rows_that_differ_in_their_time_alone_are_one_with_its_span() -> None:
+    columns = ("result", "took", "path")
+    rows = {"a1": "2s", "a2": "0.5s", "a3": "1m10s", "a4": "-"}
+    said = [answered(node, Table(columns, [("hit", took, "/x")])) for node, took in rows.items()]
+    (table,) = fleet.pieces(said)
+    assert isinstance(table, Table)
+    assert list(table.rows) == [("a[1-4]", "hit", "0.5s to 1m10s (a3)", "/x")]
+
+
+def test_column_that_says_nothing_on_any_node_is_left_out() -> None:
+    said = [
+        answered(node, Table(("a", "b", "c"), [("0", "-", c)]))
+        for node, c in (("n1", "-"), ("n2", "7"))
+    ]
+    (table,) = fleet.pieces(said)
+    assert isinstance(table, Table)
+    assert (table.columns, list(table.rows)) == (("nodes", "c"), [("n1", "-"), ("n2", "7")])
 
 
 def test_exit_code_is_the_worst_and_unreached_before_all() -> None:

@@ -52,6 +52,8 @@ def test_relative_paths_are_of_the_current_directory(
     done = site.run("pack", "venv", "-o", "venv.sqsh")
     assert done.exit_code == Exit.OK, done.output
     assert "inodes" in done.output
+    comment = f"stage={tmp_path}/venv.sqsh@{tmp_path}/venv"
+    assert f'sbatch --comment="{comment}" ...' in done.output.splitlines()[-1]
     assert (tmp_path / "venv.sqsh").exists()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from commands import NOW, Site
 from forestage import events
-from forestage.admin import asking, job_images, warm, warm_node
+from forestage.admin import ask_client, job_images, warm, warm_node
 from forestage.admin.job_images import ImageResult, Seen
 from forestage.admin.warm import NodeAnswer, Order
 from forestage.admin.warm_node import NodeReport
@@ -348,7 +348,7 @@ def test_user_waits_for_what_the_service_says(site: Site, monkeypatch: pytest.Mo
     copied = ImageResult(printable(odd), "copied", wait=9.0)
     answers = [Seen((copying,), waits=True, live=True)] * 5 + [Seen((copied,))]
     monkeypatch.setattr(events, "unread", refuse)
-    monkeypatch.setattr(asking, "about_images", lambda *_: answers.pop(0))
+    monkeypatch.setattr(ask_client, "about_images", lambda *_: answers.pop(0))
     found = warm_node.results(site.places, NoWait(), 7, (odd, IMAGE))
     assert [(one.image, one.result) for one in found] == [(odd, "copied"), (IMAGE, "failed")]
     assert answers == []

@@ -27,7 +27,7 @@ from forestage.check import Finding, Level
 from forestage.cli.main import main
 from forestage.cli.world import World
 from forestage.errors import Failed
-from forestage.events import Event, Handled
+from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
 from forestage.system import as_user
 from forestage.system.as_user import User
@@ -229,7 +229,8 @@ SLURM = [
             slurm(f"Epilog={EPILOG}", "Epilog=/etc/epilog"),
             wrote("/etc/epilog", "#!/bin/sh\n", 0o755),
         ),
-        f"/etc/epilog: run {EPILOG} at its end",
+        f"{CONF}:4: Epilog=/etc/epilog is there already: run {EPILOG} at its end, or make it one of"
+        " a directory (Epilog=/etc/epilog.d/*)",
     ),
     critical(
         "hook-interpreter",
@@ -629,7 +630,29 @@ SETTINGS = [
     ),
 ]
 
-PLANTED = [*SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS]
+
+def found_bad(result: str, seconds_ago: float) -> Callable[[GoodNode], object]:
+    gone = ("ab" * 16,) if result == "evicted" else ()
+    bad = Bad("bad", image="/lustre/a.sqsh", key="ab" * 16, since=NOW - 9 * 86400, evicted=gone)
+    event = Event(NOW - seconds_ago, "sweep", 0, bad)
+    return lambda node: events.append(node.places.events, [event])
+
+
+BAD = [
+    critical(
+        "wrong-bytes",
+        found_bad("evicted", 6 * 86400),
+        "`forestage explain JOBID` marks each such job; for the disk see `dmesg`",
+    ),
+    critical(
+        "wrong-bytes",
+        found_bad("stays", 60),
+        "`forestage explain JOBID` marks each such job; for the disk see `dmesg`, and"
+        f" `forestage evict {'ab' * 16}`",
+    ),
+]
+
+PLANTED = [*BAD, *SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS]
 
 
 @pytest.mark.parametrize("mistake", PLANTED, ids=lambda one: one.id)
@@ -686,6 +709,7 @@ def test_required_companion_that_cannot_be_loaded_is_critical(node: GoodNode, wh
 
 
 GOOD: dict[str, Callable[[GoodNode], object]] = {
+    "wrong bytes were found long ago": found_bad("evicted", 8 * 86400),
     "images of registries go to a store": importing(),
     "a service's FUSE is named": both(
         users_lustre, settings("user_mounts: {/lustre: fuse.juicefs 994}\n")
@@ -790,6 +814,52 @@ def test_source_that_does_not_answer_is_found_and_not_asked_again(
     assert bool(asked.read_text()) == (not found)
 
 
+def hung(node: GoodNode, path: str, ago: float = 60.0, result: str = "declined") -> None:
+    outcome = Handled(result, "source-hangs" if result == "declined" else "", request=path)
+    events.append(node.places.events, [Event(NOW - ago, "prolog", 7, outcome)])
+
+
+def test_path_that_answered_no_job_is_asked_again(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.sources, "TIMEOUT", 0.2)
+    hung(node, "/lustre/link/a.sqsh")
+    assert node.ids() == [], "it answers now"
+    monkeypatch.setattr(check.sources, "_answers", lambda path: signal.pause())
+    (found,) = node.check().findings
+    assert (found.id, found.level) == ("source-hangs", "critical")
+    assert "/lustre/link/a.sqsh did not answer a job at " in found.what
+    hung(node, "/lustre/link/a.sqsh", 30, "hit")
+    assert node.ids() == [], "it has answered a job since"
+    hung(node, "/lustre/old.sqsh", 2 * 86400)
+    assert node.ids() == [], "that is long ago"
+
+
+def test_file_system_below_a_source_that_hangs_is_found(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.sources, "TIMEOUT", 0.2)
+    mounted = "/proc/self/mountinfo"
+    nfs = "30 26 0:61 / /lustre/project rw - nfs4 server:/p rw\n"
+    node.write(mounted, node.at(mounted).read_text() + nfs)
+    assert node.ids() == []
+    monkeypatch.setattr(check.sources, "_answers", lambda path: signal.pause())
+    (found,) = node.check().findings
+    assert found.what == "/lustre/project, which is mounted below a source, does not answer"
+
+
+def test_users_own_file_system_that_hangs_is_no_finding(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user could have the check of every node say that a source hangs."""
+    mounted = "/proc/self/mountinfo"
+    theirs = "30 26 0:61 / /lustre/alice rw - fuse.sshfs x rw,user_id=1000,group_id=1000\n"
+    node.write(mounted, node.at(mounted).read_text() + theirs)
+    hung(node, "/lustre/alice/a.sqsh")
+    monkeypatch.setattr(check.sources, "_answers", lambda path: signal.pause())
+    assert node.ids() == []
+
+
 def test_part_that_hangs_is_told_after_what_was_found(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -800,7 +870,7 @@ def test_part_that_hangs_is_told_after_what_was_found(
     done = node.check()
     assert [one.id for one in done.findings] == ["max-size-small", "check-hangs"]
     assert "the node could not be looked at: no answer after 5 s" in done.findings[-1].what
-    monkeypatch.setattr(check.sites, "find_conf", lambda *_: signal.pause())
+    monkeypatch.setattr(check.sites, "find", lambda *_: signal.pause())
     done = node.check()
     assert ([one.id for one in done.findings], done.code) == (["check-hangs"], 3)
 

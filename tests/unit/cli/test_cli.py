@@ -427,6 +427,23 @@ def test_evict_all_leaves_what_is_in_use_and_is_content(site: Site) -> None:
     assert list(site.node.cache.evicted.iterdir()) == []
 
 
+def test_evict_all_takes_unfinished_copies_that_no_job_wants(site: Site) -> None:
+    entry = site.publish(site.image("whole"))
+    paths = {name: site.image(name, b"x" * (1 << 20)) for name in ("left", "wanted", "live")}
+    keys = {name: site.part(path)[0].directory.name for name, path in paths.items()}
+    site.lease(7, Use(keys["wanted"]))
+    cache = site.node.cache
+    with lock.held(cache.key_lock(keys["live"]), 0):
+        assert site.run("evict", entry[:9], "-n").output.count("unfinished") == 0
+        promised = site.run("evict", "--all", "-n").stdout
+        assert re.search(r"\n1 unfinished copy would be deleted, 1(\.\d)? MiB\.\n$", promised)
+        assert {one.name for one in cache.parts.iterdir()} == set(keys.values())
+        done = site.run("evict", "--all", "--quiet").stdout
+        assert re.search(r"1 entry evicted, .*\n1 unfinished copy deleted, 1(\.\d)? MiB\.\n$", done)
+        assert {one.name for one in cache.parts.iterdir()} == {keys["wanted"], keys["live"]}
+        assert site.run("evict", "--all", "--quiet").stdout == ""
+
+
 def test_evict_stops_at_the_low_watermark(site: Site) -> None:
     old, new = (
         site.publish(site.image(name, b"x" * (1 << 20)), age)

@@ -403,6 +403,12 @@ def test_ambiguous_time_is_refused(world: World, words: tuple[str, ...]) -> None
     assert ran(world, "--json", *words).exit_code == Exit.USAGE
 
 
+def test_age_without_a_unit_is_told_its_units(world: World) -> None:
+    done = ran(world, "--since", "7")
+    assert done.exit_code == Exit.USAGE
+    assert "7 has no unit: 7d is days, 7h hours ago" in done.output
+
+
 def test_report_is_text_unless_a_file_or_json_is_asked_for(world: World, tmp_path: Path) -> None:
     log = tmp_path / "log"
     shown = msgspec.structs.replace(hit(wait=1.0), redirect="spank", baseline=31.0)
@@ -411,6 +417,8 @@ def test_report_is_text_unless_a_file_or_json_is_asked_for(world: World, tmp_pat
     assert re.search(r"saved +30 s, summed over nodes; measured: 1 of 1 start from a copy", text)
     assert re.search(r"hit ratio +50.0 %, 1 of 2 starts", text)
     assert re.search(r"in vain +deadline 1", text)
+    assert re.search(r"(?m)^  NODE +STARTS +HITS +KEPT OFF +COPIES AT +95% WAIT +FAILURES$", text)
+    assert re.search(r"(?m)^  USER +STARTS +HITS +KEPT OFF +SAVED$", text)
     assert re.search(r"(?m)^  n1 +2 +1 ", text)
     assert "<" not in text
     assert "no events" in ran(world).stdout

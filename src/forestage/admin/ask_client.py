@@ -1,7 +1,8 @@
-"""Asks nodes about a user's own job: this one at its socket, others through their peer service.
+"""Client of users without root: asks nodes about a user's own job.
 
-For users without root. On a node the kernel tells the service who asks; from elsewhere, such as a
-login node, munge does (peers/auth.py). Which nodes a job had is asked of Slurm, as its user.
+This node is asked at its socket, others through their peer service. On a node the kernel tells the
+service who asks; from elsewhere, such as a login node, munge does (peers/auth.py). Which nodes a
+job had is asked of Slurm, as its user.
 """
 
 import contextlib
@@ -14,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from forestage.admin import asked, explain
-from forestage.admin.asked import MAX_ANSWER, Public
+from forestage.admin import ask_answer, explain
+from forestage.admin.ask_answer import MAX_ANSWER, Public
 from forestage.admin.explain import History
 from forestage.admin.job_images import Seen
 from forestage.config import Peering, load_settings
@@ -48,7 +49,7 @@ def about_job(places: Places, job: int, environ: Mapping[str, str]) -> Told:
         own: ForestageError | OSError = nothing
     answered = ""
     try:
-        found = asked.decoded(ask(places, f"job {job}\n")).history
+        found = ask_answer.decoded(ask(places, f"job {job}\n")).history
         if found is not None:
             return Told((found,))
     except (FileNotFoundError, ConnectionRefusedError):
@@ -75,7 +76,7 @@ def public(places: Places) -> Public:
         answer = ask(places, "status\n")
     except OSError as error:
         raise unanswered() from error
-    found = asked.decoded(answer).public
+    found = ask_answer.decoded(answer).public
     if found is None:
         raise ForestageError("the node's answer is of another kind")
     return found
@@ -83,7 +84,7 @@ def public(places: Places) -> Public:
 
 def about_images(places: Places, job: int) -> Seen:
     """What the node knows of the images of one's own job. Raises ForestageError, OSError."""
-    found = asked.decoded(ask(places, f"images {job}\n")).images
+    found = ask_answer.decoded(ask(places, f"images {job}\n")).images
     if found is None:
         raise ForestageError("the node's answer is of another kind")
     return found
@@ -148,7 +149,7 @@ def _peers(places: Places) -> Peering:
 def _of_node(places: Places, peers: Peering, node: str, job: int) -> History | str:
     """What one node tells, or why not."""
     try:
-        answer = asked.decoded(ask_node(peers, node, job, auth.Munge(places.munge)))
+        answer = ask_answer.decoded(ask_node(peers, node, job, auth.Munge(places.munge)))
     except ForestageError as error:
         return f"{node}: {error}"
     except OSError as error:
@@ -188,6 +189,12 @@ def pieces(told: Told, now: float) -> list[Piece]:
     for number, one in enumerate(told.histories):
         lines += [Line("")] * (number > 0) + explain.pieces(one, now)
     return lines + [Line(f"Problem: {problem}") for problem in told.problems]
+
+
+def among_many(told: Told) -> list[Piece]:
+    """Pure: what a node says where many are asked."""
+    found = [piece for one in told.histories for piece in explain.among_many(one)]
+    return [*found, *(Line(f"Problem: {problem}") for problem in told.problems)]
 
 
 def document(told: Told) -> History | Told:

@@ -1,8 +1,8 @@
-"""What a node says to users without root: all about their own jobs, of the rest what is no secret.
+"""Answers to users without root: all about their own jobs, of the rest what is no secret.
 
-Whoever asks is known by the kernel (admin/answering.py) or by munge (peers/server.py); root may see
-everything. Of other users no name, path or job gets into an answer, and whether somebody else's job
-was here does not either.
+Whoever asks is known by the kernel (admin/ask_service.py) or by munge (peers/server.py); root may
+see everything. Of other users no name, path or job gets into an answer, and whether somebody else's
+job was here does not either.
 """
 
 import contextlib

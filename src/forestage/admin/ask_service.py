@@ -1,7 +1,7 @@
-"""The service at which users of a node ask about their own jobs: `forestage answer`.
+"""Service of a node for users without root: `forestage answer`.
 
     /run/forestage/ask.sock    one line, `job 4242`, `images 4242` or `status`; one JSON
-                               document (admin/asked.py)
+                               document (admin/ask_answer.py)
 
 The kernel says who asks (SO_PEERCRED). systemd listens, and starts us for the first who asks; when
 nobody has asked for IDLE seconds we end. Every user of the node can connect, so all is bounded: the
@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from forestage.admin import asked
-from forestage.admin.asked import Answer
+from forestage.admin import ask_answer
+from forestage.admin.ask_answer import Answer
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
@@ -93,13 +93,13 @@ class Desk:
     def _told(self, line: bytes, uid: int) -> bytes:
         about = _JOB.fullmatch(line)
         if about is not None and about[1] == b"job":
-            return asked.about_job(self.places, int(about[2]), uid)
+            return ask_answer.about_job(self.places, int(about[2]), uid)
         if about is not None:
-            return asked.about_images(self._node(), int(about[2]), uid)
+            return ask_answer.about_images(self._node(), int(about[2]), uid)
         if line != b"status\n":
             return problem(_KINDS)
         if self.now() > self._public_until:
-            self._public = asked.encoded(Answer(public=asked.public(self._node())))
+            self._public = ask_answer.encoded(Answer(public=ask_answer.public(self._node())))
             self._public_until = self.now() + FRESH
         return self._public
 
@@ -110,7 +110,7 @@ class Desk:
 
 
 def problem(text: str) -> bytes:
-    return asked.encoded(Answer(problem=text))
+    return ask_answer.encoded(Answer(problem=text))
 
 
 def peer(connected: socket.socket) -> int:

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from commands import Site
-from forestage.admin import asked, explain
-from forestage.admin.asked import MAX_ANSWER, Public, Space
+from forestage.admin import ask_answer, explain
+from forestage.admin.ask_answer import MAX_ANSWER, Public, Space
 from forestage.admin.job_images import Seen
 from forestage.cache.lease import Lease, Use
 from forestage.errors import ForestageError, NotFound
@@ -40,18 +40,18 @@ def hit(uid: int, **changes: Any) -> Handled:
 
 
 def told(site: Site, job: int, uid: int) -> str:
-    return asked.about_job(site.places, job, uid).decode()
+    return ask_answer.about_job(site.places, job, uid).decode()
 
 
 def test_own_job_is_told_and_another_users_is_as_unknown_as_none(site: Site) -> None:
     append(site.places.events, [event(ALICE, 7, hit(ALICE)), event(BOB, 8, hit(BOB))])
-    found = asked.decoded(told(site, 7, ALICE).encode()).history
+    found = ask_answer.decoded(told(site, 7, ALICE).encode()).history
     assert found is not None
     assert [run.user for run in found.runs] == ["alice"]
     with pytest.raises(NotFound) as of_bob:
-        asked.decoded(told(site, 8, ALICE).encode())
+        ask_answer.decoded(told(site, 8, ALICE).encode())
     with pytest.raises(NotFound) as of_nobody:
-        asked.decoded(told(site, 9, ALICE).encode())
+        ask_answer.decoded(told(site, 9, ALICE).encode())
     assert str(of_bob.value).replace("8", "9") == str(of_nobody.value)
 
 
@@ -87,7 +87,7 @@ def test_nothing_of_others_is_in_what_was_evicted_waited_for_or_leased(site: Sit
 
 def test_own_lease_is_told(site: Site) -> None:
     site.lease(7, Use(KEYS[ALICE], "/lustre/alice/img.sqsh"))
-    found = asked.own(site.places, 7, ALICE)
+    found = ask_answer.own(site.places, 7, ALICE)
     assert found.lease
     assert found.lease.images[0].path == "/lustre/alice/img.sqsh"
 
@@ -96,7 +96,7 @@ def test_damaged_lease_is_nobodys(site: Site) -> None:
     site.places.leases.mkdir(parents=True)
     (site.places.leases / "7.json").write_text("{")
     with pytest.raises(NotFound):
-        asked.own(site.places, 7, ALICE)
+        ask_answer.own(site.places, 7, ALICE)
 
 
 def test_answer_about_a_job_of_many_steps_is_bounded_and_has_the_last(site: Site) -> None:
@@ -104,8 +104,8 @@ def test_answer_about_a_job_of_many_steps_is_bounded_and_has_the_last(site: Site
         event(ALICE, 7, hit(ALICE, detail="x" * 2000), hook="step", step=number, time=NOW + number)
         for number in range(1000)
     ]
-    text = asked.bounded(explain.history(7, steps, None))
-    found = asked.decoded(text).history
+    text = ask_answer.bounded(explain.history(7, steps, None))
+    found = ask_answer.decoded(text).history
     assert found is not None
     assert len(text) <= MAX_ANSWER
     assert found.runs[-1].step == 999
@@ -116,8 +116,8 @@ def test_answer_about_a_job_of_many_steps_is_bounded_and_has_the_last(site: Site
 def test_answer_about_a_job_that_holds_many_images_is_bounded_and_has_its_runs() -> None:
     uses = tuple(Use(f"{number:032x}", f"/lustre/{'x' * 400}") for number in range(1000))
     lease = Lease(7, User("alice", ALICE, ALICE), NOW, "/cache", uses)
-    text = asked.bounded(explain.history(7, [event(ALICE, 7, hit(ALICE))], lease))
-    found = asked.decoded(text).history
+    text = ask_answer.bounded(explain.history(7, [event(ALICE, 7, hit(ALICE))], lease))
+    found = ask_answer.decoded(text).history
     assert len(text) <= MAX_ANSWER
     assert found is not None
     assert found.lease is not None
@@ -128,12 +128,12 @@ def test_answer_about_a_job_that_holds_many_images_is_bounded_and_has_its_runs()
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b'{"history":7}', b"[" * 100000])
 def test_answer_that_is_none_is_an_error(text: bytes) -> None:
     with pytest.raises(ForestageError):
-        asked.decoded(text)
+        ask_answer.decoded(text)
 
 
 def test_problem_of_a_node_commands_no_terminal() -> None:
     with pytest.raises(NotFound) as found:
-        asked.decoded(asked.encoded(asked.Answer(problem="\x1b]0;x\x07")))
+        ask_answer.decoded(ask_answer.encoded(ask_answer.Answer(problem="\x1b]0;x\x07")))
     assert str(found.value).isprintable()
 
 
@@ -143,7 +143,7 @@ def test_images_of_a_job_tell_its_user_when_another_users_copy_has_ended(site: S
     append(site.places.events, [event(ALICE, 7, cold)])
 
     def seen(uid: int = ALICE) -> Seen:
-        found = asked.decoded(asked.about_images(site.node, 7, uid)).images
+        found = ask_answer.decoded(ask_answer.about_images(site.node, 7, uid)).images
         assert found is not None
         return found
 
@@ -155,7 +155,7 @@ def test_images_of_a_job_tell_its_user_when_another_users_copy_has_ended(site: S
     append(site.places.events, [event(BOB, 8, copy, hook="stager", time=NOW + 1, total=9.0)])
     (found,) = seen().images
     assert (found.result, found.image, found.wait) == ("copied", cold.request, 9.0)
-    assert "bob" not in asked.about_images(site.node, 7, ALICE).decode()
+    assert "bob" not in ask_answer.about_images(site.node, 7, ALICE).decode()
     assert seen(BOB) == Seen(()), "it is nobody else's job"
 
 
@@ -163,7 +163,7 @@ def test_everyone_may_know_how_full_and_how_useful_the_cache_is(site: Site) -> N
     site.publish(site.image("secret.sqsh"))
     cold = hit(BOB, result="copied")
     append(site.places.events, [event(BOB, 8, cold), event(ALICE, 7, hit(ALICE))])
-    found = asked.public(site.node)
+    found = ask_answer.public(site.node)
     assert (found.enabled, found.hit_ratio, found.starts) == (True, 0.5, 2)
     assert found.cache
     assert found.cache.used > 0
@@ -174,7 +174,7 @@ def test_everyone_may_know_how_full_and_how_useful_the_cache_is(site: Site) -> N
 def test_public_status_says_that_staging_is_off_and_not_why(site: Site) -> None:
     site.places.disabled.parent.mkdir(parents=True)
     site.places.disabled.write_text("INC-42: bob's image\n")
-    found = asked.public(site.node)
+    found = ask_answer.public(site.node)
     assert (found.enabled, found.cache, found.hit_ratio) == (False, None, None)
     assert "INC" not in msgspec.json.encode(found).decode()
 
@@ -191,6 +191,6 @@ def test_public_status_says_that_staging_is_off_and_not_why(site: Site) -> None:
     ],
 )
 def test_public_status_is_three_lines(found: Public, facts: tuple[str, ...]) -> None:
-    (piece,) = asked.pieces(found)
+    (piece,) = ask_answer.pieces(found)
     assert isinstance(piece, Facts)
     assert tuple(value for _, value in piece.facts) == facts

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import asked, asking, explain
-from forestage.admin.asking import NODES, Told
+from forestage.admin import ask_answer, ask_client, explain
+from forestage.admin.ask_client import NODES, Told
 from forestage.errors import NotFound, PeerError, SlurmError
 from forestage.events import Event, Handled
 from forestage.paths import Places
@@ -61,9 +61,9 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise ConnectionRefusedError(111, "Connection refused")
         hit = Handled("hit", request="/a", redirect="spank")
         event = Event(1.0, "prolog", job, hit, user="alice", node=node)
-        return asked.encoded(asked.Answer(explain.history(job, [event], None)))
+        return ask_answer.encoded(ask_answer.Answer(explain.history(job, [event], None)))
 
-    monkeypatch.setattr(asking, "ask_node", ask_node)
+    monkeypatch.setattr(ask_client, "ask_node", ask_node)
     return found
 
 
@@ -71,26 +71,26 @@ def test_each_node_of_the_job_is_asked_and_the_silent_ones_are_named(
     places: Places, environ: dict[str, str], command: Command, nodes: list[str]
 ) -> None:
     command("squeue", "echo '7|COMPLETED|n[1-4]'")
-    told = asking.about_job(places, 7, environ)
+    told = ask_client.about_job(places, 7, environ)
     assert sorted(nodes) == ["n1", "n2", "n3", "n4"]
     assert [one.runs[0].node for one in told.histories] == ["n1", "n4"]
     assert told.problems == (
         "n2: it refuses, with status 403 (its clock)",
         "n3: its peer service does not answer (Connection refused)",
     )
-    texts = [piece.text for piece in asking.pieces(told, 2.0) if isinstance(piece, Line)]
+    texts = [piece.text for piece in ask_client.pieces(told, 2.0) if isinstance(piece, Line)]
     assert [text for text in texts if text.startswith("Job 7")] == [
         "Job 7 of alice on n1", "Job 7 of alice on n4"
     ]  # fmt: skip
     assert texts[-2:] == [f"Problem: {one}" for one in told.problems]
-    assert asking.document(told) is told
+    assert ask_client.document(told) is told
 
 
 def test_job_of_many_nodes_asks_some_of_them_and_says_so(
     places: Places, environ: dict[str, str], command: Command, nodes: list[str]
 ) -> None:
     command("squeue", "echo '7|RUNNING|m[1-5000]'")
-    told = asking.about_job(places, 7, environ)
+    told = ask_client.about_job(places, 7, environ)
     assert len(nodes) == len(told.histories) == NODES
     assert told.problems == (f"{5000 - NODES} further nodes of the job were not asked",)
 
@@ -100,9 +100,9 @@ def test_job_that_slurm_has_forgotten_is_found_in_the_accounting(
 ) -> None:
     command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     command("sacct", "echo n1")
-    told = asking.about_job(places, 7, environ)
+    told = ask_client.about_job(places, 7, environ)
     assert nodes == ["n1"]
-    assert asking.document(told) is told.histories[0]
+    assert ask_client.document(told) is told.histories[0]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_job_whose_nodes_nobody_knows_is_said_to_be_unknown_here(
     command("squeue", squeue)
     command("sacct", sacct)
     with pytest.raises(NotFound, match="nothing is recorded about job 7 on this node"):
-        asking.about_job(places, 7, environ)
+        ask_client.about_job(places, 7, environ)
     assert nodes == []
 
 
@@ -133,7 +133,7 @@ def test_machine_without_slurm_says_what_it_knows(
 ) -> None:
     monkeypatch.setattr("forestage.system.run.PATH", "/nowhere")
     with pytest.raises(NotFound, match="job 7 on this node"):
-        asking.about_job(places, 7, environ)
+        ask_client.about_job(places, 7, environ)
 
 
 def test_root_is_told_of_this_node_alone(
@@ -143,7 +143,7 @@ def test_root_is_told_of_this_node_alone(
     command("squeue", "echo '7|RUNNING|n1'")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(NotFound):
-        asking.about_job(places, 7, environ)
+        ask_client.about_job(places, 7, environ)
     assert nodes == []
 
 
@@ -152,7 +152,7 @@ def test_no_node_that_answers_is_an_error_with_every_reason(
 ) -> None:
     command("squeue", "echo '7|RUNNING|n[2-3]'")
     with pytest.raises(NotFound) as found:
-        asking.about_job(places, 7, environ)
+        ask_client.about_job(places, 7, environ)
     assert "n2: it refuses" in str(found.value)
     assert "n3: its peer service does not answer" in str(found.value)
     assert "forestage-ask.socket answers without peers" in str(found.value)
@@ -162,14 +162,14 @@ def test_node_that_has_answered_is_not_asked_again(
     places: Places, environ: dict[str, str], command: Command, nodes: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    answer = asked.encoded(asked.Answer(problem="nothing is recorded about your job 7"))
-    monkeypatch.setattr(asking, "ask", lambda places, question: answer)
+    answer = ask_answer.encoded(ask_answer.Answer(problem="nothing is recorded about your job 7"))
+    monkeypatch.setattr(ask_client, "ask", lambda places, question: answer)
     command("squeue", "echo '7|RUNNING|n3'")
     with pytest.raises(NotFound) as found:
-        asking.about_job(places, 7, {**environ, "SLURMD_NODENAME": "n3"})
+        ask_client.about_job(places, 7, {**environ, "SLURMD_NODENAME": "n3"})
     assert (str(found.value), nodes) == ("nothing is recorded about your job 7", [])
     command("squeue", "echo '7|RUNNING|n[1,3]'")
-    told = asking.about_job(places, 7, {**environ, "SLURMD_NODENAME": "n3"})
+    told = ask_client.about_job(places, 7, {**environ, "SLURMD_NODENAME": "n3"})
     assert (len(told.histories), nodes) == (1, ["n1"])
 
 
@@ -183,12 +183,12 @@ def test_node_whose_service_does_not_run_says_so_to_its_users(
     monkeypatch.setattr(explain, "gather", unreadable)
     command("squeue", "echo '7|RUNNING|n3'")
     with pytest.raises(NotFound, match=r"forestage-ask.socket does not answer users .*; n3: its"):
-        asking.about_job(places, 7, environ)
+        ask_client.about_job(places, 7, environ)
     command("squeue", "echo '7|PENDING|'")
     with pytest.raises(PermissionError, match=r"it may not be enabled"):
-        asking.about_job(places, 7, environ)
+        ask_client.about_job(places, 7, environ)
     with pytest.raises(PermissionError, match=r"it may not be enabled"):
-        asking.public(places)
+        ask_client.public(places)
 
 
 def test_accounting_that_fails_is_slurms_silence(environ: dict[str, str], command: Command) -> None:
@@ -199,4 +199,4 @@ def test_accounting_that_fails_is_slurms_silence(environ: dict[str, str], comman
 
 
 def test_document_of_nobody_is_the_whole_story() -> None:
-    assert asking.document(Told((), ("n1: silent",))) == Told((), ("n1: silent",))
+    assert ask_client.document(Told((), ("n1: silent",))) == Told((), ("n1: silent",))

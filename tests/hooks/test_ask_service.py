@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from forestage.admin import answering, asked, asking
-from forestage.admin.answering import PER_USER
+from forestage.admin import ask_answer, ask_client, ask_service
+from forestage.admin.ask_service import PER_USER
 from forestage.events import Event, Handled, append
 from forestage.paths import Places
 from node import ALICE, BOB, HANGS, until
@@ -145,19 +145,19 @@ NO_QUESTIONS = [
 
 @pytest.mark.parametrize("text", NO_QUESTIONS)
 def test_what_is_no_question_gets_one_line_that_says_so(desk: Desk, text: str) -> None:
-    desk.start("from forestage.admin import answering; answering.QUESTION_SECONDS = 0.2")
+    desk.start("from forestage.admin import ask_service; ask_service.QUESTION_SECONDS = 0.2")
     assert list(desk.ask(text)) == ["problem"]
     assert desk.ask("job 7\n")["history"]
 
 
 def test_endless_question_is_cut_off(desk: Desk) -> None:
-    desk.start("from forestage.admin import answering; answering.QUESTION_SECONDS = 600.0")
+    desk.start("from forestage.admin import ask_service; ask_service.QUESTION_SECONDS = 600.0")
     desk.ask("x" * 65536, times=1000)
     assert desk.ask("job 7\n")["history"]
 
 
 def test_user_with_many_silent_connections_keeps_nobody_else_from_an_answer(desk: Desk) -> None:
-    desk.start("from forestage.admin import answering; answering.QUESTION_SECONDS = 600.0")
+    desk.start("from forestage.admin import ask_service; ask_service.QUESTION_SECONDS = 600.0")
     hostile = desk.asker("job", BOB.uid, number=100, waits=True)
     assert hostile.stdout
     assert hostile.stdout.readline() == "asked\n"
@@ -171,14 +171,14 @@ def test_user_with_many_silent_connections_keeps_nobody_else_from_an_answer(desk
 
 def test_user_with_too_many_questions_reads_so(desk: Desk) -> None:
     """It is refused before it has asked: sending fails, or the connection is reset."""
-    desk.start("from forestage.admin import answering; answering.QUESTION_SECONDS = 600.0")
+    desk.start("from forestage.admin import ask_service; ask_service.QUESTION_SECONDS = 600.0")
     silent = desk.asker("job", ALICE.uid, number=PER_USER, waits=True)
     assert silent.stdout
     assert silent.stdout.readline() == "asked\n"
     os.seteuid(ALICE.uid)
     try:
         for _ in range(50):
-            assert "too many questions" in asking.ask(desk.places, "job 7\n").decode()
+            assert "too many questions" in ask_client.ask(desk.places, "job 7\n").decode()
     finally:
         os.seteuid(0)
         silent.kill()
@@ -192,7 +192,7 @@ def test_who_does_not_take_the_answer_is_cut_off(desk: Desk) -> None:
         desk.places.events,
         [Event(2.0 + n, "step", 7, steps, uid=ALICE.uid, step=n) for n in range(4)],
     )
-    desk.start("from forestage.admin import answering; answering.ANSWER_SECONDS = 0.2")
+    desk.start("from forestage.admin import ask_service; ask_service.ANSWER_SECONDS = 0.2")
     with socket.socket(socket.AF_UNIX) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.connect(str(desk.places.ask))
@@ -211,16 +211,16 @@ def _is_hung_up(line: socket.socket) -> bool:
 
 def test_failure_is_told_without_a_path(desk: Desk) -> None:
     desk.start(
-        "from forestage.admin import asked\n"
+        "from forestage.admin import ask_answer\n"
         "def fails(*_): raise PermissionError(13, 'no', '/lustre/bob')\n"
-        "asked.about_job = fails"
+        "ask_answer.about_job = fails"
     )
     assert desk.ask("job 7\n")["problem"].startswith("the node could not answer")
 
 
 def test_configuration_is_read_anew_and_one_that_is_wrong_ends_nothing(desk: Desk) -> None:
     config = desk.places.etc / "forestage.yaml"
-    desk.start("from forestage.admin import answering; answering.FRESH = 0.0")
+    desk.start("from forestage.admin import ask_service; ask_service.FRESH = 0.0")
     assert desk.ask("status\n")["public"]["enabled"]
     config.write_text("require_mount: false\nenabled: false\n")
     assert not desk.ask("status\n")["public"]["enabled"]
@@ -239,11 +239,11 @@ def test_service_that_systemd_started_ends_when_nobody_asks_and_is_started_again
         listening.bind(str(desk.places.ask))
         desk.places.ask.chmod(0o666)
         listening.listen()
-        code = SERVE.format(patch="from forestage.admin import answering; answering.IDLE = 0.5")
+        code = SERVE.format(patch="from forestage.admin import ask_service; ask_service.IDLE = 0.5")
         passed = {"LISTEN_FDS": "1", "PATH": os.environ["PATH"]}
 
         def hand_over() -> None:
-            os.dup2(listening.fileno(), answering.FIRST_FD)
+            os.dup2(listening.fileno(), ask_service.FIRST_FD)
             os.environ["LISTEN_PID"] = str(os.getpid())
 
         shell = f'LISTEN_PID=$$ exec "{sys.executable}" -c "$0" "$1"'
@@ -263,7 +263,7 @@ def test_commands_of_a_user_show_what_the_service_says(desk: Desk) -> None:
     desk.places.leases.mkdir(parents=True, mode=0o700)
     desk.start()
     code = SERVE.format(patch="").replace('["answer"]', "sys.argv[2:]")
-    readable = [*map(str, Path(asked.__file__).parents[2].parents)]
+    readable = [*map(str, Path(ask_answer.__file__).parents[2].parents)]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
