@@ -252,4 +252,21 @@ def hints(ctx: click.Context, words: tuple[str, ...]) -> None:
     ctx.exit(work.main(words))
 
 
-COMMANDS = (warm, stage, publish, pack, hints)
+@click.command("images")
+@as_json
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR...]")
+@click.pass_obj
+def list_images(world: "World", folders: tuple[Path, ...], as_json: bool) -> None:
+    """List the images below DIR, or below the site's sources: name, size, owner, label.
+
+    As the user who asks, a few directories deep. A label is the first line of IMAGE.label.
+    """
+    from forestage.admin import images as view
+    from forestage.config import load_settings
+
+    named = tuple(os.path.abspath(folder) for folder in folders)
+    found = view.gather(named or load_settings(world.places.etc).config.sources)
+    show(found, view.pieces(found), as_json)
+
+
+COMMANDS = (warm, stage, publish, pack, hints, list_images)
