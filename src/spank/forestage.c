@@ -8,6 +8,8 @@
  * (data.c). An image of a registry may have to be imported first: then the tasks wait (later.c).
  * Whatever fails: the path stays as it is, the step goes on.
  *
+ * In srun, sbatch and salloc it has the options that say what a job wants staged (option.c).
+ *
  * Plugstack arguments, listed before pyxis:
  *   helper=PATH       the program to ask; default /usr/lib/forestage/bin/forestage
  *   timeout=SECONDS   how long it may take, and with it the step's start; default 540, at most 570

@@ -193,7 +193,10 @@ def test_check_that_fails_lets_the_job_be_submitted(command: Command, answer: st
 
 
 @pytest.mark.parametrize("hangs", ["sleep 600", "exec >&-; sleep 600", "yes"])
-def test_check_that_does_not_end_lets_the_job_be_submitted(command: Command, hangs: str) -> None:
+def test_check_that_does_not_end_lets_the_job_be_submitted(
+    command: Command, hasty: Step, hangs: str
+) -> None:
+    assert command.step is hasty
     command.answers(hangs)
     done = command.run("--stage=/a")
     assert (done.code, done.words, done.errors) == (0, [["stage=/a"]], [])
