@@ -6,6 +6,9 @@ nodes, in turn; a ratio is the median of the rounds' ratios. After half of the r
 change places. The stand-in for pyxis only opens the image: the real one takes longer, with and
 without the companion, so that a real site's ratios are smaller.
 
+Beside it: what sbatch takes with a plugstack.conf without the companion, with it, and with --stage
+as well, for a job that is only looked at (--test-only), on the login.
+
 A helper looks at the image in the first step that asks for it, each round by another name of the
 same file; the further steps go by the record of that.
 """
@@ -13,6 +16,7 @@ same file; the further steps go by the record of that.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -42,6 +46,14 @@ STEPS = {
     "many": ("further, 16 tasks", ["--ntasks=16", "--overcommit", OF_IMAGE]),
 }
 
+PLAIN_CONF = "/etc/slurm/plain/slurm.conf"
+SLURM_CONF = "/etc/slurm/slurm.conf"
+SUBMISSIONS: dict[str, tuple[str, list[str]]] = {
+    "plain": (PLAIN_CONF, []),
+    "submit": (SLURM_CONF, []),
+    "option": (SLURM_CONF, [f"--stage={IMAGE.format(slashes='/')}", "--stage-wait=5m"]),
+}
+
 Times = dict[str, list[tuple[float, float]]]  # seconds with and without the companion
 
 
@@ -49,6 +61,9 @@ def main() -> int:
     if sys.argv[1:2] == ["--in-the-job"]:
         with_it, without, rounds = sys.argv[2:]
         json.dump(measure(with_it, without, int(rounds)), sys.stdout)
+        return 0
+    if sys.argv[1:2] == ["--on-the-login"]:
+        json.dump(submit(int(sys.argv[2])), sys.stdout)
         return 0
     options = busy.Bench("step", __doc__, "2 minutes")
     options.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
@@ -61,8 +76,8 @@ def main() -> int:
     return 0
 
 
-def on_a_cluster(rounds: int) -> tuple[Times, list[float]]:
-    """The steps' times, and the seconds of the helper's own runs."""
+def on_a_cluster(rounds: int) -> tuple[Times, list[float], dict[str, list[float]]]:
+    """The steps' times, the seconds of the helper's own runs, and those of submissions."""
     spec = ClusterSpec(nodes=2, plugstack=(PYXIS,), companion="")
     times: Times = {name: [] for name in STEPS}
     with Cluster.up(spec) as cluster:
@@ -73,6 +88,7 @@ def on_a_cluster(rounds: int) -> tuple[Times, list[float]]:
         make_image(cluster, IMAGE.format(slashes="/"))
         compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
         cluster.run(compiled, user="root", node="n1")
+        submitted = submissions(cluster, rounds)
         for with_it, without in (("n1", "n2"), ("n2", "n1")):
             plain = ["mount", "--bind", "/etc/slurm/plain.conf", PLUGSTACK]
             cluster.run(plain, user="root", node=without)
@@ -83,7 +99,31 @@ def on_a_cluster(rounds: int) -> tuple[Times, list[float]]:
     expected = 2 * (rounds // 2 + WARM_UP)
     if len(helped) != expected:
         raise SystemExit(f"the companion asked {len(helped)} times instead of {expected}")
-    return times, helped
+    return times, helped, submitted
+
+
+def submissions(cluster: Cluster, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each sbatch, by the names of SUBMISSIONS."""
+    plain = f"{cluster.read(SLURM_CONF)}PlugStackConfig=/etc/slurm/plain.conf\n"
+    cluster.write(PLAIN_CONF, plain)
+    argv = [sys.executable, "-B", __file__, "--on-the-login", str(rounds)]
+    found: dict[str, list[float]] = json.loads(cluster.run(argv, timeout=60 + 8 * rounds).stdout)
+    return found
+
+
+def submit(rounds: int) -> dict[str, list[float]]:
+    """On the login. The first rounds read all programs once; they do not count."""
+    took: dict[str, list[float]] = {name: [] for name in SUBMISSIONS}
+    for number in range(rounds + WARM_UP):
+        for name, (conf, options) in SUBMISSIONS.items():
+            argv = ["sbatch", "--test-only", *options, "--wrap=true"]
+            start = time.perf_counter()
+            subprocess.run(
+                argv, check=True, env=os.environ | {"SLURM_CONF": conf}, stderr=subprocess.DEVNULL
+            )
+            if number >= WARM_UP:
+                took[name].append(time.perf_counter() - start)
+    return took
 
 
 def one_half(cluster: Cluster, with_it: str, without: str, rounds: int) -> Times:
@@ -121,7 +161,9 @@ def timed(node: str, options: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def show(times: Times, helped: list[float], load: busy.Load) -> None:
+def show(
+    times: Times, helped: list[float], submitted: dict[str, list[float]], load: busy.Load
+) -> None:
     rounds = len(times["first"])
     print(f"{rounds} rounds; milliseconds from the start of srun to its end, medians:\n")
     print(f"  {'':18}{'with':>8}{'without':>9}{'added':>8}{'ratio':>8}")
@@ -137,8 +179,13 @@ def show(times: Times, helped: list[float], load: busy.Load) -> None:
         f"\nof a first step, {statistics.median(helped) * 1000:.1f} ms are the helper's own work;"
     )
     print(f"each further task of a step adds {task * 1e6:.0f} microseconds")
-    print("milliseconds added to a step's start, 1 task:")
-    figures = (f"{name}={adds[name] * 1000:.1f}" for name in ("noimage", "first", "further"))
+    for name, what in (("submit", "without --stage"), ("option", "with it")):
+        pairs = zip(submitted[name], submitted["plain"], strict=True)
+        adds[name] = statistics.median(a - b for a, b in pairs)
+        print(f"a submission {what} takes {adds[name] * 1000:.1f} ms more than without companion")
+    print("milliseconds added to a step's start, 1 task, and to a submission:")
+    shown = ("noimage", "first", "further", "submit", "option")
+    figures = (f"{name}={adds[name] * 1000:.1f}" for name in shown)
     print(load.last(" ".join(figures)))
 
 

@@ -57,6 +57,7 @@ class GoodNode:
         self.places = Places(root)
         self.conf = ""
         self.is_root = True
+        self.login = False
         self.write("/etc/forestage/forestage.yaml", CONFIG)
         self.at("/mnt/nvme/forestage").mkdir(parents=True, mode=0o700)
         self.at("/lustre").mkdir()
@@ -150,7 +151,7 @@ class GoodNode:
     # What `check` says of it
 
     def check(self) -> Report:
-        return check(Target(self.places, Frozen(), self.conf, self.is_root))
+        return check(Target(self.places, Frozen(), self.conf, self.is_root, self.login))
 
     def ids(self) -> list[str]:
         return [one.id for one in self.check().findings]

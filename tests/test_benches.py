@@ -56,7 +56,7 @@ SMALL = {
         ["0.0625", "1"],
         f"stalls_vs_shared={RATIO} speedup={RATIO} src_bytes={RATIO} peak={RATIO}",
     ),
-    "step": (["2"], f"noimage={RATIO} first={RATIO} further={RATIO}"),
+    "step": (["2"], f"noimage={RATIO} first={RATIO} further={RATIO} submit={RATIO} option={RATIO}"),
 }
 
 

@@ -8,6 +8,8 @@
  * (data.c). An image of a registry may have to be imported first: then the tasks wait (later.c).
  * Whatever fails: the path stays as it is, the step goes on.
  *
+ * In srun, sbatch and salloc it has the options that say what a job wants staged (option.c).
+ *
  * Plugstack arguments, listed before pyxis:
  *   helper=PATH       the program to ask; default /usr/lib/forestage/bin/forestage
  *   timeout=SECONDS   how long it may take, and with it the step's start; default 540, at most 570
@@ -76,23 +78,41 @@ static void leave_mark(void)
 	close(fd);
 }
 
+/* Whether this is srun, sbatch or salloc. */
+static bool is_submitting(void)
+{
+	return spank_context() == S_CTX_LOCAL || spank_context() == S_CTX_ALLOCATOR;
+}
+
 /* In slurmd as well, so that a mistake in plugstack.conf is seen when it starts. */
 int slurm_spank_init(spank_t sp, int ac, char **av)
 {
-	(void)sp;
-	if (spank_context() != S_CTX_REMOTE && spank_context() != S_CTX_SLURMD)
+	if (!is_submitting() && spank_context() != S_CTX_REMOTE && spank_context() != S_CTX_SLURMD)
 		return 0;
+	if (spank_context() != S_CTX_SLURMD)
+		offer_options(sp);
 	for (int i = 0; i < ac; i++) {
 		if (understand_argument(av[i]))
 			continue;
-		slurm_error("forestage: off, as plugstack.conf has an argument that is neither "
-			    "helper=/PATH nor timeout=SECONDS (1 to %d): %s", MOST_SECONDS, av[i]);
+		if (!is_submitting()) /* it is the admin's, whom slurmd tells */
+			slurm_error("forestage: off, as plugstack.conf has an argument that is neither "
+				    "helper=/PATH nor timeout=SECONDS (1 to %d): %s", MOST_SECONDS,
+				    av[i]);
 		refused = true;
 	}
-	if (!refused)
+	if (!refused && !is_submitting())
 		leave_mark();
 	if (spank_context() == S_CTX_REMOTE)
 		remember_manager();
+	return 0;
+}
+
+/* In a step manager as well, where there is nothing to do. */
+int slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
+{
+	(void)ac, (void)av;
+	if (is_submitting())
+		hand_over(sp, refused ? NULL : helper);
 	return 0;
 }
 

@@ -159,6 +159,15 @@ int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what);
 /* redirect.c. The path shows the entry in a namespace of this process. NULL, or why not, and errno. */
 const char *redirect(spank_t sp, const struct step *step);
 
+/* option.c. At init: has Slurm offer `--stage`; in srun and sbatch, forgets an earlier job's. */
+void offer_options(spank_t sp);
+
+/*
+ * option.c. Once all options of a job, or of a part of it, are read: hands them to its Prologs. Ends
+ * the program where `helper hints` refuses them; NULL: they are not checked.
+ */
+void hand_over(spank_t sp, const char *helper);
+
 /* data.c. A line of the helper's on the job's data, without its first word. */
 void understand_data(const char *line);
 

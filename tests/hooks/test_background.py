@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from forestage.hooks.background import PROCESS_NAME
+from forestage.hooks.boundary import STAGE_OPTION
 from forestage.system import lock
 from node import ALICE, HANGS, Node, children_left, comm, content, until
 
@@ -33,7 +34,10 @@ class Background:
         self.mark = node.places.leases / f"{job}.prolog"
 
     def environ(
-        self, image: Path | str | None = None, comment: Path | str | None = None
+        self,
+        image: Path | str | None = None,
+        comment: Path | str | None = None,
+        option: Path | str | None = None,
     ) -> dict[str, str]:
         """What slurmd gives its hooks; with a slurm.conf that nobody writes again."""
         given = self.node.environ(self.job, image, comment=comment)  # type: ignore[arg-type]
@@ -41,7 +45,8 @@ class Background:
         if not conf.exists():
             conf.parent.mkdir()
             conf.write_text("ClusterName=c\n")
-        return given | {"SLURM_CONF": str(conf)}
+        words = {STAGE_OPTION: str(option)} if option else {}
+        return given | words | {"SLURM_CONF": str(conf)}
 
     def hook(self, name: str, **asked: str | Path | None) -> subprocess.Popen[str]:
         """Starts one as slurmd does: in a session of its own, whose output somebody reads."""
@@ -57,9 +62,11 @@ class Background:
             text=True,
         )
 
-    def prolog(self, image: Path | None = None, comment: str | None = None) -> str:
+    def prolog(
+        self, image: Path | None = None, comment: str | None = None, option: str | None = None
+    ) -> str:
         """Runs one to the script's end, then kills its group, as slurmd does; what it said."""
-        script = self.hook("prolog", image=image, comment=comment)
+        script = self.hook("prolog", image=image, comment=comment, option=option)
         said, _ = script.communicate(timeout=HANGS)
         assert script.returncode == 0
         with contextlib.suppress(ProcessLookupError):
@@ -155,10 +162,13 @@ def test_prolog_goes_by_the_configuration_as_it_is_now(background: Background, i
     assert "reason=disabled" in background.prolog(image)
 
 
-def test_step_waits_for_what_the_prolog_finds(background: Background, image: Path) -> None:
-    """It names no image, and would not know what the comment says."""
+@pytest.mark.parametrize("asked", ["comment", "option"])
+def test_step_waits_for_what_the_prolog_finds(
+    background: Background, image: Path, asked: str
+) -> None:
+    """It names no image, and would not know what the comment says, or the option."""
     with background.held_up():
-        background.prolog(comment=f"stage={image}")
+        background.prolog(**{asked: f"stage={image}"})
         assert background.left() == ["7.hinted", "7.prolog"]
         step = background.hook("step")
         until(lambda: child_sleeps(step.pid) or step.poll() is not None, "the step to wait")

@@ -11,7 +11,7 @@ import pytest
 from forestage.admin.tally import Tally
 from forestage.clock import Clock
 from forestage.events import Handled, read
-from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, Hook
 from forestage.slurm.hints import MAX_PROBLEMS
 from forestage.system import lock
 from helper import Helper, environ
@@ -176,6 +176,42 @@ def test_bad_hint_is_said_once_by_the_first_step(
     assert not loaded.leases.hints(1).exists() or loaded.leases.data(1).exists()
     loaded.epilog(1)
     assert not [*loaded.places.leases.iterdir()]
+
+
+def asked(node: Node, option: str, comment: str = "") -> None:
+    """A job that was submitted with these options; by hand, they may be anything."""
+    environ = node.environ(1, comment=comment) | {STAGE_OPTION: option}
+    assert Hook("prolog", environ, time.monotonic()).run(node.places, Clock()) == 0
+
+
+def test_option_is_served_in_place_of_the_comments_hint(
+    loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked(loaded, f"stage={paths[1]}\nstage-tell=yes\n", f"stage={paths[0]} stage-tell=no")
+    answer = step(loaded, 1, capfd)
+    assert f"also\t{used(loaded, paths[1])}" in answer.splitlines()
+    assert str(paths[0]) not in answer
+    (line,) = said(answer)
+    assert f"{paths[1]} is read from this node's copy" in line
+    (event,) = [one for one in read(loaded.places.events) if (one.job, one.hook) == (1, "prolog")]
+    assert (event.options, event.ignored) == (("stage", "stage-tell"),) * 2
+
+
+def test_option_that_was_set_by_hand_is_checked_again(
+    loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = f"stage=../x\nstage={paths[0]}@/etc\nstage-dir=\x1b[2J\nother=1\nstage={paths[1]}"
+    asked(loaded, bad)
+    answer = step(loaded, 1, capfd)
+    assert f"also\t{used(loaded, paths[1])}" in answer.splitlines()
+    assert "/etc" not in "".join(line for line in answer.splitlines() if line.startswith("also"))
+    lines = [line for line in said(answer) if "ignored" in line]
+    assert [line.partition("ignored: option ")[2][:14] for line in lines] == [
+        "--stage=../x: ",
+        "--stage-dir=\\x",
+        "--other=1: unk",
+    ]
+    assert all(line.isprintable() for line in lines)
 
 
 def test_image_that_is_too_large_is_said(

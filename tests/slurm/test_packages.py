@@ -339,10 +339,12 @@ def test_companion_names_slurm_and_distribution_and_refuses_another_slurm(
     assert re.fullmatch(
         rf"forestage-spank_{RELEASES[0]}\+slurm22\.05\.8-1~deb12_\w+\.deb", package.name
     )
-    show = ["dpkg-deb", "--field", package, "Conflicts", "Depends"]
+    show = ["dpkg-deb", "--field", package, "Conflicts", "Depends", "Suggests"]
     shown = subprocess.run(show, check=True, capture_output=True, text=True).stdout
     assert "slurmd (<< 22.05), slurmd (>= 22.06), slurm-client (<< 22.05)" in shown
-    assert re.search(r"^Depends: forestage, libc6 \(>= 2\.\d+\)$", shown, re.MULTILINE)
+    # A login node takes it alone.
+    assert re.search(r"^Depends: libc6 \(>= 2\.\d+\)$", shown, re.MULTILINE)
+    assert "Suggests: forestage\n" in shown
 
 
 def test_two_builds_differ_in_their_version_only(built: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@
  *   context=slurmd, local                              request=UID   a request of UID's waits
  *   contained=1    user_init runs beside the step manager, in other namespaces
  *
+ * Or calls them as srun, sbatch and salloc do:   fake REPORT submit ...   (submit.c)
+ *
  * What happened goes to REPORT, a line each, and each task's mount table to REPORT.N.
  */
 #define _GNU_SOURCE
@@ -32,6 +34,8 @@
 #include <unistd.h>
 
 #include <slurm/spank.h>
+
+#include "submit.h"
 
 #define MOST 32
 
@@ -75,6 +79,8 @@ spank_context_t spank_context(void)
 {
 	if (!context)
 		return S_CTX_REMOTE;
+	if (strcmp(context, "allocator") == 0)
+		return S_CTX_ALLOCATOR;
 	return strcmp(context, "slurmd") == 0 ? S_CTX_SLURMD : S_CTX_LOCAL;
 }
 
@@ -314,6 +320,10 @@ int main(int argc, char **argv)
 	report_name = argv[1];
 	report = fcntl(open(report_name, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644),
 		       F_DUPFD_CLOEXEC, 100);
+	if (argc > 3 && strcmp(argv[2], "submit") == 0) {
+		context = argv[3];
+		return submit(argc - 4, argv + 4);
+	}
 	read_arguments(argc, argv);
 	/* As on a node: what a task mounts would come back here if it left propagation as it is. */
 	check(unshare(CLONE_NEWNS), "unshare");

@@ -65,7 +65,10 @@ def test_user_at_srun_is_not_bothered_with_it(step: Step) -> None:
 
 
 # What Slurm looks up: the callbacks that there are, and what SPANK_PLUGIN() defines.
-CALLBACKS = {"slurm_spank_init", "slurm_spank_user_init", "slurm_spank_task_init_privileged"}
+CALLBACKS = {
+    *("slurm_spank_init", "slurm_spank_init_post_opt", "slurm_spank_user_init"),
+    "slurm_spank_task_init_privileged",
+}
 MARKS = {"plugin_name", "plugin_type", "plugin_version", "spank_plugin_version"}
 
 

@@ -21,7 +21,7 @@ from forestage.cache.part import Owner
 from forestage.errors import ConfigError, Declined
 from forestage.events import Handled
 from forestage.hooks import answers
-from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
+from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION, Job
 from forestage.stage import opening, pipeline
 from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
@@ -39,11 +39,11 @@ PIECES = st.sampled_from(
 TEXT = st.lists(PIECES | BYTES, max_size=8).map("".join)
 
 
-@given(TEXT, TEXT, TEXT, TEXT)
-@example("", "./a", "", "/b\nc")
+@given(TEXT, TEXT, TEXT, TEXT, TEXT)
+@example("", "./a", "", "/b\nc", "stage=/\udcff\n")
 @hypothesis_settings(max_examples=100 * MORE)
 def test_any_text_of_a_user_is_one_line_and_one_event(
-    comment: str, option: str, saves: str, work_dir: str
+    comment: str, option: str, saves: str, work_dir: str, words: str
 ) -> None:
     environ = {
         "SLURM_JOB_ID": "7",
@@ -54,6 +54,7 @@ def test_any_text_of_a_user_is_one_line_and_one_event(
         "SLURM_JOB_WORK_DIR": work_dir,
         IMAGE_OPTION: option,
         SAVE_OPTION: saves,
+        STAGE_OPTION: words,
     }
     job = Job.from_environ(environ)
     outcomes = []

@@ -4,7 +4,7 @@ Made of the event log and the job's lease only, so it works with a broken config
 a cache.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 
@@ -40,7 +40,8 @@ class Run(msgspec.Struct, frozen=True):
     """One run of a hook, or the life of a stager; a requeued job has several.
 
     `time` is its end, `total` its seconds. `job` is another one where this job waited for the copy
-    that the other had started. `step` is set for a step's hook.
+    that the other had started. `step` is set for a step's hook. `options` and `ignored` are a
+    Prolog's: what was asked with --stage, and what the comment says in vain beside it.
     """
 
     time: float
@@ -53,6 +54,8 @@ class Run(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
     explained: tuple[Explained, ...]
     step: int | None = None
+    options: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 class History(msgspec.Struct, frozen=True):
@@ -179,6 +182,8 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event], bad: 
         problems=first.problems,
         explained=explained,
         step=first.step if first.hook == "step" else None,
+        options=first.options,
+        ignored=first.ignored,
     )
 
 
@@ -317,6 +322,7 @@ def pieces(found: History, now: float) -> list[Piece]:
     """Pure: what `explain` prints."""
     lines: list[Piece] = [Line(_head(found), heading=True)]
     counted = saved.Starts()
+    options = {name for run in found.runs if run.job == found.job for name in run.options}
     for run in found.runs:
         tenths = to_tenths(run.total)
         took = f", {tenths}" if tenths else ""
@@ -324,10 +330,12 @@ def pieces(found: History, now: float) -> list[Piece]:
         step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
         head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
         lines += [Line(""), Line(head, heading=True)]
+        lines += [Line(text, 2) for text in _asked(run)]
         if run.hook != "epilog":  # it has read the same comment again
             lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
-            lines += [Line("")] * (number > 0) + _request(one, _starts(one.outcome, run, counted))
+            starts = _starts(one.outcome, run, counted)
+            lines += [Line("")] * (number > 0) + _request(one, starts, options)
     if found.unasked:
         lines += [Line(""), Line(UNASKED)]
     lines += [Line(f"Problem: {problem}") for problem in found.problems]
@@ -363,12 +371,29 @@ def _head(found: History) -> str:
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
 
-def _request(explained: Explained, starts: bool) -> list[Piece]:
+def _asked(run: Run) -> Iterator[str]:
+    """Pure: what was asked with options, and what did not count beside them."""
+    if run.options:
+        yield f"asked at submission: {', '.join(f'--{name}' for name in run.options)}"
+    if run.ignored:
+        words = ", ".join(f"{name}=" for name in run.ignored)
+        yield f"not counted: {words} in the comment, as the option was given"
+
+
+def _via(outcome: Handled, options: Collection[str]) -> str:
+    """Pure: where a request was asked; `options` are those that the job was submitted with."""
+    name = "stage-dir" if outcome.request == "stage-dir" else "stage"
+    if outcome.via == "hint" and name in options:
+        return f"--{name}"
+    return VIAS.get(outcome.via or "", outcome.via or "")
+
+
+def _request(explained: Explained, starts: bool, options: Collection[str]) -> list[Piece]:
     outcome = explained.outcome
     facts = []
     request = outcome.request if isinstance(outcome, Handled) else ""
     if isinstance(outcome, Handled) and request:
-        via = VIAS.get(outcome.via or "", outcome.via or "")
+        via = _via(outcome, options)
         facts.append(("request", f"{request} ({via})" if via else request))
     if isinstance(outcome, Handled) and outcome.digest:
         facts.append(("digest", outcome.digest))

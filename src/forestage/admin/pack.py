@@ -7,13 +7,15 @@ cannot read by an empty one, leaves out what is gone, and ends with 0: so its me
 
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
-from forestage.admin.publish import replacing
+from forestage.admin import hints
+from forestage.admin.publish import Layout, lay_out, replacing
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
 from forestage.system import run
@@ -28,7 +30,11 @@ _FACT = re.compile(r"^(Number of inodes|Compression) (\S+)$", re.M)
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A finished image of `size` bytes, of what is in `folder`; `seconds` it took."""
+    """A finished image of `size` bytes, of what is in `folder`; `seconds` it took.
+
+    `option` is what a job says to have it over the directory that it was made of; "" where nobody
+    asked for that.
+    """
 
     path: str
     folder: str
@@ -36,6 +42,18 @@ class Packed(msgspec.Struct, frozen=True):
     size: int
     compression: str
     seconds: float
+    option: str = ""
+
+
+def option_of(folder: Path, image: Path) -> str:
+    """Pure: the option by which a job's steps see the image at `folder`; both absolute.
+
+    Raises ImageError where no job may have it there.
+    """
+    word = f"stage={image}@{folder}"
+    if refused := hints.refusals([word]):
+        raise ImageError("; ".join(refused), "leave out --here, or name other paths")
+    return f"--{word}"
 
 
 def argv(folder: Path, image: Path, compression: tuple[str, ...]) -> list[str]:
@@ -44,9 +62,16 @@ def argv(folder: Path, image: Path, compression: tuple[str, ...]) -> list[str]:
 
 
 def pack(
-    folder: Path, image: Path, force: bool, clock: Clock, progress: Callable[[str], None]
+    folder: Path,
+    image: Path,
+    force: bool,
+    clock: Clock,
+    progress: Callable[[str], None],
+    layout: Layout | None = None,
 ) -> Packed:
     """Packs `folder` into `image`, which gets its name when it is whole and on disk.
+
+    `layout` is that of its file, where that lies on Lustre.
 
     Raises ImageError for what cannot be packed there, Failed where the squashfs-tools fail or
     something of the tree was lost, OSError.
@@ -60,6 +85,8 @@ def pack(
         raise ImageError(f"{image} would be part of itself", "put it outside of the directory")
     target = parent / image.name
     with replacing(target, force) as part:
+        if layout is not None:
+            lay_out(part, layout)  # mksquashfs writes into the file that is there
         progress(f"packing {folder}")
         ran = run.run(argv(folder, part, ("-comp", "zstd")))
         if ran.code != 0 and "is not supported" in ran.err + ran.out:
@@ -86,9 +113,12 @@ def pieces(done: Packed) -> list[Piece]:
     path, folder = (
         quote(one, safe="/", errors="surrogateescape") for one in (done.path, done.folder)
     )
+    use = f'sbatch --comment="stage={path}@{folder}" ...'
+    if done.option:
+        use = f"srun {shlex.quote(done.option)} ..."
     return [
         Line(f"Packed {done.path}", heading=True),
         Facts(facts, indent=2),
         Line("Jobs see it over its directory with:"),
-        Line(f'sbatch --comment="stage={path}@{folder}" ...', 2, whole=True),
+        Line(use, 2, whole=True),
     ]

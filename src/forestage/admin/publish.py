@@ -71,8 +71,7 @@ def publish(
         raise ImageError(f"{source} is no regular file")
     if not folder.is_dir():
         raise ImageError(f"{folder} is no directory")
-    under = files.under(os.path.realpath(folder))
-    kind = under.kind if under else "unknown"
+    kind = kind_of(folder, files)
     target = folder / source.name
     with replacing(target, force) as part, _made(part, layout if kind == "lustre" else None) as fd:
         # By the descriptor: who owns the folder may put a link in the name's place meanwhile.
@@ -94,6 +93,12 @@ def publish(
         size = os.fstat(fd).st_size
     took = round(clock.monotonic() - began, 3)
     return Published(str(target), size, took, kind, kind == "lustre", layout)
+
+
+def kind_of(folder: Path, files: Files) -> str:
+    """The kind of file system that a directory lies on."""
+    under = files.under(os.path.realpath(folder))
+    return under.kind if under else "unknown"
 
 
 @contextlib.contextmanager
@@ -128,12 +133,17 @@ def _made(part: Path, layout: Layout | None) -> Iterator[int]:
     if layout is None:
         flags |= os.O_CREAT | os.O_EXCL
     else:
-        ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
-        if ran.code != 0:
-            raise Failed("program", ran.explained(), "nothing was published")
+        lay_out(part, layout)
     with opened(part, flags, 0o600) as fd:
         os.fchmod(fd, 0o600)  # others may read it once it has the source's mode
         yield fd
+
+
+def lay_out(part: Path, layout: Layout) -> None:
+    """Makes the empty file, on Lustre. Raises Failed, OSError."""
+    ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
+    if ran.code != 0:
+        raise Failed("program", ran.explained(), "nothing was published")
 
 
 def pieces(done: Published) -> list[Piece]:

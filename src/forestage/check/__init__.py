@@ -23,6 +23,7 @@ from forestage.check import (
     disk,
     enroot,
     hooks,
+    login,
     node,
     plugins,
     pyxis,
@@ -50,12 +51,13 @@ LONGEST = 128 * 1024  # bytes of what it says at once
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The node to look at: `conf` is $SLURM_CONF or ""."""
+    """The node to look at: `conf` is $SLURM_CONF or "". `login`: jobs are submitted there."""
 
     places: Places
     clock: Clock
     conf: str = ""
     is_root: bool = True
+    login: bool = False
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -134,6 +136,10 @@ def _hangs(at: str) -> Finding:
 
 def _findings(target: Target, files: Files, of_enroot: enroots.Site) -> Iterator[Finding | str]:
     """What is found, and before each part what it looks at."""
+    yield "slurm.conf"
+    if target.login:
+        yield from login.findings(files, target.conf)
+        return
     if not target.is_root:
         yield Finding(
             "not-root",

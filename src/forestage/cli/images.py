@@ -1,4 +1,4 @@
-"""Commands for images before any job wants them: `forestage warm`, `stage`, `publish`, `pack`."""
+"""Commands for images before any job wants them: `forestage warm`, `stage`, `publish`, `pack` …"""
 
 import contextlib
 import errno
@@ -197,19 +197,67 @@ def publish(
 @as_json
 @force
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("-o", "--output", "image", required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", "image", type=click.Path(path_type=Path), help="The image's file.")
+@click.option("--here", is_flag=True, help="For use in the place of DIR: print a job's option.")
 @click.pass_obj
-def pack(world: "World", folder: Path, image: Path, force: bool, as_json: bool) -> None:
+def pack(
+    world: "World", folder: Path, image: Path | None, here: bool, force: bool, as_json: bool
+) -> None:
     """Make one squashfs image of all that is in DIR.
 
-    For virtual environments and other trees of many small files.
+    For virtual environments and other trees of many small files. With --here it is published, as
+    DIR.sqsh if not told otherwise, and the option printed by which a job sees it at DIR.
     """
-    from forestage.admin import pack as work
-    from forestage.system import terminal as screen
+    import msgspec
 
+    from forestage.admin import pack as work
+    from forestage.admin import publish as publishing
+    from forestage.system import terminal as screen
+    from forestage.system.tree import Files
+
+    at = Path(os.path.abspath(folder))
+    if image is None and not here:
+        raise click.UsageError("name the image with -o, or say --here")
+    image = Path(os.path.abspath(image or f"{at}.sqsh"))
+    option = work.option_of(at, image) if here else ""
+    layout = None
+    if here and publishing.kind_of(image.parent, Files(world.places.root)) == "lustre":
+        layout = publishing.Layout()
     with screen.busy() as progress:
-        done = work.pack(folder, image, force, world.clock, progress)
+        done = work.pack(folder, image, force, world.clock, progress, layout)
+    done = msgspec.structs.replace(done, option=option)
     show(done, work.pieces(done), as_json)
 
 
-COMMANDS = (warm, stage, publish, pack)
+@click.command()
+@click.argument("words", nargs=-1, required=True, metavar="WORD...")
+@click.pass_context
+def hints(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Say what is wrong with --stage options, as srun, sbatch and salloc do.
+
+    A WORD is an option without its dashes: `stage=/lustre/a.sqsh`, `stage-wait=5m`. No file is
+    looked at. Ends with status 65 if one is refused.
+    """
+    from forestage.admin import hints as work
+
+    ctx.exit(work.main(words))
+
+
+@click.command("images")
+@as_json
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR...]")
+@click.pass_obj
+def list_images(world: "World", folders: tuple[Path, ...], as_json: bool) -> None:
+    """List the images below DIR, or below the site's sources: name, size, owner, label.
+
+    As the user who asks, a few directories deep. A label is the first line of IMAGE.label.
+    """
+    from forestage.admin import images as view
+    from forestage.config import load_settings
+
+    named = tuple(os.path.abspath(folder) for folder in folders)
+    found = view.gather(named or load_settings(world.places.etc).config.sources)
+    show(found, view.pieces(found), as_json)
+
+
+COMMANDS = (warm, stage, publish, pack, hints, list_images)

@@ -344,8 +344,9 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
 @main.command()
 @as_json
 @on_nodes("2m")
+@click.option("--login", is_flag=True, help="Only whether jobs can be submitted with --stage.")
 @click.pass_context
-def check(ctx: click.Context, as_json: bool) -> None:
+def check(ctx: click.Context, login: bool, as_json: bool) -> None:
     """Check the setup of this node, Slurm and pyxis, and print the lines to change.
 
     Changes nothing. The exit status is that of a Nagios plugin: 0 all is well, 1 warning, 2
@@ -354,7 +355,7 @@ def check(ctx: click.Context, as_json: bool) -> None:
     from forestage import check as work
 
     world, conf = ctx.obj, os.environ.get("SLURM_CONF", "")
-    target = work.Target(world.places, world.clock, conf, is_root=os.geteuid() == 0)
+    target = work.Target(world.places, world.clock, conf, os.geteuid() == 0, login)
     done = work.check(target)
     show(done, work.pieces(done), as_json)
     ctx.exit(done.code)

@@ -73,6 +73,7 @@ class Exit(IntEnum):
     TRIED = 10, "enroot tried to import the image, and failed."
     UNREACHED = 11, "A node of -w was not reached, or did not answer in time."
     UNMOUNTED = 12, "The cache's disk is not mounted: it may come later."
+    HINT = 65, "A word given to hints is refused."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
     PIPE = 141, "The reader of the output went away."
 
@@ -102,7 +103,7 @@ class Commands(Listed):
         "Is it set up well": ("check", "config", "enable", "disable"),
         "When something is wrong": ("off", "on"),
         "The cache": ("evict", "pin", "unpin", "verify", "sweep", "unredirect"),
-        "Images before a job": ("warm", "stage", "publish", "pack", "registry"),
+        "Images before a job": ("images", "warm", "stage", "publish", "pack", "hints", "registry"),
         "The whole cluster": ("report", "metrics", "peer", "answer"),
     }
 

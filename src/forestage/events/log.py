@@ -124,7 +124,11 @@ Outcome = Handled | Copied | Released | Bad
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of events.jsonl; `time` in seconds since the epoch, `total` the hook's seconds."""
+    """A line of events.jsonl; `time` in seconds since the epoch, `total` the hook's seconds.
+
+    Of a Prolog: `problems` of the job's hints, `options` the words that were given as options, and
+    `ignored` the words of the comment that count for nothing beside them.
+    """
 
     time: float
     hook: Hook
@@ -137,11 +141,14 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     total: float = 0.0
     problems: tuple[str, ...] = ()
     step: int | None = None
+    options: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
     """Returns the log line of a hook run, after its name and job, in logfmt. Pure."""
     parts = [f"user={job.user.name}", *map(words, outcomes)]
+    parts += [f"options={','.join(job.hints.options)}"] if job.hints.options else []
     parts += [f"problem={field(problem)}" for problem in job.hints.problems]
     return " ".join([*parts, f"total={total:.3f}s"])
 
@@ -211,6 +218,8 @@ def of_job(job: Job, hook: Hook, outcome: Outcome, now: float = 0.0, total: floa
         total=round(total, 4),
         problems=job.hints.problems if hook == "prolog" else (),
         step=job.step,
+        options=job.hints.options if hook == "prolog" else (),
+        ignored=job.hints.ignored if hook == "prolog" else (),
     )
 
 

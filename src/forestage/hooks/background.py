@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 
-from forestage.hooks.boundary import IMAGE_OPTION, may_be_hinted
+from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, may_be_hinted
 
 TYPE_CHECKING = False  # as in hooks/boundary.py
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def leave(environ: Mapping[str, str], run: str) -> str:
     if lock < 0:
         return ""
     # A near miss, too: its sentence is for the first step, which may be there before it is found.
-    if may_be_hinted(environ.get("SLURM_JOB_COMMENT", "")):
+    if STAGE_OPTION in environ or may_be_hinted(environ.get("SLURM_JOB_COMMENT", "")):
         _touch(mark.removesuffix("prolog") + "hinted")
     ours, theirs = os.pipe()
     try:
@@ -108,7 +108,7 @@ def may_leave(environ: Mapping[str, str], run: str) -> bool:
     is_path = environ.get(IMAGE_OPTION, "/")[:1] in ("/", ".")
     if not (job.isascii() and job.isdigit() and is_path):
         return False
-    if "stage-wait" in environ.get("SLURM_JOB_COMMENT", ""):
+    if any("stage-wait" in environ.get(one, "") for one in (STAGE_OPTION, "SLURM_JOB_COMMENT")):
         return False
     try:
         fd = os.open(f"{run}/background", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

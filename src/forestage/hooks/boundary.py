@@ -37,6 +37,7 @@ USAGE = 2
 
 IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
 SAVE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_save"
+STAGE_OPTION = "SPANK_FORESTAGE_STAGE"
 
 BY_HAND = b"""\
 forestage: `step` is what forestage's SPANK plugin runs when a step starts, with an environment of
@@ -157,7 +158,7 @@ def nothing_to_do(
 ) -> bool:
     """Whether this job is none of ours; costs no import, and never errs."""
     if name == "prolog":
-        asked = IMAGE_OPTION in environ or SAVE_OPTION in environ
+        asked = IMAGE_OPTION in environ or SAVE_OPTION in environ or STAGE_OPTION in environ
         comment = environ.get("SLURM_JOB_COMMENT", "")
         return not asked and not (comment and may_be_hinted(comment))
     if name == "step":

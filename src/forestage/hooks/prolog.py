@@ -13,7 +13,7 @@ from forestage.hooks import answers, leases, serve
 from forestage.hooks.answers import UNSERVED, Answer
 from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
-from forestage.slurm.hints import MAX_PROBLEMS, Request
+from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.stage import opening
@@ -120,7 +120,9 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     run a step on each. Without the lock in time they are in `explain` alone.
     """
     lines = [
-        f"ignored in --comment: {problem} (man forestage-hooks)" for problem in job.hints.problems
+        f"ignored{'' if problem.startswith(OF_OPTION) else ' in --comment'}: {problem}"
+        " (man forestage-hooks)"
+        for problem in job.hints.problems
     ]
     lines += [
         # A list is none of the paths in it.

@@ -1,4 +1,4 @@
-"""The hints in a job's comment: what is to be staged, how long that may take. Pure.
+"""The hints of a job, in its comment or its --stage options: what is to be staged. Pure.
 
     stage=PATH[,PATH…]          an image, over its own path; a directory with a slash: PATH/
     stage=FILE@/mount/point     a squashfs file, mounted there
@@ -13,6 +13,11 @@
 A value is split at commas; the last `@` that is followed by one of these endings separates; other
 ones belong to the path. Then {node} (0 for the job's first node), {nodes} and {node:03} are
 replaced, and %2C, %20, %40, %7B decoded. Nothing else in braces has a meaning.
+
+--stage, --stage-wait, --stage-dir and --stage-tell of srun, sbatch and salloc are the same words,
+which the companion joins with newlines (src/spank/option.c). Each --stage is one path, from / on,
+in which commas, spaces and % mean nothing. A word that is given as an option counts alone: what
+the comment says with the same word is ignored.
 """
 
 from collections.abc import Sequence
@@ -28,6 +33,17 @@ MAX_HINTED = 16
 
 MAX_PROBLEMS = 8
 """Problems reported for one comment."""
+
+MAX_SHOWN = 200
+"""Characters of an option in a problem."""
+
+MAX_OPTION = 16384
+"""Characters that all words given as options may have; as the companion has it."""
+
+OPTIONS = ("stage", "stage-dir", "stage-tell", "stage-wait")
+
+OF_OPTION = "option --"
+"""Begins a problem of a word that was given as an option."""
 
 ABSOLUTE = "the path from / on"
 OFF = ("off", "no", "none")  # values of stage=
@@ -85,11 +101,12 @@ NOWHERE = Rank()
 
 
 class Hints(msgspec.Struct, frozen=True):
-    """What the comment says to us. `wait` is in seconds; `problems` are sentences for the user.
+    """What the user says to us. `wait` is in seconds; `problems` are sentences for the user.
 
     `wanted` has each request once. `room` is the size of the job's own directory in bytes, `ram`
     whether that lies in memory; `listed` is the file of stage-list=. `tell`: they want to read what
-    happened.
+    happened. `options` are the words that were given as options, `ignored` those of them that the
+    comment has as well.
     """
 
     wanted: tuple[Request, ...] = ()
@@ -100,6 +117,8 @@ class Hints(msgspec.Struct, frozen=True):
     ram: bool = False
     listed: str = ""
     tell: bool = False
+    options: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -122,41 +141,104 @@ class Hints(msgspec.Struct, frozen=True):
         return self.off or self.tell or self.wait is not None
 
 
-def read_hints(comment: str, rank: Rank = NOWHERE) -> Hints:
-    """Reads our tokens out of a job's comment; everything else in it is the user's own business."""
-    hints = Hints()
-    wanted: list[Request] = []
-    problems: list[str] = []
-    tokens = words(comment)
-    for token in tokens:
-        name, equals, value = token.partition("=")
-        if not equals or not (name == "stage" or name.startswith("stage-")):
-            continue
-        if name not in KNOWN:
-            problems.append(f"unknown hint {name}= (known: {', '.join(map('{}='.format, KNOWN))})")
-            continue
-        try:
-            if name == "stage" and value not in OFF:
-                if not _is_another_tools(value):
-                    wanted += requests(value.split(","), rank, problems)
-                elif "stage-tell=yes" in tokens:
-                    problems.append(f"stage={value} names no path: a path begins with /")
-            else:
-                hints = msgspec.structs.replace(hints, **_setting(name, value, rank))
-        except ValueError as error:
-            problems.append(f"{name}: {error}")
-    problems += misses(tokens)
-    unique = tuple(dict.fromkeys(wanted))
+class _Reading:
+    """What was read so far, of the options and then of the comment."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.settings: dict[str, object] = {}
+        self.wanted: list[Request] = []
+        self.problems: list[str] = []
+
+    def options(self, text: str) -> tuple[str, ...]:
+        """Reads the words of an option's variable; returns their names."""
+        if len(text) > MAX_OPTION:
+            self.problems.append(f"{OF_OPTION}stage: longer than {MAX_OPTION} characters")
+            return ()
+        found = [line.partition("=") for line in text.split("\n") if line]
+        for name, _, value in found:
+            try:
+                if name not in OPTIONS:
+                    raise ValueError(f"unknown (known: {', '.join(map('--{}'.format, OPTIONS))})")
+                if name == "stage" and value not in OFF:
+                    self.wanted.append(_request(_one_path(value), self.rank, plain=True))
+                else:
+                    self.settings |= _setting(name, value, self.rank)
+            except ValueError as error:
+                self.problems.append(f"{OF_OPTION}{_short(name, value)}: {error}")
+        return tuple(dict.fromkeys(name for name, _, _ in found if name in OPTIONS))
+
+    def comment(self, tokens: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
+        """Reads the words of a comment; returns those that do not count beside the options."""
+        ignored: list[str] = []
+        for token in tokens:
+            name, equals, value = token.partition("=")
+            if not equals or not (name == "stage" or name.startswith("stage-")):
+                continue
+            if name in options or (name == "stage-list" and "stage" in options):
+                ignored.append(name)
+                continue
+            if name not in KNOWN:
+                known = ", ".join(map("{}=".format, KNOWN))
+                self.problems.append(f"unknown hint {name}= (known: {known})")
+                continue
+            try:
+                if name == "stage" and value not in OFF:
+                    if not _is_another_tools(value):
+                        self.wanted += requests(value.split(","), self.rank, self.problems)
+                    elif "stage-tell=yes" in tokens:
+                        self.problems.append(f"stage={value} names no path: a path begins with /")
+                else:
+                    self.settings |= _setting(name, value, self.rank)
+            except ValueError as error:
+                self.problems.append(f"{name}: {error}")
+        return tuple(dict.fromkeys(ignored))
+
+
+def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
+    """Reads our tokens out of a job's comment; everything else in it is the user's own business.
+
+    `option` are the words that were given as options, each on a line.
+    """
+    tokens, reading = words(comment), _Reading(rank)
+    options = reading.options(option) if option else ()
+    ignored = reading.comment(tokens, options)
+    problems = [*reading.problems, *misses(tokens)]
+    unique = tuple(dict.fromkeys(reading.wanted))
     images = tuple(one for one in unique if not one.is_data)
     data = tuple(one for one in unique if one.is_data)
     for kind, what in ((images, "images"), (data, "data")):
         if len(kind) > MAX_HINTED:
-            problems.append(f"stage= names {len(kind)} {what}, the first {MAX_HINTED} are read")
-    return msgspec.structs.replace(
-        hints,
+            by = f"{OF_OPTION}stage" if "stage" in options else "stage="
+            problems.append(f"{by} names {len(kind)} {what}, the first {MAX_HINTED} are read")
+    return Hints(
         wanted=(*images[:MAX_HINTED], *data[:MAX_HINTED]),
         problems=tuple(printable(problem) for problem in problems[:MAX_PROBLEMS]),
+        options=options,
+        ignored=ignored,
+        **reading.settings,  # type: ignore[arg-type]
     )
+
+
+def _short(name: str, value: str) -> str:
+    """Pure: an option as its user wrote it, if it is not long."""
+    written = name if name == "stage-tell" else f"{name}={value}"
+    return written if len(written) <= MAX_SHOWN else f"{written[:MAX_SHOWN]}…"
+
+
+def _one_path(value: str) -> str:
+    """Pure: what one --stage names, as it is. Raises ValueError for what cannot be meant so."""
+    if not value:
+        raise ValueError("names no path (write --stage=/path/to/image, or --stage=no)")
+    if any(ord(char) < 32 or ord(char) == 127 for char in value):
+        raise ValueError("holds a control character")
+    if ",/" in value.replace(" ", ""):
+        raise ValueError("is several paths: write --stage once for each")
+    if "://" in value and not value.startswith("/"):
+        raise ValueError("is no path: an image of a registry is for --container-image")
+    if not value.startswith(("/", "~", "$", '"', "'")):  # which have a sentence of their own
+        raise ValueError(f"write {ABSOLUTE}: a relative one would depend on where it is written")
+    return value
 
 
 def _is_another_tools(value: str) -> bool:
@@ -188,20 +270,24 @@ def requests(parts: Sequence[str], rank: Rank, problems: list[str]) -> list[Requ
         problems.append("stage= names no image (write stage=/path/to/image, or stage=off)")
     found = []
     for part in filter(None, parts):
-        path, at = _split(part)
         try:
-            if part.startswith(("~", "$", '"', "'")):
-                raise ValueError(
-                    f"{quote(part)}: ~, $HOME and quotes mean nothing here, write {ABSOLUTE}"
-                )
-            request = Request(_path(path, rank), "hint", _decoded(at))
-            # Data is noted for the job's steps, as JSON, which takes no other.
-            if request.is_data and not _is_text(request.path + request.at):
-                raise ValueError(f"{quote(part)} is not UTF-8")
-            found.append(request)
+            found.append(_request(part, rank))
         except ValueError as error:
             problems.append(f"stage: {error}")
     return found
+
+
+def _request(part: str, rank: Rank, plain: bool = False) -> Request:
+    """Pure: what one path asks for; `plain`: it has no escapes. Raises ValueError."""
+    if part.startswith(("~", "$", '"', "'")):
+        raise ValueError(f"{quote(part)}: ~, $HOME and quotes mean nothing here, write {ABSOLUTE}")
+    path, at = _split(part)
+    path = _placed(path, rank, plain) if "{" in path else path
+    request = Request(path, "hint", at) if plain else Request(_decoded(path), "hint", _decoded(at))
+    # Data is noted for the job's steps, as JSON, which takes no other.
+    if request.is_data and not _is_text(request.path + request.at):
+        raise ValueError(f"{quote(part)} is not UTF-8")
+    return request
 
 
 def _is_text(name: str) -> bool:
@@ -224,7 +310,7 @@ def _path(text: str, rank: Rank) -> str:
     return _decoded(_placed(text, rank) if "{" in text else text)
 
 
-def _placed(text: str, rank: Rank) -> str:
+def _placed(text: str, rank: Rank, plain: bool = False) -> str:
     """Raises ValueError for what is no placeholder; never format(), whose widths take memory."""
     import re  # few comments need it
 
@@ -238,9 +324,9 @@ def _placed(text: str, rank: Rank) -> str:
     placed = re.sub(r"\{(node|nodes|node:0([1-9]))\}", value, text)
     if "{" in placed:
         unknown = placed[placed.index("{") :].partition("}")[0][:40]
+        escape = "" if plain else "; a brace of a path is %7B"
         raise ValueError(
-            f"unknown placeholder {unknown}}} (known: {{node}}, {{nodes}}, {{node:03}};"
-            " a brace of a path is %7B)"
+            f"unknown placeholder {unknown}}} (known: {{node}}, {{nodes}}, {{node:03}}{escape})"
         )
     return placed
 

@@ -17,6 +17,8 @@ from forestage.units import printable, quote
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
 IMAGE_OPTION = _OPTION + "image"
+# What the companion has of --stage and its kin (src/spank/option.c), for Prolog and Epilog.
+STAGE_OPTION = "SPANK_FORESTAGE_STAGE"
 SAVE_OPTION = _OPTION + "save"
 HOME_OPTION = _OPTION + "mount_home"
 NO_HOME_OPTION = _OPTION.removesuffix("container_") + "no_container_mount_home"
@@ -84,7 +86,9 @@ class Job(msgspec.Struct, frozen=True):
         node = environ.get("SLURMD_NODENAME", "")
         # The second is what releases before 23.02.6 have.
         listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-        hints = read_hints(comment, _rank(listed, node) if "{" in comment else NOWHERE)
+        option = environ.get(STAGE_OPTION, "")
+        rank = _rank(listed, node) if "{" in comment or "{" in option else NOWHERE
+        hints = read_hints(comment, rank, option)
         image = environ.get(IMAGE_OPTION, "")
         from_option = (Request(image, "option"),) if image else ()
         hinted = tuple(one for one in hints.wanted if not one.is_data and one.path != image)

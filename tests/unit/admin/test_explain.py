@@ -366,3 +366,28 @@ def test_data_is_told_from_an_image() -> None:
     assert "data     /lustre/set" in found
     assert "image    " not in found
     assert "image    /b.sqsh" in printed(event(hit(image="/b.sqsh")))
+
+
+def test_what_was_asked_at_submission_is_told_and_what_did_not_count() -> None:
+    asked = {"options": ("stage", "stage-wait"), "ignored": ("stage", "stage-list")}
+    prolog = event(hit(via="hint"), **asked)
+    text = printed(prolog, event(hit(via="hint"), hook="step", step=0, time=NOW + 1))
+    assert "  asked at submission: --stage, --stage-wait\n" in text
+    assert "  not counted: stage=, stage-list= in the comment, as the option was given\n" in text
+    assert text.count("/a.sqsh (--stage)") == 2, "a step goes by what the Prolog noted"
+
+
+@pytest.mark.parametrize(
+    ("options", "word", "via"),
+    [
+        ((), "/a.sqsh", "stage= in the comment"),
+        (("stage-tell",), "/a.sqsh", "stage= in the comment"),
+        (("stage",), "stage-dir", "stage= in the comment"),
+        (("stage-dir",), "stage-dir", "--stage-dir"),
+    ],
+)
+def test_request_is_told_with_where_it_was_asked(
+    options: tuple[str, ...], word: str, via: str
+) -> None:
+    text = printed(event(hit(via="hint", request=word), options=options))
+    assert f"{word} ({via})" in text

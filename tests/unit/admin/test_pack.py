@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.admin import pack
+from forestage.admin import hints, pack
 from forestage.cli.world import Exit
 
 
@@ -123,3 +123,39 @@ def test_image_inside_its_directory_is_refused(site: Site, tree: Path, tmp_path:
         done = site.run("pack", str(tree), "-o", str(place))
         assert (done.exit_code, "part of itself" in done.output) == (Exit.NOT_FOUND, True)
         assert not place.exists()
+
+
+def test_image_for_use_in_the_trees_place_prints_the_option(site: Site, tree: Path) -> None:
+    done = site.run("pack", "--here", str(tree))
+    assert done.exit_code == Exit.OK, done.output
+    assert f"use it  srun --stage={tree}.sqsh@{tree} …" in done.output
+    assert hints.refusals([f"stage={tree}.sqsh@{tree}"]) == ()
+    assert listed(Path(f"{tree}.sqsh"))
+
+
+def test_tree_over_which_nothing_may_be_mounted_is_not_packed(site: Site, tmp_path: Path) -> None:
+    done = site.run("pack", "--here", "/usr/lib", "-o", str(tmp_path / "x"))
+    assert done.exit_code == Exit.NOT_FOUND
+    assert "nothing may be mounted over /usr" in done.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_image_without_a_name_is_refused(site: Site, tree: Path) -> None:
+    assert site.run("pack", str(tree)).exit_code == Exit.USAGE
+
+
+def test_image_on_lustre_is_spread_if_it_is_to_be_published(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    lustre = tmp_path / "lustre"
+    lustre.mkdir(exist_ok=True)
+    site.places.root.joinpath("proc/self").mkdir(parents=True, exist_ok=True)
+    table = f"1 0 0:1 / / rw - ext4 /dev/sda rw\n2 1 0:2 / {lustre} rw - lustre ost@tcp:/fs rw\n"
+    site.places.root.joinpath("proc/self/mountinfo").write_text(table)
+    asked = programs(lfs=f'for last; do :; done; : >"$last"; stat -c %i "$last" >{tmp_path}/inode')
+    done = site.run("pack", "--here", str(tree), "-o", str(lustre / "x"))
+    assert done.exit_code == Exit.OK, done.output
+    assert asked.read_text().startswith("lfs setstripe -E -1 -c -1 -S 1M ")
+    # mksquashfs has written into the file that has the layout.
+    assert (lustre / "x").stat().st_ino == int((tmp_path / "inode").read_text())
+    assert listed(lustre / "x")

@@ -59,6 +59,11 @@ def test_good_node_has_no_finding(node: GoodNode) -> None:
     assert (done.status, done.code, done.findings) == ("ok", 0, ())
 
 
+def test_login_node_that_has_all_has_no_finding(node: GoodNode) -> None:
+    as_login(node)
+    assert node.check().findings == ()
+
+
 class Planted(NamedTuple):
     """A mistake: its id and level, how to make it, and the line to change where it is computed."""
 
@@ -99,6 +104,13 @@ def removed(*paths: str) -> Callable[[GoodNode], object]:
 
 def changed(path: str, old: str, new: str) -> Callable[[GoodNode], object]:
     return lambda node: node.change(path, old, new)
+
+
+def as_login(node: GoodNode) -> None:
+    """Jobs are submitted there, by Slurm's commands alone: there is no slurmd, and no cache."""
+    node.login = True
+    for path in ("/usr/sbin/slurmd", "/proc/self/mountinfo", YAML):
+        node.remove(path)
 
 
 without_companion = both(wrote(OURS, ""), settings("redirect: bind\n"))
@@ -652,7 +664,25 @@ BAD = [
     ),
 ]
 
-PLANTED = [*BAD, *SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS]
+LOGIN = [
+    warning(
+        "login-no-option",
+        both(as_login, wrote(OURS, "")),
+        "install the package forestage-spank for this host's Slurm,"
+        " and the line that `forestage enable` prints",
+    ),
+    warning(
+        "login-no-option",
+        both(as_login, wrote(OURS, INCLUDE)),
+        "install the package forestage-spank for this host's Slurm",
+    ),
+    warning("login-no-option", both(as_login, removed(COMPANION_SO))),
+    warning("login-no-check", both(as_login, changed(OURS, "timeout=500", "helper=/opt/none"))),
+    warning("companion-required", both(as_login, changed(OURS, "optional", "required"))),
+    unknown("slurm-conf", both(as_login, removed(CONF))),
+]
+
+PLANTED = [*BAD, *SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS, *LOGIN]
 
 
 @pytest.mark.parametrize("mistake", PLANTED, ids=lambda one: one.id)

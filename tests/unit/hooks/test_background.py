@@ -18,7 +18,7 @@ from forestage.cache.lease import Lease, Leases
 from forestage.config import load_settings
 from forestage.hooks import background
 from forestage.hooks.background import PROCESS_NAME, may_leave, note, stop, wait
-from forestage.hooks.boundary import IMAGE_OPTION, nothing_to_do
+from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, nothing_to_do
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.system.as_user import User
@@ -102,6 +102,7 @@ def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
     assert node.may()
     assert node.may(**{IMAGE_OPTION: "./a.sqsh"}, SLURM_JOB_PARTITION="gpu")
     assert may_leave({"SLURM_JOB_ID": "7", "SLURM_JOB_COMMENT": "stage=/lustre/a"}, node.run)
+    assert may_leave({"SLURM_JOB_ID": "7", STAGE_OPTION: "stage=/lustre/a\n"}, node.run)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
         {IMAGE_OPTION: "docker://ubuntu"},
         {IMAGE_OPTION: ""},
         {"SLURM_JOB_COMMENT": "stage=/lustre/a stage-wait=10m"},
+        {STAGE_OPTION: "stage=/lustre/a\nstage-wait=10m\n"},
         {"SLURM_JOB_ID": "../7"},
         {"SLURM_JOB_ID": ""},
     ],

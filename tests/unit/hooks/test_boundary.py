@@ -23,6 +23,7 @@ from forestage.hooks import prolog
 from forestage.hooks.boundary import (
     DRAIN,
     IMAGE_OPTION,
+    STAGE_OPTION,
     Hook,
     note_call,
     note_nodes,
@@ -85,6 +86,8 @@ def test_idle_hook_says_its_line_and_ends_with_0() -> None:
         ({"SLURM_JOB_COMMENT": "project=/a"}, True),
         ({IMAGE_OPTION: "/a"}, False),
         ({IMAGE_OPTION: ""}, False),
+        ({STAGE_OPTION: "stage=/a\n"}, False),
+        ({STAGE_OPTION: ""}, False),
     ],
 )
 def test_prolog_has_work_where_a_job_names_an_image_or_tries_to(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from forestage.slurm import near
 from forestage.slurm.hints import (
     MAX_HINTED,
+    MAX_OPTION,
     MAX_PROBLEMS,
     Hints,
     Rank,
@@ -249,3 +250,69 @@ def test_images_and_data_are_counted_apart() -> None:
     assert (len(hints.paths), len(hints.data)) == (MAX_HINTED, MAX_HINTED)
     for what, problem in zip(("images", "data"), hints.problems, strict=True):
         assert f"names {MAX_HINTED + 1} {what}" in problem
+
+
+# Words that were given as options, as the companion joins them.
+PER_NODE = Request("/d/02/", "hint")
+
+
+def test_options_are_read_without_escapes() -> None:
+    text = "stage=/a b,c%20d\nstage=/d/{node:02}/\nstage=/e.sqsh@/opt/e%\nstage-wait=5m\n"
+    found = read_hints("", Rank(2, 4), text)
+    assert found.paths == ("/a b,c%20d",)
+    assert found.data == (PER_NODE, Request("/e.sqsh", "hint", "/opt/e%"))
+    assert (found.wait, found.problems) == (300.0, ())
+    assert found.options == ("stage", "stage-wait")
+
+
+def test_last_of_options_that_say_one_thing_counts() -> None:
+    found = read_hints("", option="stage-wait=5m\nstage-dir=1G,ram\nstage-wait=1m\nstage-dir=2G\n")
+    assert (found.wait, found.room, found.ram) == (60.0, 2 * GIB, False)
+
+
+def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> None:
+    comment = "stage=/c,/d stage=off stage-list=/l stage-wait=9m stage-tell=yes stage=bad~"
+    found = read_hints(comment, option="stage=/o\nstage-wait=1m\n")
+    assert (found.paths, found.off, found.listed) == (("/o",), False, "")
+    assert (found.wait, found.tell) == (60.0, True)
+    assert found.ignored == ("stage", "stage-list", "stage-wait")
+    assert found.problems == ()
+
+
+def test_comment_is_read_as_ever_where_only_another_option_is_given() -> None:
+    found = read_hints("stage=/c stage-list=/l", option="stage-tell=yes\n")
+    assert (found.paths, found.listed, found.tell) == (("/c",), "/l", True)
+    assert (found.options, found.ignored) == (("stage-tell",), ())
+
+
+def test_option_switches_off_what_the_comment_names() -> None:
+    found = read_hints("stage=/c", option="stage=no\n")
+    assert (found.off, found.paths) == (True, ())
+
+
+def test_wrong_option_is_a_problem_and_the_others_are_served() -> None:
+    found = read_hints("", option="stage=/a\nstage=b\n\nx=1\nstage-tell\nstage=/c")
+    assert found.paths == ("/a", "/c")
+    assert [one.partition(":")[0] for one in found.problems] == [
+        "option --stage=b",
+        "option --x=1",
+        "option --stage-tell",
+    ]
+
+
+def test_option_of_any_length_is_read_or_refused_as_a_whole() -> None:
+    # By hand somebody may hand over more than the companion does.
+    most = "stage=/" + "x" * (MAX_OPTION - 8) + "\n"
+    assert len(read_hints("", option=most).paths[0]) == MAX_OPTION - 7
+    found = read_hints("stage=/c", option="x" + most)
+    assert found.paths == ("/c",)
+    (problem,) = found.problems
+    assert problem == f"option --stage: longer than {MAX_OPTION} characters"
+
+
+@given(st.text(), st.text())
+def test_any_option_is_read(comment: str, option: str) -> None:
+    found = read_hints(comment, option=option)
+    assert len(found.problems) <= MAX_PROBLEMS
+    assert all(problem.isprintable() for problem in found.problems)
+    assert set(found.options) <= {"stage", "stage-dir", "stage-tell", "stage-wait"}

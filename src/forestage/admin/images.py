@@ -1,0 +1,105 @@
+"""The images that a site's sources hold, for users who look for one: `forestage images`.
+
+As the calling user, who finds what they may list. By name, as opening each file would be a storm of
+its own: what ends like an image is one. A label is the first line of the file IMAGE.label beside
+it, which whoever publishes an image may write. Shallow and bounded, and no link is followed.
+"""
+
+import contextlib
+import os
+import pwd
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from forestage.system.files import opened
+from forestage.system.terminal import Line, Piece, Table, count, harmless
+from forestage.units import format_size
+
+SUFFIXES = (".sqsh", ".squashfs", ".sqfs")
+LABEL = ".label"
+DEPTH = 4  # directories below one that is named
+MOST_LOOKED_AT = 50_000  # names; a shared file system has far more
+MAX_LABEL = 200  # bytes
+
+
+class Found(msgspec.Struct, frozen=True):
+    """An image: `size` in bytes; `owner` is a number where this host has no name for it."""
+
+    path: str
+    size: int
+    owner: str
+    label: str = ""
+
+
+class Images(msgspec.Struct, frozen=True):
+    """What was found; `cut_off`: there was more to look at than MOST_LOOKED_AT names."""
+
+    images: tuple[Found, ...]
+    below: tuple[str, ...]
+    cut_off: bool = False
+
+
+def gather(folders: Sequence[str], most: int = MOST_LOOKED_AT) -> Images:
+    """Lists the images below these directories, those of the upper ones first."""
+    found: list[Found] = []
+    looked = 0
+    for entry in _walk(folders):
+        looked += 1
+        if looked > most:
+            break
+        if entry.name.endswith(SUFFIXES):
+            # One that has gone since is none.
+            with contextlib.suppress(OSError):
+                if entry.is_file(follow_symlinks=False):
+                    found.append(_found(entry))
+    return Images(tuple(found), tuple(map(harmless, folders)), looked > most)
+
+
+def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
+    """The names below, level by level, in order; what cannot be listed has none."""
+    level = list(dict.fromkeys(folders))
+    for _ in range(DEPTH + 1):
+        below: list[str] = []
+        for folder in level:
+            with contextlib.suppress(OSError), os.scandir(folder) as names:
+                for entry in sorted(names, key=lambda one: one.name):
+                    yield entry
+                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                        below.append(entry.path)
+        level = below
+
+
+def _found(entry: "os.DirEntry[str]") -> Found:
+    """Raises OSError."""
+    facts = entry.stat(follow_symlinks=False)
+    try:
+        owner = pwd.getpwuid(facts.st_uid).pw_name
+    except KeyError:
+        owner = str(facts.st_uid)
+    return Found(harmless(entry.path), facts.st_size, owner, _label(entry.path + LABEL))
+
+
+def _label(path: str) -> str:
+    """The first line of the file; "" where there is none to read."""
+    with (
+        contextlib.suppress(OSError),
+        opened(Path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
+    ):
+        return harmless(os.read(fd, MAX_LABEL).decode(errors="replace").split("\n")[0].strip())
+    return ""
+
+
+def pieces(found: Images) -> list[Piece]:
+    """Pure: what `images` prints."""
+    below = ", ".join(found.below)
+    lines: list[Piece] = []
+    if found.cut_off:
+        lines = [Line(""), Line("There is more below: name a directory to look into.")]
+    if not found.images:
+        ends = ", ".join(SUFFIXES)
+        return [Line(f"No file below {below} that this user can see ends in {ends}."), *lines]
+    rows = [(one.path, format_size(one.size), one.owner, one.label) for one in found.images]
+    head = f"{count(len(rows), 'image')} below {below}"
+    return [Line(head, heading=True), Table(("path", "size", "owner", "label"), rows), *lines]
