@@ -264,7 +264,7 @@ def test_check_names_an_image_that_answers_no_read(
 ) -> None:
     """Its server answers all else: a job has met it."""
     monkeypatch.setattr(check.sources, "TIMEOUT", 0.5)
-    monkeypatch.setattr(source, "HOOK_TIMEOUT", 0.3)
+    monkeypatch.setattr(opening, "HOOK_TIMEOUT", 0.3)
     node.configure(deadline="1h")
     path = far.put("image.sqsh", image())
     seen = node.places.root / str(node.shared).lstrip("/")
