@@ -167,6 +167,7 @@ def test_user_with_many_silent_connections_keeps_nobody_else_from_an_answer(desk
     refused = [answer for answer in json.loads(out) if "too many" in answer]
     assert len(refused) == 100 - PER_USER
     desk.start()
+    assert desk.ask("job 7\n")["history"], "else it is ended before it has begun"
 
 
 def test_user_with_too_many_questions_reads_so(desk: Desk) -> None:

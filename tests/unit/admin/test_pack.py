@@ -128,7 +128,7 @@ def test_image_inside_its_directory_is_refused(site: Site, tree: Path, tmp_path:
 def test_image_for_use_in_the_trees_place_prints_the_option(site: Site, tree: Path) -> None:
     done = site.run("pack", "--here", str(tree))
     assert done.exit_code == Exit.OK, done.output
-    assert f"use it  srun --stage={tree}.sqsh@{tree} …" in done.output
+    assert f"srun --stage={tree}.sqsh@{tree} ..." in done.output
     assert hints.refusals([f"stage={tree}.sqsh@{tree}"]) == ()
     assert listed(Path(f"{tree}.sqsh"))
 
