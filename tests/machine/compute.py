@@ -52,7 +52,8 @@ class Compute:
     def ready(self) -> None:
         """Nothing runs, nothing is cached; or the machine boots as it was installed."""
         try:
-            self.run("sinfo -h -o %T | grep -qx idle; ls /lustre/images /mnt/nvme", limit=60)
+            there = "mountpoint /mnt/nvme; ls /lustre/images /mnt/nvme"
+            self.run(f"sinfo -h -o %T | grep -qx idle; {there}", limit=60)
         except (VMError, AssertionError):
             self.vm.cut_power()
             self.vm.fresh_disks()

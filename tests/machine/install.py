@@ -25,7 +25,7 @@ mdadm --create /dev/md/nvme --run --quiet --level=0 --chunk=512 --raid-devices=2
     --data-offset=1M --name=nvme --homehost=any /dev/nvme0n1 /dev/nvme1n1
 mdadm --detail --scan >>/etc/mdadm/mdadm.conf
 mkfs.xfs -q -L nvme /dev/md/nvme
-echo 'LABEL=nvme /mnt/nvme xfs prjquota,nofail 0 0' >>/etc/fstab
+echo 'LABEL=nvme /mnt/nvme xfs prjquota,nofail,x-systemd.device-timeout=900 0 0' >>/etc/fstab
 systemctl daemon-reload
 mount /mnt/nvme
 """

@@ -1,4 +1,4 @@
-"""The cache's disk freezes, or a member of its RAID: jobs do not notice, and it heals."""
+"""The cache's disk hangs, fails, is full, read-only, or not there: jobs do not notice, it heals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from compute import OFF, Compute, Image, command
+from install import CACHE
+from vm import NVME
 
 HUNG = 300  # seconds: who has not ended after that waits for the disk; many times what it takes
 # The members of the array are reached through device-mapper from now on, until the next boot.
@@ -23,6 +25,11 @@ test -e /dev/md/nvme || mdadm --assemble --run /dev/md/nvme /dev/mapper/member0 
 udevadm settle
 mountpoint -q /mnt/nvme || mount -o prjquota /dev/md/nvme /mnt/nvme
 lsblk -n -o NAME /dev/nvme1n1 | grep member1
+"""
+FAIL = """\
+dmsetup suspend --nolockfs member1
+dmsetup load member1 --table "0 $(blockdev --getsz /dev/nvme1n1) error"
+dmsetup resume member1
 """
 
 
@@ -54,6 +61,14 @@ def frozen(node: Compute) -> Iterator[None]:
         node.run("fsfreeze -u /mnt/nvme")
 
 
+def test_frozen_disk_gives_its_hits_and_is_used_again_after_the_thaw(node: Compute) -> None:
+    image, other = node.warm("frozen"), node.image("other")
+    with frozen(node):
+        assert goes_by(node, image)[0] == "hit"
+        assert goes_by(node, other)[1] == "cache-hangs"
+    heals(node, other)
+
+
 def test_disk_frozen_while_a_job_runs_holds_no_epilog(node: Compute) -> None:
     image = node.warm("running")
     with node.holding(f"stage={image.path}", "true", image.look) as running, frozen(node):
@@ -77,17 +92,69 @@ def test_disk_frozen_while_a_step_reads_through_holds_neither_it_nor_its_epilog(
         heals(node, image)
 
 
-@pytest.mark.parametrize("member", ["member0", "member1"])
+@pytest.mark.parametrize("members", ["member0", "member1", "member0 member1"])
 def test_member_that_hangs_holds_no_job_and_is_used_again_when_it_answers(
-    node: Compute, member: str
+    node: Compute, members: str
 ) -> None:
     """Whichever has the file that the probe reads."""
     image = node.warm("hangs")
     node.run(MAPPED)
-    node.run(f"dmsetup suspend --nolockfs {member}")
+    node.run(f"for one in {members}; do dmsetup suspend --nolockfs $one; done")
     try:
         node.run("echo 3 >/proc/sys/vm/drop_caches")
         assert goes_by(node, image)[1] == "cache-hangs"
     finally:
-        node.run(f"dmsetup resume {member}")
+        node.run(f"for one in {members}; do dmsetup resume $one; done")
+    heals(node, image)
+
+
+def test_member_that_fails_costs_a_job_nothing_but_the_hit(node: Compute) -> None:
+    image, other = node.warm("fails"), node.image("other")
+    node.run(MAPPED)
+    node.run(FAIL)
+    try:
+        node.run("echo 3 >/proc/sys/vm/drop_caches")
+        goes_by(node, image)
+        goes_by(node, other)
+    finally:
+        node.vm.cut_power()  # an XFS that has met this is mounted anew
+        node.boot()
+    heals(node, image)
+
+
+def test_full_disk_costs_a_job_nothing_but_the_hit(node: Compute) -> None:
+    image = node.image("full")
+    node.run("fallocate -l $(($(df --output=avail -B1 /mnt/nvme | tail -1) - 2000000)) /mnt/nvme/x")
+    try:
+        assert goes_by(node, image)[1] == "no-room"
+    finally:
+        node.run("rm /mnt/nvme/x")
+    heals(node, image)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["hit", "cold"])
+def test_read_only_disk_costs_a_job_nothing(node: Compute, cached: bool) -> None:
+    image = node.warm("read-only") if cached else node.image("read-only")
+    node.run("mount -o remount,ro /mnt/nvme")
+    try:
+        goes_by(node, image)
+    finally:
+        node.run("mount -o remount,rw /mnt/nvme")
+    heals(node, image)
+
+
+def test_array_that_is_missing_at_boot_costs_a_job_nothing_and_writes_nothing_to_the_root_disk(
+    node: Compute,
+) -> None:
+    node.vm.power_off()
+    node.vm.start(without=NVME[1:])
+    try:
+        node.until("mountpoint -q /lustre")
+        node.until("sinfo -h -o %T | grep -qx idle")
+        image = node.image("missing")
+        assert goes_by(node, image)[1] == "cache-not-mounted"
+        node.run(f"test ! -e {CACHE}; forestage check --json | grep -q cache-not-mounted")
+    finally:
+        node.vm.cut_power()
+        node.boot()
     heals(node, image)
