@@ -36,6 +36,7 @@ class Power:
         source = Path(__file__).with_name("traced.py")
         self.node.vm.put(f"{SITE}/traced.py", source.read_bytes())
         self.node.vm.put(f"{SITE}/traced.pth", b"import traced; traced.begin()\n")
+        self.node.run("sync")  # also after a cut
 
     def arm(self, point: str, word: str) -> None:
         """The first process that comes by there stands still."""
@@ -53,6 +54,7 @@ class Power:
         with self.node.vm.standing_still():
             self.node.vm.copy_disks(folder)
         self._lefts.append((what, look(folder)))
+        folder.rmdir()
 
     def learn(self) -> None:
         """Notes what the entries are that are there now."""

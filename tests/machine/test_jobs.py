@@ -1,18 +1,31 @@
-"""Jobs under systemd, cgroup v2 and Slurm's limits: what they see, and what is left of them."""
+"""Jobs under systemd, cgroup v2 and Slurm's limits: what they see, where processes live."""
 
 from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
 
 from compute import IMAGES, Compute, command
 
 from forestage.cache.part import PROCESS_NAME as STAGER
 from forestage.data.hold import PROCESS_NAME as HOLDER
 from forestage.data.serving import PROCESS_NAME as MOUNTER
+from forestage.registry.under_way import PROCESS_NAME as IMPORTING
 from forestage.system.apart import PROCESS_NAME as INIT
 from forestage.through.living import PROCESS_NAME as KEEPER
 from forestage.through.living import SERVER_NAME as SERVER
 
 POINT = "/tmp/alice/point"
 SQUASHFUSE = "squashfuse"  # before 0.2 squashfuse_ll cannot say whose the files are
+HOLD = "/system.slice/forestage-hold.service"
+# 22.05: a scope beside slurmd.service, which a restart of slurmd does not touch.
+STEP = re.compile(r"^/system\.slice/\w+_slurmstepd\.scope/job_\d+/step_0/user/task_0$")
+TESTS = Path(__file__).parents[1]
+IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
+PYXIS = f"required /usr/local/lib/pyxis.so container=no importer={IMPORTER}"
+# With a digest no registry is asked.
+REFERENCE = f"registry.example#team/tool@sha256:{64 * 'a'}"
 SLOW = "bandwidth: 1MiB\n"
 # A package of the same files whose version is higher; the old one is what the machine was made of.
 UPGRADE = """\
@@ -44,6 +57,54 @@ def test_job_with_all_there_is_leaves_nothing_after_scancel(node: Compute) -> No
         node.run("scancel --user=alice")
         node.idle()
     assert {KEEPER, SERVER, STAGER, HOLDER, MOUNTER, INIT, SQUASHFUSE} <= set(lives), lives
+    assert node.left() == ""
+
+
+def test_processes_live_where_a_site_bounds_them_or_in_the_step_of_their_user(
+    node: Compute,
+) -> None:
+    with node.configured("bandwidth: 400KiB\n"), node.holding(*everything(node)):
+        lives = node.processes()
+    assert lives.pop(STAGER) == {f"{HOLD}/copy"}
+    (group,) = lives.pop(SQUASHFUSE)
+    assert STEP.match(group), group
+    assert set(lives) >= {KEEPER, SERVER, HOLDER, MOUNTER, INIT}
+    assert {group for groups in lives.values() for group in groups} == {f"{HOLD}/serve"}
+
+
+def with_pyxis(node: Compute, folder: Path) -> None:
+    """Stand-ins for pyxis and enroot, until the cluster's plugstack.conf is put back."""
+    made = folder / "pyxis.so"
+    subprocess.run(["make", "-s", "-C", TESTS / "slurm/pyxis", f"OUT={made}"], check=True)
+    node.vm.put("/usr/local/lib/pyxis.so", made.read_bytes())
+    node.vm.put("/usr/local/bin/enroot", (TESTS / "registry/enroot").read_bytes())
+    node.run(
+        "chmod 755 /usr/local/bin/enroot; cd /etc/slurm; cp plugstack.conf before;"
+        f"echo '{PYXIS}' >>plugstack.conf; mkdir -m 1777 /export/images/store"
+    )
+
+
+def test_registry_worker_lives_in_its_step_and_ends_with_it(node: Compute, tmp_path: Path) -> None:
+    image = node.image("imported", mib=1)
+    with_pyxis(node, tmp_path)
+    given = f"STANDIN_IMAGE={image.path} STANDIN_WAIT=/tmp/never"
+    try:
+        with node.configured(f"registry: {{store: {IMAGES}/store}}\n"):
+            job = node.begin(f"{given} srun --container-image={REFERENCE} true", user="alice")
+            node.until("pgrep -f '[e]nroot import'")
+            lives = node.run("ps -u alice -o cgroup:200=,args= | grep -E '[e]nroot |registry[.]w'")
+            helpers = node.processes()
+            node.run("scancel --user=alice")
+            assert job.wait().code != 0
+            node.idle()
+    finally:
+        node.run("cd /etc/slurm; mv before plugstack.conf")
+    print(lives.out, helpers)
+    groups = [line.split()[0].removeprefix("0::") for line in lives.out.splitlines()]
+    assert len(groups) >= 2
+    assert [one for one in groups if not STEP.match(one)] == []
+    assert helpers[IMPORTING] == {f"{HOLD}/serve"}
+    node.until("! pgrep -f '[e]nroot import|[r]egistry.work'")
     assert node.left() == ""
 
 

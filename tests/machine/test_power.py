@@ -7,6 +7,7 @@ not flushed, as a drive does. So one life of a node gives many cuts, each looked
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -36,7 +37,10 @@ MOMENTS = [
     ("directory", "os.remove", "/run/forestage/leases/"),
     ("directory", "job aside", ""),
     ("directory", "job detached", ""),
+    ("epilog", "os.rename", f"{CACHE}/evicted/"),
+    ("epilog", "os.rmdir", f"{CACHE}/evicted/"),
 ]
+SMALL = "max_size: 4MiB\n"  # so that an Epilog evicts what its job has used
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,9 @@ def story(power: Power, kind: str, name: str) -> str:
             f" echo {name}$i >tree/$i; done; head -c 4M /dev/urandom >tree/large; sync -f ."
         )
         return command(f"stage={TREE}/ stage-wait=5m", "true")
+    if kind == "epilog":
+        power.node.srun(f"stage={path} stage-wait=5m", "true")
+        power.node.idle()
     also = " stage-dir=50MiB" if kind == "directory" else ""
     return command(f"stage={path} stage-wait=5m{also}", "true")
 
@@ -77,14 +84,15 @@ def test_cut_at_a_point_of_the_work_leaves_right_entries_only(
     name = f"{kind}{MOMENTS.index((kind, point, word))}"
     script = story(power, kind, name)
     power.arm(point, word)
-    running = node.begin(script, user="root" if kind == "evict" else "alice")
-    power.stands()
-    power.cut(f"{kind} at {point}")
-    power.go_on()
-    for _ in range(EXTRA):
-        time.sleep(random.uniform(0, 0.7))
-        power.cut(f"{kind} after {point}")
-    assert running.wait().code == 0
+    with node.configured(SMALL) if kind == "epilog" else contextlib.nullcontext():
+        running = node.begin(script, user="root" if kind == "evict" else "alice")
+        power.stands()
+        power.cut(f"{kind} at {point}")
+        power.go_on()
+        for _ in range(EXTRA):
+            time.sleep(random.uniform(0, 0.7))
+            power.cut(f"{kind} after {point}")
+        assert running.wait().code == 0
     power.learn()
     assert power.judge() == []
 
