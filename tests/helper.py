@@ -11,6 +11,7 @@ from pathlib import Path
 
 from forestage.hooks.boundary import IMAGE_OPTION
 from forestage.slurm.job import SAVE_OPTION
+from forestage.slurm.lines import NUMBER
 from forestage.system.as_user import User
 from node import ALICE, HANGS, Node
 
@@ -87,13 +88,15 @@ class Helper:
 
     def lines(self) -> list[list[str]]:
         """All that it said but of the environment, in fields, after it has ended well."""
-        return [line for line in self.all() if line[:2] != ["data", "env"]]
+        return [line for line in self.all() if line[0] != "env"]
 
     def all(self) -> list[list[str]]:
         out, _ = self.process.communicate(timeout=HANGS)
         assert self.process.returncode == 0
         assert out.endswith(b"\n")
-        return [line.split("\t") for line in out.decode().removesuffix("\n").split("\n")]
+        number, *lines = out.decode().removesuffix("\n").split("\n")
+        assert number == NUMBER
+        return [line.split("\t") for line in lines]
 
     def answer(self) -> list[str]:
         """Its last line, and nothing before it for the user."""
@@ -102,7 +105,7 @@ class Helper:
 
     def variables(self) -> dict[str, str]:
         """What it said of the step's environment."""
-        return {line[2]: line[3] for line in self.all() if line[:2] == ["data", "env"]}
+        return {line[1]: line[2] for line in self.all() if line[0] == "env"}
 
 
 def ask(node: Node, job: int, image: str | Path, **more: object) -> list[str]:

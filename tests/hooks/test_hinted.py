@@ -42,7 +42,7 @@ def step(node: Node, job: int, capfd: pytest.CaptureFixture[str], image: Path | 
     capfd.readouterr()
     assert Hook("step", environ, time.monotonic()).run(node.places, Clock()) == 0
     lines = capfd.readouterr().out.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("data\tenv\t"))
+    return "".join(line for line in lines if not line.startswith("env\t"))
 
 
 def used(node: Node, path: Path) -> str:

@@ -96,8 +96,8 @@ class Mounting:
         self.capfd.readouterr()
         assert Hook("step", environ, time.monotonic()).run(self.node.places, Clock()) == 0
         lines = [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
-        own_variables = [one for one in lines if one[:2] == ["data", "env"]]
-        self.variables = {one[2]: one[3] for one in own_variables}
+        own_variables = [one for one in lines if one[0] == "env"]
+        self.variables = {one[1]: one[2] for one in own_variables}
         return [one for one in lines if one not in own_variables]
 
     def job(self, number: int, user: User = ALICE) -> Job:
@@ -112,10 +112,10 @@ class Mounting:
     def socket(self, job: int) -> Path:
         """Of the server that the step was told of."""
         data, last = self.step(job)
-        assert data[:2] == ["data", "served"]
-        assert data[3:] == [str(self.point), str(self.point.stat().st_ino)]
+        assert data[0] == "served"
+        assert data[2:] == [str(self.point), str(self.point.stat().st_ino)]
         assert last == ["leave", "no-image"]
-        return Path(data[2])
+        return Path(data[1])
 
     def ask(self, name: Path) -> tuple[str, list[int]]:
         """What a task is answered."""
@@ -693,8 +693,8 @@ def test_missing_mount_point_is_made_by_the_companion_below_the_admins_directory
 ) -> None:
     mounting.staged(1, root / "a/b")
     folder, served, _ = mounting.step(1)
-    assert folder == ["data", "folder", "a/b", str(root), "root"]
-    assert served[:2] + served[3:] == ["data", "served", f"{root}/a/b", "root"]
+    assert folder == ["folder", "a/b", str(root), "root"]
+    assert served[:1] + served[2:] == ["served", f"{root}/a/b", "root"]
     assert [*root.iterdir()] == []
 
 

@@ -35,11 +35,12 @@ from forestage.clock import Clock, Deadline
 from forestage.data import erofs, looks, manifest, retry, wanted
 from forestage.data.erofs import Layout
 from forestage.data.manifest import Manifest
-from forestage.data.wanted import Fields, Tree
+from forestage.data.wanted import Tree
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.stage import opening, source, stager
 from forestage.stage.source import Content, OpenImage, Truncated, Unreadable
 from forestage.stage.task import Task

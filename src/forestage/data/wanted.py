@@ -13,22 +13,8 @@ from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.system import lock, records
-
-Fields = tuple[str, ...]
-"""What the companion is told, between tabs (src/spank/data.c):
-
-    env     NAME VALUE                          a variable of the step
-    env     NAME                                one that it does not have, wherever it is from
-    device  DEVICE FILE KIND ro|rw TARGET INODE|root
-                                                a loop device's file system of KIND, at TARGET
-    served  SOCKET TARGET INODE|root            a clone of the mount that a keeper holds, at TARGET
-    folder  PATH TARGET root                    PATH made in a tmpfs over TARGET, which it hides
-
-FILE is what the device has to show (system/loop.file_of). TARGET is a directory without links on
-its way. INODE is its inode's number as the user sees it: the task opens it as the user. `root`: it
-is root's own, and is opened as root.
-"""
 
 
 def disentangled(lines: Sequence[Fields]) -> list[Fields]:

@@ -20,7 +20,7 @@ from forestage.cache import disk, image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.data import wanted
-from forestage.data.wanted import Fields, Wanted
+from forestage.data.wanted import Wanted
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.events.reasons import FAILURES
@@ -31,6 +31,7 @@ from forestage.hooks.limit import Limit
 from forestage.slurm import hints
 from forestage.slurm.hints import Kind, Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.stage import opening
 from forestage.system import as_user, lock
 from forestage.units import printable

@@ -8,8 +8,9 @@ import pytest
 
 from forestage.cache import shown
 from forestage.cache.lease import Lease, Leases, Use
-from forestage.cache.shown import FIRST_LINE, MAX_BYTES, Shown
+from forestage.cache.shown import MAX_BYTES, Shown
 from forestage.paths import Places
+from forestage.slurm.lines import NUMBER
 from forestage.system.as_user import User
 
 JOB = 7
@@ -49,7 +50,7 @@ def note(leases: Leases, places: Places, *images: Shown) -> list[list[str]]:
 
 def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places: Places) -> None:
     (first,), boot, log, *files, found = note(leases, places, image())
-    assert (first, boot[0], log) == (FIRST_LINE, "boot", ["events", str(places.events)])
+    assert (first, boot[0], log) == (NUMBER, "boot", ["events", str(places.events)])
     site = places.etc / "conf.d/site.yaml"
     assert [line[1] for line in files] == [
         str(places.disabled),
