@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -79,6 +80,13 @@ class Helper:
             pass_fds=(memory,),
         )
         os.close(memory)
+        self.begun = b""  # what was read of its output
+
+    def waits(self) -> bool:
+        """Whether it says nothing for a while but its first line, which comes at once."""
+        assert self.process.stdout is not None
+        self.begun = self.process.stdout.readline()
+        return not select.select([self.process.stdout], [], [], 0.5)[0]
 
     def kill(self) -> None:
         """As the companion does it at its limit, and when the step is cancelled."""
@@ -94,7 +102,7 @@ class Helper:
         out, _ = self.process.communicate(timeout=HANGS)
         assert self.process.returncode == 0
         assert out.endswith(b"\n")
-        number, *lines = out.decode().removesuffix("\n").split("\n")
+        number, *lines = (self.begun + out).decode().removesuffix("\n").split("\n")
         assert number == NUMBER
         return [line.split("\t") for line in lines]
 
