@@ -766,7 +766,7 @@ def test_mounted_file_takes_data_s_share_and_evicts_no_image(mounting: Mounting)
 
 def test_job_without_data_has_no_note(mounting: Mounting) -> None:
     mounting.node.prolog(1, comment=f"stage={mounting.path}")
-    assert not mounting.node.leases.data(1).exists()
+    assert mounting.node.leases.said(1).data is None
 
 
 def test_outcome_of_the_prolog_is_as_that_of_an_image(mounting: Mounting) -> None:

@@ -13,11 +13,11 @@
     image     ASKED  UID  EVENT  use|through …
 
 Where less than both is free on the entry's disk, the helper is asked, which evicts. The files are
-those of the configuration, the off switch, enroot's own and, last, the lease: whatever a hook
-changes in it makes the record void. So a race with a hook costs a helper's run, never more. By
-enroot's, by the user's and by the variables it was decided that no container of the step binds what
-is above the image (hooks/binds.py). The end of an image's line is the helper's answer,
-EVENT the rest of its event's JSON. `src/spank/shown.c` reads this.
+those of the configuration, the off switch, enroot's own and, last, the lease and what was said:
+whatever a hook changes in them makes the record void. So a race with a hook costs a helper's run,
+never more. By enroot's, by the user's and by the variables it was decided that no container of the
+step binds what is above the image (hooks/binds.py). The end of an image's line is the helper's
+answer, EVENT the rest of its event's JSON. `src/spank/shown.c` reads this.
 """
 
 import contextlib
@@ -105,13 +105,14 @@ def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Show
     `decided` is from before they were handled, and what `of_room` says. Raises Failed, OSError.
     """
     lease = leases.read(job)
-    if lease is None or lease.off or not decided:
+    if lease is None or leases.said(job).off or not decided:
         return
     keys = {use.key for use in lease.uses}
     head = [NUMBER, *decided]
     lines = _images(leases.shown(job), head) + [image.line for image in images]
     latest = {_asked(line): line for line in lines if _key(line) in keys}
-    text = _text([*head, _file(leases.file(job))], list(latest.values()))
+    of_job = [_file(leases.file(job)), _file(leases.said_file(job))]
+    text = _text([*head, *of_job], list(latest.values()))
     records.write(leases.shown(job), os.fsencode(text))
 
 

@@ -22,10 +22,10 @@ import msgspec
 
 from forestage.cache.image import declined_by
 from forestage.cache.node import Node
+from forestage.cache.said import Wanted
 from forestage.clock import Deadline
 from forestage.data import job_dir, put
 from forestage.data.job_dir import Own, Place
-from forestage.data.wanted import Wanted
 from forestage.errors import Declined, Failed
 from forestage.events import Handled
 from forestage.slurm.hints import Request

@@ -132,7 +132,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
         write("also", *words)
     data: Sequence[Handled] = ()
     local = variables.local_images(job, done.answers)
-    if os.path.exists(nodes[0].leases.data(job.id)):
+    if _has_data(nodes[0].leases, job.id):
         shown_data = _show_data(hook, nodes[0], job, limit, refusal)
         data, local = shown_data.outcomes, (*local, *shown_data.local)
     for name, value in variables.of_data(data, local):
@@ -143,6 +143,14 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     hook.answer(*(later or done.answer))
     step.note_shown(nodes[0], job, decided, done.answers)
     return outcomes
+
+
+def _has_data(leases: Leases, job: int) -> bool:
+    """Whether the job's comment named any; a refusal says already where nobody can tell."""
+    try:
+        return leases.said(job).data is not None
+    except (Failed, OSError):
+        return False
 
 
 def _begin_import(

@@ -142,16 +142,16 @@ def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Decli
     job = also_hinted(node.leases, job)
     job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id))
     try:
-        lease = node.leases.read(job.id)
+        lease, said = node.leases.read(job.id), node.leases.said(job.id)
     except Failed as damaged:
         return job, refusal or damaged
     except OSError as error:
         return job, refusal or Failed("io", str(error))
     if lease is None:
         return job, refusal
-    said = {"off": lease.off, "wait": lease.wait, "tell": lease.tell, "problems": lease.say}
-    hints = msgspec.structs.replace(job.hints, **said)
-    return msgspec.structs.replace(job, hints=hints, waited=lease.waited), refusal
+    noted = {"off": said.off, "wait": said.wait, "tell": said.tell, "problems": said.say}
+    hints = msgspec.structs.replace(job.hints, **noted)
+    return msgspec.structs.replace(job, hints=hints, waited=said.waited), refusal
 
 
 def fields(node: Node, answer: Answer) -> Fields:
