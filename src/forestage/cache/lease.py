@@ -157,7 +157,9 @@ class Leases:
     def note(self, job: int, **said: object) -> None:
         """Notes more of what was said, with a lease that is there. Under the space lock."""
         folders.keep(self.directory)
-        found = msgspec.structs.replace(self.said(job), **said)
+        # What a killed hook left without a lease was said to an earlier run of the job.
+        earlier = self.said(job) if self.file(job).exists() else Said()
+        found = msgspec.structs.replace(earlier, **said)
         records.write(self.said_file(job), msgspec.json.encode(found))
 
     def say(self, lease: Lease, **said: object) -> None:

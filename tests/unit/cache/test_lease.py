@@ -201,6 +201,12 @@ def test_what_was_said_is_never_nothing_where_it_is_damaged(leases: Leases, dama
     assert leases.said(1) == Said()
 
 
+def test_what_was_left_without_a_lease_is_not_said_to_the_next_run(leases: Leases) -> None:
+    leases.note(1, off=True)
+    leases.say(lease(), told=True)
+    assert leases.said(1) == Said(told=True)
+
+
 def earlier(leases: Leases) -> None:
     """What a job has that began under an earlier release."""
     leases.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
