@@ -16,10 +16,10 @@ from pathlib import Path
 from host import wait_until
 
 from forestage.cache.node import Node as Bare
+from forestage.cache.said import Tree
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.data import wanted
-from forestage.data.wanted import Tree
 from forestage.events import Handled
 from forestage.hooks import data
 from forestage.hooks.limit import Limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from forestage.hooks.boundary import IMAGE_OPTION
 from forestage.slurm.job import SAVE_OPTION
+from forestage.slurm.lines import NUMBER
 from forestage.system.as_user import User
 from node import ALICE, HANGS, Node
 
@@ -78,6 +80,13 @@ class Helper:
             pass_fds=(memory,),
         )
         os.close(memory)
+        self.begun = b""  # what was read of its output
+
+    def waits(self) -> bool:
+        """Whether it says nothing for a while but its first line, which comes at once."""
+        assert self.process.stdout is not None
+        self.begun = self.process.stdout.readline()
+        return not select.select([self.process.stdout], [], [], 0.5)[0]
 
     def kill(self) -> None:
         """As the companion does it at its limit, and when the step is cancelled."""
@@ -87,13 +96,15 @@ class Helper:
 
     def lines(self) -> list[list[str]]:
         """All that it said but of the environment, in fields, after it has ended well."""
-        return [line for line in self.all() if line[:2] != ["data", "env"]]
+        return [line for line in self.all() if line[0] != "env"]
 
     def all(self) -> list[list[str]]:
         out, _ = self.process.communicate(timeout=HANGS)
         assert self.process.returncode == 0
         assert out.endswith(b"\n")
-        return [line.split("\t") for line in out.decode().removesuffix("\n").split("\n")]
+        number, *lines = (self.begun + out).decode().removesuffix("\n").split("\n")
+        assert number == NUMBER
+        return [line.split("\t") for line in lines]
 
     def answer(self) -> list[str]:
         """Its last line, and nothing before it for the user."""
@@ -102,7 +113,7 @@ class Helper:
 
     def variables(self) -> dict[str, str]:
         """What it said of the step's environment."""
-        return {line[2]: line[3] for line in self.all() if line[:2] == ["data", "env"]}
+        return {line[1]: line[2] for line in self.all() if line[0] == "env"}
 
 
 def ask(node: Node, job: int, image: str | Path, **more: object) -> list[str]:

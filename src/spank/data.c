@@ -15,25 +15,24 @@
 
 #include "forestage.h"
 
-#define MOST_FIELDS 7
 #define SERVED_SECONDS 20 /* until it is served: PLACED and START of data/serving.py */
 #define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
 
 /* A line, taken apart in user_init; the tasks inherit it. */
 struct datum {
-	char *text;               /* what `field` points into */
-	char *field[MOST_FIELDS]; /* of a mount, the last two are where, and its inode or `root` */
-	int count;
-	int mount;                /* fetched from who serves it; -1 */
+	struct line line; /* of a mount, the last two fields are where, and its inode or `root` */
+	char *text;       /* what its fields point into */
+	int mount;        /* fetched from who serves it; -1 */
 	bool done;
 };
 
 static struct datum data[MOST_DATA];
 static int data_count;
 
-static const char *kind(const struct datum *one) { return one->field[0]; }
-static const char *target(const struct datum *one) { return one->field[one->count - 2]; }
-static const char *owner(const struct datum *one) { return one->field[one->count - 1]; }
+static enum word kind(const struct datum *one) { return one->line.word; }
+static char *field(const struct datum *one, int n) { return one->line.field[n]; }
+static const char *target(const struct datum *one) { return field(one, one->line.count - 2); }
+static const char *owner(const struct datum *one) { return field(one, one->line.count - 1); }
 
 void forget_data(void)
 {
@@ -42,72 +41,25 @@ void forget_data(void)
 	data_count = 0;
 }
 
-/* [A-Z_][A-Z0-9_]*: nothing that a shell or a loader would take for more than a name. */
-static bool is_name(const char *name)
+void take_datum(const struct line *line, char *text)
 {
-	const char *letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ_";
-
-	return *name && strchr(letters, *name) &&
-	       name[strspn(name, "ABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789")] == '\0';
-}
-
-static bool is_kind_of_disk(const char *name)
-{
-	return *name && name[strspn(name, "abcdefghijklmnopqrstuvwxyz0123456789")] == '\0';
-}
-
-static bool is_understood(const struct datum *one)
-{
-	char *end;
-
-	if ((one->count == 2 || one->count == 3) && strcmp(kind(one), "env") == 0)
-		return is_name(one->field[1]);
-	if (one->count < 3 || target(one)[0] != '/' || target(one)[1] == '\0')
-		return false;
-	if (strcmp(owner(one), "root") != 0 &&
-	    (owner(one)[0] < '0' || owner(one)[0] > '9' ||
-	     (strtoull(owner(one), &end, 10), *end)))
-		return false;
-	if (strcmp(kind(one), "device") == 0)
-		return one->count == 7 && strncmp(one->field[1], "/dev/", 5) == 0 &&
-		       is_kind_of_disk(one->field[3]) &&
-		       (strcmp(one->field[4], "ro") == 0 || strcmp(one->field[4], "rw") == 0);
-	if (strcmp(kind(one), "served") == 0)
-		return one->count == 4 && one->field[1][0] == '/';
-	return strcmp(kind(one), "folder") == 0 && one->count == 4 &&
-	       strcmp(owner(one), "root") == 0;
-}
-
-void understand_data(const char *line)
-{
-	struct datum *one = &data[data_count];
-	char *rest;
-
-	if (data_count == MOST_DATA) {
-		slurm_info("forestage: more than %d lines on data: left out: %s", MOST_DATA, line);
+	if (data_count < MOST_DATA) {
+		data[data_count++] = (struct datum){.line = *line, .text = text, .mount = -1};
 		return;
 	}
-	*one = (struct datum){.text = strdup(line), .mount = -1};
-	rest = one->text;
-	while (rest && one->count < MOST_FIELDS)
-		one->field[one->count++] = strsep(&rest, "\t");
-	if (one->text && !rest && is_understood(one)) {
-		data_count++;
-		return;
-	}
-	slurm_info("forestage: a line on data cannot be understood: %s", line);
-	free(one->text);
+	slurm_info("forestage: more than %d lines on data: one is left out: %s", MOST_DATA, text);
+	free(text);
 }
 
 void set_variables(spank_t sp)
 {
 	for (const struct datum *one = data; one < data + data_count; one++) {
-		if (strcmp(kind(one), "env") != 0)
+		if (kind(one) != ENV)
 			continue;
-		if (one->count == 2)
-			spank_unsetenv(sp, one->field[1]); /* it may not be there */
-		else if (spank_setenv(sp, one->field[1], one->field[2], 1) != ESPANK_SUCCESS)
-			slurm_info("forestage: %s cannot be set", one->field[1]);
+		if (one->line.count == 1)
+			spank_unsetenv(sp, field(one, 0)); /* it may not be there */
+		else if (spank_setenv(sp, field(one, 0), field(one, 1), 1) != ESPANK_SUCCESS)
+			slurm_info("forestage: %s cannot be set", field(one, 0));
 	}
 }
 
@@ -154,20 +106,20 @@ static int open_target(spank_t sp, const struct datum *one, const char **wrong)
  */
 static const char *mount_device(const struct datum *one, int fd)
 {
-	const unsigned long access = strcmp(one->field[4], "ro") == 0 ? MS_RDONLY : 0;
+	const unsigned long access = strcmp(field(one, 3), "ro") == 0 ? MS_RDONLY : 0;
 	const char *wrong = "its device is gone";
 	char link[32], file[64] = "";
 	struct loop_info64 info;
-	int device = open(one->field[1], O_RDONLY | O_CLOEXEC);
+	int device = open(field(one, 0), O_RDONLY | O_CLOEXEC);
 
 	if (device < 0)
 		return wrong;
 	if (ioctl(device, LOOP_GET_STATUS64, &info) == 0)
 		snprintf(file, sizeof(file), "%llu:%llu", (unsigned long long)info.lo_device,
 			 (unsigned long long)info.lo_inode);
-	if (strcmp(file, one->field[2]) == 0) {
+	if (strcmp(file, field(one, 1)) == 0) {
 		snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
-		wrong = mount(one->field[1], link, one->field[3], MS_NOSUID | MS_NODEV | access,
+		wrong = mount(field(one, 0), link, field(one, 2), MS_NOSUID | MS_NODEV | access,
 			      "") == 0
 				? NULL
 				: "it cannot be mounted";
@@ -188,12 +140,12 @@ const char *fetch_datum(struct datum *one)
 	const struct timeval patience = {.tv_sec = SERVED_SECONDS};
 	const char *wrong = "nobody serves it";
 
-	if (strcmp(kind(one), "served") != 0)
+	if (kind(one) != SERVED)
 		return NULL;
 	if (one->mount >= 0)
 		close(one->mount);
 	one->mount = -1;
-	int keeper = connect_keeper(one->field[1]);
+	int keeper = connect_keeper(field(one, 0));
 	if (keeper < 0)
 		return wrong;
 	setsockopt(keeper, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
@@ -209,7 +161,7 @@ const char *fetch_datum(struct datum *one)
 static bool is_made(const struct datum *one)
 {
 	for (const struct datum *other = data; other < one; other++)
-		if (other->done && strcmp(kind(other), "folder") == 0 &&
+		if (other->done && kind(other) == FOLDER &&
 		    strcmp(target(other), target(one)) == 0)
 			return true;
 	return false;
@@ -218,7 +170,7 @@ static bool is_made(const struct datum *one)
 /* In a tmpfs over the directory, which this task alone sees: on the node nothing is made. */
 static const char *make_folder(spank_t sp, const struct datum *one, int *fd)
 {
-	char link[32], *rest = one->field[1], *name;
+	char link[32], *rest = field(one, 0), *name;
 	const char *wrong;
 
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", *fd);
@@ -253,9 +205,9 @@ const char *show_datum(spank_t sp, struct datum *one)
 	if (fd < 0)
 		return wrong;
 	will_change();
-	if (strcmp(kind(one), "device") == 0)
+	if (kind(one) == DEVICE)
 		wrong = mount_device(one, fd);
-	else if (strcmp(kind(one), "served") == 0)
+	else if (kind(one) == SERVED)
 		wrong = attach_mount(one->mount, fd) ? NULL : "it cannot be mounted";
 	else
 		wrong = make_folder(sp, one, &fd);
@@ -272,7 +224,7 @@ int list_data(struct item *items)
 	int count = 0;
 
 	for (struct datum *one = data; one < data + data_count; one++)
-		if (strcmp(kind(one), "env") != 0)
+		if (kind(one) != ENV)
 			items[count++] = (struct item){
 				.path = target(one), .kept = &one->mount, .datum = one};
 	return count;

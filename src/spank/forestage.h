@@ -13,6 +13,22 @@
 #include <slurm/spank.h>
 #pragma GCC visibility pop
 
+/* Begins what a helper writes, and a record: who finds another one reads no further. */
+#define LANGUAGE "forestage 4" /* NUMBER in slurm/lines.py */
+#define MOST_FIELDS 7
+
+enum word {
+	ODD, SAY, ENV, USE, THROUGH, ALSO, DEVICE, SERVED, FOLDER, LATER, LEAVE,
+	BOOT, EVENT_LOG, OUR_FILE, THEIR_FILE, ROOM, ENROOT, VARIABLE, IMAGE
+};
+
+/* A line, taken apart: the fields after its word, which point into its text. */
+struct line {
+	enum word word;
+	int count;
+	char *field[MOST_FIELDS];
+};
+
 struct step {
 	char image[PATH_MAX]; /* as pyxis gets it; begins with . or / unless it is a reference */
 	bool reference;       /* the image is a registry's */
@@ -85,8 +101,15 @@ void remember_manager(void);
 /* helper.c. Completes the step, or leaves it as it is; takes `timeout` seconds at most. */
 void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step);
 
-/* answer.c. Takes the line of an answer apart. NULL, or what is wrong with it. */
-const char *understand(const char *line, struct step *step);
+/* answer.c. Takes a line apart, in place; its word. What counts for nothing is ODD. */
+enum word understand(char *text, struct line *line);
+
+/* answer.c. A field that is a number, and four of them. */
+unsigned long long number(const struct line *line, int field);
+void take_numbers(const struct line *line, int first, unsigned long long numbers[4]);
+
+/* helper.c. Takes over what a line answers on an image: USE, THROUGH, LATER or LEAVE. */
+void take_answer(const struct line *line, struct step *step);
 
 /* later.c. In a task: waits for the answer at the socket `entry`; the step is then complete. */
 void await_answer(spank_t sp, struct step *step);
@@ -168,8 +191,8 @@ void offer_options(spank_t sp);
  */
 void hand_over(spank_t sp, const char *helper);
 
-/* data.c. A line of the helper's on the job's data, without its first word. */
-void understand_data(const char *line);
+/* data.c. One of the lines on the job's data; keeps its text, or frees that. */
+void take_datum(const struct line *line, char *text);
 
 /* data.c. Before a helper is asked (again). */
 void forget_data(void);

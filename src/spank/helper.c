@@ -258,18 +258,72 @@ static bool request_waits(uid_t uid)
 	return false;
 }
 
+void take_answer(const struct line *line, struct step *step)
+{
+	if (line->word == LEAVE) {
+		slurm_verbose("forestage: %s stays as it is: %s", step->image, line->field[0]);
+		return;
+	}
+	snprintf(step->entry, PATH_MAX, "%s", line->field[0]);
+	step->later = line->word == LATER;
+	if (step->later)
+		return;
+	step->use = true;
+	step->through = line->word == THROUGH;
+	snprintf(step->path, PATH_MAX, "%s", line->field[1]);
+	take_numbers(line, 2, step->identity);
+	step->tell = number(line, 6);
+}
+
 /* One more image: shown at its resolved path, whatever links lead there. */
-static void understand_also(const char *line, struct step *step)
+static void take_also(char *answer, struct step *step)
 {
 	struct step *one = &step->also[step->count];
+	struct line line;
+	const enum word word = understand(answer, &line);
 
-	if (step->count == MOST_HINTED)
+	if (step->count == MOST_HINTED || (word != USE && word != THROUGH))
 		return;
 	*one = (struct step){.keeper = -1};
-	if (!understand(line, one) && one->use) {
-		memcpy(one->image, one->path, PATH_MAX);
-		step->count++;
+	take_answer(&line, one);
+	memcpy(one->image, one->path, PATH_MAX);
+	step->count++;
+}
+
+/* Follows a line; true once that is the answer. What is not understood is left out. */
+static bool follow(const char *text, struct step *step, int *said)
+{
+	char *copy = strdup(text);
+	struct line line;
+	bool over = false;
+
+	switch (copy ? understand(copy, &line) : ODD) {
+	case SAY:
+		if ((*said)++ < LINES_SAID)
+			slurm_spank_log("%s", line.field[0]);
+		break;
+	case ALSO:
+		take_also(line.field[0], step);
+		break;
+	case ENV:
+	case DEVICE:
+	case SERVED:
+	case FOLDER:
+		take_datum(&line, copy);
+		return false;
+	case USE:
+	case THROUGH:
+	case LATER:
+	case LEAVE:
+		take_answer(&line, step);
+		over = true;
+		break;
+	default:
+		if ((*said)++ < LINES_SAID)
+			slurm_info("forestage: a line cannot be understood: %s", text);
 	}
+	free(copy);
+	return over;
 }
 
 /* Reads the helper's lines until it answers. NULL, or why there is no answer. */
@@ -279,6 +333,7 @@ static const char *listen_to(int out, uid_t uid, long timeout, struct step *step
 	char line[LINE_BYTES];
 	size_t have = 0;
 	int said = 0, waits = 0;
+	bool known = false;
 
 	while (have < LINE_BYTES) {
 		struct pollfd ready = {.fd = out, .events = POLLIN};
@@ -301,14 +356,11 @@ static const char *listen_to(int out, uid_t uid, long timeout, struct step *step
 		have += (size_t)n;
 		for (char *newline; (newline = memchr(line, '\n', have));) {
 			*newline = '\0';
-			if (strncmp(line, "also\t", 5) == 0)
-				understand_also(line + 5, step);
-			else if (strncmp(line, "data\t", 5) == 0)
-				understand_data(line + 5);
-			else if (strncmp(line, "say\t", 4) != 0)
-				return understand(line, step);
-			else if (said++ < LINES_SAID)
-				slurm_spank_log("%s", line + 4);
+			if (!known && strcmp(line, LANGUAGE) != 0)
+				return "it is of another release";
+			if (known && follow(line, step, &said))
+				return NULL;
+			known = true;
 			have -= (size_t)(newline + 1 - line);
 			memmove(line, newline + 1, have);
 		}

@@ -2,8 +2,8 @@
  * How does a task wait for an image that has to be imported? At a socket of its own.
  *
  * srun ends a launch after 600 s, and user_init holds the launch up; a task that waits does not
- * (facts of Slurm 22.05 to 26.05: the launch response is sent before). Each packet is a line of the
- * helper's language. Whoever answers goes on for as long as a task waits.
+ * (facts of Slurm 22.05 to 26.05: the launch response is sent before). Each packet is a line, as a
+ * helper writes it. Whoever answers goes on for as long as a task waits.
  */
 #include <errno.h>
 #include <signal.h>
@@ -66,21 +66,24 @@ static void be_killable(bool yes)
 void await_answer(spank_t sp, struct step *step)
 {
 	const char *wrong = "nobody answers";
-	char line[PACKET_BYTES];
+	char packet[PACKET_BYTES];
+	struct line line;
 	int task = 0;
 
 	be_killable(true);
 	int fd = connect_keeper(step->entry);
 	step->later = false;
 	spank_get_item(sp, S_TASK_ID, &task);
-	while (fd >= 0 && receive(fd, line)) {
-		if (strncmp(line, "env\t" RESULT "\t", sizeof("env\t" RESULT)) == 0) {
-			spank_setenv(sp, RESULT, line + sizeof("env\t" RESULT), 1);
-		} else if (strncmp(line, "say\t", 4) != 0) {
-			wrong = understand(line, step);
-			break;
-		} else if (task == 0) {
-			slurm_spank_log("%s", line + 4);
+	bool known = fd >= 0 && receive(fd, packet) && strcmp(packet, LANGUAGE) == 0;
+	while (known && wrong && receive(fd, packet)) {
+		const enum word word = understand(packet, &line);
+		if (word == USE || word == THROUGH || word == LEAVE) {
+			take_answer(&line, step);
+			wrong = NULL;
+		} else if (word == SAY && task == 0) {
+			slurm_spank_log("%s", line.field[0]);
+		} else if (word == ENV && line.count == 2 && strcmp(line.field[0], RESULT) == 0) {
+			spank_setenv(sp, RESULT, line.field[1], 1);
 		}
 	}
 	be_killable(false);

@@ -13,18 +13,17 @@
 
 #include "forestage.h"
 
-#define FIRST_LINE "forestage 3"
 #define RECORD_BYTES 65536
 #define EVENT_BYTES (RECORD_BYTES + 200)
 #define MOST_THEIRS 32 /* files of the user's; one with more asks a helper */
 #define PROLOG_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
 
 struct note {
-	char *events; /* the event log */
-	char *event;  /* the rest of this one's JSON */
-	char *answer; /* as a helper would give it */
-	char *room;   /* bytes that stay free on the cache's disk, and the ratio of unpacking */
-	char *theirs[MOST_THEIRS]; /* files that have to be as they were, for the user to look at */
+	char *events;     /* the event log */
+	char *event;      /* the rest of this one's JSON */
+	char *answer;     /* as a helper would give it */
+	struct line room; /* bytes that stay free on the cache's disk, and the ratio of unpacking */
+	struct line theirs[MOST_THEIRS]; /* files that have to be as they were, for the user to look at */
 	int count;
 };
 
@@ -47,16 +46,13 @@ static bool read_all(const char *path, char *text, size_t size)
 }
 
 /* Whether a file is as it was when the record was made: zeros are for one that was not there. */
-static bool unchanged(char *line)
+static bool unchanged(const struct line *line)
 {
-	const char *path = strsep(&line, "\t");
+	const char *path = line->field[0];
 	unsigned long long id[4], found[4] = {0};
 	struct stat st;
-	int end = 0;
 
-	if (!line || sscanf(line, "%llu\t%llu\t%llu\t%llu%n", &id[0], &id[1], &id[2], &id[3],
-			    &end) != 4 || line[end])
-		return false;
+	take_numbers(line, 1, id);
 	if (stat(path, &st) == 0)
 		identify(&st, found);
 	else if (errno != ENOENT || lstat(path, &st) == 0) /* a dangling link switches off as well */
@@ -93,9 +89,9 @@ static bool is_enroot(const char *program)
 }
 
 /* Whether the step has the variable with that value, or not at all where the line says none. */
-static bool has_variable(char **variables, char *line)
+static bool has_variable(char **variables, const struct line *line)
 {
-	const char *name = strsep(&line, "\t"), *found = NULL;
+	const char *name = line->field[0], *found = NULL;
 	size_t length = strlen(name);
 
 	if (!variables)
@@ -103,49 +99,50 @@ static bool has_variable(char **variables, char *line)
 	for (; *variables; variables++) /* of a name that comes twice the last counts */
 		if (strncmp(*variables, name, length) == 0 && (*variables)[length] == '=')
 			found = *variables + length + 1;
-	return line ? found && strcmp(found, line) == 0 : !found;
+	return line->count == 2 ? found && strcmp(found, line->field[1]) == 0 : !found;
+}
+
+/* Whether what a line says was decided by is still so; one that says nothing of the kind is. */
+static bool holds(const struct line *line, const struct asker *who)
+{
+	switch (line->word) {
+	case BOOT:
+		return same_boot(line->field[0]);
+	case OUR_FILE:
+		return unchanged(line);
+	case ENROOT:
+		return is_enroot(line->field[0]);
+	case VARIABLE:
+		return has_variable(who->variables, line);
+	default:
+		return line->word != ODD;
+	}
 }
 
 /* The line of what this user asks for, if all that was decided before it still holds. */
 static bool find(char *text, const char *asked, const struct asker *who, struct note *note)
 {
-	char uid[16];
+	struct line line;
+	char *one = strsep(&text, "\n");
 
-	snprintf(uid, sizeof(uid), "%u", who->uid);
-	char *line = strsep(&text, "\n");
-
-	if (strcmp(line, FIRST_LINE) != 0)
+	if (strcmp(one, LANGUAGE) != 0)
 		return false;
-	while ((line = strsep(&text, "\n")) && text) { /* each ends with a newline */
-		const char *kind = strsep(&line, "\t"), *of, *whose;
+	while ((one = strsep(&text, "\n")) && text) { /* each ends with a newline */
+		const enum word word = understand(one, &line);
 
-		if (!line)
+		if (!holds(&line, who) || (word == THEIR_FILE && note->count == MOST_THEIRS))
 			return false;
-		if (strcmp(kind, "events") == 0)
-			note->events = line;
-		else if (strcmp(kind, "room") == 0)
+		if (word == EVENT_LOG)
+			note->events = line.field[0];
+		if (word == ROOM)
 			note->room = line;
-		else if (strcmp(kind, "boot") == 0 && !same_boot(line))
-			return false;
-		else if (strcmp(kind, "file") == 0 && !unchanged(line))
-			return false;
-		else if (strcmp(kind, "enroot") == 0 && !is_enroot(line))
-			return false;
-		else if (strcmp(kind, "variable") == 0 && !has_variable(who->variables, line))
-			return false;
-		else if (strcmp(kind, "theirs") == 0) {
-			if (note->count == MOST_THEIRS)
-				return false;
+		if (word == THEIR_FILE)
 			note->theirs[note->count++] = line;
-		}
-		else if (strcmp(kind, "image") == 0) {
-			of = strsep(&line, "\t");
-			whose = strsep(&line, "\t");
-			note->event = strsep(&line, "\t");
-			note->answer = line;
-			if (line && strcmp(of, asked) == 0 && strcmp(whose, uid) == 0)
-				return note->events && note->room;
-		}
+		if (word != IMAGE || strcmp(line.field[0], asked) != 0 || number(&line, 1) != who->uid)
+			continue;
+		note->event = line.field[2];
+		note->answer = line.field[3];
+		return note->events && note->room.word == ROOM;
 	}
 	return false;
 }
@@ -212,16 +209,16 @@ void append_event(const char *file, uint32_t number, long long total, const char
 }
 
 /* Whether a step may unpack the entry on its disk, or a helper has to evict before. */
-static bool has_room(const struct step *step, const char *room)
+static bool has_room(const struct step *step, const struct line *room)
 {
-	unsigned long long min_free, ratio, free;
+	const unsigned long long min_free = number(room, 0), ratio = number(room, 1);
+	unsigned long long free;
 	struct statvfs disk;
 	struct stat st;
 
 	if (step->through) /* its size is not known here, and its copy was made room for */
 		return true;
-	if (sscanf(room, "%llu\t%llu", &min_free, &ratio) != 2 || stat(step->entry, &st) ||
-	    statvfs(step->entry, &disk))
+	if (stat(step->entry, &st) || statvfs(step->entry, &disk))
 		return false;
 	free = (unsigned long long)disk.f_bavail * disk.f_frsize;
 	return ratio == 0 ||
@@ -264,6 +261,7 @@ void recall(const struct asker *who, struct step *step)
 	const long long start = now_us(CLOCK_MONOTONIC);
 	struct copy copy = {.folder = -1, .image = -1};
 	struct note note = {0};
+	struct line answer;
 
 	snprintf(name, sizeof(name), LEASES "/%u.prolog", who->job);
 	await_prolog(name);
@@ -273,19 +271,21 @@ void recall(const struct asker *who, struct step *step)
 	else
 		snprintf(asked, sizeof(asked), "%s/%s", step->folder, step->image);
 	snprintf(name, sizeof(name), LEASES "/%u.shown", who->job);
-	if (!read_all(name, text, sizeof(text)) || !find(text, asked, who, &note) ||
-	    understand(note.answer, step) || !step->use)
+	if (!read_all(name, text, sizeof(text)) || !find(text, asked, who, &note))
 		return;
+	int length = snprintf(lines, sizeof(lines), LANGUAGE "\n%s\n", note.answer);
+	if (understand(note.answer, &answer) != USE && answer.word != THROUGH)
+		return;
+	take_answer(&answer, step);
 	/* First what is this node's: a file server that hangs may keep the rest. */
-	if (!is_there(step, &copy) || !has_room(step, note.room) ||
+	if (!is_there(step, &copy) || !has_room(step, &note.room) ||
 	    !act_as(who->uid, who->gid, who->count, who->groups))
 		return;
 	bool same = leads_there(step);
 	for (int i = 0; i < note.count; i++)
-		same = same && unchanged(note.theirs[i]);
+		same = same && unchanged(&note.theirs[i]);
 	if (!act_as(0, 0, 0, NULL) || !same)
 		return;
-	int length = snprintf(lines, sizeof(lines), "%s\n", note.answer);
 	if (write(1, lines, (size_t)length) != length)
 		return;
 	if (!step->through)

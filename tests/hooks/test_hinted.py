@@ -42,7 +42,7 @@ def step(node: Node, job: int, capfd: pytest.CaptureFixture[str], image: Path | 
     capfd.readouterr()
     assert Hook("step", environ, time.monotonic()).run(node.places, Clock()) == 0
     lines = capfd.readouterr().out.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("data\tenv\t"))
+    return "".join(line for line in lines if not line.startswith("env\t"))
 
 
 def used(node: Node, path: Path) -> str:
@@ -173,7 +173,7 @@ def test_bad_hint_is_said_once_by_the_first_step(
     if not comment.endswith("alice/"):  # that is a step's own to find out
         assert first.startswith(f"forestage: {line.format(shared=loaded.shared)}")
     assert said(step(loaded, 1, capfd)) == []
-    assert not loaded.leases.hints(1).exists() or loaded.leases.data(1).exists()
+    assert not loaded.leases.hints(1).exists() or loaded.leases.said(1).data
     loaded.epilog(1)
     assert not [*loaded.places.leases.iterdir()]
 

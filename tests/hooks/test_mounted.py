@@ -96,8 +96,8 @@ class Mounting:
         self.capfd.readouterr()
         assert Hook("step", environ, time.monotonic()).run(self.node.places, Clock()) == 0
         lines = [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
-        own_variables = [one for one in lines if one[:2] == ["data", "env"]]
-        self.variables = {one[2]: one[3] for one in own_variables}
+        own_variables = [one for one in lines if one[0] == "env"]
+        self.variables = {one[1]: one[2] for one in own_variables}
         return [one for one in lines if one not in own_variables]
 
     def job(self, number: int, user: User = ALICE) -> Job:
@@ -112,10 +112,10 @@ class Mounting:
     def socket(self, job: int) -> Path:
         """Of the server that the step was told of."""
         data, last = self.step(job)
-        assert data[:2] == ["data", "served"]
-        assert data[3:] == [str(self.point), str(self.point.stat().st_ino)]
+        assert data[0] == "served"
+        assert data[2:] == [str(self.point), str(self.point.stat().st_ino)]
         assert last == ["leave", "no-image"]
-        return Path(data[2])
+        return Path(data[1])
 
     def ask(self, name: Path) -> tuple[str, list[int]]:
         """What a task is answered."""
@@ -706,8 +706,8 @@ def test_missing_mount_point_is_made_by_the_companion_below_the_admins_directory
 ) -> None:
     mounting.staged(1, root / "a/b")
     folder, served, _ = mounting.step(1)
-    assert folder == ["data", "folder", "a/b", str(root), "root"]
-    assert served[:2] + served[3:] == ["data", "served", f"{root}/a/b", "root"]
+    assert folder == ["folder", "a/b", str(root), "root"]
+    assert served[:1] + served[2:] == ["served", f"{root}/a/b", "root"]
     assert [*root.iterdir()] == []
 
 
@@ -717,7 +717,7 @@ def test_mount_point_of_the_admins_is_the_users_to_mount_over(
     (root / "there").mkdir()
     mounting.staged(1, root / "there")
     served, _ = mounting.step(1)
-    assert served[3:] == [f"{root}/there", str((root / "there").stat().st_ino)]
+    assert served[2:] == [f"{root}/there", str((root / "there").stat().st_ino)]
 
 
 def test_directory_with_something_in_it_is_not_hidden(mounting: Mounting, root: Path) -> None:
@@ -779,7 +779,7 @@ def test_mounted_file_takes_data_s_share_and_evicts_no_image(mounting: Mounting)
 
 def test_job_without_data_has_no_note(mounting: Mounting) -> None:
     mounting.node.prolog(1, comment=f"stage={mounting.path}")
-    assert not mounting.node.leases.data(1).exists()
+    assert mounting.node.leases.said(1).data is None
 
 
 def test_outcome_of_the_prolog_is_as_that_of_an_image(mounting: Mounting) -> None:

@@ -244,7 +244,7 @@ def test_stage_off_leaves_the_job_alone_and_is_remembered_for_its_steps(
     ran = node.prolog(7, path, comment="stage=off")
     assert ran.ended == (0, "declined", "disabled" if disabled else "off")
     assert (node.binds(), node.entries()) == ({}, set())
-    assert (node.held(7).off, node.held(7).uses) == (True, ())
+    assert (node.leases.said(7).off, node.held(7).uses) == (True, ())
 
 
 def test_stage_off_still_shows_the_source_and_not_an_older_copy(node: Node) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -318,8 +317,7 @@ def test_prolog_starts_the_copy_and_the_step_waits_for_it(
     assert (node.entries(), keys(node, 7), node.binds()) == (set(), {key}, {})
     until(lambda: any(part.owner() for part in node.parts()), "the copy")  # else the step's begins
     helper = Helper(node, environ(node, 7, path))
-    assert helper.process.stdout is not None
-    assert not select.select([helper.process.stdout], [], [], 0.5)[0], "it does not wait"
+    assert helper.waits()
     gate()
     assert helper.answer() == used(node, path)
     assert [outcome.result for outcome in node.outcomes("stager")] == ["copied"]

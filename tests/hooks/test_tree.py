@@ -18,10 +18,10 @@ from forestage.admin import inventory, metrics, status
 from forestage.admin.show import listing
 from forestage.admin.tally import Tally
 from forestage.cache.node import Node as Bare
+from forestage.cache.said import Tree
 from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
 from forestage.data import erofs, retry, tree, wanted
-from forestage.data.wanted import Tree
 from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.limit import Limit

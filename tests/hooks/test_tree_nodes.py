@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from forestage.cache.node import Node as Bare
+from forestage.cache.said import Tree
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.data import looks, manifest, wanted
 from forestage.data.looks import Found, Look, Round
 from forestage.data.manifest import File, Manifest
-from forestage.data.wanted import Tree
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job

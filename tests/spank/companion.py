@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forestage.slurm.lines import NUMBER
+
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "src/spank"
 WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")
@@ -88,11 +90,12 @@ class Step:
         return self.use(**differs).replace(f"use\t{self.entry()}", f"through\t{self.place}/sock")
 
     def answers(self, *lines: str, first: str = "", then: str = "") -> None:
-        """Makes the helper run some sh, write these lines, and then run some more.
+        """Makes the helper run some sh, write NUMBER and these lines, and then run some more.
 
         Once it has answered it may be ended: what a test is to find is noted before.
         """
-        text = "".join(f"printf '%s\\n' {shlex.quote(line)}\n" for line in lines)
+        all_lines = (NUMBER, *lines)
+        text = "".join(f"printf '%s\\n' {shlex.quote(line)}\n" for line in all_lines)
         self.script(f"echo x >> {self.folder}/runs\n{first}\n{text}{then}")
 
     def script(self, text: str) -> None:
@@ -165,7 +168,7 @@ def keeping(step: Step, manner: str) -> Iterator[Path]:
 
 
 def line(*fields: object) -> str:
-    return "\t".join(["data", *map(str, fields)])
+    return "\t".join(map(str, fields))
 
 
 def served(socket: Path, point: Path, inode: int | str | None = None) -> str:

@@ -245,10 +245,10 @@ def test_variable_without_a_value_is_unset(step: Step) -> None:
 def test_line_that_is_none_does_nothing_and_the_others_count(
     step: Step, point: Path, socket: Path, text: str
 ) -> None:
-    step.answers(f"data\t{text}", served(socket, point), "leave\tno-image")
+    step.answers(text, served(socket, point), "leave\tno-image")
     ran = step.run(f"task=cat {point}/file")
     assert ran.out == "from the keeper\n"
-    assert ran.logged == f"forestage: a line on data cannot be understood: {text}"
+    assert ran.logged == f"forestage: a line cannot be understood: {text}"
     assert ran.facts("setenv") == set()
 
 

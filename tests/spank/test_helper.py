@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from companion import GID, JOB, LEASES, OLD_KEY, UID, Step
 
+from forestage.slurm.lines import NUMBER
 from node import until
 
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -171,6 +172,7 @@ state = {{
 }}
 with open("{out}", "w") as file:
     json.dump(state, file)
+print("{number}")
 print("leave\tnone")
 """
 
@@ -180,7 +182,7 @@ def test_helper_is_root_alone_with_three_descriptors_and_the_environment(
     step: Step, parent: str
 ) -> None:
     out = step.folder / "out"
-    step.helper.write_text(STATE.format(out=out))
+    step.helper.write_text(STATE.format(out=out, number=NUMBER))
     assert step.run(parent).lines("verbose")[0].endswith("none")
     state = json.loads(out.read_text())
     fds = state.pop("fds")
@@ -228,7 +230,7 @@ def test_path_stays_without_a_helper(step: Step) -> None:
     ],
 )
 def test_rubbish_leaves_the_path_as_it_is(step: Step, text: str) -> None:
-    step.script(text)
+    step.script(f"echo '{NUMBER}'\n{text}")
     ran = step.run(f"task=cat {step.image}; echo $$")
     assert "stays as it is" in ran.logged
     assert ran.said == []
@@ -247,7 +249,8 @@ def test_what_the_helper_says_reaches_the_user_at_once_and_within_bounds(step: S
 
 @pytest.mark.parametrize("before", ["", "exec >&-;", "yes 'say\tx' &"])
 def test_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> None:
-    step.script(f"sleep 1000 & echo $$ $! > {step.folder}/pids\n{before} wait")
+    pids_of = f"sleep 1000 & echo $$ $! > {step.folder}/pids"
+    step.script(f"echo '{NUMBER}'\n{pids_of}\n{before} wait")
     for seconds in (1, 10, 100):  # on a busy machine it may be ended before it has begun
         ran = step.run(f"arg=timeout={seconds}")
         assert "took too long" in ran.logged or "no answer" in ran.logged
@@ -356,5 +359,20 @@ def test_more_images_than_a_comment_has_are_left_out(hinted: Step) -> None:
 def test_odd_line_for_one_more_image_is_passed_over(hinted: Step, line: str) -> None:
     hinted.answers(line, hinted.use())
     ran = hinted.run(f"task=stat -c %i {hinted.image}")
-    shown = hinted.image if line == "also" else hinted.entry()  # no answer at all
-    assert ran.out.split() == [str(shown.stat().st_ino)]
+    assert ran.out.split() == [str(hinted.entry().stat().st_ino)]
+
+
+@pytest.mark.parametrize("number", ["", "forestage 3", "forestage 40", "say\tforestage 4", "use"])
+def test_helper_of_another_release_leaves_the_step_as_it_is(step: Step, number: str) -> None:
+    lines = "\\n".join([number, "env\tA\tx", step.use()])
+    step.script(f"printf '{lines}\\n'")
+    ran = step.run(f"task=stat -c %i {step.image}")
+    assert ran.out.split() == [str(step.image.stat().st_ino)]
+    assert "it is of another release" in ran.logged
+    assert not [line for line in ran.lines("fact") if "A=x" in line]
+
+
+def test_line_of_a_later_release_is_left_out_and_the_answer_counts(step: Step) -> None:
+    step.answers("new\tword", "use\tmore\tfields", step.use())
+    ran = step.run(f"task=stat -c %i {step.image}")
+    assert ran.out.split() == [str(step.entry().stat().st_ino)]

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from companion import JOB, KEY, SERVED, Keeper, Ran, Step
 
+from forestage.slurm.lines import NUMBER
+
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
 Answer = Callable[[socket.socket], None]
@@ -67,7 +69,7 @@ def answering(place: Path, *answers: Answer) -> Iterator[None]:
 
 def says(*lines: str) -> Answer:
     def answer(made: socket.socket) -> None:
-        for line in lines:
+        for line in (NUMBER, *lines):
             made.send(line.encode())
 
     return answer
@@ -154,8 +156,8 @@ def test_tasks_environment_says_what_became_of_the_image(step: Step, place: Path
     place.unlink()
     with answering(place, says(*lines)):
         ran = run(step, place)
-    assert not [line for line in ran.lines("fact") if "PATH=/evil" in line], "no other variable"
-    assert not any(KEY in table for table in ran.mounts), "and the line is no answer"
+    assert not [line for line in ran.lines("fact") if "=/evil" in line], "no other variable"
+    assert any(KEY in table for table in ran.mounts), "and the answer counts"
 
 
 @pytest.mark.parametrize(
@@ -187,13 +189,13 @@ def test_tasks_wait_for_an_answer_that_takes_its_time(step: Step, place: Path) -
     first_is_over = threading.Event()
 
     def at_once(made: socket.socket) -> None:
-        made.send(b"leave\tnone")
+        says("leave\tnone")(made)
         made.recv(1)  # until the task has gone on
         first_is_over.set()
 
     def late(made: socket.socket) -> None:
         first_is_over.wait()
-        made.send(step.use().encode())
+        says(step.use())(made)
 
     with answering(place, at_once, late):
         ran = run(step, place, "tasks=2", f"task=cat {step.image}")

@@ -205,7 +205,7 @@ UNUSUAL = {
     "record that is cut short": "truncate -s -1 {leases}/77.shown",
     "record that is empty": "truncate -s 0 {leases}/77.shown",
     "record that is too long": "yes 'image\t' | head -c 65536 >> {leases}/77.shown",
-    "record of another release": "sed -i '1s/3/2/' {leases}/77.shown",
+    "record of another release": "sed -i '1s/4/3/' {leases}/77.shown",
     "record of another boot": "sed -i 's/^boot\t.*/boot\tx/' {leases}/77.shown",
     "record without a word of room": "sed -i '/^room/d' {leases}/77.shown",
     "record with a damaged word of room": "sed -i 's/^room.*/room\t0/' {leases}/77.shown",

@@ -19,6 +19,7 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.part import Owner, Part, chunk_count, done_bytes
+from forestage.cache.said import Said, Wanted
 from forestage.config import Config
 from forestage.events import Event
 from forestage.peers.stats import Uploaded
@@ -31,6 +32,7 @@ RECORDS: list[msgspec.Struct] = [
     Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks", 16, "d"),
     Owner(7, "boot", IMAGE, 1 << 20, "chunks", 3, 5.0),
     Lease(1, User("alice", 1, 1), 5.0, "/cache", (Use("k", "/a"),)),
+    Said(True, 3.0, hinted=(b"/a",), data=Wanted(room=5), say=("a line",)),
     Uploaded(1.0, 2, 3),
 ]
 ANY = st.recursive(

@@ -1,5 +1,12 @@
 """Leases: one small file for each job that uses entries, gone after a reboot as jobs are.
 
+    /run/forestage/leases/JOB.json     what the job holds: `Lease`; there as long as any of these is
+                          JOB.said     what was said (cache/said.py)
+                          JOB.hinted   a flag for the companion: each step of the job has to ask
+                          JOB.nodes    its nodes, by a Prolog that has imported nothing
+                          JOB.shown    what further steps are shown (cache/shown.py)
+                          JOB.prolog   locked as long as its Prolog works (hooks/background.py)
+
 Reading is free. Taking and dropping happen under the cache's space lock, the one that evict plans
 under, so that no entry is evicted between being found and being leased.
 
@@ -7,21 +14,18 @@ under, so that no entry is evicted between being found and being leased.
     absent        boot, Epilog, sweep                 Prolog, step: taken
     taken         before the entry is copied or used  the path is noted, or an error drops it
     with a path   before the bind mount is made       Epilog drops it, then unmounts the path
-    off, wait,    the job's comment says so           Epilog drops it
-      tell
-    say           the comment has bad hints           the first step says them, or Epilog drops it
-    told          the user has read a line            Epilog drops it
     saves         the job saves its container there   Epilog drops it
-    data          the job's comment names data        Epilog drops it
+    empty         something was said                  Epilog drops it
 """
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from forestage.cache.said import Earlier, Said, Wanted
 from forestage.errors import Declined, Failed
 from forestage.system import files, folders, lock, records
 from forestage.system.as_user import User
@@ -44,12 +48,8 @@ class Use(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
-    `off`, `wait` (seconds), `tell`: the job said stage=off, stage-wait=, stage-tell=yes, which its
-    steps could not see otherwise; `say` are lines for its user, `waited` are the seconds that its
-    Prolog took, for a user who wants to know. `told`: they have read a line. `saves`
-    are resolved paths to which its containers are saved: none of them is redirected for the node.
-    `data`: more is noted beside it, in `JOB.data`. `node` is this node as Slurm calls it, "" where
-    the hook had no name for it.
+    `saves` are resolved paths to which its containers are saved: none of them is redirected for the
+    node. `node` is this node as Slurm calls it, "" where the hook had no name for it.
     """
 
     job: int
@@ -57,15 +57,8 @@ class Lease(msgspec.Struct, frozen=True):
     since: float
     cache: str
     uses: tuple[Use, ...] = ()
-    off: bool = False
     node: str = ""
-    wait: float | None = None
-    told: bool = False
     saves: tuple[str, ...] = ()
-    data: bool = False
-    tell: bool = False
-    say: tuple[str, ...] = ()
-    waited: float = 0.0
 
     def with_use(self, use: Use) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""
@@ -122,25 +115,57 @@ class Leases:
 
         Under the space lock, with a lease that holds their entries.
         """
-        records.write(self.hints(job), os.fsencode("\n".join(paths)))
+        self.note(job, hinted=tuple(map(os.fsencode, paths)))
+        self.hints(job).touch(0o600)
 
     def end_hinted(self, job: int) -> None:
         """Has the job's steps ask no helper for the comment's sake, if it names nothing for them.
 
         Under the space lock.
         """
-        if not self.hinted(job) and not self.data(job).exists():
+        said = self.said(job)
+        if not said.hinted and said.data is None:
             self.hints(job).unlink(missing_ok=True)
 
     def hinted(self, job: int) -> tuple[str, ...]:
         """The images that the job's comment named, and its Prolog found."""
-        with contextlib.suppress(OSError):
-            return tuple(filter(None, os.fsdecode(self.hints(job).read_bytes()).split("\n")))
+        with contextlib.suppress(Failed, OSError):
+            return tuple(map(os.fsdecode, self.said(job).hinted))
         return ()
 
-    def data(self, job: int) -> Path:
-        """Where it is noted what data the job wants (data/wanted.py)."""
-        return self.directory / f"{job}.data"
+    def said(self, job: int) -> Said:
+        """What was said of a job; nothing where nothing was. Raises Failed if that is damaged."""
+        try:
+            return records.load(self.said_file(job), Said)
+        except FileNotFoundError:
+            return self._said_before(job)
+        except records.Damaged as damaged:
+            raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None
+
+    def said_file(self, job: int) -> Path:
+        return self.directory / f"{job}.said"
+
+    def _said_before(self, job: int) -> Said:
+        """The same by the files of an earlier release, under which the job began."""
+        found = records.find(self.file(job), Earlier) or Earlier()
+        hinted: tuple[bytes, ...] = ()
+        with contextlib.suppress(OSError):
+            hinted = tuple(filter(None, self.hints(job).read_bytes().split(b"\n")))
+        data = records.find(self.directory / f"{job}.data", Wanted)
+        return Said(**msgspec.structs.asdict(found), hinted=hinted, data=data)
+
+    def note(self, job: int, **said: object) -> None:
+        """Notes more of what was said, with a lease that is there. Under the space lock."""
+        folders.keep(self.directory)
+        # What a killed hook left without a lease was said to an earlier run of the job.
+        earlier = self.said(job) if self.file(job).exists() else Said()
+        found = msgspec.structs.replace(earlier, **said)
+        records.write(self.said_file(job), msgspec.json.encode(found))
+
+    def say(self, lease: Lease, **said: object) -> None:
+        """Notes more of what was said, and keeps the lease by that. Under the space lock."""
+        self.note(lease.job, **said)
+        self.put(lease)
 
     def read(self, job: int) -> Lease | None:
         """One job's lease. Raises Failed if it is damaged."""
@@ -182,6 +207,8 @@ class Leases:
         Raises Declined where it would grow above MAX_BYTES.
         """
         folders.keep(self.directory)
+        if not self.said_file(lease.job).exists() and self._said_before(lease.job) != Said():
+            self.note(lease.job)  # of an earlier release: the lease will not say it any more
         data, file = msgspec.json.encode(lease), self.file(lease.job)
         if len(data) > MAX_BYTES:
             found = files.facts(file)
@@ -191,11 +218,10 @@ class Leases:
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
-        says = lease.uses or lease.off or lease.told or lease.saves or lease.data
-        if says or lease.tell or lease.say or lease.wait is not None:
+        if lease.uses or lease.saves or self.said(lease.job) != Said():
             self.write(lease)
         else:
-            self.drop(lease.job)
+            self._drop(lease.job, ("shown", "hinted", "said"))
 
     def confirm(self, job: int) -> None:
         """Says that a hook goes on with the lease as it is. Under the space lock."""
@@ -235,17 +261,22 @@ class Leases:
                 mark.unlink(missing_ok=True)
         alone = (
             file
-            for kind in ("*.shown", "*.hinted", "*.data")
-            for file in self.directory.glob(kind)
+            for file in self.directory.glob("*.*")
+            # A job's nodes are noted before it has a lease, and by many that never have one.
+            if file.suffix not in (".json", ".nodes") and file.name[0] != "."
             if not file.with_suffix(".json").exists() and file.stem not in at_work
         )
         for file in (*self.directory.glob(".*.*.*"), *alone):  # the first as records.py names them
             file.unlink(missing_ok=True)
 
     def drop(self, job: int) -> None:
-        """Ends a job's lease. Under the space lock."""
+        """Ends a job's lease, with all that any release noted beside it. Under the space lock."""
+        kinds = {file.suffix[1:] for file in self.directory.glob(f"{job}.*")}
+        self._drop(job, kinds - {"json", "prolog"})  # of that one somebody may have the lock
+
+    def _drop(self, job: int, kinds: Iterable[str]) -> None:
         # The lease last: a sweep that finds one does what is left here.
-        for file in (self.shown(job), self.hints(job), self.data(job), self.file(job)):
+        for file in (*(self.directory / f"{job}.{kind}" for kind in kinds), self.file(job)):
             try:
                 file.unlink(missing_ok=True)
             except IsADirectoryError:

@@ -2,7 +2,7 @@
 
     /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
 
-    forestage 3
+    NUMBER                                             of the language (slurm/lines.py)
     boot      BOOT-ID
     events    PATH                                     where a step is noted
     file      PATH  INODE  SIZE  MTIME_NS  CTIME_NS    must still be so; zeros: must not be there
@@ -10,14 +10,14 @@
     enroot    PATH                                     the first on the step manager's PATH, or ""
     theirs    PATH  INODE  SIZE  MTIME_NS  CTIME_NS    as `file`, looked at as the user
     variable  NAME  [VALUE]                            of the step's environment; none: not set
-    image     ASKED  UID  EVENT  use  ENTRY  PATH  INODE  SIZE  MTIME_NS  CTIME_NS  TELL
+    image     ASKED  UID  EVENT  use|through …
 
 Where less than both is free on the entry's disk, the helper is asked, which evicts. The files are
-those of the configuration, the off switch, enroot's own and, last, the lease: whatever a hook
-changes in it makes the record void. So a race with a hook costs a helper's run, never more. By
-enroot's, by the user's and by the variables it was decided that no container of the step binds what
-is above the image (hooks/binds.py). The end of an image's line is the helper's answer
-(hooks/step.py), EVENT the rest of its event's JSON. `src/spank/shown.c` reads this.
+those of the configuration, the off switch, enroot's own and, last, the lease and what was said:
+whatever a hook changes in them makes the record void. So a race with a hook costs a helper's run,
+never more. By enroot's, by the user's and by the variables it was decided that no container of the
+step binds what is above the image (hooks/binds.py). The end of an image's line is the helper's
+answer, EVENT the rest of its event's JSON. `src/spank/shown.c` reads this.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import Places
+from forestage.slurm.lines import NUMBER, Fields, has_control
 from forestage.system import records
 from forestage.units import printable
 
-FIRST_LINE = "forestage 3"  # what the companion of another release does not understand, it ignores
 Facts = tuple[int, int, int, int]
 MAX_BYTES = 64 * 1024  # what the companion reads; older images give way
 
@@ -48,7 +48,7 @@ class Shown(msgspec.Struct, frozen=True):
     asked: str
     uid: int
     event: str
-    answer: tuple[str, ...]
+    answer: Fields
 
     @property
     def line(self) -> str:
@@ -105,13 +105,14 @@ def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Show
     `decided` is from before they were handled, and what `of_room` says. Raises Failed, OSError.
     """
     lease = leases.read(job)
-    if lease is None or lease.off or not decided:
+    if lease is None or leases.said(job).off or not decided:
         return
     keys = {use.key for use in lease.uses}
-    head = [FIRST_LINE, *decided]
+    head = [NUMBER, *decided]
     lines = _images(leases.shown(job), head) + [image.line for image in images]
     latest = {_asked(line): line for line in lines if _key(line) in keys}
-    text = _text([*head, _file(leases.file(job))], list(latest.values()))
+    of_job = [_file(leases.file(job)), _file(leases.said_file(job))]
+    text = _text([*head, *of_job], list(latest.values()))
     records.write(leases.shown(job), os.fsencode(text))
 
 
@@ -153,6 +154,6 @@ def _file(path: Path) -> str:
 
 def _line(*fields: object) -> str:
     words = [str(field) for field in fields]
-    if any(ord(char) < 32 for word in words for char in word):
+    if any(map(has_control, words)):
         raise Failed("bad-path", f"control characters in {printable(str(words))}")
     return "\t".join(words)

@@ -22,14 +22,15 @@ import msgspec
 
 from forestage.cache.image import declined_by
 from forestage.cache.node import Node
+from forestage.cache.said import Wanted
 from forestage.clock import Deadline
 from forestage.data import job_dir, put
 from forestage.data.job_dir import Own, Place
-from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, Failed
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.stage.wait import Progress, quiet
 from forestage.system import as_user, child, files, lock, records, run
 from forestage.system.as_user import Found, User

@@ -35,9 +35,9 @@ from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.clock import Deadline
 from forestage.data import hold, job_disk, job_ram
-from forestage.data.wanted import Fields
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.system import as_user, files, holder, lock, loop, mounts, records
 from forestage.units import format_size
 

@@ -18,11 +18,11 @@ from forestage.cache.image import Image, declined_by
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.data import serving
-from forestage.data.wanted import Fields
 from forestage.errors import Declined
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.stage import opening
 from forestage.system import as_user
 from forestage.system.mounts import is_below

@@ -31,15 +31,16 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases, Use
 from forestage.cache.node import Node
 from forestage.cache.part import chunk_count
+from forestage.cache.said import Tree
 from forestage.clock import Clock, Deadline
 from forestage.data import erofs, looks, manifest, retry, wanted
 from forestage.data.erofs import Layout
 from forestage.data.manifest import Manifest
-from forestage.data.wanted import Fields, Tree
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.stage import opening, source, stager
 from forestage.stage.source import Content, OpenImage, Truncated, Unreadable
 from forestage.stage.task import Task

@@ -1,34 +1,20 @@
 """What data a job wants on this node: written by its Prolog, read by its steps and its Epilog.
 
-/run/forestage/leases/<job>.data    JSON of `Wanted`, beside the lease and gone with it
+It is `data` of what was said to the job (cache/said.py).
 """
 
 import contextlib
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
-from forestage.slurm.hints import Request
+from forestage.cache.said import Tree, Wanted
+from forestage.errors import Failed
 from forestage.slurm.job import Job
-from forestage.system import lock, records
-
-Fields = tuple[str, ...]
-"""What the companion is told, between tabs (src/spank/data.c):
-
-    env     NAME VALUE                          a variable of the step
-    env     NAME                                one that it does not have, wherever it is from
-    device  DEVICE FILE KIND ro|rw TARGET INODE|root
-                                                a loop device's file system of KIND, at TARGET
-    served  SOCKET TARGET INODE|root            a clone of the mount that a keeper holds, at TARGET
-    folder  PATH TARGET root                    PATH made in a tmpfs over TARGET, which it hides
-
-FILE is what the device has to show (system/loop.file_of). TARGET is a directory without links on
-its way. INODE is its inode's number as the user sees it: the task opens it as the user. `root`: it
-is root's own, and is opened as root.
-"""
+from forestage.slurm.lines import Fields
+from forestage.system import lock
 
 
 def disentangled(lines: Sequence[Fields]) -> list[Fields]:
@@ -55,44 +41,15 @@ def in_order(lines: Sequence[Fields]) -> list[Fields]:
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 
 
-class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a directory is (data/tree.py): its key and resolved path, or why it has none."""
-
-    state: Literal["looking", "copying", "ready", "declined"]
-    key: str = ""
-    path: str = ""
-    reason: str = ""
-    detail: str = ""
-
-
-class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
-
-    `refused` says why it has none though, `off` that for this reason it gets nothing else either;
-    `reason` is that in one word.
-    `restart` is the run of the job, as Slurm counts them. `trees` has the directories by their
-    paths as the job names them.
-    """
-
-    requests: tuple[Request, ...] = ()
-    room: int | None = None
-    ram: bool = False
-    refused: str = ""
-    off: bool = False
-    reason: str = ""
-    trees: dict[str, Tree] = {}
-    restart: int = 0
-
-
 def note(leases: Leases, job: int, wanted: Wanted) -> None:
-    """Under the space lock, with a lease that says so. Raises OSError."""
-    records.write(leases.data(job), msgspec.json.encode(wanted))
+    """Under the space lock, with a lease. Raises Failed, OSError."""
+    leases.note(job, data=wanted)
 
 
 def read(leases: Leases, job: int) -> Wanted:
     """What was noted; nothing where nothing can be read."""
-    with contextlib.suppress(OSError, records.Damaged):
-        return records.load(leases.data(job), Wanted)
+    with contextlib.suppress(OSError, Failed):
+        return leases.said(job).data or Wanted()
     return Wanted()
 
 
@@ -110,5 +67,7 @@ def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
 
 def is_here(node: Node, job: Job) -> bool:
     """Whether this very run of a job still wants data here: it may have ended, or been requeued."""
-    lease = node.leases.read(job.id)
-    return lease is not None and lease.data and read(node.leases, job.id).restart == job.restart
+    if node.leases.read(job.id) is None:
+        return False
+    data = node.leases.said(job.id).data
+    return data is not None and data.restart == job.restart

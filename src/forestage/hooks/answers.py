@@ -61,8 +61,3 @@ def measured(node: Node, answer: Answer) -> Answer:
         takes = baseline.seconds(node.cache, node.config, answer.image.key)
     outcome = msgspec.structs.replace(answer.outcome, baseline=takes)
     return msgspec.structs.replace(answer, outcome=outcome)
-
-
-def has_control(text: str) -> bool:
-    """Pure: whether a text holds what ends a line or a field, or moves a terminal's cursor."""
-    return any(ord(char) < 32 or ord(char) == 127 for char in text)

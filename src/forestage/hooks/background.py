@@ -177,7 +177,7 @@ def forget_hints(places: Places, job: Job) -> None:
     leases = Leases(places.leases)
     try:
         lease = leases.read(job.id)
-        if lease is None or not lease.say:
+        if lease is None or not leases.said(job.id).say:
             leases.end_hinted(job.id)
     except (Failed, OSError):  # a helper more
         return

@@ -62,6 +62,10 @@ def _main(name: Name, root: str = "") -> int:
         return USAGE
     note_call(name, os.environ, run)
     note_nodes(name, os.environ, run)
+    if name == "step":
+        from forestage.slurm.lines import NUMBER
+
+        write(NUMBER)
     if nothing_to_do(name, os.environ, f"{run}/leases"):
         hook.say("result=none")
         hook.answer("leave", "no-image")
@@ -373,8 +377,10 @@ def _hangs(cache: str, root: str) -> float:
 
 def write(*fields: str) -> None:
     """One line for the companion, which may have gone."""
+    from forestage.slurm.lines import encoded
+
     try:
-        os.write(1, "\t".join(fields).encode(errors="backslashreplace") + b"\n")
+        os.write(1, encoded(*fields) + b"\n")
     except OSError:
         return
 

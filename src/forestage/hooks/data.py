@@ -18,9 +18,9 @@ import msgspec
 
 from forestage.cache import disk, image
 from forestage.cache.node import Node
+from forestage.cache.said import Wanted
 from forestage.clock import Deadline
 from forestage.data import wanted
-from forestage.data.wanted import Fields, Wanted
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.events.reasons import FAILURES
@@ -31,6 +31,7 @@ from forestage.hooks.limit import Limit
 from forestage.slurm import hints
 from forestage.slurm.hints import Kind, Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.stage import opening
 from forestage.system import as_user, lock
 from forestage.units import printable
@@ -227,9 +228,7 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Lim
 
 def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
     with lock.held_if_writable(node.cache.space_lock, end.left()):
-        lease = leases.of_job(node, job)
-        node.leases.write(msgspec.structs.replace(lease, data=True))
-        wanted.note(node.leases, job.id, noted)
+        node.leases.say(leases.of_job(node, job), data=noted)
         # By this file the companion knows that each step has to ask.
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
 

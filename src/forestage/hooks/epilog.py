@@ -32,10 +32,14 @@ HANGING = 1.0  # seconds for the space lock while the disk hangs
 
 
 class _Over(msgspec.Struct, frozen=True):
-    """A job that is over here; `lease` is None where it is damaged, `patience` in seconds."""
+    """A job that is over here; `lease` is None where it is damaged, `patience` in seconds.
+
+    `data`: whether its comment may have named any.
+    """
 
     job: Job
     lease: Lease | None
+    data: bool
     cache: Cache
     leases: Leases
     places: Places
@@ -79,7 +83,8 @@ def epilog(
         done = Released(result="released")
         if cache:
             watched.works_on(str(cache.root))
-            over = _Over(job, lease, cache, leases, places, clock, patience)
+            data = lease is None or _has_data(leases, job.id)
+            over = _Over(job, lease, data, cache, leases, places, clock, patience)
             _forget_images(over)
             hang = disk.hangs(places, cache, patience)
             if hang is not None:
@@ -148,9 +153,16 @@ def _forget_images(over: _Over) -> None:
     as_user.each([work], type(None), timeout, timeout, at_once=1)
 
 
+def _has_data(leases: Leases, job: int) -> bool:
+    try:
+        return leases.said(job).data is not None
+    except Failed:  # nobody can say
+        return True
+
+
 def _clear(over: _Over) -> None:
     """Removes what few jobs have of data."""
-    if over.lease is None or over.lease.data:
+    if over.data:
         from forestage.data import release
 
         release.of_job(over.cache, over.leases, over.job.id, over.patience)

@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import Sequence
 
-import msgspec
-
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
@@ -93,7 +91,7 @@ def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
     ):
         lease = node.leases.read(job.id)
         if lease is not None:
-            node.leases.put(msgspec.structs.replace(lease, waited=round(waited, 4)))
+            node.leases.say(lease, waited=round(waited, 4))
 
 
 def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
@@ -143,7 +141,7 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     ):
         lease = leases.of_job(node, job)
         say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
-        node.leases.write(msgspec.structs.replace(lease, say=say))
+        node.leases.say(lease, say=say)
         node.leases.note_hinted(job.id, node.leases.hinted(job.id))
 
 
@@ -171,8 +169,7 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
     try:
         with lock.held_if_writable(node.cache.space_lock, end.left()):
             lease = leases.of_job(node, job)
-            said = {"off": hints.off, "wait": hints.wait, "tell": hints.tell}
-            node.leases.put(msgspec.structs.replace(lease, **said))
+            node.leases.say(lease, off=hints.off, wait=hints.wait, tell=hints.tell)
     except (ForestageError, OSError) as error:
         return answers.of_error(Request("", "hint"), error)
     if not hints.off:

@@ -34,6 +34,7 @@ from forestage.registry.words import Importing, Order, Present, Progress, Refuse
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
 from forestage.system import child, folders, holder, lock, run
 from forestage.system.holder import Channel, Life, Message
 from forestage.units import printable
@@ -76,7 +77,7 @@ class Asked(msgspec.Struct, frozen=True):
         )
 
 
-def begin(node: Node, job: Job, asked: Asked, report: Report) -> tuple[str, ...]:
+def begin(node: Node, job: Job, asked: Asked, report: Report) -> Fields:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
     disk.must_take(node.places, node.cache)  # the tasks would wait for a process that hangs
     folders.keep(node.places.images, folders.PASSABLE)
@@ -345,7 +346,7 @@ def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answ
     return answer
 
 
-def _fields(node: Node, job: Job, answer: Answer) -> tuple[str, ...]:
+def _fields(node: Node, job: Job, answer: Answer) -> Fields:
     """The line that ends the tasks' wait: the copy shows at a place of the step's own."""
     words = step.fields(node, answer)
     if words[0] == "leave":

@@ -22,6 +22,7 @@ from forestage.hooks.boundary import DRAIN, Hook, write
 from forestage.paths import Places
 from forestage.slurm import companion, timeouts
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields, has_control
 from forestage.units import printable
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     nodes, refusal = _nodes(hook, job, places, clock)
     job, refusal = step.as_noted(nodes[0], job, refusal)
     nodes = [user_messages.telling(node, job) for node in nodes]
-    later: tuple[str, ...] = ()
+    later: Fields = ()
     if refusal is None:
         job, later = _begin_import(hook, nodes[0], job, places, clock)
     say = user_messages.Once(nodes[0], job, _speak)
@@ -133,16 +134,16 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     outcomes = done.outcomes
     if not later:
         for name, value in variables.of_image(job, done.answers):
-            write("data", "env", name, value)
+            write("env", name, value)
     for words in done.also:
         write("also", *words)
     data: Sequence[Handled] = ()
     local = variables.local_images(job, done.answers)
-    if os.path.exists(nodes[0].leases.data(job.id)):
+    if _has_data(nodes[0].leases, job.id):
         shown_data = _show_data(hook, nodes[0], job, limit, refusal)
         data, local = shown_data.outcomes, (*local, *shown_data.local)
     for name, value in variables.of_data(data, local):
-        write("data", "env", name, value)
+        write("env", name, value)
     outcomes += data
     user_messages.tell(nodes[0], job, outcomes, say, say.always)
     # At once: the log can wait, the step does not.
@@ -151,9 +152,17 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     return outcomes
 
 
+def _has_data(leases: Leases, job: int) -> bool:
+    """Whether the job's comment named any; a refusal says already where nobody can tell."""
+    try:
+        return leases.said(job).data is not None
+    except (Failed, OSError):
+        return False
+
+
 def _begin_import(
     hook: Hook, node: Node, job: Job, places: Places, clock: Clock
-) -> tuple[Job, tuple[str, ...]]:
+) -> tuple[Job, Fields]:
     """Has a process obtain the registry's image that the job names: that may take long.
 
     Returns the job without it, and a step's answer. The job as it is, where it names none,
@@ -170,7 +179,7 @@ def _begin_import(
     def report_it(outcomes: Sequence[Outcome]) -> None:
         hook.report(job, outcomes, places, clock)
 
-    later: tuple[str, ...] = ()
+    later: Fields = ()
     try:
         if hook.name == "prolog":
             registry.guess(node, job, request, report_it)
@@ -183,14 +192,14 @@ def _begin_import(
 
 def _show_data(hook: Hook, node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     """Tells the companion what data the step is shown."""
-    from forestage.hooks import answers, data
+    from forestage.hooks import data
 
     shown = data.show(node, job, limit, refusal)
     for words in shown.lines:
-        if any(map(answers.has_control, words)):
+        if any(map(has_control, words)):
             hook.say(f"result=unshown detail={words!r}")
         else:
-            write("data", *words)
+            write(*words)
     return shown
 
 

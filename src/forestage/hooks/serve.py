@@ -25,12 +25,13 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Result
 from forestage.hooks import leases
-from forestage.hooks.answers import UNSERVED, Answer, has_control, measured, of_error, shown_as
+from forestage.hooks.answers import UNSERVED, Answer, measured, of_error, shown_as
 from forestage.hooks.binds import Binds
 from forestage.hooks.leases import GIVE_UP
 from forestage.hooks.limit import Limit
 from forestage.slurm.hints import IMPORTED, Kind, Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import has_control
 from forestage.stage import wait
 from forestage.stage.file import Files
 from forestage.stage.source import Finder, OpenImage

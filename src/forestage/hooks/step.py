@@ -1,9 +1,6 @@
 """The step hook: the SPANK companion runs it once per step and node, before the tasks start.
 
-The answer is one line of fields between tabs: `use` this entry for that file, read `through` the
-keeper at this socket, or `leave` the path as it is. A line with `say` before it is for the user,
-who sits at the terminal and waits; one with `also` is such an answer for one more image, and one
-with `data` says what else is mounted (data/wanted.py).
+It answers in the lines of slurm/lines.py.
 """
 
 import contextlib
@@ -24,11 +21,12 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.hooks import leases, serve, user_messages
-from forestage.hooks.answers import Answer, has_control, measured
+from forestage.hooks.answers import Answer, measured
 from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields, has_control
 from forestage.stage import opening
 from forestage.system import lock
 
@@ -44,8 +42,8 @@ class Done(msgspec.Struct, frozen=True):
     """
 
     answers: list[Answer]
-    answer: tuple[str, ...]
-    also: tuple[tuple[str, ...], ...] = ()
+    answer: Fields
+    also: tuple[Fields, ...] = ()
 
     @property
     def outcomes(self) -> list[Handled]:
@@ -90,7 +88,7 @@ def waiting(
 def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Done:
     """Stages the step's image; `refusal` is why nothing may be staged on this node now."""
     answers = serve.serve(node, job, job.requests, limit, refusal)
-    own: tuple[str, ...] = ("leave", "no-image")
+    own: Fields = ("leave", "no-image")
     also = []
     for request, answer in zip(job.requests, answers, strict=True):
         words = fields(node, answer)
@@ -144,19 +142,19 @@ def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Decli
     job = also_hinted(node.leases, job)
     job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id))
     try:
-        lease = node.leases.read(job.id)
+        lease, said = node.leases.read(job.id), node.leases.said(job.id)
     except Failed as damaged:
         return job, refusal or damaged
     except OSError as error:
         return job, refusal or Failed("io", str(error))
     if lease is None:
         return job, refusal
-    said = {"off": lease.off, "wait": lease.wait, "tell": lease.tell, "problems": lease.say}
-    hints = msgspec.structs.replace(job.hints, **said)
-    return msgspec.structs.replace(job, hints=hints, waited=lease.waited), refusal
+    noted = {"off": said.off, "wait": said.wait, "tell": said.tell, "problems": said.say}
+    hints = msgspec.structs.replace(job.hints, **noted)
+    return msgspec.structs.replace(job, hints=hints, waited=said.waited), refusal
 
 
-def fields(node: Node, answer: Answer) -> tuple[str, ...]:
+def fields(node: Node, answer: Answer) -> Fields:
     """Pure: the fields of the line that ends the companion's wait."""
     outcome, wanted = answer.outcome, answer.image
     if outcome.result == "started":

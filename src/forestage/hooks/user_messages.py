@@ -87,10 +87,10 @@ def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
         lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
     ):
         lease = node.leases.read(job.id)
-        if lease is None or not lease.say:  # another step of the job was faster
+        if lease is None or not node.leases.said(job.id).say:  # another step was faster
             return
         node.leases.end_hinted(job.id)
-        node.leases.put(msgspec.structs.replace(lease, say=()))
+        node.leases.say(lease, say=())
     for line in job.hints.problems:
         say.progress(line)
 
@@ -150,8 +150,9 @@ class Once:
         try:
             with lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP):
                 lease = leases.of_job(node, self.job)
-                node.leases.put(msgspec.structs.replace(lease, told=True))
-                return not lease.told
+                told = node.leases.said(self.job.id).told
+                node.leases.say(lease, told=True)
+                return not told
         except (ForestageError, OSError):  # rather twice than never
             return True
 

@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 
 from forestage.events import Handled
-from forestage.hooks.answers import UNSERVED, Answer, has_control
+from forestage.hooks.answers import UNSERVED, Answer
 from forestage.slurm.job import Job
+from forestage.slurm.lines import has_control
 
 WHOLE = ("hit", "joined", "copied")  # results with which all of it is read from this node's disk
 BY_WORTH = (*WHOLE, "through", "started", "declined", "failed")

@@ -1,6 +1,6 @@
 """Who waits for an image of a registry: the tasks of a step, each at its connection to a socket.
 
-They hear lines of the helper's language (hooks/step.py), a packet each (src/spank/later.c).
+They hear lines (slurm/lines.py), a packet each (src/spank/later.c).
 """
 
 import socket
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from forestage.errors import Declined
+from forestage.slurm.lines import NUMBER, encoded
 from forestage.system import holder
 from forestage.system.holder import Guests
 from forestage.units import printable
@@ -29,7 +30,7 @@ class Tasks:
         # One of a step of that number before a requeue gives way.
         listener = holder.listen(path) if path else None
         self.guests = Guests(listener, self._answer, self._greet)
-        self.lines: list[bytes] = []
+        self.lines = [encoded(NUMBER)]
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever
 
@@ -81,8 +82,8 @@ class Tasks:
         self.say("say", f"forestage: {printable(text)}")
 
     def say(self, *fields: str) -> None:
-        """A line of the helper's language (hooks/step.py)."""
-        line = "\t".join(fields).encode(errors="backslashreplace")
+        """A line for all of them."""
+        line = encoded(*fields)
         self.lines.append(line)
         for task in [*self.guests.connections.values()]:
             self._send(task, line)

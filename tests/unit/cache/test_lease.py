@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.cache.lease import MAX_BYTES, Lease, Leases, Use
+from forestage.cache.said import Said, Tree, Wanted
 from forestage.errors import Declined, Failed
+from forestage.slurm.hints import Request
 from forestage.system.as_user import User
 
 ALICE = User("alice", 1000, 100)
@@ -96,13 +98,9 @@ def test_larger_lease_of_an_earlier_build_may_shrink(
     assert leases.keys() == {"k", "l"}
 
 
-@pytest.mark.parametrize("note", [{"off": True}, {"wait": 0.0}, {"told": True}, {"saves": ("/x",)}])
-def test_lease_that_notes_something_stays_without_uses(
-    leases: Leases, note: dict[str, object]
-) -> None:
-    noted = msgspec.structs.replace(lease(1, Use("k")), **note)
-    leases.put(noted.without("k"))
-    assert leases.all() == [msgspec.structs.replace(lease(1), **note)]
+def test_lease_that_notes_where_the_job_saves_stays_without_uses(leases: Leases) -> None:
+    leases.put(lease(1, Use("k")).saving("/x").without("k"))
+    assert leases.all() == [lease(1).saving("/x")]
     assert leases.keys() == frozenset()
 
 
@@ -168,3 +166,85 @@ def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> Non
     for name in (".4.json.x7z", "x.json", "5.txt", "²2.json"):
         (leases.directory / name).touch()
     assert leases.jobs() == (3, 12)
+
+
+WANTED = Wanted((Request("/lustre/set/", "hint"),), room=1 << 30, trees={"/a/": Tree("looking")})
+SAID = Said(True, 3.0, True, (b"/lustre/\xff.sqsh",), WANTED, ("a line",), True, 1.5)
+
+
+def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(leases: Leases) -> None:
+    leases.say(lease(), **msgspec.structs.asdict(SAID))
+    assert (leases.said(1), leases.read(1)) == (SAID, lease())
+    assert leases.hinted(1) == ("/lustre/\udcff.sqsh",)
+    assert leases.said_file(1).stat().st_mode & 0o777 == 0o600
+    leases.say(lease(), wait=None, off=False)
+    assert leases.said(1) == msgspec.structs.replace(SAID, wait=None, off=False)
+
+
+@pytest.mark.parametrize("name", [one.name for one in msgspec.structs.fields(Said)])
+def test_lease_goes_once_nothing_is_said_or_held_any_more(leases: Leases, name: str) -> None:
+    leases.say(lease(), **{name: getattr(SAID, name)})
+    assert leases.read(1) is not None
+    leases.say(lease(), **{name: getattr(Said(), name)})
+    assert [*leases.directory.iterdir()] == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"null", b"\xff", b'{"off": 1}', b"\0" * 100])
+def test_what_was_said_is_never_nothing_where_it_is_damaged(leases: Leases, damage: bytes) -> None:
+    """The job may have said stage=off."""
+    leases.say(lease(), off=True)
+    leases.said_file(1).write_bytes(damage)
+    with pytest.raises(Failed) as caught:
+        leases.said(1)
+    assert caught.value.reason == "lease-damaged"
+    leases.drop(1)
+    assert leases.said(1) == Said()
+
+
+def test_what_was_left_without_a_lease_is_not_said_to_the_next_run(leases: Leases) -> None:
+    leases.note(1, off=True)
+    leases.say(lease(), told=True)
+    assert leases.said(1) == Said(told=True)
+
+
+def earlier(leases: Leases) -> None:
+    """What a job has that began under an earlier release."""
+    leases.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    said = msgspec.to_builtins(msgspec.structs.replace(SAID, hinted=(), data=None))
+    old = msgspec.to_builtins(lease(1, Use("k"))) | said | {"data": True}
+    leases.file(1).write_bytes(msgspec.json.encode(old))
+    leases.hints(1).write_bytes(b"/lustre/\xff.sqsh")
+    (leases.directory / "1.data").write_bytes(msgspec.json.encode(WANTED))
+
+
+def test_job_of_an_earlier_release_is_heard(leases: Leases) -> None:
+    earlier(leases)
+    assert (leases.said(1), leases.read(1)) == (SAID, lease(1, Use("k")))
+
+
+def test_job_of_an_earlier_release_is_heard_once_its_lease_is_written_anew(leases: Leases) -> None:
+    earlier(leases)
+    leases.write(lease(1, Use("k"), Use("l")))
+    assert leases.said(1) == SAID
+    leases.say(lease(1, Use("k")), say=())
+    assert leases.said(1) == msgspec.structs.replace(SAID, say=())
+
+
+def test_job_leaves_nothing_whatever_release_noted_it(leases: Leases) -> None:
+    """But the mark of its Prolog, which that may have locked."""
+    earlier(leases)
+    leases.say(lease(1), told=True)
+    for kind in ("nodes", "shown", "agreed", "of-another-release", "prolog"):
+        (leases.directory / f"1.{kind}").touch()
+    leases.write(lease(11, Use("k")))
+    leases.drop(1)
+    assert {file.name for file in leases.directory.iterdir()} == {"1.prolog", "11.json"}
+
+
+def test_what_outlived_its_lease_goes_with_the_sweep(leases: Leases) -> None:
+    leases.say(lease(2), told=True)
+    for name in ("1.said", "1.shown", "1.data", "1.of-another-release", "1.nodes"):
+        (leases.directory / name).touch()
+    leases.drop_unfinished()
+    left = {file.name for file in leases.directory.iterdir()}
+    assert left == {"2.json", "2.said", "1.nodes"}  # which a job has that may hold something later

@@ -8,8 +8,9 @@ import pytest
 
 from forestage.cache import shown
 from forestage.cache.lease import Lease, Leases, Use
-from forestage.cache.shown import FIRST_LINE, MAX_BYTES, Shown
+from forestage.cache.shown import MAX_BYTES, Shown
 from forestage.paths import Places
+from forestage.slurm.lines import NUMBER
 from forestage.system.as_user import User
 
 JOB = 7
@@ -31,8 +32,8 @@ def leases(places: Places) -> Leases:
     return leases
 
 
-def lease(*keys: str, off: bool = False) -> Lease:
-    return Lease(JOB, User("u", 1, 1), 1.0, "/c", tuple(map(Use, keys)), off=off)
+def lease(*keys: str) -> Lease:
+    return Lease(JOB, User("u", 1, 1), 1.0, "/c", tuple(map(Use, keys)))
 
 
 def image(key: str = KEYS[0], asked: str = "/a", event: str = "{}", entry: str = "") -> Shown:
@@ -49,7 +50,7 @@ def note(leases: Leases, places: Places, *images: Shown) -> list[list[str]]:
 
 def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places: Places) -> None:
     (first,), boot, log, *files, found = note(leases, places, image())
-    assert (first, boot[0], log) == (FIRST_LINE, "boot", ["events", str(places.events)])
+    assert (first, boot[0], log) == (NUMBER, "boot", ["events", str(places.events)])
     site = places.etc / "conf.d/site.yaml"
     assert [line[1] for line in files] == [
         str(places.disabled),
@@ -58,6 +59,7 @@ def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places
         str(places.etc / "conf.d"),
         str(site),
         str(leases.file(JOB)),
+        str(leases.said_file(JOB)),
     ]
     facts = site.stat()
     numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
@@ -96,11 +98,12 @@ def test_image_that_the_lease_does_not_hold_is_left_out(leases: Leases, places: 
     assert [line[1] for line in lines if line[0] == "image"] == ["/b"]
 
 
-@pytest.mark.parametrize("held", [None, lease(*KEYS, off=True)])
 def test_job_without_a_lease_or_with_stage_off_has_no_record(
-    leases: Leases, places: Places, held: Lease | None
+    leases: Leases, places: Places
 ) -> None:
-    leases.write(held) if held else leases.drop(JOB)
+    leases.note(JOB, off=True)
+    assert note(leases, places, image()) == []
+    leases.drop(JOB)
     assert note(leases, places, image()) == []
 
 
@@ -125,7 +128,7 @@ def test_damaged_record_is_replaced(leases: Leases, places: Places) -> None:
     assert not leases.shown(JOB).exists()
     leases.write(lease(*KEYS))
     leases.shown(JOB).write_bytes(b"\xff\n")
-    assert len(note(leases, places, image())) == 10
+    assert len(note(leases, places, image())) == 11
 
 
 def test_record_goes_with_the_lease(leases: Leases, places: Places) -> None:

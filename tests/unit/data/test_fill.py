@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
+from forestage.cache.said import Wanted
 from forestage.data import fill, put
-from forestage.data.wanted import Wanted
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
 

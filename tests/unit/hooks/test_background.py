@@ -284,7 +284,7 @@ def test_hints_are_forgotten_unless_the_first_step_has_a_line_to_say(
     node: Node, me: User, say: tuple[str, ...], left: bool
 ) -> None:
     leases = Leases(node.places.leases)
-    leases.write(Lease(7, me, time.time(), "/cache", tell=True, say=say))
+    leases.say(Lease(7, me, time.time(), "/cache"), tell=True, say=say)
     leases.hints(7).touch()
     job = Job.from_environ({"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1"})
     background.forget_hints(node.places, job)

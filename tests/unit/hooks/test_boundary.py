@@ -158,7 +158,7 @@ def test_nodes_of_a_prolog_are_kept_for_steps(
 def test_nodes_are_forgotten_by_the_epilog_and_by_nobody_else(run: Path) -> None:
     note_nodes("prolog", ON_TWO, str(run))
     note_nodes("step", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-9]"}, str(run))
-    Leases(run / "leases").drop(7)
+    Leases(run / "leases").put(Lease(7, User("", 1, 1), 0.0, "/cache"))  # which holds nothing
     assert Leases(run / "leases").nodelist(7) == "n[1-2]"
     note_nodes("epilog", {"SLURM_JOB_ID": "7"}, str(run))
     assert list((run / "leases").iterdir()) == []

@@ -112,8 +112,7 @@ def test_job_that_was_switched_off_leaves_no_lease(
     staging_node: Node, asking: Job, config: Config
 ) -> None:
     node = staging_node
-    lease = Lease(asking.id, asking.user, 0.0, str(node.cache.root), off=True)
-    node.leases.write(lease)
+    node.leases.say(Lease(asking.id, asking.user, 0.0, str(node.cache.root)), off=True)
     assert ended(node, asking, config) == ("released", "")
     assert node.leases.all() == []
 

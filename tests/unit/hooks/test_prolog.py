@@ -124,9 +124,8 @@ def test_stage_off_is_noted_for_the_steps(
     job = msgspec.structs.replace(job, hints=Hints(off=True), requests=job.requests[:requests])
     outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
     assert [outcome.reason for outcome in outcomes] == ["off"] * max(1, requests)
-    lease = staging_node.leases.read(job.id)
-    assert lease is not None
-    assert lease.off
+    assert staging_node.leases.read(job.id) is not None
+    assert staging_node.leases.said(job.id).off
 
 
 @pytest.mark.parametrize("requests", [0, 2])
@@ -135,9 +134,8 @@ def test_stage_wait_is_noted_for_the_steps_and_is_no_outcome(
 ) -> None:
     job = msgspec.structs.replace(job, hints=Hints(wait=3.0), requests=job.requests[:requests])
     assert len(prolog.prolog(staging_node, job, limit, None)) == requests
-    lease = staging_node.leases.read(job.id)
-    assert lease is not None
-    assert (lease.wait, lease.off) == (3.0, False)
+    said = staging_node.leases.said(job.id)
+    assert (said.wait, said.off) == (3.0, False)
 
 
 def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
@@ -174,9 +172,7 @@ def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
     job = msgspec.structs.replace(asking, hints=Hints(tell=tell), requests=())
     monkeypatch.setattr(prolog, "_note_hinted", lambda *_: None)
     prolog.prolog(node, job, limit, None)
-    found = node.leases.read(job.id)
-    assert found
-    assert found.waited == noted
+    assert node.leases.said(job.id).waited == noted
 
 
 @pytest.mark.parametrize(("problems", "reasons"), [((), []), (("odd", "hint"), ["bad-hint"])])

@@ -25,6 +25,7 @@ from forestage.registry.words import Order
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
+from forestage.slurm.lines import NUMBER
 from forestage.system import child, run
 from forestage.system.as_user import User
 from node import until
@@ -50,6 +51,7 @@ def task(tasks: Tasks) -> socket.socket:
     made.settimeout(10)
     made.connect(os.fspath(tasks.path))
     tasks.wait(-1)
+    assert made.recv(100) == NUMBER.encode()
     return made
 
 

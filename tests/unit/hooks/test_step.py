@@ -399,7 +399,7 @@ def test_step_waits_where_somebody_asks_for_it_and_no_longer_than_the_companion(
     node = msgspec.structs.replace(config, clock=ManualClock())
     job = msgspec.structs.replace(image_asked, hints=Hints(wait=hint))
     if hint is not None:
-        node.leases.write(Lease(job.id, job.user, 0.0, "/cache", wait=hint))
+        node.leases.say(Lease(job.id, job.user, 0.0, "/cache"), wait=hint)
     run(node, job, timeout=timeout)
     (given,) = [one.limit for one in handled]
     assert (given.copy and given.copy.end - 1000, given.end.end - 1000) == (copy, end)
@@ -420,7 +420,7 @@ def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
     configured: Configured, image_asked: Job, handled: list[Call], off: bool
 ) -> None:
     node, job = configured(), image_asked
-    node.leases.write(Lease(job.id, job.user, 0.0, "/cache", off=off))
+    node.leases.say(Lease(job.id, job.user, 0.0, "/cache"), off=off, tell=True)
     run(node, job)
     assert handled[0].job.hints.off is off
 

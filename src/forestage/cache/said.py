@@ -1,0 +1,70 @@
+"""What was said to a job on this node, and by it: beside its lease, gone with it.
+
+/run/forestage/leases/<job>.said    JSON of `Said`, written under the space lock (cache/lease.py)
+
+Its steps, its Epilog and the sweep could not see it otherwise. What the job holds is in the lease.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from forestage.slurm.hints import Request
+
+
+class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a directory is (data/tree.py): its key and resolved path, or why it has none."""
+
+    state: Literal["looking", "copying", "ready", "declined"]
+    key: str = ""
+    path: str = ""
+    reason: str = ""
+    detail: str = ""
+
+
+class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
+
+    `refused` says why it has none though, `off` that for this reason it gets nothing else either;
+    `reason` is that in one word.
+    `restart` is the run of the job, as Slurm counts them. `trees` has the directories by their
+    paths as the job names them.
+    """
+
+    requests: tuple[Request, ...] = ()
+    room: int | None = None
+    ram: bool = False
+    refused: str = ""
+    off: bool = False
+    reason: str = ""
+    trees: dict[str, Tree] = {}
+    restart: int = 0
+
+
+class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`off`, `wait` (seconds), `tell`: the job said stage=off, stage-wait=, stage-tell=yes.
+
+    `hinted` are the images that its comment named, resolved: as bytes, since a path need not be
+    text. `data` is what else it names; None: nothing. `say` are lines for its user, `told`: they
+    have read a line. `waited` are the seconds that its Prolog took, for a user who wants to know.
+    """
+
+    off: bool = False
+    wait: float | None = None
+    tell: bool = False
+    hinted: tuple[bytes, ...] = ()
+    data: Wanted | None = None
+    say: tuple[str, ...] = ()
+    told: bool = False
+    waited: float = 0.0
+
+
+class Earlier(msgspec.Struct, frozen=True):
+    """What a lease said in earlier releases, which are read for one more."""
+
+    off: bool = False
+    wait: float | None = None
+    tell: bool = False
+    say: tuple[str, ...] = ()
+    told: bool = False
+    waited: float = 0.0

@@ -1,0 +1,40 @@
+"""What the companion is told: lines of fields between tabs. `src/spank/answer.c` takes them apart.
+
+A step's helper answers by them, who imports an image sends them to the tasks that wait, a packet
+each (hooks/waiting.py), and a record keeps them for further steps (cache/shown.py). NUMBER is the
+first. A companion that knows another one leaves the step as it is. What else it does not understand
+it leaves out.
+
+    say     TEXT                            for the user, who sits at the terminal and waits
+    env     NAME [VALUE]                    a variable of the step; without a value it has none
+    use     ENTRY PATH FACTS TELL           the step's image, at PATH: this entry shows there
+    through SOCKET PATH FACTS TELL          … the file that a keeper serves
+    also    use|through …                   one more image
+    device  DEVICE FILE KIND ro|rw TARGET INODE|root
+                                            a loop device's file system of KIND, at TARGET
+    served  SOCKET TARGET INODE|root        a clone of the mount that a keeper holds, at TARGET
+    folder  PATH TARGET root                PATH made in a tmpfs over TARGET, which it hides
+    later   SOCKET                          who knows more listens there: the tasks wait
+    leave   REASON                          the image's path stays as it is
+
+`use`, `through`, `later` and `leave` end an answer. A line has all that a task looks at before it
+mounts. FACTS are inode, size, mtime and ctime (ns) of the file at PATH, which is resolved; with
+TELL, 0 or 1, the user hears where it is another one. FILE is what the device has to show
+(system/loop.file_of). TARGET is a directory without links on its way. INODE is its number as the
+user sees it: the task opens it as the user. `root`: it is root's own, and is opened as root.
+
+This imports nothing: a helper writes its first line before it knows that there is work.
+"""
+
+NUMBER = "forestage 4"  # LANGUAGE in src/spank/forestage.h
+Fields = tuple[str, ...]
+
+
+def encoded(*fields: str) -> bytes:
+    """Pure: a line, without its end."""
+    return "\t".join(fields).encode(errors="backslashreplace")
+
+
+def has_control(text: str) -> bool:
+    """Pure: whether a text holds what ends a line or a field, or moves a terminal's cursor."""
+    return any(ord(char) < 32 or ord(char) == 127 for char in text)
