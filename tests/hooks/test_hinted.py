@@ -214,6 +214,14 @@ def test_option_that_was_set_by_hand_is_checked_again(
     assert all(line.isprintable() for line in lines)
 
 
+def test_option_that_came_to_nothing_is_said_as_it_was_written(
+    loaded: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked(loaded, "stage=/typo.sqsh\n")
+    (line,) = said(step(loaded, 1, capfd))
+    assert line.startswith("forestage: n1: --stage=/typo.sqsh is not staged: /typo.sqsh does not")
+
+
 def test_image_that_is_too_large_is_said(
     loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:

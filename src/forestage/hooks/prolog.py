@@ -122,9 +122,10 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         " (man forestage-hooks)"
         for problem in job.hints.problems
     ]
+    word = "--stage" if "stage" in job.hints.options else "stage"
     lines += [
         # A list is none of the paths in it.
-        f"{f'stage={one.request}' if one.request else 'what stage-list= names'} is not staged:"
+        f"{f'{word}={one.request}' if one.request else 'what stage-list= names'} is not staged:"
         f" {one.detail}; {TO_DO[one.reason]}"
         for one in outcomes
         if isinstance(one, Handled)
