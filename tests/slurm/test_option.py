@@ -129,7 +129,14 @@ def test_job_without_its_environment_has_it(spank: Site, paths: list[str]) -> No
     options = ["--export=NONE", "--output=/dev/null", "--nodelist=n1", f"--stage={paths[0]}"]
     job = spank.cluster.submit("#!/bin/sh\ntrue\n", *options)
     wait_until(lambda: asked(spank, job) == [paths[0]], 60, spank.cluster.overview)
-    spank.cluster.run(["scancel", str(job)], user="root")
+    squeue = ["squeue", "--noheader", "--format=%T", f"--job={job}"]
+    # Over, or held for want of it: one that is cancelled before is held again.
+    wait_until(
+        lambda: spank.cluster.run(squeue, user="root", check=False).stdout in ("", "PENDING\n"),
+        60,
+        spank.cluster.overview,
+    )
+    spank.cluster.run(["scancel", str(job)], user="root", check=False)
     spank.wait_over(job)
 
 
