@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,10 +29,12 @@ LANES = "FORESTAGE_TEST_LANES"  # how many, if not what suits this machine
 TAKEN = "FORESTAGE_TEST_TAKEN"  # a directory that the lanes have in common
 BUILT = "FORESTAGE_TEST_BUILT"  # another: the clusters' plugins (slurm/cluster.py)
 OUTCOMES = "outcomes"  # a file: how many tests passed, failed, were skipped in each process
+TIMES = "times"  # a file: the seconds that tests took, with what they share, and their names
+LONG, MOST = 2.0, 30  # seconds of a test that is noted there; so many are shown
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
 FOLDERS = [".", "faults", "state", "hooks", "registry", "spank", "window"]
-FOLDERS += [f"unit/{name}" for name in ("system", "stage", "admin", "data", "check")]
+FOLDERS += [f"processes/{name}" for name in ("system", "stage", "admin", "data", "check")]
 LONGEST = ["registry", "data", "peers", "job_waits", "load", "step_sees", "through", "step_waits"]
 LONGEST += ["suites", "benches", "linters", "shares", "job_dir_filled", "through_server", "inline"]
 LONGEST += ["stager_killed", "window_processes"]
@@ -107,6 +110,13 @@ def note(stats: Mapping[str, Sequence[object]], taken: Path) -> None:
     # One write of a line: several processes append to the same file.
     with (taken.parent / OUTCOMES).open("ab", buffering=0) as file:
         file.write(b"%d %d %d\n" % (passed, failed + errors, skipped))
+    seconds: Counter[str] = Counter()
+    for report in (one for reports in stats.values() for one in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] += report.duration
+    lines = [f"{took:.1f} {name}\n" for name, took in seconds.items() if took >= LONG]
+    with (taken.parent / TIMES).open("ab", buffering=0) as file:
+        file.write("".join(lines).encode())
 
 
 # Around them
@@ -120,6 +130,12 @@ def total(outcomes: Path) -> str:
         for column in zip((0, 0, 0), *(map(int, line.split()) for line in lines), strict=True)
     )
     return "{} passed, {} failed, {} skipped".format(*sums)
+
+
+def slowest(times: Path) -> list[str]:
+    """The tests that took longest, with their seconds."""
+    lines = times.read_text().splitlines() if times.exists() else []
+    return sorted(lines, key=lambda line: -float(line.split()[0]))[:MOST]
 
 
 def folders(top: Path) -> list[Path]:
@@ -214,6 +230,8 @@ def start_all(top: Path) -> int:
         busy, ticks = (now - then for now, then in zip(_ticks(), before, strict=True))
         seconds = time.monotonic() - start
         print(f"{count} lanes, {seconds:.0f} s, processors {busy / max(1, ticks):.0%} busy")
+        for line in slowest(Path(folder) / TIMES):
+            print(f"slow: {line}")
         for name in flaky.names(Path(os.environ[flaky.FAILED])):
             print(f"failed: {name}")
         print(total(Path(folder) / OUTCOMES))

@@ -50,6 +50,14 @@ def test_lane_goes_where_it_is_wanted(
     assert lanes.next_folder([HOOKS, UNIT, CLUSTERS], begun, clusters_first) == wanted
 
 
+def test_tests_that_took_longest_are_shown_first(tmp_path: Path) -> None:
+    times = tmp_path / "times"
+    assert lanes.slowest(times) == []
+    times.write_text("".join(f"{number}.5 tests/a.py::test_{number}\n" for number in range(40)))
+    told = lanes.slowest(times)
+    assert (len(told), told[0]) == (lanes.MOST, "39.5 tests/a.py::test_39")
+
+
 def test_lane_goes_to_what_is_left_and_ends_when_there_is_nothing() -> None:
     assert lanes.next_folder([CLUSTERS], [CLUSTERS], clusters_first=False) == CLUSTERS
     assert lanes.next_folder([UNIT], [UNIT], clusters_first=True) == UNIT

@@ -25,7 +25,6 @@ from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION, Job
 from forestage.stage import opening, pipeline
 from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
-from forestage.system import as_user
 from forestage.system.as_user import User
 
 # What the environment of a process can hold: any bytes but NUL, as Python decodes them.
@@ -88,28 +87,6 @@ def _fields(line: str) -> list[str]:
         else:
             rest = rest.partition(" ")[2]
     return names
-
-
-@given(TEXT)
-@hypothesis_settings(
-    max_examples=15 * MORE,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
-    """A child that died over a name would be our failure, which may drain the node."""
-
-    def work() -> as_user.Found[None]:
-        raise OSError(2, "No such file", name)
-
-    with pytest.raises(FileNotFoundError) as caught:
-        as_user.call(work, type(None), 10.0)
-    # As bytes: two pieces that are no text may be text together.
-    assert os.fsencode(caught.value.filename or "") == os.fsencode(name)
-
-
-@pytest.mark.parametrize("name", ["\udcff", "a\udc80b", "\n", "x" * 300])
-def test_path_with_any_name_is_resolved(tmp_path: Path, me: User, name: str) -> None:
-    assert opening.saved_to(f"{tmp_path}/{name}", me, 10.0)[0] == f"{tmp_path}/{name}"
 
 
 @pytest.mark.parametrize("name", ["a\nprolog job=1 result=hit", 'a" copied=1', "\x1b[2J"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,22 +19,6 @@ DOCS = (
     *sorted(REPO.glob("*.md")),
     *sorted((REPO / "tests").glob("*.md")),
 )
-
-
-@pytest.mark.parametrize(
-    ("words", "file"),
-    [([], PAGES / "forestage.yaml.5"), (["sample"], REPO / "etc/forestage.yaml")],
-    ids=["page", "sample"],
-)
-def test_text_about_the_keys_is_made_from_them(words: list[str], file: Path) -> None:
-    """After a change: packaging/man/configuration > packaging/man/forestage.yaml.5, and so on."""
-    made = subprocess.run(
-        [sys.executable, PAGES / "configuration", *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert made.stdout == file.read_text()
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.glob("*.[0-9]")), ids=lambda page: page.name)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import runpy
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +14,10 @@ import tomllib
 import yaml
 from packaging.requirements import Requirement
 
-from forestage.config import Config
 from forestage.paths import Places
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGING = REPO / "packaging"
-SCRIPTS = sorted((PACKAGING / "scripts").iterdir())
 WHEELS = runpy.run_path(str(PACKAGING / "wheels"))
 PYTHONS: tuple[str, ...] = WHEELS["PYTHONS"]
 # For Markdown and source code, of which no command shows any.
@@ -61,22 +57,6 @@ def test_dependency_of_the_package_has_one_version(python: str) -> None:
     for text in project["dependencies"]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(pins()[plain(wanted.name)]), text
-
-
-def test_no_command_needs_what_is_left_out() -> None:
-    """All of the program is imported where none of it can be, and something is shown."""
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({[*LEFT_OUT.values()]}))\n"
-        "import importlib, pkgutil, rich.live, rich.table, forestage\n"
-        "for one in pkgutil.walk_packages(forestage.__path__, 'forestage.'):\n"
-        "    importlib.import_module(one.name)\n"
-        "from forestage.cli.main import main\n"
-        "sys.argv = ['forestage', '--help']\n"
-        "main()\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    assert "explain" in shown.stdout
 
 
 def wheel(path: Path, **files: str) -> Path:
@@ -120,73 +100,6 @@ def test_packages_name_the_pythons_that_they_serve() -> None:
     assert project["tool"]["mypy"]["python_version"] == first
 
 
-@pytest.mark.parametrize(
-    ("python3", "others", "chosen"),
-    [
-        ("3.11", [], "python3"),  # Debian 12
-        ("3.9", ["3.11", "3.12"], "python3.12"),  # EL 9
-        ("", ["3.11"], "python3.11"),  # EL 8 without a default
-        ("3.15", ["3.13"], "python3.13"),  # newer than what the package has modules for
-    ],
-)
-def test_postinstall_chooses_the_nodes_python(
-    tmp_path: Path, python3: str, others: list[str], chosen: str
-) -> None:
-    assert _postinstall(tmp_path, python3, others).returncode == 0
-    link = tmp_path / "lib/forestage/bin/python3"
-    assert link.readlink() == tmp_path / "bin" / chosen
-
-
-def test_postinstall_without_a_python_says_so_and_has_hooks_in_place(tmp_path: Path) -> None:
-    done = _postinstall(tmp_path, "3.9", [])
-    assert (done.returncode, "no Python 3.10 to 3.14" in done.stderr) == (1, True)
-    assert (tmp_path / "libexec/forestage/prolog").exists(), "slurm.conf may name it already"
-
-
-def _postinstall(root: Path, python3: str, others: list[str]) -> subprocess.CompletedProcess[str]:
-    """postinstall after dpkg's trigger, with these Pythons in /usr/bin."""
-    named = {"python3": python3} if python3 else {}
-    named |= {f"python{one}": one for one in others}
-    for folder in ("bin", "lib/forestage/bin", "lib/forestage/hooks"):
-        (root / folder).mkdir(parents=True)
-    for name, version in named.items():
-        (root / "bin" / name).write_text(f"#!/bin/sh\necho {version}\n")
-        (root / "bin" / name).chmod(0o755)
-    for one in PYTHONS:
-        (root / "lib/forestage/lib" / f"python{one}").mkdir(parents=True)
-    for hook in ("prolog", "epilog"):
-        (root / "lib/forestage/hooks" / hook).touch()
-    (root / "share/forestage").mkdir(parents=True)
-    (root / "share/forestage/forestage.yaml").write_text("# a key of this release\n")
-    script = (PACKAGING / "scripts/postinstall").read_text()
-    for old in ("/usr/lib/forestage", "/usr/libexec", "/usr/bin", "/usr/share", "/etc"):
-        assert old in script
-        script = script.replace(old, f"{root}{old.removeprefix('/usr')}")
-    command = ["sh", "-c", script, "postinstall", "triggered"]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("own", ["", "sources: [/lustre]\n"])
-def test_upgrade_asks_nothing_about_the_configuration(tmp_path: Path, own: str) -> None:
-    """dpkg asks about a file of the package, and fails where nobody answers: staging stays off."""
-    contents = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())["contents"]
-    assert [one for one in contents if one.get("type", "").startswith("config")] == []
-    file = tmp_path / "etc/forestage/forestage.yaml"
-    if own:
-        file.parent.mkdir(parents=True)
-        file.write_text(own)
-    assert _postinstall(tmp_path, "3.11", []).returncode == 0
-    assert file.read_text() == (own or "# a key of this release\n")
-
-
-def test_each_script_is_run_and_is_plain_sh() -> None:
-    config = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())
-    assert set(config["scripts"].values()) == {f"scripts/{path.name}" for path in SCRIPTS}
-    for script in SCRIPTS:
-        subprocess.run(["sh", "-n", script], check=True)
-        assert script.read_text().startswith("#!/bin/sh\n")
-
-
 def test_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
     """They would go with it, and a Prolog that is missing drains its node."""
     directory = str(Places().prolog.parent)
@@ -211,39 +124,6 @@ def _commands(script: str) -> str:
     """Without what it only prints to people."""
     lines = (PACKAGING / "scripts" / script).read_text().splitlines()
     return "\n".join(x for x in lines if not re.match(r'\s*(#|echo "[^"]*"$)', x))
-
-
-@pytest.mark.parametrize(
-    ("said", "left"),
-    [
-        ("", ["own"]),
-        ("metrics: {textfile: /own/x.prom}\n", ["default"]),
-        ("metrics: [\n", ["own"]),  # then the default file is what was written
-        ("metrics: {textfile: null}\n", ["default", "own"]),
-    ],
-)
-def test_removed_package_leaves_no_metrics(tmp_path: Path, said: str, left: list[str]) -> None:
-    """By node exporter, to which a file is as good as new: all would be well, on each node."""
-    etc = tmp_path / "etc/forestage"
-    files = {"default": Path(f"{tmp_path}{Config().metrics.textfile}")}
-    files["own"] = tmp_path / "own/x.prom"
-    for folder in (etc, tmp_path / "run", *(file.parent for file in files.values())):
-        folder.mkdir(parents=True)
-    for file in files.values():
-        file.touch()
-    (etc / "forestage.yaml").write_text(said)
-    script = (PACKAGING / "scripts/preremove").read_text()
-    for old, new in (
-        ("/usr/lib/forestage/bin/forestage", "true"),
-        ("/usr/lib/forestage/bin/python3", sys.executable),
-        ("/run/", f"{tmp_path}/run/"),
-        ("paths.Places().etc", f'paths.Path("{etc}")'),
-        ('"$textfile" ||', f'"{tmp_path}$textfile" ||'),
-    ):
-        assert old in script
-        script = script.replace(old, new)
-    subprocess.run(["sh", "-c", script, "preremove", "remove"], check=True)
-    assert [name for name, file in files.items() if file.exists()] == left
 
 
 def test_users_find_the_command() -> None:
@@ -289,40 +169,3 @@ def test_health_check_lies_where_the_docs_say(file: str, installed: str) -> None
     assert (PACKAGING / file).is_file()
     assert re.search(rf"packaging/{file}\"|[ =]{file}\b", (PACKAGING / "build").read_text())
     assert installed in (REPO / "docs/operations.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("manager", "asked"),
-    [
-        ("apt-get", "apt-get install -y --no-install-recommends gcc libc6-dev make binutils gzip"),
-        ("dnf", "dnf install -y --setopt=install_weak_deps=False gcc glibc-devel make binutils"),
-    ],
-)
-def test_prepare_asks_for_what_a_build_needs_and_no_daemon(
-    tmp_path: Path, manager: str, asked: str
-) -> None:
-    """On a machine that has nothing; the package manager is a stand-in that notes its words."""
-    said = tmp_path / "said"
-    (tmp_path / manager).write_text(f'#!/bin/sh\necho {manager} "$@" >>{said}\n')
-    (tmp_path / manager).chmod(0o755)
-    for tool in ("sh", "dirname", "env", "mktemp", "rm", "id", "cat", "cmp"):
-        (tmp_path / tool).symlink_to(Path("/usr/bin", tool))
-    home = tmp_path / "home"
-    home.mkdir()
-    for name in ("prepare", "build-requirements.txt"):
-        (home / name).write_bytes((PACKAGING / name).read_bytes())
-    env = {"PATH": str(tmp_path), "CC": "none"}
-    script = (home / "prepare").read_text().replace('"$(id -u)" = 0', "0 = 0")
-    (home / "prepare").write_text(script)
-    subprocess.run(["/bin/sh", str(home / "prepare")], env=env, capture_output=True)
-    words = said.read_text()
-    assert asked in words
-    assert "slurm-devel" in words or "libslurm-dev" in words
-    assert not re.search("slurmctld|slurmd|gluster|prometheus|munge", words)
-
-
-def test_completions_are_made_for_each_shell(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, PACKAGING / "completions", tmp_path], check=True)
-    made = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.name for path in made} == {"forestage", "_forestage", "forestage.fish"}
-    assert all("_FORESTAGE_COMPLETE" in path.read_text() for path in made)

@@ -16,8 +16,6 @@ from forestage.cache.part import Owner, boot_id
 from forestage.errors import Failed
 from forestage.system import lock, mounts
 from forestage.system.mounts import Mount
-from node import until
-from parking import Park
 
 Publish = Callable[[Image], Entry]
 Make = Callable[..., Image]
@@ -207,22 +205,6 @@ def test_stray_file_among_the_entries_stops_nothing(
     assert {one.key for one in cache.stored_entries()} == {make_image().key, "empty"}
 
 
-def test_crash_before_the_last_rename_leaves_nothing_that_is_served(
-    cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Cache, "evict", crash)
-        with pytest.raises(KeyboardInterrupt):
-            publish(make_image())
-    assert cache.find(make_image()) is None
-    assert cache.stored_entries() == []
-    cache.drop_part(make_image().key)
-    publish(make_image())
-
-
 def test_bytes_are_durable_before_the_name(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,48 +244,6 @@ def test_pin_is_a_file_that_anybody_can_see(
     assert not cache.stored_entries()[0].pinned
     (cache.entry_dir(make_image().key) / "pinned").touch()
     assert cache.stored_entries()[0].pinned
-
-
-def test_evicted_entry_is_gone_at_once_and_readable_to_its_readers(
-    cache: Cache, publish: Publish, make_image: Make
-) -> None:
-    key = make_image().key
-    publish(make_image())
-    with cache.image(key).open("rb") as late:
-        cache.evict(key)
-        assert cache.read(key) is None
-        cache.delete_evicted()
-        assert list(cache.evicted.iterdir()) == []
-        assert late.read() == b"xxxxx"
-
-
-def test_entry_that_a_reader_holds_keeps_nobody_from_deleting_others(
-    cache: Cache,
-    publish: Publish,
-    make_image: Make,
-    park: Park,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """unlink(2) waits for the inode, where no signal ends it, and has the directory's lock."""
-    monkeypatch.setattr(module, "DELETION", 0.2)
-    held, other = make_image(), make_image(path="/mnt/shared/other.sqsh")
-    for one in (held, other):
-        publish(one)
-    cache.image(held.key).write_bytes(bytes(4 * 4096))
-    park(cache.image(held.key), "read")
-    for one in (held, other):
-        cache.evict(one.key)
-    cache.delete_evicted()
-    assert [path.name for path in cache.evicted.iterdir()] == [f"{held.key}.0"]
-    monkeypatch.setattr(module, "DELETION", 60.0)  # who hangs with it is known: nobody waits again
-    cache.delete_evicted()
-    park.let_go()
-
-    def is_gone() -> bool:
-        cache.delete_evicted()
-        return not list(cache.evicted.iterdir())
-
-    until(is_gone, "what was held to be deleted")
 
 
 def test_same_key_can_be_evicted_while_an_earlier_one_is_still_being_deleted(

@@ -18,8 +18,6 @@ from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.mounts import Mount
 
-NOW = 1e9
-
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
@@ -141,13 +139,6 @@ def test_path_below_a_users_file_system_is_the_last(
     both = [bind(cache, 6), bind(cache, 5)]
     unmount.unmount([Going(one, cache) for one in both], lambda bind: me)
     assert ordered == ["/lustre/6", "/lustre/5"]
-
-
-def test_redirect_that_is_gone_already_is_taken_off(cache: Cache, tmp_path: Path, me: User) -> None:
-    (tmp_path / "file").touch()
-    paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
-    gone = [Going(Bind(Mount(-1, 0, "0:0", "/", path), ""), cache) for path in paths]
-    unmount.unmount(gone, lambda bind: me)
 
 
 def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me: User) -> None:

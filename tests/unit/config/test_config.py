@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -472,13 +470,3 @@ def test_sample_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
 
 def test_sentence_of_each_key_is_short() -> None:
     assert all(key.sentence.endswith(".") and len(key.sentence) < 90 for key in KEYS.values())
-
-
-def test_loading_without_a_file_imports_nothing_costly(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib; from forestage.config import load_settings;"
-        f"load_settings(pathlib.Path({str(tmp_path)!r}));"
-        "print(*{'yaml', 'difflib', 'dataclasses', 'logging', 'click'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []

@@ -173,14 +173,3 @@ def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
     monkeypatch.setattr(prolog, "_note_hinted", lambda *_: None)
     prolog.prolog(node, job, limit, None)
     assert node.leases.said(job.id).waited == noted
-
-
-@pytest.mark.parametrize(("problems", "reasons"), [((), []), (("odd", "hint"), ["bad-hint"])])
-def test_hint_that_cannot_be_read_is_an_outcome(
-    staging_node: Node, job: Job, limit: Limit, problems: tuple[str, ...], reasons: list[str]
-) -> None:
-    job = msgspec.structs.replace(job, requests=(), hints=Hints(problems=problems))
-    assert [outcome.reason for outcome in prolog.bad_hint(job)] == reasons
-    job = msgspec.structs.replace(job, hints=Hints(problems=problems, wait=1.0))
-    noted = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
-    assert [outcome.reason for outcome in noted] == reasons

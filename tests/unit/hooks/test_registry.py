@@ -11,16 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.errors import Declined
 from forestage.events import Handled
-from forestage.hooks import leases, registry, waiting
-from forestage.hooks.answers import Answer
-from forestage.hooks.limit import Limit
+from forestage.hooks import registry, waiting
 from forestage.hooks.registry import Asked, message, order_of
 from forestage.hooks.waiting import Tasks
-from forestage.registry import place
 from forestage.registry.words import Order
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
@@ -28,7 +24,6 @@ from forestage.slurm.job import Job
 from forestage.slurm.lines import NUMBER
 from forestage.system import child, run
 from forestage.system.as_user import User
-from node import until
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 DIGEST = f"sha256:{'a' * 64}"
@@ -152,39 +147,6 @@ def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
         registry._entering(asking, tasks)
 
 
-@pytest.mark.parametrize(
-    ("manager", "over", "left"),
-    [("lives", True, "job_7/step_0"), ("ended", False, "job_7"), ("ended", True, "uid_1")],
-)
-def test_cgroups_that_a_worker_kept_go_with_it(
-    asking: Job,
-    tasks: Tasks,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    manager: str,
-    over: bool,
-    left: str,
-) -> None:
-    """Not while Slurm may still use them: the job's, until its Epilog has been here."""
-    group = tmp_path / "uid_1/job_7/step_0"
-    group.mkdir(parents=True)
-    monkeypatch.setattr(child, "of_task", lambda manager: [group / "cgroup.procs"])
-    pid = os.getpid() if manager == "lives" else dead()
-    with registry._leaving(msgspec.structs.replace(asking, manager=pid), tasks):
-        if over:
-            tasks.path.unlink()
-    assert max(tmp_path.rglob("*")).as_posix().endswith(left)
-
-
-def dead() -> int:
-    """The pid of no process."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
-
-
 def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: Tasks) -> None:
     assert registry._entering(asking, tasks) is run.nowhere
 
@@ -243,37 +205,6 @@ def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
     one.close()
     with pytest.raises(Declined, match="the step has ended"):
         tasks.must_wait()
-
-
-def test_lease_that_came_after_the_epilog_is_given_back(
-    staging_node: Node,
-    asking: Job,
-    asked: Asked,
-    make_image: Callable[..., Image],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The job was cancelled, and is over, while its image was staged."""
-    found, held = make_image(), tmp_path / "held"
-    staging_node.cache.prepare(require_mount=False)
-
-    def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
-        tasks.path.unlink()
-        place.make(node.places, job.id, job.step, found.size)
-        with leases.leased(node, job, found.key, Limit.of(node.clock, 60.0, None)):
-            return Answer(Handled("hit"), found)
-
-    def report(outcomes: object) -> None:
-        held.write_text(f"{staging_node.leases.jobs()}")
-
-    monkeypatch.setattr(registry, "_answer", answer)
-    monkeypatch.setattr(registry, "FIRST", 0.0)
-    asked = msgspec.structs.replace(asked, timeout="0")
-    registry.begin(staging_node, msgspec.structs.replace(asking, step=0), asked, report)
-    until(held.exists, "the lease")
-    until(lambda: not staging_node.leases.jobs(), "its end")
-    until(lambda: not list(staging_node.places.images.iterdir()), "the end of the place")
-    assert held.read_text() == f"({asking.id},)"
 
 
 def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) -> None:

@@ -124,11 +124,6 @@ def run(
     return done
 
 
-def test_step_without_an_image_has_no_event(configured: Configured, asking: Job) -> None:
-    done = run(configured(), asking)
-    assert (done.outcomes, done.answer) == ([], ("leave", "no-image"))
-
-
 @pytest.mark.parametrize(
     ("result", "reason", "told"),
     [

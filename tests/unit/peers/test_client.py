@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,21 +38,3 @@ def test_unusable_key_file_raises_peer_error(config: Config) -> None:
     Path(config.peers.key_file or "").chmod(0o644)
     with pytest.raises(PeerError):
         peers.of_job(config, "n1", "n[1-2]", "k")
-
-
-ALONE = """
-import sys
-from forestage import peers
-from forestage.config import Config, Peering
-for enabled, nodes in ((True, "n1"), (True, ""), (False, "n[1-9]")):
-    assert peers.of_job(Config(peers=Peering(enabled=enabled)), "n1", nodes, "k") is None
-costly = {"ClusterShell", "http.client", "asyncio", "aiohttp", "hmac", "ssl", "socket"}
-print(sorted(costly & set(sys.modules)))
-"""
-
-
-def test_copy_without_peers_imports_nothing_for_them() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-BIc", ALONE], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == "[]\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -111,18 +110,6 @@ def test_who_was_forgotten_stops_although_another_lease_has_the_same_number(stor
     assert not a.is_ours()
     a.end()
     assert b.is_ours()
-
-
-def test_process_that_is_gone_is_followed_at_once(store: Store) -> None:
-    program = subprocess.Popen(["sleep", "inf"])
-    me = flight.of_this_process("n1")
-    lease = Lease("a", "n1", me.boot, me.pids, program.pid, flight._start(program.pid))
-    a, b = Flight(store, NAME, lease, Clock()), Flight(store, NAME, me, Clock())
-    assert a.take()
-    assert not b.take()
-    program.kill()
-    program.wait()
-    assert b.take()
 
 
 def test_pid_that_is_another_process_by_now_is_not_who_imports(store: Store) -> None:

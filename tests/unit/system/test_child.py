@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -289,24 +287,6 @@ def cgroup() -> Iterator[Path]:
     made.parent.rmdir()
 
 
-def test_process_really_leaves_its_job(cgroup: Path) -> None:
-    gone, said = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            (cgroup / "cgroup.procs").write_text("0")
-            inside = (cgroup / "cgroup.procs").read_text().split() == [str(os.getpid())]
-            child.leave_job()
-            empty = (cgroup / "cgroup.procs").read_text() == ""
-            os.write(said, b"yes" if inside and empty else b"no")
-        finally:
-            os._exit(0)
-    os.close(said)  # else a child that says nothing would be waited for
-    os.waitpid(pid, 0)
-    assert os.read(gone, 10) == b"yes"
-    os.close(gone)
-
-
 @pytest.mark.parametrize(
     ("first", "users", "of_first", "is_in"),
     [
@@ -330,18 +310,3 @@ def test_namespaces_of_a_job_are_told_from_the_nodes(
     assert child.is_in_job(tmp_path) is is_in
 
 
-def test_children_that_have_ended_are_let_go_and_the_others_stay() -> None:
-    script = """
-import os, subprocess
-from forestage.system import child
-ended = subprocess.Popen(["true"])
-os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-lives = subprocess.Popen(["sleep", "4243"])
-child.reap()
-print(os.path.exists(f"/proc/{ended.pid}"), os.path.exists(f"/proc/{lives.pid}"))
-lives.kill()
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert ran.stdout == "False True\n", ran.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,28 +37,6 @@ def test_lock_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
-    path = tmp_path / "a.lock"
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            with lock.held(path, 0):
-                os.write(tell, b"x")
-                signal.pause()
-        finally:
-            os._exit(1)  # never on into pytest
-    os.close(tell)
-    assert os.read(ready, 1) == b"x"
-    with pytest.raises(lock.Busy), lock.held(path, 0):
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with lock.held(path, 0):
-        pass
-    os.close(ready)
-
-
 def test_lock_that_is_released_in_time_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with path.open("w") as other:
@@ -69,20 +45,6 @@ def test_lock_that_is_released_in_time_is_taken(tmp_path: Path) -> None:
         with lock.held(path, 60):
             assert not lock.is_free(path)
     assert lock.is_free(path)
-
-
-def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
-    path = tmp_path / "a.lock"
-    with lock.held(path, 0):
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.pause()
-            finally:
-                os._exit(1)  # never on into pytest
-    assert lock.is_free(path)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
 
 
 def test_file_system_without_locks_is_an_error_and_not_a_soft_lock(
@@ -182,33 +144,6 @@ def test_lock_of_which_a_new_one_is_held_is_not_free(
 
         before_flock(replaced)
         assert not lock.is_free(path)
-
-
-def test_lock_that_is_removed_all_the_time_is_nobodys_twice(tmp_path: Path) -> None:
-    """Several count in one file, which comes out right only if one does so at a time."""
-    path, count = tmp_path / "a.lock", tmp_path / "count"
-    count.write_text("0")
-
-    def work() -> None:
-        for _ in range(100):
-            with lock.held(path, 60):
-                count.write_text(str(int(count.read_text()) + 1))
-            lock.remove_if_free(path)
-
-    children = [forked(work) for _ in range(4)]
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    assert count.read_text() == "400"
-
-
-def forked(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)  # never on into pytest
-    return child
 
 
 def test_lock_makes_no_folder(tmp_path: Path) -> None:

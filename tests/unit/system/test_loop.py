@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,14 +56,3 @@ def test_file_without_a_name_is_told(image: Path) -> None:
     (one,) = [one for one in loop.attached() if one.is_of(facts)]
     assert one.is_deleted
     loop.detach(one)
-
-
-def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
-    file = tmp_path / "container.sif"
-    file.write_bytes(bytes(8192))
-    argv = ["losetup", "--find", "--show", file]
-    name = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        assert name not in [one.name for one in loop.attached()]
-    finally:
-        subprocess.run(["losetup", "--detach", name], check=True)

@@ -1,0 +1,152 @@
+"""What tests of single modules share: a cache, leases, a source, below a folder of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache import image
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache, Entry
+from forestage.cache.lease import Leases
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.paths import Places
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
+from forestage.stage import opening
+from forestage.stage.source import OpenImage
+from forestage.system import run
+from forestage.system.as_user import User
+from forestage.units import Amount
+
+PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waits_for_the_disk() -> Iterator[None]:
+    """No test here pulls the plug; that fsync is called in time is asserted where it matters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file as well
+        yield
+
+
+@pytest.fixture
+def me() -> User:
+    """The user who runs the tests; becoming oneself needs no root."""
+    return User("", os.getuid(), os.getgid())
+
+
+@pytest.fixture
+def as_root() -> None:
+    """Skips for an ordinary user."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    made = Cache(tmp_path / "cache")
+    made.prepare(require_mount=False)
+    return made
+
+
+@pytest.fixture
+def leases(tmp_path: Path) -> Leases:
+    return Leases(tmp_path / "run/leases")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """The folder that stands for the shared file system."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
+    """Opens an image as a hook does before it stages it."""
+
+    def looking(path: Path) -> OpenImage:
+        found, fd = opening.open_file(str(path), me, [str(shared)], [], PATIENCE)
+        assert fd is not None
+        return OpenImage(image.judge(found, None), me, fd)
+
+    return looking
+
+
+@pytest.fixture
+def make_image() -> Callable[..., Image]:
+    """An image as a literal; keywords change its identity."""
+
+    def making(**changes: object) -> Image:
+        identity = Identity(path="/lustre/a.sqsh", inode=1, size=5, mtime_ns=10, ctime_ns=20)
+        return Image(msgspec.structs.replace(identity, **changes), Access(0, 0, 0o644))
+
+    return making
+
+
+@pytest.fixture
+def publish(cache: Cache) -> Callable[[Image], Entry]:
+    """Puts an entry with some bytes of the right number into the cache."""
+
+    def publishing(wanted: Image) -> Entry:
+        cache.part_dir(wanted.key).mkdir()
+        cache.part(wanted.key).image.write_bytes(b"x" * wanted.size)
+        entry = Entry(wanted.key, wanted.identity, wanted.access, created=1.0, engine="rsync")
+        cache.publish(entry)
+        return entry
+
+    return publishing
+
+
+class Settled(Clock):
+    """An hour ahead of the file system's: no source is so new that a copy of it must wait."""
+
+    def wall(self) -> float:
+        return super().wall() + 3600
+
+
+@pytest.fixture
+def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
+    """A node that may stage whatever fits on the disk."""
+    config = Config(
+        sources=(str(shared),),
+        chunk_size=1 << 16,
+        threads=2,
+        max_size=Amount(share=1.0),
+        min_free=Amount(size=0),
+    )
+    places = Places(tmp_path)
+    return Node(config, places, cache, Leases(places.leases), Settled())
+
+
+@pytest.fixture
+def asking(me: User) -> Job:
+    """The job that asks."""
+    return Job(7, me, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
+
+
+@pytest.fixture
+def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """An `lfs` on PATH that is this script; what it was asked is in the file that comes back."""
+
+    def faking(script: str) -> Path:
+        folder, asked = tmp_path / "bin", tmp_path / "asked"
+        folder.mkdir()
+        program = folder / "lfs"
+        program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\n{script}\n')
+        program.chmod(0o755)
+        path = f"{folder}:{run.PATH}"
+        monkeypatch.setattr(run, "PATH", path)
+        monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
+        asked.touch()
+        return asked
+
+    return faking

@@ -1,0 +1,121 @@
+"""Eviction: nothing that is leased or pinned, nothing in vain, and in the right order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from forestage.cache import evict
+from forestage.cache.image import Access, Identity, Image
+from forestage.cache.layout import Cache, Entry, tree_bytes
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.part import Owner, boot_id
+from forestage.config import Config
+from forestage.config.keys import Data
+from forestage.errors import Declined
+from forestage.system import lock
+from forestage.system.as_user import User
+from forestage.units import Amount
+
+Make = Callable[..., Image]
+Publish = Callable[[Image], Entry]
+
+NO_LIMIT = 10**12
+ALL_MAY_STAY = Config(
+    max_size=Amount(size=NO_LIMIT), min_free=Amount(size=0), low_watermark=Amount(share=1.0)
+)
+ALL_MUST_GO = Config(max_size=Amount(size=1), min_free=Amount(size=0))
+
+
+def lease(leases: Leases, job: int, key: str) -> None:
+    leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (Use(key),)))
+
+
+def test_tidy_evicts_all_but_leased_and_pinned(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+) -> None:
+    keys = [publish(make_image(inode=n)).key for n in range(4)]
+    lease(leases, 1, keys[0])
+    (cache.entry_dir(keys[1]) / "pinned").touch()
+    assert evict.tidy(cache, leases, ALL_MAY_STAY) == ()
+    assert set(evict.tidy(cache, leases, ALL_MUST_GO)) == set(keys[2:])
+    assert {path.name for path in cache.entries.iterdir()} == set(keys[:2])
+    assert list(cache.evicted.iterdir()) == []
+
+
+def test_evicting_by_key_spares_what_is_leased_or_pinned(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+) -> None:
+    keys = [publish(make_image(inode=n)).key for n in range(3)]
+    lease(leases, 1, keys[0])
+    (cache.entry_dir(keys[1]) / "pinned").touch()
+    assert evict.evict_keys(cache, leases, [*keys, "unknown"]) == (keys[2],)
+
+
+def half(cache: Cache, key: str, boot: str | None) -> None:
+    """A part that a stager of that boot left; None: it did not come to say whose it is."""
+    part = cache.part(key)
+    part.directory.mkdir()
+    part.image.write_bytes(b"half")
+    if boot is not None:
+        wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644))
+        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0))
+
+
+def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_it(
+    cache: Cache, leases: Leases
+) -> None:
+    half(cache, "alive", None)
+    half(cache, "dead", None)
+    half(cache, "older boot", "another")
+    half(cache, "resumable", boot_id())
+    with lock.held(cache.key_lock("alive"), 0):
+        evict.tidy(cache, leases, ALL_MAY_STAY)
+        assert {path.name for path in cache.parts.iterdir()} == {"alive", "resumable"}
+    evict.tidy(cache, leases, ALL_MAY_STAY)
+    assert {path.name for path in cache.parts.iterdir()} == {"resumable"}
+
+
+def test_unfinished_part_goes_before_a_whole_entry(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+) -> None:
+    key = publish(make_image()).key
+    half(cache, "mine", boot_id())
+    half(cache, "left", boot_id())
+    (cache.part("left").directory / "big").write_bytes(bytes(1 << 20))
+    used = evict.measure(cache, cache.stored_entries(), ALL_MAY_STAY).used
+    tight = Config(max_size=Amount(size=used), min_free=Amount(size=0))
+    with lock.held(cache.key_lock("mine"), 0):
+        assert evict.make_room(cache, leases, tight, "/lustre/b", 0) == ()
+        assert cache.part_dir("left").exists()
+        assert evict.make_room(cache, leases, tight, "/lustre/b", 1 << 20) == ()
+        assert [path.name for path in cache.parts.iterdir()] == ["mine"]
+    assert cache.read(key) is not None
+
+
+def half_tree(cache: Cache, key: str) -> int:
+    """A part of a directory; the bytes that it takes on the disk."""
+    part = cache.part(key)
+    part.directory.mkdir()
+    part.image.write_bytes(bytes(1 << 20))
+    wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644), "data")
+    part.write_owner(Owner(1, boot_id(), wanted, 4, "chunks", 7, 1.0))
+    return tree_bytes(part.directory)
+
+
+def test_room_for_data_is_what_copies_under_way_have_left_of_the_share(
+    cache: Cache, leases: Leases
+) -> None:
+    half(cache, "image", boot_id())
+    size = half_tree(cache, "tree")
+    assert evict.measure(cache, [], ALL_MAY_STAY).data_under_way == size
+    config = msgspec.structs.replace(ALL_MAY_STAY, data=Data(share=Amount(size=2 << 20)))
+    with lock.held(cache.key_lock("tree"), 0):
+        evict.make_room(cache, leases, config, "/b", (2 << 20) - size, data=True)
+        with pytest.raises(Declined, match="needs"):
+            evict.make_room(cache, leases, config, "/b", 2 << 20, data=True)
+    # What nobody copies any more is in no other directory's way; an image's part is not in it.
+    evict.make_room(cache, leases, config, "/b", 2 << 20, data=True)
+    assert {path.name for path in cache.parts.iterdir()} == {"image"}

@@ -1,0 +1,74 @@
+"""The cache on disk: a crash at any step leaves no half entry, and nothing that blocks the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from forestage.cache import layout as module
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache, Entry
+from node import until
+from parking import Park
+
+Publish = Callable[[Image], Entry]
+Make = Callable[..., Image]
+
+
+def test_crash_before_the_last_rename_leaves_nothing_that_is_served(
+    cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "evict", crash)
+        with pytest.raises(KeyboardInterrupt):
+            publish(make_image())
+    assert cache.find(make_image()) is None
+    assert cache.stored_entries() == []
+    cache.drop_part(make_image().key)
+    publish(make_image())
+
+
+def test_evicted_entry_is_gone_at_once_and_readable_to_its_readers(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    key = make_image().key
+    publish(make_image())
+    with cache.image(key).open("rb") as late:
+        cache.evict(key)
+        assert cache.read(key) is None
+        cache.delete_evicted()
+        assert list(cache.evicted.iterdir()) == []
+        assert late.read() == b"xxxxx"
+
+
+def test_entry_that_a_reader_holds_keeps_nobody_from_deleting_others(
+    cache: Cache,
+    publish: Publish,
+    make_image: Make,
+    park: Park,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """unlink(2) waits for the inode, where no signal ends it, and has the directory's lock."""
+    monkeypatch.setattr(module, "DELETION", 0.2)
+    held, other = make_image(), make_image(path="/mnt/shared/other.sqsh")
+    for one in (held, other):
+        publish(one)
+    cache.image(held.key).write_bytes(bytes(4 * 4096))
+    park(cache.image(held.key), "read")
+    for one in (held, other):
+        cache.evict(one.key)
+    cache.delete_evicted()
+    assert [path.name for path in cache.evicted.iterdir()] == [f"{held.key}.0"]
+    monkeypatch.setattr(module, "DELETION", 60.0)  # who hangs with it is known: nobody waits again
+    cache.delete_evicted()
+    park.let_go()
+
+    def is_gone() -> bool:
+        cache.delete_evicted()
+        return not list(cache.evicted.iterdir())
+
+    until(is_gone, "what was held to be deleted")

@@ -1,0 +1,124 @@
+"""The hooks as processes: which have work, how they end, and what a warm one loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forestage import events
+from forestage.cache.image import Image
+from forestage.cache.layout import Entry
+from forestage.clock import Clock
+from forestage.hooks.boundary import (
+    DRAIN,
+    IMAGE_OPTION,
+    Hook,
+)
+from forestage.paths import Places
+from forestage.stage.source import OpenImage
+from forestage.system.as_user import User
+
+END = """
+import atexit, sys
+from forestage.hooks import boundary
+atexit.register(print, "taken apart")
+def body(name):
+    BODY
+boundary._main = body
+try:
+    boundary.main("prolog")
+finally:
+    print("came back")
+"""
+
+
+def end(body: str) -> subprocess.CompletedProcess[str]:
+    script = END.replace("BODY", body)
+    return subprocess.run(
+        [sys.executable, "-BIc", script], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("code", [0, DRAIN])
+def test_main_ends_the_process_at_once_with_the_hooks_code(code: int) -> None:
+    ran = end(f"return {code}")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", "")
+
+
+def test_idle_hook_says_its_line_and_ends_with_0() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-BIc", "from forestage.hooks.boundary import main; main('prolog')"],
+        env={"SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "")
+    assert ran.stderr == "forestage: prolog job=7 result=none\n"
+
+
+def test_event_of_a_step_names_its_user(tmp_path: Path) -> None:
+    """The companion sends no name: `named` finds it."""
+    places = Places(tmp_path)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0", IMAGE_OPTION: "/a"}
+    assert Hook("step", environ, 0.0).run(places, Clock()) == 0
+    (event,) = events.read(places.events)
+    assert (event.user, event.uid) == ("root", 0)
+
+
+HIT = """
+import sys, time
+from forestage.hooks.boundary import Hook
+from pathlib import Path
+forks = []
+sys.addaudithook(lambda event, args: forks.append(event) if event == "os.fork" else None)
+start = time.monotonic()
+from forestage.clock import Clock
+from forestage.paths import Places
+from forestage.slurm.job import Job
+from forestage.stage.source import OpenImage
+code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
+heavy = {"subprocess"} if sys.version_info >= (3, 11) else set()  # there msgspec's uuid needs it
+heavy |= {"xxhash", "concurrent.futures", "threading.local", "rich", "click"}
+heavy |= {f"forestage.stage.{name}" for name in ("pipeline", "stager", "chunks", "engines")}
+heavy |= {f"forestage.cache.{name}" for name in ("evict", "digest", "space")}
+heavy |= {f"forestage.{name}" for name in ("hooks.epilog", "hooks.step", "system.run", "cli")}
+print(code, sorted(heavy & set(sys.modules)), len(forks))
+"""
+
+
+def test_warm_image_loads_nothing_that_only_a_copy_needs(
+    tmp_path: Path,
+    me: User,
+    shared: Path,
+    look: Callable[[Path], OpenImage],
+    publish: Callable[[Image], Entry],
+) -> None:
+    """The cache is at /cache of a root of its own; with `redirect: none` no mount needs root."""
+    (shared / "image.sqsh").write_bytes(b"12345")
+    opened = look(shared / "image.sqsh")
+    opened.close()
+    publish(opened.image)
+    etc = Places(tmp_path).etc
+    etc.mkdir(parents=True)
+    (etc / "forestage.yaml").write_text(
+        f"cache: /cache\nsources: [{shared}]\nrequire_mount: false\nredirect: none\n"
+    )
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_USER": "",
+        "SLURM_JOB_UID": str(me.uid),
+        "SLURM_JOB_GID": str(me.gid),
+        IMAGE_OPTION: f"{shared}/image.sqsh",
+    }
+    script = HIT.replace("ENVIRON", repr(environ)).replace("ROOT", repr(str(tmp_path)))
+    ran = subprocess.run(
+        [sys.executable, "-BIc", script], capture_output=True, text=True, check=True
+    )
+    (event,) = events.read(Places(tmp_path).events)
+    assert (event.outcome.result, event.outcome.key) == ("hit", opened.image.key)
+    assert ran.stdout == "0 [] 2\n", "the look as the user, and the probe of the disk"

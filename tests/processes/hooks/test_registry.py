@@ -1,0 +1,101 @@
+"""A step's image of a registry: who waits for it, what the worker is told, what the user reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache.image import Image
+from forestage.cache.node import Node
+from forestage.events import Handled
+from forestage.hooks import leases, registry
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import Limit
+from forestage.hooks.registry import Asked
+from forestage.hooks.waiting import Tasks
+from forestage.registry import place
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.system import child
+from node import until
+
+REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked(Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    with Tasks(tmp_path / "sock", 60.0) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("manager", "over", "left"),
+    [("lives", True, "job_7/step_0"), ("ended", False, "job_7"), ("ended", True, "uid_1")],
+)
+def test_cgroups_that_a_worker_kept_go_with_it(
+    asking: Job,
+    tasks: Tasks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    manager: str,
+    over: bool,
+    left: str,
+) -> None:
+    """Not while Slurm may still use them: the job's, until its Epilog has been here."""
+    group = tmp_path / "uid_1/job_7/step_0"
+    group.mkdir(parents=True)
+    monkeypatch.setattr(child, "of_task", lambda manager: [group / "cgroup.procs"])
+    pid = os.getpid() if manager == "lives" else dead()
+    with registry._leaving(msgspec.structs.replace(asking, manager=pid), tasks):
+        if over:
+            tasks.path.unlink()
+    assert max(tmp_path.rglob("*")).as_posix().endswith(left)
+
+
+def dead() -> int:
+    """The pid of no process."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_lease_that_came_after_the_epilog_is_given_back(
+    staging_node: Node,
+    asking: Job,
+    asked: Asked,
+    make_image: Callable[..., Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job was cancelled, and is over, while its image was staged."""
+    found, held = make_image(), tmp_path / "held"
+    staging_node.cache.prepare(require_mount=False)
+
+    def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
+        tasks.path.unlink()
+        place.make(node.places, job.id, job.step, found.size)
+        with leases.leased(node, job, found.key, Limit.of(node.clock, 60.0, None)):
+            return Answer(Handled("hit"), found)
+
+    def report(outcomes: object) -> None:
+        held.write_text(f"{staging_node.leases.jobs()}")
+
+    monkeypatch.setattr(registry, "_answer", answer)
+    monkeypatch.setattr(registry, "FIRST", 0.0)
+    asked = msgspec.structs.replace(asked, timeout="0")
+    registry.begin(staging_node, msgspec.structs.replace(asking, step=0), asked, report)
+    until(held.exists, "the lease")
+    until(lambda: not staging_node.leases.jobs(), "its end")
+    until(lambda: not list(staging_node.places.images.iterdir()), "the end of the place")
+    assert held.read_text() == f"({asking.id},)"

@@ -1,0 +1,86 @@
+"""Processes that outlive a job: they leave its cgroups, and those of slurmd."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forestage.system import child
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A job's cgroup in a hierarchy of this machine."""
+    top = next((spot for spot in (Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup"))
+                if os.access(spot / "cgroup.procs", os.W_OK)), None)  # fmt: skip
+    if top is None:
+        pytest.skip("no cgroup hierarchy can be written here")
+    made = top / f"forestage-test-{os.getpid()}" / "job_7"
+    made.mkdir(parents=True)
+    yield made
+    made.rmdir()
+    made.parent.rmdir()
+
+
+def test_process_really_leaves_its_job(cgroup: Path) -> None:
+    gone, said = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            (cgroup / "cgroup.procs").write_text("0")
+            inside = (cgroup / "cgroup.procs").read_text().split() == [str(os.getpid())]
+            child.leave_job()
+            empty = (cgroup / "cgroup.procs").read_text() == ""
+            os.write(said, b"yes" if inside and empty else b"no")
+        finally:
+            os._exit(0)
+    os.close(said)  # else a child that says nothing would be waited for
+    os.waitpid(pid, 0)
+    assert os.read(gone, 10) == b"yes"
+    os.close(gone)
+
+
+def test_process_tells_who_began_it_and_the_end_is_heard() -> None:
+    def life(hook: socket.socket) -> None:
+        child.tell(hook, f"begun \udcff {'x' * 9000}")
+        raise OSError("broken")
+
+    pid, ours = child.begin(life, lambda hook, error: child.tell(hook, str(error)))
+    with ours:
+        said = child.heard(ours, 60.0, "silent")
+        assert (said[:13], len(said)) == ("begun \\udcff ", child.WORDS)
+        assert child.heard(ours, 60.0, "silent") == "broken"
+        assert child.heard(ours, 60.0, "silent") == ""
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def test_process_that_says_nothing_is_not_waited_for() -> None:
+    pid, ours = child.begin(lambda hook: signal.pause(), lambda hook, error: None)
+    with ours:
+        assert child.heard(ours, 0.05, "silent") == "silent"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_children_that_have_ended_are_let_go_and_the_others_stay() -> None:
+    script = """
+import os, subprocess
+from forestage.system import child
+ended = subprocess.Popen(["true"])
+os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+lives = subprocess.Popen(["sleep", "4243"])
+child.reap()
+print(os.path.exists(f"/proc/{ended.pid}"), os.path.exists(f"/proc/{lives.pid}"))
+lives.kill()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ran.stdout == "False True\n", ran.stderr

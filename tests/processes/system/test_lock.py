@@ -1,0 +1,75 @@
+"""The node's locks: flock(2), released with their process, on a file that stays the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forestage.system import lock
+
+
+def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with lock.held(path, 0):
+                os.write(tell, b"x")
+                signal.pause()
+        finally:
+            os._exit(1)  # never on into pytest
+    os.close(tell)
+    assert os.read(ready, 1) == b"x"
+    with pytest.raises(lock.Busy), lock.held(path, 0):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with lock.held(path, 0):
+        pass
+    os.close(ready)
+
+
+def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with lock.held(path, 0):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.pause()
+            finally:
+                os._exit(1)  # never on into pytest
+    assert lock.is_free(path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_lock_that_is_removed_all_the_time_is_nobodys_twice(tmp_path: Path) -> None:
+    """Several count in one file, which comes out right only if one does so at a time."""
+    path, count = tmp_path / "a.lock", tmp_path / "count"
+    count.write_text("0")
+
+    def work() -> None:
+        for _ in range(100):
+            with lock.held(path, 60):
+                count.write_text(str(int(count.read_text()) + 1))
+            lock.remove_if_free(path)
+
+    children = [forked(work) for _ in range(4)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert count.read_text() == "400"
+
+
+def forked(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)  # never on into pytest
+    return child

@@ -1,0 +1,19 @@
+"""Loop devices: one for each file, and nobody's but ours is let go of."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from forestage.system import loop
+
+
+def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
+    file = tmp_path / "container.sif"
+    file.write_bytes(bytes(8192))
+    argv = ["losetup", "--find", "--show", file]
+    name = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        assert name not in [one.name for one in loop.attached()]
+    finally:
+        subprocess.run(["losetup", "--detach", name], check=True)

@@ -1,0 +1,47 @@
+"""Texts and file names of users: read as they were meant, and one line of the log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from forestage.stage import opening
+from forestage.system import as_user
+from forestage.system.as_user import User
+
+# What the environment of a process can hold: any bytes but NUL, as Python decodes them.
+BYTES = st.binary(max_size=40).map(lambda raw: os.fsdecode(raw.replace(b"\0", b"")))
+# A few for each change, many for `./test --all`.
+MORE = 30 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 1
+PIECES = st.sampled_from(
+    ["/", ".", "..", "stage=", ",", "%00", "%ff", "%2f", "\n", " ", "=", '"', "\\", "‮",
+     "result=hit", "\x1b[2J", "stage-wait=", "1m", "\udcff", "é", "x" * 300]
+)  # fmt: skip
+TEXT = st.lists(PIECES | BYTES, max_size=8).map("".join)
+
+
+@given(TEXT)
+@hypothesis_settings(
+    max_examples=15 * MORE,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
+    """A child that died over a name would be our failure, which may drain the node."""
+
+    def work() -> as_user.Found[None]:
+        raise OSError(2, "No such file", name)
+
+    with pytest.raises(FileNotFoundError) as caught:
+        as_user.call(work, type(None), 10.0)
+    # As bytes: two pieces that are no text may be text together.
+    assert os.fsencode(caught.value.filename or "") == os.fsencode(name)
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\udc80b", "\n", "x" * 300])
+def test_path_with_any_name_is_resolved(tmp_path: Path, me: User, name: str) -> None:
+    assert opening.saved_to(f"{tmp_path}/{name}", me, 10.0)[0] == f"{tmp_path}/{name}"
