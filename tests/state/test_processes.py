@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from lab import Lab
 from lives import Machine, few_of_processes, many
-from processes import Processes
 
 from node import Node
+from processes import Processes
 
 
 @pytest.fixture

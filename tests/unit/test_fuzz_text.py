@@ -21,8 +21,9 @@ from forestage.cache.part import Owner
 from forestage.errors import ConfigError, Declined
 from forestage.events import Handled
 from forestage.hooks import answers
+from forestage.slurm import lines
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION, Job
-from forestage.stage import opening, pipeline
+from forestage.stage import pipeline
 from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
 from forestage.system.as_user import User
@@ -64,7 +65,7 @@ def test_any_text_of_a_user_is_one_line_and_one_event(
             outcomes.append(answers.of_error(asked, declined))
         else:
             assert path.startswith("/")
-            assert not answers.has_control(path)
+            assert not lines.has_control(path)
             assert len(os.fsencode(path)) < image.PATH_MAX
             outcomes.append(Handled("hit", request=asked.path, image=path))
     line = events.summary(job, outcomes, 1.0)

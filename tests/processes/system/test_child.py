@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,28 +43,6 @@ def test_process_really_leaves_its_job(cgroup: Path) -> None:
     os.waitpid(pid, 0)
     assert os.read(gone, 10) == b"yes"
     os.close(gone)
-
-
-def test_process_tells_who_began_it_and_the_end_is_heard() -> None:
-    def life(hook: socket.socket) -> None:
-        child.tell(hook, f"begun \udcff {'x' * 9000}")
-        raise OSError("broken")
-
-    pid, ours = child.begin(life, lambda hook, error: child.tell(hook, str(error)))
-    with ours:
-        said = child.heard(ours, 60.0, "silent")
-        assert (said[:13], len(said)) == ("begun \\udcff ", child.WORDS)
-        assert child.heard(ours, 60.0, "silent") == "broken"
-        assert child.heard(ours, 60.0, "silent") == ""
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-
-
-def test_process_that_says_nothing_is_not_waited_for() -> None:
-    pid, ours = child.begin(lambda hook: signal.pause(), lambda hook, error: None)
-    with ours:
-        assert child.heard(ours, 0.05, "silent") == "silent"
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def test_children_that_have_ended_are_let_go_and_the_others_stay() -> None:

@@ -308,5 +308,3 @@ def test_namespaces_of_a_job_are_told_from_the_nodes(
             (tmp_path / "proc" / name / "ns/user").symlink_to(link)
     (tmp_path / "proc/1/comm").write_text(f"{first}\n")
     assert child.is_in_job(tmp_path) is is_in
-
-
