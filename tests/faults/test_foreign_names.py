@@ -18,7 +18,7 @@ from far import Far
 
 from forestage.clock import Clock
 from forestage.data import erofs, manifest
-from forestage.data.tree import OpenTree
+from forestage.data.open_tree import OpenTree
 from forestage.errors import Declined
 from forestage.system import mounts
 from node import ALICE, BOB, Node, content, read_as

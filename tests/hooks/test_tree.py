@@ -21,7 +21,7 @@ from forestage.cache.node import Node as Bare
 from forestage.cache.said import Tree
 from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
-from forestage.data import erofs, retry, tree, wanted
+from forestage.data import erofs, open_tree, retry, tree, wanted
 from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
@@ -385,7 +385,7 @@ def test_tree_that_changes_while_it_is_copied_is_no_entry(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
-    before(tree.OpenTree, "_read_file", lambda: (spank.server / "alice/set/late").touch())
+    before(open_tree.OpenTree, "_read_file", lambda: (spank.server / "alice/set/late").touch())
     found = staged(spank, 1, path)
     assert (found.state, found.reason) == ("declined", "changed")
     assert spank.entries() == set()
@@ -427,7 +427,7 @@ def test_file_that_is_swapped_before_it_is_read_is_no_entry(
             file.unlink()
             file.symlink_to("/etc/shadow")
 
-    before(tree.OpenTree, "_read_file", swap)
+    before(open_tree.OpenTree, "_read_file", swap)
     found = staged(spank, 1, path)
     assert found.state == "declined"
     assert spank.entries() == set()

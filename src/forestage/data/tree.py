@@ -16,49 +16,41 @@ between two steps. Of the nodes of a job one looks for all where it can (data/lo
 import contextlib
 import hashlib
 import os
-import stat
 import threading
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from forestage import log
-from forestage.cache import image, part, space
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache import image, part
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases, Use
 from forestage.cache.node import Node
-from forestage.cache.part import chunk_count
 from forestage.cache.said import Tree
-from forestage.clock import Clock, Deadline
-from forestage.data import erofs, looks, manifest, retry, wanted
-from forestage.data.erofs import Layout
+from forestage.clock import Deadline
+from forestage.data import erofs, looks, manifest, open_tree, retry, wanted
 from forestage.data.manifest import Manifest
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.stage import opening, source, stager
-from forestage.stage.source import Content, OpenImage, Truncated, Unreadable
+from forestage.stage import opening, stager
+from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
 from forestage.stage.wait import Eta, Progress, quiet
 from forestage.system import as_user, holder, lock, loop, mounts, run
-from forestage.system.as_user import User
 from forestage.system.holder import Channel, Message
 from forestage.system.loop import Loop
 from forestage.units import format_size, printable
 
-READERS = 32  # threads of a copy: a small file costs round trips more than bytes
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
 PLACES = 32  # directories looked at or copied at once for jobs of all users
 OF_USER = 16  # … of one user; and looked at by steps of one
 PLACE = 1.0  # seconds between two tries for a place
 POLL = 0.25  # seconds between two looks of a step that waits
 LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
-ROOTS_OWN = Access(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
 PROBE = 10.0  # seconds for the kernel to load a module
 
 
@@ -184,186 +176,6 @@ def _is_done_with(cache: Cache, one: Loop, used: frozenset[str]) -> bool:
     return False
 
 
-def _image_of(found: Manifest, size: int) -> Image:
-    """Pure: the image of this directory, of so many bytes."""
-    top = found.files[0]
-    identity = Identity(found.path, top.inode, size, top.mtime_ns, top.ctime_ns, tree=found.digest)
-    return Image(identity, ROOTS_OWN, "data")
-
-
-class OpenTree:
-    """A directory as the stager's source: its manifest, and where each byte is from.
-
-    `looked` is the wall clock's time before the first look. `lent`: another node has looked.
-    """
-
-    is_read_through: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        root: int,
-        found: Manifest,
-        made: Layout,
-        user: User,
-        max_files: int,
-        clock: Clock,
-        looked: float,
-        lent: bool = False,
-    ) -> None:
-        self.root = root
-        self.disk = os.fstat(root).st_dev
-        self.found = found
-        self.user = user
-        self.max_files = max_files
-        self.clock = clock
-        self.looked = looked
-        self.made = made
-        self.lent = lent
-        self.seen: set[int] = set()  # the files that were read here, by number
-        self.data: dict[int, set[int]] = {}  # the chunks that hold any, by their size
-        self.own = threading.local()
-
-    @property
-    def image(self) -> Image:
-        return _image_of(self.found, self.made.size)
-
-    def open(self) -> Content:
-        """Returns it as the engines read it, once a further change must show in its times.
-
-        What had not changed for long when it was first looked at needs no other look now. Whether
-        somebody writes is asked of each file as it is opened; here where that says too little.
-        """
-        pause = looks.settling(self.found, self.looked)
-        if pause:
-            self.clock.sleep(pause)
-            self.must_be_unchanged()
-        source.must_be_written_nowhere(self.root, self.found.path)
-        head = len(self.made.head)
-        return Content(-1, None, self.made.size, self.found.path, self.read, head, self.data_chunks)
-
-    def data_chunks(self, chunk: int) -> set[int]:
-        """The numbers of the chunks that hold any data; what is in no file takes none.
-
-        Only files that lack blocks are asked where their holes are. That is a read of them: each is
-        the one that was looked at, and nobody writes to it. Raises Declined, Unreadable.
-        """
-        if chunk not in self.data:
-            sparse, made = set(self.found.sparse), self.made
-            found = set(range(chunk_count(len(made.head), chunk)))
-            asked = []
-            for start, number in zip(made.starts, made.numbers, strict=True):
-                if number in sparse:
-                    asked.append((start, number))
-                else:
-                    end = start + self.found.files[number].size
-                    found.update(range(start // chunk, chunk_count(end, chunk)))
-            manifest.each_as(self.user, asked, partial(self._add_data, found, chunk))
-            self.data[chunk] = found
-        return self.data[chunk]
-
-    def _add_data(self, found: set[int], chunk: int, where: tuple[int, int]) -> None:
-        """Adds the chunks with data of a file, which is at this place of the image, and number."""
-        start, number = where
-        name, size = self._name(number), self.found.files[number].size
-        try:
-            self._open(number)
-            try:
-                found.update(space.data_chunks(self.own.fd, size, chunk, start))
-                source.must_have_no_writer(self.own.fd, name)
-            finally:
-                self._close()
-        except OSError as error:
-            raise Unreadable(name, error) from None
-
-    def must_be_unchanged(self) -> None:
-        """Looks at all of it once more; where another node does so, at what was read here.
-
-        Raises Declined.
-        """
-        source.must_be_written_nowhere(self.root, self.found.path)
-        if self.lent:
-            some = [self.found.files[number] for number in sorted(self.seen)]
-            try:
-                if manifest.still(self.root, [*manifest.sample(self.found), *some], self.user):
-                    return
-            except OSError:
-                raise source.changed(self.found.path) from None
-            raise source.changed(self.found.path)
-        now = manifest.take(self.root, self.found.path, self.user, self.max_files)
-        if now.digest != self.found.digest:
-            raise source.changed(self.found.path)
-
-    def read(self, start: int, want: memoryview) -> None:
-        """Fills `want` with what begins at `start`. Raises Declined, Truncated, Unreadable.
-
-        With the user's rights, whichever thread it is; that has its own back afterwards.
-        """
-        made, end = self.made, start + len(want)
-        head = made.head[start:end]
-        want[: len(head)] = head
-        at = start + len(head)
-        place = max(0, made.first(at))
-        while at < end:
-            begins = made.starts[place] if place < len(made.starts) else made.size
-            size = self.found.files[made.numbers[place]].size if begins < made.size else 0
-            if at >= begins + size:  # to the next block's, or the image's, end
-                after = made.starts[place + 1] if place + 1 < len(made.starts) else made.size
-                count = min(end, after) - at
-                want[at - start : at - start + count] = bytes(count)
-                place += 1
-            else:
-                count = min(end, begins + size) - at
-                self._read_file(made.numbers[place], at - begins, want[at - start :][:count])
-            at += count
-
-    def _read_file(self, number: int, offset: int, want: memoryview) -> None:
-        name = self._name(number)
-        try:
-            with manifest.acting(self.user):
-                if getattr(self.own, "number", -1) != number:
-                    self._open(number)
-                done = 0
-                while done < len(want):
-                    count = os.preadv(self.own.fd, [want[done:]], offset + done)
-                    if count == 0:
-                        raise Truncated(name)
-                    done += count
-                source.must_have_no_writer(self.own.fd, name)
-            os.posix_fadvise(self.own.fd, offset, len(want), os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise Unreadable(name, error) from None
-
-    def _name(self, number: int) -> str:
-        """A file's path, for messages."""
-        path = os.fsdecode(self.found.files[number].path)
-        return printable(os.path.join(self.found.path, path))
-
-    def _open(self, number: int) -> None:
-        """Makes a file this thread's open one.
-
-        Raises OSError, Declined where it has changed, or somebody writes to it.
-        """
-        file = self.found.files[number]
-        self._close()
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        self.own.fd = os.open(file.path, flags, dir_fd=self.root)
-        # What lies behind the piece may be another node's to read: no readahead.
-        os.posix_fadvise(self.own.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        facts = os.fstat(self.own.fd)
-        seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-        # A file system that a user mounts there for a moment says what inode and times it likes.
-        if seen != (self.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
-            raise source.changed(self._name(number))
-        source.must_have_no_writer(self.own.fd, self._name(number))
-        self.own.number = number
-        self.seen.add(number)
-
-    def _close(self) -> None:
-        if getattr(self.own, "fd", -1) >= 0:
-            os.close(self.own.fd)
-        self.own.fd, self.own.number = -1, -1
-
-
 def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
     """The whole life of the process that brings a directory."""
     stop = stager.be_stager()
@@ -446,10 +258,12 @@ def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
         made = erofs.layout(found, acls)
         # Of what an earlier copy has read nobody here knows which files those were.
         lent = seen.lent and not node.cache.part_dir(key).exists()
-        opened = OpenTree(root, found, made, job.user, max_files, node.clock, looked, lent)
+        opened = open_tree.OpenTree(
+            root, found, made, job.user, max_files, node.clock, looked, lent
+        )
         # Of files there is no second descriptor past the page cache, and rsync knows no images.
         config = msgspec.structs.replace(
-            node.config, engine="chunks", threads=READERS, cold="shared"
+            node.config, engine="chunks", threads=open_tree.READERS, cold="shared"
         )
         here = msgspec.structs.replace(node, config=config)
         task = Task(here, job, OpenImage(opened.image, job.user, root, other=opened))
@@ -509,7 +323,7 @@ def _must_be_countable(node: Node, found: Manifest) -> None:
     if most is not None and size > most:
         what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
         raise Declined("too-large", what)
-    part.must_be_countable(_image_of(found, size), node.config.chunk_size)
+    part.must_be_countable(open_tree.image_of(found, size), node.config.chunk_size)
 
 
 def _must_be_mountable() -> None:

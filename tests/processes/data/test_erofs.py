@@ -18,7 +18,7 @@ from forestage.clock import Clock
 from forestage.data import erofs, manifest
 from forestage.data.erofs import BLOCK, Layout
 from forestage.data.manifest import File, Manifest
-from forestage.data.tree import OpenTree
+from forestage.data.open_tree import OpenTree
 from forestage.errors import Declined
 from forestage.system import loop, mounts
 from forestage.system.as_user import User

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forestage.clock import Clock
 from forestage.data import erofs, manifest
-from forestage.data.tree import OpenTree
+from forestage.data.open_tree import OpenTree
 from forestage.errors import Declined
 from forestage.stage.source import Truncated
 from forestage.system import writers
