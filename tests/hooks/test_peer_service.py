@@ -18,10 +18,10 @@ import pytest
 
 from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
+from forestage.errors import PeerError
 from forestage.peers import auth, stats
 from forestage.peers import first as peers_first
 from forestage.peers.auth import KeyFile
-from forestage.peers.connection import ChunkRefused
 from forestage.peers.first import First
 from node import HANGS
 from peering import (
@@ -356,7 +356,7 @@ def test_look_is_given_to_who_may_ask_for_it_alone(node: Node, look: Path, key: 
 def test_link_in_place_of_a_look_is_not_followed(node: Node, look: Path) -> None:
     (look / OTHER_KEY).unlink()
     (look / OTHER_KEY).symlink_to("/etc/passwd")
-    with pytest.raises(ChunkRefused):
+    with pytest.raises(PeerError):
         first(node).ask()
 
 
@@ -378,7 +378,7 @@ def test_look_that_was_changed_on_its_way_is_refused(
 
     monkeypatch.setattr(http.client.HTTPResponse, "read", read)
     monkeypatch.setattr(http.client.HTTPMessage, "get", header)
-    with pytest.raises(ChunkRefused, match="wrong"):
+    with pytest.raises(PeerError, match="wrong"):
         first(node).ask()
 
 
@@ -386,7 +386,7 @@ def test_look_of_any_size_is_not_taken(
     node: Node, look: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers_first, "MOST", 4)
-    with pytest.raises(ChunkRefused, match="5 bytes"):
+    with pytest.raises(PeerError, match="5 bytes"):
         first(node).ask()
 
 
